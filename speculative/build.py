@@ -42,7 +42,7 @@ from workers.runner.layout import plan_engine as plan_of
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine replica: the target's ranks, and the draft if it speculates."""
+    """What to build: the target's ranks, and the draft of an engine that speculates."""
 
     worker: WorkerConfig
     speculative: SpeculativeConfig | None = None
@@ -70,7 +70,7 @@ class WeightBytes:
 class DraftSpeculation:
     """`workers.runner.layout.Speculation` with a draft.
 
-    draft: its checkpoint's description, checked.
+    draft: checked description of its checkpoint.
     draft_tp: ranks that share it.
     shapes: the tree shapes that it may draft, and non-speculative decoding.
     kv_setting: `cache.draft_dtype`; `cache.dtype` for a draft that reads the target's KV.
@@ -148,7 +148,7 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
     """Return the size of the weights, from the checkpoints' configurations.
 
     engine: `plan_engine(spec)`.
-    multiplies_fp8: whether the GPUs do, as for `weight_bytes`.
+    multiplies_fp8: whether the GPUs multiply FP8, see `weight_bytes`.
     """
     ranks, target, dtype = spec.worker.tensor_parallel, engine.target, engine.dtype
     group, family = TPGroup(0, ranks), family_of_config(target, f"model {spec.worker.model.path}")
@@ -186,12 +186,11 @@ def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
 
 
 def check_device(spec: EngineSpec, engine: EnginePlan, device: Capability, here: bool) -> None:
-    """Refuse what building a rank would refuse on such a device, as far as possible without one: attention backends,
-    `deterministic`, dtypes and capabilities.
+    """Raise ValueError for what building a rank on this device would refuse, as far as it shows without the device:
+    attention backends, `deterministic`, dtypes, capabilities.
 
     engine: `plan_engine(spec)`, for any device.
     here: see `attention.registry.check_choices`.
-    Raises ValueError.
     """
     worker, target = spec.worker, engine.target
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
@@ -223,12 +222,12 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
 
 
 def _check_reader(worker: WorkerConfig, config: SpeculativeConfig, draft: DraftMethod, draft_tp: int) -> None:
-    """Refuse settings that a draft over the target's KV would ignore, and ranks that cannot share it. Raises
-    ValueError."""
+    """Raise ValueError for settings without effect on a draft that attends to the target's KV, and for a `draft_tp` at
+    which ranks lack that KV."""
     ranks, name = worker.tensor_parallel, f"draft {draft.path}"
     if draft_tp != ranks:
         raise ValueError(
-            f"speculative.draft_tp={draft_tp}: {name} attends to the target's KV, of which a rank has its heads alone; "
+            f"speculative.draft_tp={draft_tp}: {name} attends to the target's KV, which is sharded over all ranks; "
             "leave it out"
         )
     if worker.cache.draft_dtype != "auto":

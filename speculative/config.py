@@ -13,7 +13,7 @@ Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffi
 BLOCK_METHODS = ("dflash", "dspark", "dflash2")  # methods that draft a block in one pass
 
 MAX_MATCH = 32
-_DEFAULT_SUFFIX_TOKENS = 15  # with the root 16 rows, a tile of a matrix product
+_DEFAULT_SUFFIX_TOKENS = 15  # 16 rows with the root, which is one tile of a matrix product
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class SpeculativeConfig:
         15.
     top_k: children per expanded node; 1 drafts a chain.
     num_draft_tokens: nodes verified per round, including the root; num_steps + 1 for a chain.
-    draft_tp: ranks that share the draft; 1: each holds all of it; none: as many as the target.
-    synthetic_acceptance_length: for benchmarks with dummy weights: accept so that 1 + accepted / rounds has this mean
-        (minimum-variance schedule, as vLLM defines it); none: verify.
-    adaptive: the tree is an upper limit, and the scheduler runs smaller shapes, down to none, by load and acceptance;
-        false: always the whole tree.
+    draft_tp: ranks that the draft is sharded over; 1: every rank holds all of it; none: as for the target.
+    synthetic_acceptance_length: for benchmarks with dummy weights: accept drafts at random so that 1 + accepted /
+        rounds has this mean (minimum-variance schedule, as in vLLM); none: verify.
+    adaptive: the configured tree is the maximum; by load and acceptance, the scheduler chooses smaller tree shapes or
+        no speculation. false: always the whole tree.
     window: newest tokens of a request that the draft attends to, at least 64; none: all.
     draft_vocab_size: tokens that an `mtp` module may propose (rows of its vocabulary head): the most frequent by
         `token_map.json` in the target's folder (`aerie token-map`), else the tokenizer's first; 0: all; auto: 32,768
@@ -141,12 +141,12 @@ class SpeculativeConfig:
 
     @property
     def shape(self) -> TreeShape:
-        """The configured tree."""
+        """Return the configured tree."""
         return TreeShape.of(self.num_steps, self.top_k, self.num_draft_tokens, self.method in BLOCK_METHODS)
 
     @property
     def shapes(self) -> RoundShapes:
-        """The shapes of its engine."""
+        """Return the tree shapes of an engine with this configuration."""
         if self.method == "suffix":
             return suffix_shapes(self.num_steps, self.adaptive)
         return replace(shapes_of(self.shape, self.adaptive, self.suffix_tokens), drafted_by=self.method)

@@ -1,7 +1,7 @@
 """`SpeculativeDecoding`: one step of an engine with a draft.
 
-verify -> accept -> commit -> draft-extend -> draft -> tree build. Drafts that are only copied from the text
-(`speculative.suffix`) need no draft-extend and no draft pass. The next step verifies the trees that a step drafts.
+verify -> accept -> commit -> draft-extend -> draft -> tree build. With `method: suffix`, drafts are copied from the
+text (`speculative.suffix`), without draft-extend and draft pass. The next step verifies the trees that a step drafts.
 
 Prompt chunks share the passes of target and draft: each stage has a half for rounds and a half for chunks, and
 `workers.runner.batch.RowLayout` says which rows belong to which. A `DraftModel` hides how a draft works; verification
@@ -80,7 +80,7 @@ class SpeculativeDecoding(CuttableStrategy):
         delays = shapes.eager and Capability.of(slots.device).shares_host_memory
         has_kv = draft is not None and not draft.model.reads_target_kv
         self._backlog = DraftBacklog(draft, slots) if draft is not None and has_kv and delays else None
-        self._every_row = draft is not None and draft.model.reads_last_layer  # of prompt chunks
+        self._every_row = draft is not None and draft.model.reads_last_layer  # also of prompt chunks
 
     @property
     def shapes(self) -> RoundShapes:
@@ -146,10 +146,10 @@ class SpeculativeDecoding(CuttableStrategy):
         )
 
     def _verify(self, batch: StepBatch, shape: RoundShape, passed: TargetPass, logits: Tensor) -> Rounds:
-        """Rounds: accept, commit, and move the accepted path's KV to the front."""
+        """Accept and commit the rounds' tokens, and move the accepted path's KV to the front."""
         slots, rows, page_table = self._slots, passed.rows, passed.page_table
         of_rounds = logits[: batch.num_requests * shape.width]
-        min_entropies = None  # before masks change the logits
+        min_entropies = None  # measured before masks change the logits
         if self._shapes.learns_acceptance:
             min_entropies = self._sampler.min_entropies(of_rounds[:: shape.width])
         sampled = self._chosen(of_rounds, batch, rows)
@@ -157,7 +157,7 @@ class SpeculativeDecoding(CuttableStrategy):
         done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots, shape.depth, synthetic)
         self._target.commit(batch.slots, done.accepted.path, done.commit.counts)
         features = passed.round_features
-        # a chain's path is its nodes in their order; rows after the last accepted are unused
+        # a chain's path is its nodes in order; rows after the last accepted one are unused
         if shape.width > 1 and not shape.is_chain:
             self._target.pool.move_path(page_table, rows.length, done.accepted.path)
             features = None if features is None else features.index_select(0, done.path_rows.flatten())
@@ -167,7 +167,7 @@ class SpeculativeDecoding(CuttableStrategy):
         """Return the target's token after every node, [B, W]."""
         tree = rows.tree
         positions = rows.positions.view(tree.tokens.shape)
-        if batch.needs.random or batch.needs.shaping:  # else nothing depends on them
+        if batch.needs.random or batch.needs.shaping:  # greedy choices do not depend on them
             positions = positions + 1
         if not batch.needs.shaping:
             return self._sampler.sample(logits, Rows(batch.slots, positions), batch.needs)
@@ -177,7 +177,7 @@ class SpeculativeDecoding(CuttableStrategy):
         return self._sampler.sample(logits, Rows(batch.slots, positions, path, tree.tokens), batch.needs)
 
     def _first_tokens(self, batch: StepBatch, chunks: PromptChunks, logits: Tensor) -> Finals:
-        """Chunks: choose the token after each prompt that ends."""
+        """Sample the first token of each prompt that ends in this step."""
         begin_finals(self._slots, chunks)
         positions = self._slots.seq_len[chunks.final_slots].long().unsqueeze(1) + 1
         of_finals = logits[logits.shape[0] - chunks.num_finals :]
@@ -190,8 +190,8 @@ class SpeculativeDecoding(CuttableStrategy):
     ) -> Tensor | None:
         """Extend the draft's KV to the committed tokens. Return its state after each entry's newest token, [B + F, H].
 
-        KV depends on a row's input only, so only the newest rows attend. If nothing is drafted next, and for block
-        drafts, none attends and there is no state.
+        The last layer's KV depends on a row's input only, so only the newest rows attend. Without drafting, and for
+        block drafts, no row attends and the result is None.
         """
         chunks, extend, draft = batch.chunks, None, self._draft
         if draft is None:
@@ -223,7 +223,7 @@ class SpeculativeDecoding(CuttableStrategy):
         return DecodeBatch(Mode.DRAFT_EXTEND, width, width, length, mask, rounds.page_table, batch.max_kv_len)
 
     def _newest_rows(self, batch: StepBatch, rounds: Rounds | None) -> Attending | None:
-        """Return the rows of each request's newest token and each chunk's last; None if there are no other rows."""
+        """Return the rows that attend: each request's newest token and each chunk's last row; None for all rows."""
         chunks = batch.chunks
         num_round_rows = rounds.committed.accepted.path.numel() if rounds is not None else 0
         if rounds is not None and chunks is None and num_round_rows == rounds.length.shape[0]:
@@ -236,8 +236,8 @@ class SpeculativeDecoding(CuttableStrategy):
     def _draft_next(
         self, batch: StepBatch, hidden: Tensor | None, rounds: Rounds | None, finals: Finals | None
     ) -> Tensor | None:
-        """Draft trees for the entries that the plan names; the others get their newest token alone. Return the lengths
-        of matches, [B + F] int64, if drafts are copied."""
+        """Draft trees for the entries that the plan names; the trees of the others are reset to their root. Return the
+        match lengths of copied drafts, [B + F] int64; None without copied drafts."""
         entries = batch.entry_slots
         if entries.shape[0] == 0:
             return None
@@ -279,11 +279,11 @@ class SpeculativeDecoding(CuttableStrategy):
         if finals is not None:
             assert batch.chunks is not None
             suffix.record(batch.chunks.final_slots, batch.chunks.final_lengths, finals.commit)
-            of_finals = torch.full_like(finals.commit.counts, -1)  # the slots' proposals are of former requests
+            of_finals = torch.full_like(finals.commit.counts, -1)  # the slots' proposals belong to earlier requests
         return None if rounds is None and finals is None else joined((of_rounds, of_finals))
 
     def _guidance(self, batch: StepBatch, rounds: Rounds | None, finals: Finals | None) -> Guidance:
-        """Return the grammars' state. The newest token was chosen after the last accepted node."""
+        """Return the grammars' states after the newest tokens."""
         accepted = rounds.committed.accepted if rounds else None
         last = accepted.path.gather(1, accepted.num_drafts.unsqueeze(1)).squeeze(1) if accepted else None
         roots = torch.zeros_like(finals.commit.counts) if finals else None

@@ -1,8 +1,9 @@
 """Writes the draft's KV of several non-speculative rounds at a time. Used by `speculative.decoding` on CPUs.
 
 A non-speculative round has one draft row per request, and a pass over few rows takes almost as long as one over many:
-at batch 8 on a CPU, a tenth of the round. So rows wait until there are `MAX_ROUNDS` per request or `MAX_ROWS`, or are
-written just before another kind of step. At batch 1, 16 rows take 2.2 to 3.8 ms, one row half of that, and a round 17.
+at batch 8 on a CPU, a tenth of the round. So rows are collected, and written at `MAX_ROUNDS` per request, at `MAX_ROWS`
+in all, or just before another kind of step. At batch 1, 16 rows take 2.2 to 3.8 ms, one row half of that, and a round
+17.
 
 On GPUs every non-speculative round writes its rows, which costs 1.2 to 1.7 % of a round (H200, Llama-3.1-8B, batch 1 to
 128). A backlog would need two more graphs per batch size.
@@ -17,12 +18,12 @@ from speculative.step_parts import Rounds
 from workers.slots.slot_table import SlotTable
 
 MAX_ROUNDS = 48  # a mask has 63 bits
-MAX_ROWS = 512  # of all requests, whose features are kept
+MAX_ROWS = 512  # of all requests together; bounds the memory of their features
 
 
 class DraftBacklog:
-    """The rows of consecutive rounds of the same requests. Their pages get a new owner only after a step of other
-    requests, which writes the backlog first."""
+    """The rows of consecutive rounds of the same requests. A step of other requests writes the backlog first, so pages
+    have no new owner before."""
 
     def __init__(self, draft: DraftRunner, slots: SlotTable) -> None:
         self._draft = draft
@@ -41,7 +42,7 @@ class DraftBacklog:
             self.write()
         self._slots, self._max_kv_len = slots, max_kv_len
         self._rounds.append(rounds)
-        # an ended request stays at its position, so its next row would not follow this one
+        # an ended request does not advance, so its next row would not follow this one
         is_full = len(self._rounds) == max(1, min(MAX_ROUNDS, MAX_ROWS // len(slots)))
         if is_full or bool(self._table.finished[slots].any()):
             self.write()

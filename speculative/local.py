@@ -1,4 +1,4 @@
-"""Local engines with or without a draft: one rank in this process, several in a child process each."""
+"""Local engines with or without a draft: a single rank runs in this process, several ranks in a child process each."""
 
 from contextlib import AbstractContextManager
 

@@ -18,10 +18,10 @@ from workers.slots.slot_table import Commit
 class TargetPass:
     """Results of the target's pass.
 
-    rows: of the rounds.
-    page_table: [B, max_pages] int32, of the rounds.
+    rows: rows of the rounds.
+    page_table: [B, max_pages] int32, pages of the rounds.
     hidden: [n, H] of all rows of rounds, then of the last row of each prompt that ends.
-    round_features, chunk_features: [rows, F] features for the draft model, if there is one.
+    round_features, chunk_features: [rows, F] features for the draft model; None without one.
     prompt_hidden: [n, H] of the batch's prompt targets, if any.
     """
 
@@ -37,7 +37,7 @@ class TargetPass:
 class Rounds:
     """The rounds of a step after verification.
 
-    length: [B] int32 committed KV before it.
+    length: [B] int32 committed KV tokens before the round.
     page_table: [B, max_pages] int32.
     sampled: the target's token after every node.
     features: [B * D, F] of the target on the accepted path, up to its maximum depth; None without a draft model.
@@ -92,7 +92,7 @@ def emitted(
 
 
 def _logprobs(rounds: Rounds | None, finals: Finals | None, columns: int, num_logprobs: int) -> Logprobs | None:
-    """Return log-probabilities along the accepted paths, and of first tokens; None if no request asked."""
+    """Return log-probabilities along the accepted paths, and of first tokens; None if no request wants them."""
     logits, tokens = [], []
     if rounds is not None and rounds.sampled.logits is not None:
         path = rounds.committed.accepted.path
@@ -112,7 +112,7 @@ def ids_after(chunks: PromptChunks, finals: Finals | None) -> Tensor:
         of_finals, others = after_chunk[: chunks.num_finals], after_chunk[chunks.num_finals :]
         first = finals.commit.tokens.squeeze(1)
         after_chunk = torch.cat((torch.where(of_finals < 0, first, of_finals), others))
-    # not every chunk of a captured step has rows, so that rows ask for their chunk, not chunks for their row
+    # look up the chunk of each row, because some chunks of a captured step have no rows
     chunk = chunks.batch.row_chunks().clamp_max(after_chunk.shape[0] - 1)
     row = torch.arange(chunk.shape[0], device=chunk.device)
     return torch.where(row == chunks.batch.last_row_indices[chunk], after_chunk[chunk], chunks.ids.roll(-1))

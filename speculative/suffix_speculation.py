@@ -15,7 +15,8 @@ from workers.runner.layout import EngineParts, PhaseDone, WithoutDraftModel
 
 @dataclass(frozen=True)
 class SuffixSpeculation(WithoutDraftModel):
-    """`workers.runner.layout.Speculation` of `method: suffix`: no weights, no KV, no layer of the target is read."""
+    """`workers.runner.layout.Speculation` of `method: suffix`: it has no weights and no KV, and reads no layer of the
+    target."""
 
     config: SpeculativeConfig
     captured_layers: tuple[int, ...] = ()

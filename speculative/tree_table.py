@@ -16,9 +16,9 @@ class TreeTable:
     trees: [num_slots + 1, W] per field, W the width of the widest shape.
     is_chain: no tree branches.
 
-    A slot without drafts has a tree whose nodes after the root are `NO_TOKEN`; nothing else on the device marks it. A
-    round may verify another shape than was drafted: nodes are sorted best first, so a smaller shape is the beginning of
-    a larger tree; for a larger shape, missing nodes are `NO_TOKEN`.
+    The tree of a slot without drafts has only `NO_TOKEN` after the root; there is no other mark of it on the device. A
+    round may verify another shape than was drafted: nodes are sorted best first, so a smaller tree is the first part of
+    a larger one, and missing nodes of a larger tree are `NO_TOKEN`.
     """
 
     def __init__(self, num_slots: int, width: int, is_chain: bool, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class TreeTable:
         self._is_chain = is_chain
 
     def read(self, slots: Tensor, shape: RoundShape, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:
-        """Return the trees of slots [B] int64, as far as `shape` holds them, after seq_len [num_slots + 1] int32.
+        """Return the trees of slots [B] int64, cut to `shape`, at committed lengths seq_len [num_slots + 1] int32.
 
         mask_words: the verifying backend's buffer, written (`attention.backend.AttentionBackend.verify_buffer`).
         """

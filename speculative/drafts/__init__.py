@@ -5,7 +5,7 @@ registry           all methods, and the method of a checkpoint
 eagle, eagle3, mtp the methods
 mtp_deepseek, mtp_qwen  MTP modules of these families
 gemma4_assistant   Gemma 4's draft, which attends to the target's KV
-trimmed_head       the target's vocabulary head with the most frequent tokens only
+trimmed_head       the target's vocabulary head, reduced to the most frequent tokens
 drafter            the steps that draft a tree of one shape, and the draft's runner
 guidance           drafting under grammars
 eagle3_config      config.json of published EAGLE-3 heads

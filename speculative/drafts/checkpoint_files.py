@@ -48,7 +48,7 @@ def tensor_names(folder: str | Path) -> list[str]:
 
 
 def missing_tables(folder: str | Path) -> tuple[str, ...]:
-    """Return which of "embed_tokens" and "lm_head" the checkpoint lacks, so that they are the target's; none without
+    """Return which of "embed_tokens" and "lm_head" the checkpoint lacks, and thus shares with the target; none without
     weights."""
     parts = {part for name in tensor_names(folder) for part in name.split(".")}
     return tuple(name for name in ("embed_tokens", "lm_head") if parts and name not in parts)

@@ -9,7 +9,7 @@ from workers.models.llama import LlamaConfig, read_config
 
 
 def draft_architecture(raw: Mapping[str, Any]) -> str:
-    """Return the architecture; Llama's if config.json has none, as with some EAGLE heads."""
+    """Return the architecture. Some EAGLE heads name none; then it is Llama's."""
     return architecture_of(dict(raw), "LlamaForCausalLM")
 
 
@@ -59,7 +59,7 @@ def refuse_unknown(
     strict: bool = False,
 ) -> None:
     """Raise ValueError for unknown flags, objects and lists, which may change the module. Unknown numbers and strings
-    have had no effect in any published head.
+    are accepted: they have no effect in any published head.
 
     only: fields with the one value that is supported; None: the field must be unset.
     known: other fields that are allowed.

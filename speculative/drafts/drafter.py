@@ -29,11 +29,11 @@ BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 
 @dataclass(frozen=True)
 class DraftRunner(ModelRunner[DraftModel]):
-    """Runs the draft, which has its own KV pool. Page ids are the target's, so pages before a window live as long as
-    the target needs them.
+    """Runs the draft, which has its own KV pool. Page ids are the target's, so pages before the draft's window are
+    freed only with the target's.
 
-    window: maximum tokens that a row sees; None: all. With a window the draft works as at the start of a text, because
-        RoPE depends on differences of positions only.
+    window: maximum tokens that a row sees; None: all. A windowed draft works as at the start of a text, because RoPE
+        depends only on differences of positions.
     """
 
     window: int | None = None
@@ -81,7 +81,7 @@ class DraftRunner(ModelRunner[DraftModel]):
 @dataclass(frozen=True)
 class TargetKVRunner(DraftRunner):
     """Runs a draft that attends to the target's KV (`DraftMethod.reads_target_kv`) and writes none. All rows of a round
-    attend to the committed tokens, from the position of the newest token, which has no KV yet.
+    attend to the committed tokens. Their query position is that of the newest token, which has no KV yet.
 
     pool: the target's KV pool.
     """
@@ -94,7 +94,7 @@ class TargetKVRunner(DraftRunner):
         chunks: PrefillBatch | None,
         attending: Attending | None,
     ) -> Tensor:
-        """Run the rows that attend. The others would only write KV."""
+        """Run the rows that attend; the others would only write KV."""
         if attending is not None:
             ids, features = ids.index_select(0, attending.rows), features.index_select(0, attending.rows)
             decode, chunks = attending.decode, attending.chunks
@@ -110,8 +110,8 @@ class TargetKVRunner(DraftRunner):
         chunks: PrefillBatch | None = None,
         attending: Attending | None = None,
     ) -> ForwardContext:
-        """Build a context in which all rows have the position of the last committed token. `extend` has it anyway; rows
-        of draft steps, which would follow it, see only that token after the prefix."""
+        """Build a context in which all rows have the position of the last committed token, also in draft steps, whose
+        rows would otherwise have later positions."""
         if decode is not None and decode.mode is Mode.DRAFT_DECODE:
             last = (decode.prefix_len - 1).clamp_min(0)  # the padding slot has no tokens
             mask = torch.ones_like(decode.mask)
@@ -123,7 +123,7 @@ class TargetKVRunner(DraftRunner):
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """Requests that get new trees. A row that drafts nothing has the padding slot, whose KV goes to the dummy page.
+    """Requests that get new trees. Rows without drafting have the padding slot, whose KV goes to the dummy page.
 
     slots: [B] int64.
     hidden: [B, H] recurrent state after the newest token; None for block drafts, which have none.
@@ -155,7 +155,7 @@ class Drafter:
         shard = runner.model.lm_head.shard
         own = torch.arange(shard.first, shard.first + shard.size, device=slots.device)
         self._token_ids = runner.model.to_target(own.clamp_max(shard.vocab_size - 1))
-        # [num_steps, 1, 1]: step s of a chain sees the s suffix columns up to its own
+        # [num_steps, 1, 1]: step s of a chain sees its own suffix column and all before it
         self._chain_masks = causal_mask(1, shape.num_steps, slots.device).view(-1, 1, 1)
         # [num_steps - 1, 1, top_k]: positions of step s's rows: s - 1 after the committed length
         levels = torch.arange(shape.num_steps - 1, device=slots.device)
@@ -197,7 +197,7 @@ class Drafter:
                 suffix, mask = step.suffix, level.mask
                 decode = DecodeBatch(Mode.DRAFT_DECODE, k, suffix, length, mask, batch.page_table, batch.max_kv_len)
                 context = self._runner.context(decode, positions[step.depth - 2])
-                # copies, which a draft may change in place
+                # copies, because the draft may change them in place
                 state = self._runner.model.step(level.tokens.flatten(), state.index_select(0, level.parent), context)
             children = self._best(state, batch, length, step.depth, step.rows)
             level = grow(candidates, level, children, step.first_candidate, step.suffix)
@@ -206,8 +206,8 @@ class Drafter:
         self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
 
     def _scores(self, hidden: Tensor, batch: DraftBatch, length: Tensor, depth: int, rows: int) -> Tensor:
-        """Return [B * rows, shard size] logits of tokens at `depth`, with those grammar masks that are known, and, for
-        random requests, the target's noise and filters."""
+        """Return [B * rows, shard size] logits of tokens at `depth`, with known grammar masks, and for random requests
+        with the target's noise and filters."""
         logits = self._runner.model.logits(hidden)
         if batch.guidance is not None:
             batch.guidance.mask(logits, self._token_ids)
@@ -216,7 +216,7 @@ class Drafter:
     def _noisy(self, logits: Tensor, batch: DraftBatch, positions: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return logits [B * R, n] with the target's noise and filters where a request is random.
 
-        positions: [B, R] int64, positions of the tokens that the logits are of.
+        positions: [B, R] int64, positions of the tokens that the logits predict.
         ids: [B * R, n] int64 token ids that every rank has; None: logits are of this rank's shard.
         """
         if not batch.needs.random:

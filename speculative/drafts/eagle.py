@@ -35,9 +35,9 @@ class Eagle(DraftMethod):
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Whether config.json describes a decoder of one layer, since that of an EAGLE head does not mention EAGLE."""
+        """Return whether config.json describes a decoder of one layer: an EAGLE head's does not mention EAGLE."""
         architecture = draft_architecture(raw)
-        if "speculators_model_type" in raw or "Assistant" in architecture:  # of other methods
+        if "speculators_model_type" in raw or "Assistant" in architecture:  # these are of other methods
             return False
         is_decoder = architecture.endswith("ForCausalLM") or "Eagle" in architecture
         return is_decoder and "eagle3" not in architecture.lower() and "draft_vocab_size" not in raw

@@ -1,5 +1,6 @@
-"""EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1 (2605.09992) heads: they read captured layers of the target and have their
-own vocabulary. The recurrent state is taken before the final norm. `eagle3_config.HeadFlags` lists the variants."""
+"""EAGLE-3 (arXiv 2503.01840) and EAGLE-3.1 (2605.09992) heads: they read captured layers of the target, and have a
+vocabulary of their own. The recurrent state is taken before the final norm. `eagle3_config.HeadFlags` lists the
+variants."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,7 +103,7 @@ class Eagle3(DraftMethod):
 
 
 class Eagle3Layer(DraftLayer):
-    """The first layer, whose attention reads the normalised embedding and the normalised feature, side by side."""
+    """The first layer. Its attention reads the concatenated norms of embedding and feature."""
 
     def __init__(self, model: LlamaConfig, group: TPGroup) -> None:
         super().__init__(model, group, 2 * model.hidden_size)
@@ -110,7 +111,7 @@ class Eagle3Layer(DraftLayer):
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_eps)
 
     def input(self, ids: Tensor, hidden: Tensor, embedding: VocabEmbedding) -> Tensor:
-        """Return the norms of the embeddings of ids [rows] int64 and of hidden, side by side: [rows, 2 *
+        """Return the concatenated norms of the embeddings of ids [rows] int64 and of hidden: [rows, 2 *
         hidden_size]."""
         if embedding.shard.group.size == 1:
             norms = self.input_layernorm, self.hidden_norm
@@ -177,8 +178,8 @@ class Eagle3Model(DraftModel):
         return both, both[:, both.shape[1] // 2 :] if self.flags.norm_before_residual else hidden
 
     def _before_last(self, residual: Tensor, angles: Angles, context: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Run the layers between the first and the last on all rows. Return the norm that the last attention reads, and
-        the residual stream."""
+        """Run the layers between the first and the last on all rows. Return the normalised input of the last attention,
+        and the residual stream."""
         layers: list[DecoderLayer] = list(self.layers.values())  # type: ignore[arg-type]
         normed: Tensor = layers[0].input_layernorm(residual)
         for layer, following in pairwise(layers):

@@ -13,7 +13,7 @@ from workers.models.config_fields import ids_of, section_of, size_of
 from workers.models.name_map import NameMap
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-MIN_TARGET_LAYERS = 7  # with fewer layers `default_capture` is not three distinct layers
+MIN_TARGET_LAYERS = 7  # with fewer layers, `default_capture` repeats one
 
 _NUMBERED_LAYER = re.compile(r"(?:layers|midlayer)\.(\d+)\.")
 _ADDITIONAL_LAYER = re.compile(r"additional_layers\.(\d+)\.")
@@ -21,7 +21,7 @@ _AUX_NORMS = ("aux_norm_low.", "aux_norm_mid.", "aux_norm_high.")  # former name
 
 
 def default_capture(num_layers: int) -> tuple[int, int, int]:
-    """Return the target's layers whose input is captured if the checkpoint names none, as in EAGLE-3's code."""
+    """Return EAGLE-3's default for the target's layers whose input is captured."""
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -35,9 +35,9 @@ def captured_layers(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple
     """Return the target's layers whose input a draft reads; `num_layers` stands for the last layer's output. Raises
     ValueError if the target does not have them.
 
-    Checkpoints name layers by their output or, like `speculators` and some others, by their input. No draft reads
-    anything below the output of layer 1, so ids that start with 1 name outputs, and others inputs (SGLang decides so,
-    too, since pull request 25454).
+    Checkpoints name layers by their output or, like `speculators` and some others, by their input. No draft reads the
+    output of layer 0, so ids that start with 1 name outputs, and others inputs. (SGLang decides in the same way since
+    pull request 25454.)
     """
     source, key = f"draft {path}", "eagle_aux_hidden_state_layer_ids"
     given = ids_of(section_of(raw, "eagle_config", source), key, source) or ids_of(raw, key, source)

@@ -1,7 +1,7 @@
-"""Reads config.json of published EAGLE-3 heads, and refuses keys that would be ignored.
+"""Reads config.json of published EAGLE-3 heads, and refuses unsupported keys.
 
-There are three formats: the flat one of SafeAILab and SpecForge; NVIDIA's, with more keys in `eagle_config`; and that
-of RedHat's `speculators`, with the layers' keys in `transformer_layer_config`.
+There are three formats. SafeAILab's and SpecForge's is flat; NVIDIA's has more keys in `eagle_config`; RedHat's
+`speculators` has the layers' keys in `transformer_layer_config`.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class HeadFlags:
     """Differences from the paper's head.
 
     norm_before_residual: the residual stream starts with the normalised feature (speculators).
-    norm_before_fc: one norm over all captured layers side by side, before their projection (gpt-oss heads).
+    norm_before_fc: one norm over the concatenated captured layers, before their projection (gpt-oss heads).
     fc_norm: one norm per captured layer before the projection (EAGLE-3.1, arXiv 2605.09992).
     norm_output: the recurrent state is the output of the final norm, which the vocabulary head reads (EAGLE-3.1).
     """
@@ -75,7 +75,7 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
 def layers_config(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of the head's layers, in the format of their model family.
 
-    Raises ValueError, naming key and remedy, for another family, or for a key that would be ignored.
+    Raises ValueError, naming key and remedy, for another family or an unsupported key.
     """
     source = f"draft {path}"
     refuse_unknown(source, raw, _ONLY, _KNOWN)
@@ -106,7 +106,7 @@ def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:
         values = [(key, given[key]) for key in (name, *others) if given.get(key) is not None]
         for key, value in values:
             if not isinstance(value, bool):
-                raise ValueError(f"draft {path}: {key}={value!r} must be true or false; set what it was trained with")
+                raise ValueError(f"draft {path}: {key}={value!r} must be true or false; set the trained value")
         return any(value for _, value in values) if values else default
 
     return HeadFlags(

@@ -1,6 +1,6 @@
 """Gemma 4's assistant: a small draft without its own KV. Its layers have queries only, and attend to the KV of the
-target's last layer of the same kind. Every draft step attends to the committed tokens only, from the position of the
-newest one. So the tokens drafted before influence a step through its recurrent state only.
+target's last layer of the same kind. Every draft step attends only to the committed tokens, with the query position of
+the newest one. So earlier drafted tokens influence a step only through its recurrent state.
 
 Checkpoints: `google/gemma-4-*-it-assistant`. Layout and formula: transformers 5, `models/gemma4_assistant`, and
 `SinglePositionMultiTokenCandidateGenerator`."""
@@ -51,7 +51,7 @@ class AssistantConfig(Gemma4Config):
 
 @dataclass(frozen=True)
 class VocabClusters:
-    """A vocabulary head whose logits are used in the best clusters of tokens only.
+    """A vocabulary head that uses only the logits of the best clusters of tokens.
 
     count: number of clusters, all of equal size.
     best: number of clusters that are used.
@@ -63,7 +63,7 @@ class VocabClusters:
 
 @dataclass(frozen=True)
 class Gemma4Assistant(DraftMethod):
-    """An assistant.
+    """The draft method of Gemma 4's assistants.
 
     backbone: hidden_size of the target.
     clusters: None if all logits are used.
@@ -108,7 +108,7 @@ class Gemma4Assistant(DraftMethod):
 
     @property
     def weight_names(self) -> NameMap:
-        """Map checkpoint names to parameters. The checkpoint's embedding is used as vocabulary head only, if they are
+        """Map checkpoint names to parameters. The checkpoint's embedding serves only as vocabulary head, if the two are
         tied."""
         names = weight_names(dataclasses.replace(self.model, tie_embeddings=False))
         rules = {
@@ -127,7 +127,7 @@ class Gemma4Assistant(DraftMethod):
 
 
 def _read_layers(raw: Mapping[str, Any], source: str) -> Gemma4Config:
-    """Read the configuration of the layers as if they had KV. Raises ValueError for settings that no assistant has."""
+    """Read the configuration of the layers, as if they had KV. Raises ValueError for settings that no assistant has."""
     text = section_of(raw, "text_config", source)
     shared, count = (size_of(text, key, source, 0, least=0) for key in ("num_kv_shared_layers", "num_hidden_layers"))
     if shared not in (0, count):
@@ -214,7 +214,7 @@ class AssistantModel(DraftModel):
         return self._run(ids, self.post_projection(hidden), context)
 
     def _run(self, ids: Tensor, backbone: Tensor, context: ForwardContext) -> Tensor:
-        """Run all layers. backbone: [rows, backbone] the target's hidden states, or what takes their place."""
+        """Run all layers. backbone: [rows, backbone] the target's hidden states, or projected recurrent states."""
         embedded = self.embed_tokens(ids) * self.embedding_scale
         stream: Tensor = self.pre_projection(torch.cat((embedded, backbone), dim=-1))
         for layer, rotary in zip(self.layers, self.rotary, strict=True):
@@ -231,7 +231,7 @@ class AssistantModel(DraftModel):
 
 
 class Clusters(nn.Module):
-    """Restricts proposals to the tokens of the clusters whose centroids fit a state best."""
+    """Restricts proposals to the clusters of tokens whose centroids score best for a state."""
 
     def __init__(self, clusters: VocabClusters, hidden_size: int, shard: VocabShard) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ class TokenClusters(WeightedModule):
         return (WeightKey("token_ordering"),)
 
     def load(self, key: WeightKey, full: Tensor) -> None:
-        """full: [vocabulary] integers, the tokens of one cluster after another."""
+        """full: [vocabulary] integers, the tokens in order of their clusters."""
         shard = self.shard
         check_shape(full, (shard.vocab_size,))
         if full.dtype.is_floating_point:

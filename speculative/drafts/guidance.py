@@ -7,7 +7,7 @@ from speculative.ops import guides
 from speculative.tree.nodes import Children, Level
 from workers.structured_output.mask_table import MaskTable
 
-UNLIKELY = -1024.0  # added to the log-probability of tokens that acceptance would end at
+UNLIKELY = -1024.0  # added to the log-probability of tokens that would end acceptance
 
 
 class Guidance:
@@ -33,8 +33,8 @@ class Guidance:
         guides.mask(logits, self._guides, self._words, self._slots, self._states, ids)
 
     def follow(self, tokens: Tensor) -> Tensor:
-        """Return the next tokens of chains, [B] int64: the forced ones, else the drafted `tokens`. Advance the
-        states."""
+        """Return the next tokens of chains, [B] int64: the forced token if there is one, else that of `tokens`. Advance
+        the states."""
         tokens, self._states = guides.follow_chain(self._guides, self._slots, self._states, tokens)
         return tokens
 

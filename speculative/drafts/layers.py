@@ -34,13 +34,13 @@ def deeper_layer_names() -> dict[str, str]:
 
 
 def joined_input(embedding: Tensor, feature: Tensor) -> Tensor:
-    """Join the normalised embedding of the next token and the normalised feature, [.., hidden] each, to [.., 2 *
-    hidden]. Also used in training."""
+    """Concatenate the normalised embedding of the next token and the normalised feature, [.., hidden] each. Also used
+    in training."""
     return torch.cat((embedding, feature), dim=-1)
 
 
 def projected(features: Tensor, input_norm: nn.Module | None, fc_norm: nn.ModuleList, fc: nn.Module) -> Tensor:
-    """Project captured layers, [.., F] side by side, to [.., hidden], with EAGLE-3's optional norms. Also used in
+    """Project concatenated captured layers, [.., F], to [.., hidden], with EAGLE-3's optional norms. Also used in
     training."""
     if input_norm is not None:
         features = input_norm(features)

@@ -38,8 +38,8 @@ def load_draft(
 ) -> DraftModel:
     """Load this rank's part of the draft.
 
-    An embedding or vocabulary head that the checkpoint lacks is the target's: the same module if both are sharded
-    alike, else a copy from the target's checkpoint.
+    If the checkpoint lacks embedding or vocabulary head, the draft uses the target's: the same module if both are
+    sharded alike, else a copy from the target's checkpoint.
 
     source: the target's checkpoint.
     Raises ValueError naming missing, unknown or non-finite tensors.
@@ -57,7 +57,7 @@ def fill_draft(
     device: torch.device,
     max_position: int,
 ) -> DraftModel:
-    """Do the same as `load_draft`, without packing.
+    """Do `load_draft` without packing the weights.
 
     device: "meta" checks headers only, as in `fill_target`; `target` must then be on "meta", too, and sharded alike.
     """
@@ -156,7 +156,7 @@ def _copy_from_target(model: DraftModel, lacking: list[str], source: ModelSource
 
 
 def _head(model: DraftModel, quant: QuantMethod, names: NameMap, target: TargetModel) -> LMHead:
-    """Return an empty vocabulary head like the draft's, stored as `quant` has the target's."""
+    """Return an uninitialised vocabulary head with the draft's sizes and the target's quantisation `quant`."""
     shard, hidden = model.lm_head.shard, model.lm_head.shape.in_features
     like = next(target.parameters())
     made = allocate(
@@ -178,5 +178,5 @@ def _target_names(source: ModelSource, target: TargetModel) -> NameMap:
 
 
 def _ties_head(method: DraftMethod, lacking: list[str]) -> bool:
-    """Whether the vocabulary head is the checkpoint's own embedding."""
+    """Return whether the vocabulary head is tied to the checkpoint's own embedding."""
     return lacking == ["lm_head"] and method.model.tie_embeddings

@@ -1,8 +1,8 @@
-"""The interface of draft methods: two classes, which are all that rounds and `Drafter` use. Verification, acceptance,
-commit and tree growth are the same for all methods.
+"""The interface of draft methods: two classes. Verification, acceptance, commit and tree growth are the same for all
+methods.
 
-`DraftMethod`: describes a checkpoint; a plain value, read before weights are loaded.
-`DraftModel`: the module that drafts on one rank.
+`DraftMethod` describes a checkpoint: a plain value, read before weights are loaded.
+`DraftModel` is the module that drafts on one rank.
 """
 
 from abc import ABC, abstractmethod
@@ -23,11 +23,10 @@ from workers.models.name_map import NameMap
 
 @dataclass(frozen=True)
 class DraftMethod(ABC):
-    """A draft of this method, read from its config.json and checked against its target.
+    """A draft checkpoint of this method: its config.json, checked against its target.
 
     name: value of `speculative.method`.
-    lookahead: number of tokens after a position that its KV there depends on: 1 if a row reads the next token's
-        embedding.
+    lookahead: number of later tokens that the KV of a position depends on: 1 if a row reads the next token's embedding.
     path: folder of its weights.
     model: configuration of its layers, for its KV pool and attention backends.
     vocab_size: size of its own vocabulary, or of the target's if it has none.
@@ -52,13 +51,13 @@ class DraftMethod(ABC):
     head_rows: int | None = field(default=None, kw_only=True)
 
     def trimmed(self, rows: int | None) -> Self:
-        """Return the draft with `rows` rows of the target's vocabulary head. Unchanged for None, and with its own
-        head."""
+        """Return the draft with `rows` rows of the target's vocabulary head. Returns it unchanged for None, or if it
+        has a head of its own."""
         return replace(self, vocab_size=rows, head_rows=rows) if rows is not None and self.trims_head else self
 
     @classmethod
     def folder(cls, draft_path: str, target_path: str) -> str:
-        """Return the folder of the draft's checkpoint. Both paths: as configured."""
+        """Return the folder of the draft's checkpoint, from the configured paths."""
         return draft_path
 
     @classmethod
@@ -70,13 +69,13 @@ class DraftMethod(ABC):
     @abstractmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
         """Read config.json, `raw`, of folder `path`. Raises ValueError, naming draft, target and remedy, if they do not
-        fit, or if a setting would be ignored."""
+        fit, or for an unsupported setting."""
 
     @abstractmethod
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "DraftModel":
         """Build the model without weights.
 
-        max_position: above every position of a step.
+        max_position: exclusive bound on positions.
         device: for computed tensors, such as the RoPE table.
         """
 
@@ -92,7 +91,7 @@ class DraftMethod(ABC):
 
     @property
     def masks_steps(self) -> bool:
-        """Whether the draft step of a chain needs masks, because rows see later rows."""
+        """Return whether draft steps need masks even in a chain, because rows see later rows."""
         return False
 
     @property
@@ -118,7 +117,8 @@ class DraftModel(nn.Module, ABC):
     embed_tokens: embedding of the target's vocabulary; the target's module if the checkpoint has none (`loading`).
     lm_head: vocabulary head of the draft's vocabulary; the target's module if the checkpoint has none.
     target_ids: [draft vocabulary] int64 target id of each draft id; None if equal.
-    reads_last_layer: whether its features are the target's final hidden states, which are then computed for every row.
+    reads_last_layer: whether its features are the target's final hidden states. The target then computes these for
+        every row.
     drafts_blocks: whether one pass drafts all tokens (`speculative.drafts.blocks`). Its KV is then extended by `keep`.
     """
 
@@ -140,7 +140,7 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def features(self, output: DecoderOutput) -> Tensor:
-        """Return [rows, F]: the part of the target's output that it reads."""
+        """Return the features, [rows, F], from the target's output."""
 
     def extend(self, ids: Tensor, features: Tensor, context: ForwardContext) -> Tensor:
         """Extend its KV to the committed tokens. Return the recurrent state [n, hidden] of the rows that attend.
@@ -152,8 +152,7 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
-        """Extend its KV to the committed tokens if nothing is drafted next, so that no row attends in the last
-        layer."""
+        """Extend its KV to the committed tokens without drafting next, so that no row attends in the last layer."""
 
     @abstractmethod
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:

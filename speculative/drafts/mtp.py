@@ -1,6 +1,6 @@
 """Modules for multi-token prediction (MTP) that are part of a target's checkpoint. A module projects the target's final
-hidden state and the next token's embedding to one vector, and runs one more layer of the target's kind on it. The same
-module drafts every depth. Embedding and vocabulary head are the target's. Families: `mtp_deepseek`, `mtp_qwen`."""
+hidden state and the next token's embedding to one vector, and runs one more decoder layer on it. The same module drafts
+every depth, with the target's embedding and vocabulary head. Families: `mtp_deepseek`, `mtp_qwen`."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -37,8 +37,8 @@ class MtpModel(DraftModel):
     """A module on one rank. The output of its last norm is its recurrent state, which later draft steps use in place of
     the target's hidden state.
 
-    Both families read the output of the target's last norm, not its input: with that, a Qwen3.5 accepted 1.80 instead
-    of 2.74 tokens per round (ModelTC/LightLLM#1402; also llama.cpp#24025).
+    Both families read the output of the target's last norm. With its input instead, a Qwen3.5 accepted 1.80 instead of
+    2.74 tokens per round (ModelTC/LightLLM#1402; also llama.cpp#24025).
 
     layer: attention and MLP; layer 0 of the draft's KV.
     norm: class of its norms.

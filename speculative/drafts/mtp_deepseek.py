@@ -20,7 +20,7 @@ from workers.models.glm import glm4_moe, glm4_moe_lite
 from workers.models.glm.glm4_moe import Glm4MoeConfig
 from workers.models.name_map import NameMap
 
-ARCHITECTURES = ("DeepseekV3ForCausalLM",)  # those whose modules can be trained
+ARCHITECTURES = ("DeepseekV3ForCausalLM",)  # of targets whose modules can be trained
 
 
 @dataclass(frozen=True)

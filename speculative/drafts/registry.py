@@ -17,7 +17,7 @@ from speculative.drafts.mtp_qwen import QwenMtp
 from workers.models.config import ModelConfig, read_config_json
 from workers.models.loading import fitted_quant
 
-# By value of speculative.method; of several methods, the one that recognises the checkpoint is used.
+# By value of speculative.method; if one value has several methods, the one that recognises the checkpoint is used.
 METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
     "eagle": (Eagle,),
     "eagle3": (Eagle3,),
@@ -53,8 +53,8 @@ def method_of(raw: Mapping[str, Any]) -> str | None:
 
 
 def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:
-    """Return the error for a draft of another method. Without it such a draft might load, and the target would accept
-    none of its tokens, without any message."""
+    """Return the error for a draft of another method. Without the check such a draft might load, and the target would
+    silently accept none of its tokens."""
     draft, architecture = f"speculative.method={name}: draft {path}", draft_architecture(raw)
     right = method_of(raw)
     if right is None and "speculators_model_type" in raw:

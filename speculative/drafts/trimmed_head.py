@@ -1,9 +1,9 @@
 """Trims the target's vocabulary head to the most frequent tokens, for a draft (FR-Spec, arXiv 2502.14856).
 
-A draft multiplies by the head in every step, and most tokens of a large vocabulary are rare. Verification uses the
-whole head, so a smaller one in the draft changes the number of accepted drafts, but no token. The frequent tokens are
-in `FILE` in the target's folder, which `aerie token-map` writes. Without it, they are the tokenizer's first ones, whose
-merges were learnt in the order of their frequency. Called by `speculative.build` and `speculative.drafts.loading`.
+A draft reads the whole head in every step, and most tokens of a large vocabulary are rare. Verification uses the whole
+head, so the draft's smaller one changes the number of accepted drafts, but no emitted token. The frequent tokens are in
+`FILE` in the target's folder, which `aerie token-map` writes. Without the file, they are the tokenizer's first tokens,
+because merges are learnt in order of frequency. Called by `speculative.build` and `speculative.drafts.loading`.
 """
 
 import json
@@ -18,11 +18,11 @@ from workers.layers.linear_method import DenseLinearMethod
 from workers.layers.vocab import LMHead
 
 FILE = "token_map.json"
-# Rows of "auto", by the measured shares of tokens that they contain (docs/commands.md, "aerie token-map"). A token that
-# a draft cannot propose ends a path, so more rows are needed without a map.
+# Rows of "auto", chosen by the measured shares of text that they cover (docs/commands.md, "aerie token-map"). A token
+# that a draft cannot propose ends a path, so more rows are needed without a map.
 AUTO_ROWS = 32_768
 AUTO_ROWS_WITHOUT_MAP = 65_536
-_AUTO_SHARE = 3  # "auto" trims only to a third or less: cutting less saves too little for the proposals that it loses
+_AUTO_SHARE = 3  # "auto" trims only to a third or less; otherwise it saves too little for the proposals that it loses
 _BLOCK_ROWS = 4096  # rows that ranks exchange at a time
 
 
@@ -92,7 +92,7 @@ def gathered_rows(head: LMHead, ids: Tensor, source: str) -> Tensor:
 
     ids: [n] int64, ascending, on the head's device.
     source: the draft, for errors.
-    Raises ValueError if the ranks' ids differ, as with different files on their nodes, and for a quantised head.
+    Raises ValueError if the ranks' ids differ (their nodes have different files), and for a quantised head.
     """
     if not isinstance(head.method, DenseLinearMethod):
         raise ValueError(
@@ -112,7 +112,7 @@ def gathered_rows(head: LMHead, ids: Tensor, source: str) -> Tensor:
 
 
 def _check_equal(head: LMHead, ids: Tensor, source: str) -> None:
-    """Raise ValueError unless all ranks have the same ids. Else they would verify different trees."""
+    """Raise ValueError unless all ranks have the same ids; otherwise they would verify different trees."""
     weights = torch.arange(1, ids.shape[0] + 1, device=ids.device)
     # exact in float64: integers below 2^53
     sums = torch.stack(((ids * weights % 1_000_003).sum(), ids.sum())).double()
@@ -129,4 +129,4 @@ def _added_tokens(folder: Path) -> list[int]:
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         return [int(token["id"]) for token in content.get("added_tokens", [])]
     except (OSError, ValueError, TypeError, KeyError):
-        return []  # only targets in tests have no tokenizer: a server checks that before
+        return []  # only targets in tests lack a tokenizer; a server has checked this before

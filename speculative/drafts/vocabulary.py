@@ -11,10 +11,10 @@ def take_target_ids(tensors: dict[str, Tensor], method: DraftMethod) -> Tensor |
     """Return the target id of each draft id, [draft vocabulary] int64; None if equal. Removes `d2t` and `t2d` from
     `tensors`.
 
-    d2t: [draft vocabulary] integers to add to draft ids. In some checkpoints they are the target ids themselves, which
-        t2d shows.
-    t2d: [target vocabulary] bool, whether the draft has a token. It has no order, so it cannot replace a missing d2t.
-    Raises ValueError if the vocabularies differ and there is no map, or one for another target.
+    d2t: [draft vocabulary] integers to add to draft ids. Some checkpoints have the target ids themselves here, which is
+        detected by t2d.
+    t2d: [target vocabulary] bool, whether the draft has this token. It has no order, so it cannot replace a missing
+    d2t. Raises ValueError if the vocabularies differ and there is no map, or one for another target.
     """
     source, vocab_size, target_size = f"draft {method.path}", method.vocab_size, method.model.vocab_size
     given, members = tensors.pop("d2t", None), _members(tensors.pop("t2d", None), vocab_size)
@@ -44,8 +44,8 @@ def take_target_ids(tensors: dict[str, Tensor], method: DraftMethod) -> Tensor |
 
 
 def _members(mask: Tensor | None, vocab_size: int) -> Tensor | None:
-    """Return the target ids that t2d names, ascending, [draft vocabulary] int64. None if their number is wrong: a head
-    with the target's vocabulary leaves t2d all false."""
+    """Return the target ids set in t2d, ascending, [draft vocabulary] int64. None if their number is wrong: heads with
+    the target's vocabulary have a t2d of all false."""
     if mask is None or mask.dtype != torch.bool:
         return None
     ids = mask.nonzero().flatten()

@@ -1,9 +1,9 @@
-"""Acceptance: finds the drafted nodes that the target agrees with, and commits them to the slots.
+"""Acceptance: finds the drafted nodes that equal the target's choices, and commits them to the slots.
 
-The target chooses a token after every node of the tree: greedily, or by a draw whose noise depends on seed and position
-only (`workers.sampling.sampler`). A node is accepted if its parent is accepted and it equals the token chosen after its
-parent. So the emitted tokens are those of non-speculative decoding: a seed gives the same text with and without
-speculation, alone and in a batch. Ranks need not exchange what they accepted.
+The target chooses a token after every node of the tree: greedily, or by sampling with noise that depends only on seed
+and position (`workers.sampling.sampler`). A node is accepted if its parent is accepted and it equals the token chosen
+after its parent. So the emitted tokens are those of non-speculative decoding: a seed gives the same text with and
+without speculation, alone and in a batch. All ranks accept the same tokens without an exchange.
 
 Rejection sampling, which is optimal for one drafted token, would accept slightly more. Tokens per round of the embedded
 pair, chains of three (exact expectations): 2.50 instead of 2.58 at temperature 1.0, 2.54 instead of 2.59 at 0.7, 2.90
@@ -93,7 +93,7 @@ def accept_commit(
 
 
 def _commit_roots(slots: Tensor, chosen: Tensor, table: SlotTable) -> Committed:
-    """`accept_commit` of a round without drafts, chosen [B, 1]: there is nothing to compare."""
+    """Do `accept_commit` for rounds without drafts: chosen is [B, 1], and nothing is compared."""
     length, nothing = table.seq_len[slots], torch.zeros_like(chosen)
     commit = table.commit(slots, chosen.clone(), torch.ones_like(slots))
     row, num_drafts = torch.arange(slots.shape[0], device=slots.device), nothing[:, 0]
@@ -142,7 +142,7 @@ def accept(tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int) -> Accep
 def accept_synthetic(
     tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int, length: float, seed: Tensor, position: Tensor
 ) -> Accepted:
-    """Accept a given number of drafts, whatever the tokens are: floor(length) - 1, and one more with probability
+    """Accept a given number of drafts, regardless of the tokens: floor(length) - 1, and one more with probability
     length - floor(length). So 1 + accepted drafts has the mean `length` (as vLLM's `synthetic_acceptance_length`).
 
     seed, position: [B] int64, for the draw.

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `acceptance`: one launch in place of about 45. Each request has one program of one warp."""
+"""The kernel of `acceptance`: one launch instead of about 45; one program of one warp per request."""
 
 import torch
 import triton

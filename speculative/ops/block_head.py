@@ -1,4 +1,4 @@
-"""The parts of a DFlash2 head beside its layers: convolutions over the rows of a block, and the selector's scores.
+"""Operations of a DFlash2 head besides its layers: convolutions over the rows of a block, and the selector's scores.
 Definitions: z-lab's modelling code of DFlash2."""
 
 import torch
@@ -24,7 +24,7 @@ def convolve_blocks(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> Tens
 
     x        [B * rows, channels], contiguous
     base     [taps, channels], contiguous, as x: the learnt part of the kernels
-    dynamic  [B * rows, taps, groups], as x; the last two dimensions contiguous: the part of each row, for groups of
+    dynamic  [B * rows, taps, groups], as x; the last two dimensions contiguous: each row's part, shared by groups of
              neighbouring channels
     ->       [B * rows, channels], as x
     """
@@ -61,8 +61,8 @@ def score_candidates(
     candidates  [B, depths, n] int64, contiguous: token ids
     projected   [B, depths, rank], contiguous
     previous    [B, k] int64, contiguous: token ids
-    before      [vocabulary, rank], contiguous, as projected: of the token before
-    after       as before: of a candidate
+    before      [vocabulary, rank], contiguous, as projected: vectors of the token before
+    after       shape and dtype of `before`: vectors of candidates
     ->          [B * k, n] float32; [B * k, n] int64
     """
     k = previous.shape[1]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `block_head`: one launch each in place of about ten."""
+"""Kernels of `block_head`: one launch each instead of about ten."""
 
 import torch
 import triton

@@ -116,7 +116,7 @@ def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children,
     slots     [B] int64, contiguous
     states    [B, R] int32, contiguous
     found     [B * R, k], contiguous
-    unlikely  added to the log-probability of the tokens beside a forced one that have no edge
+    unlikely  added to the log-probability of a row's other tokens that have no edge, if one is forced
     ->        [B * R, k], target ids
     """
     batch = states.shape[0]

@@ -1,4 +1,4 @@
-"""The input of an EAGLE-3 layer (arXiv 2503.01840): the norms of embedding and feature, side by side."""
+"""The input of an EAGLE-3 layer (arXiv 2503.01840): the concatenated norms of embedding and feature."""
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ def _check(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hid
 def head_input(
     ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """Return RMSNorm(table[ids]) and RMSNorm(hidden), side by side.
+    """Return RMSNorm(table[ids]) and RMSNorm(hidden), concatenated.
 
     ids            [rows] int64
-    table          [vocabulary, size], the embedding, of the model's type
+    table          [vocabulary, size], the embedding, in the model's dtype
     hidden         [rows, size], as table
     table_weight   [size], as table
     hidden_weight  [size], as table

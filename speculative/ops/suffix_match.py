@@ -1,5 +1,5 @@
 """Drafts copied from a request's own text. The device has a history of each request's tokens. The newest tokens are
-looked up in it, and the tokens that followed them there become a branch of the request's tree.
+looked up in it, and the tokens that followed the match become a branch of the request's tree.
 
 Prompt lookup (https://github.com/apoorvumang/prompt-lookup-decoding) and suffix decoding (arXiv 2411.04975), with a
 scan in place of a suffix tree: a round reads each request's text once, 4 bytes per token, and updates no tree.
@@ -17,7 +17,7 @@ from speculative.tree.nodes import NO_TOKEN, Tree, check_trees
 
 @dataclass(frozen=True)
 class MatchLimits:
-    """Limits of a match's length, in tokens.
+    """Limits of match lengths, in tokens.
 
     shortest: shorter matches do not count.
     longest: longer matches count as this long.
@@ -67,8 +67,8 @@ def record_tokens(
 
     history  [S, T] int32, contiguous, written: tokens of each slot by position
     slots    [B] int64; all padding rows name the padding slot
-    length   [B] int32: committed KV tokens before this step. The newest token of then has this position; the first of
-             `tokens` follows it. length + M < T
+    length   [B] int32: committed KV tokens before this step: the position of the previous newest token, which `tokens`
+             follow. length + M < T
     tokens   [B, M] int64, contiguous
     counts   [B] int64, 0 to M: how many of them are valid
     chains   [S, K] int64, contiguous: tokens proposed for these positions; NO_TOKEN where there are none
@@ -94,14 +94,14 @@ def find_matches(
 ) -> Tensor:
     """Look up each request's newest tokens in its earlier text, and propose the tokens that followed them.
 
-    The longest match is used, and of equally long ones the newest. If what followed reaches the end of the text, the
-    proposal continues with its own beginning.
+    The longest match is used; among equally long matches, the newest. If the tokens after the match reach the end of
+    the text, the proposal repeats from its start.
 
     history     [S, T] int32, contiguous
     slots       [B] int64; all padding rows name the padding slot
     seq_len     [S] int32: committed KV tokens; a slot has one token more
     chains      [S, K] int64, contiguous; the rows of `slots` are written: NO_TOKEN without a match
-    max_tokens  bound on the tokens of each of `slots`; the reference reads no further
+    max_tokens  bound on the tokens of each slot; the reference reads no further
     ->          [B] int64: length of the match; 0 without one
     """
     own = history[slots, : min(max_tokens, history.shape[1])]
@@ -131,8 +131,8 @@ def find_matches(
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
     """Add each slot's chain to its tree as a branch, in the nodes from `first` on.
 
-    Nodes of the chain that the tree has already are not repeated, so that no two children of a node are equal. Unused
-    nodes become NO_TOKEN.
+    The chain shares nodes that the tree already has, so that no two children of a node are equal. Unused nodes become
+    NO_TOKEN.
 
     trees   [S, W] per field, contiguous; nodes first to first + K - 1 of `slots` are written; W >= first + K
     slots   [B] int64; all padding rows name the padding slot

@@ -129,7 +129,7 @@ def find_matches(
     history: Tensor, slots: Tensor, seq_len: Tensor, limits: MatchLimits, chains: Tensor, max_tokens: int
 ) -> Tensor:
     """`speculative.ops.suffix_match.find_matches`. Programs loop over the slot's text, so the grid does not depend on
-    its length, and a captured step works for any."""
+    its length, and a captured graph works for all lengths."""
     batch, num_nodes = slots.shape[0], chains.shape[1]
     programs = min(_MAX_PROGRAMS, triton.next_power_of_2(triton.cdiv(history.shape[1], _BLOCK)))
     best = torch.empty((batch, programs), dtype=torch.int64, device=slots.device)

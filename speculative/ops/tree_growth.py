@@ -90,11 +90,11 @@ def write_trees(trees: Tree, slots: Tensor, tree: Tree) -> None:
 
 
 def best_tree(root: Tensor, candidates: Candidates, width: int) -> Tree:
-    """Return the tree of root [B] and the `width - 1` candidates with the highest scores, best first (section 4.2). So
-    the first nodes of a tree are the narrower tree of the same candidates.
+    """Return the tree of root [B] and the `width - 1` candidates with the highest scores, best first (section 4.2). The
+    first nodes of a tree are thus the narrower tree of the same candidates.
 
-    The sort is stable: of equal scores the candidate drafted first wins. So a node's parent is selected, too, and comes
-    before it.
+    The sort is stable: among equal scores, the candidate drafted first wins. So a node's parent is selected, too, and
+    precedes it.
     """
     kept = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, : width - 1]
     batch, node = root.shape[0], torch.arange(1, width, device=root.device)

@@ -56,7 +56,7 @@ def _grow(
     left, number = score, child
     for i in tl.static_range(K):
         best = tl.max(left, 0)
-        # chosen nodes are -inf like masked tokens, and come after all children
+        # chosen nodes become -inf like masked tokens, and rank after all children
         chosen = tl.min(tl.where((left == best) & there, number, CHILDREN), 0)
         chosen = tl.minimum(chosen, PARENTS * K - 1)
         here = child == chosen
@@ -140,7 +140,7 @@ def _cut(
     there = c < num_candidates
     base = b * num_candidates
     score = tl.load(found_score_ptr + base + c, mask=there, other=float("-inf"))
-    # of equal scores the one drafted first wins, so a node's parent is also kept, before it
+    # among equal scores the one drafted first wins, so a node's parent is kept, too, and precedes it
 
     before = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (c[None, :] < c[:, None]))
     rank = tl.sum((before & there[None, :]).to(tl.int32), 1)

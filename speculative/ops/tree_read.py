@@ -50,7 +50,7 @@ def read_trees(
     trees       [num_slots + 1, W] per field, contiguous, W >= width
     slots       [B] int64
     max_depth   deeper nodes are not accepted
-    as_chain    reduce each tree to the chain of nodes of which each is the child of the one before
+    as_chain    reduce each tree to its leading nodes that form a chain
     seq_len     [num_slots + 1] int32, committed KV tokens
     mask_words  [B, width, words] uint16, contiguous, words even, written: the low 16 * words bits of each node's mask,
                 lowest first; None: not needed

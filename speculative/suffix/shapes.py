@@ -9,8 +9,8 @@ def suffix_shape(num_tokens: int) -> RoundShape:
 
 
 def suffix_shapes(num_tokens: int, adaptive: bool) -> RoundShapes:
-    """Return the shapes of non-speculative decoding, of chains of `num_tokens` drafts and, if adaptive, of a half and a
-    quarter. If num_tokens is one less than a power of two, so are these."""
+    """Return the shapes of non-speculative decoding and of chains of `num_tokens` drafts; if adaptive, also of a half
+    and a quarter of them. If num_tokens is 2**n - 1, so are these."""
     fewer = {(num_tokens - 1) // 2, (num_tokens - 3) // 4} if adaptive else set()
     between = tuple(suffix_shape(number) for number in sorted(fewer) if number > 0)
     return RoundShapes(

@@ -3,11 +3,11 @@
     cli              options of `aerie train-draft`
     commands         what the command does
     fit_options      the trainer's arguments from the command's
-    rows             JSON and JSONL rows in several forms -> conversations
+    rows             JSON and JSONL rows in several formats -> conversations
     samples          conversations -> token sequences, and their batches
     generation       a target's own answers to prompts
     trainer          the optimisation, on transformers' `Trainer`
-    checkpoints      a training's checkpoints, and the one that a resume continues
+    checkpoints      checkpoints of a training run, and the one that a resume continues
     steps            steps replayed from CUDA graphs, and their time limit
     draft            a draft's loss against a frozen target, its training and its acceptance
     eagle3           the EAGLE-3 head over whole sequences, unrolled on its own outputs
@@ -19,13 +19,13 @@
     deepseek_layers  DeepSeek-V3's layer and MTP module over whole sequences
     hybrid_layers    Qwen3.5's layer of gated attention, its experts and MTP module over whole sequences
 
-`deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. They
-import only descriptions of models and drafts from the engine.
+`deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. From the
+engine they import only descriptions of models and drafts.
 """
 
 
 class TrainingError(ValueError):
-    """Invalid input of the user. One line: option or file, value, fault, and remedy. The command prints it and exits
+    """Invalid input of the user, in one line: option or file, value, fault and remedy. The command prints it and exits
     with status 2; other exceptions are bugs and keep their traceback."""
 
 

@@ -23,8 +23,8 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def check_output(output: Path, resume: bool) -> None:
-    """Raises `TrainingError` for an output that is no writable folder, a checkpoint in it without `resume`, and
-    `resume` without a checkpoint."""
+    """Raise `TrainingError` if the output is not a writable folder, has a checkpoint without `resume`, or has none with
+    it."""
     existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise TrainingError(f"output={output}: {existing} is not a writable folder; choose another")

@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
-    """A type for argparse: a number, not below `least`."""
+    """Return an argparse type for numbers not below `least`."""
 
     def parsed(text: str) -> float:
         number = kind(text)

@@ -70,8 +70,8 @@ def training_samples(
     train: Sequence[Conversation],
     reuse: bool,
 ) -> list[Sample]:
-    """Return the rows with their own answers or the target's. The target's are saved in the output folder. reuse: read
-    them from there, in a resume and in processes after the first."""
+    """Return samples with the rows' own answers or the target's. The target's are saved in the output folder. reuse:
+    read them from there, for a resume and for processes after the first."""
     max_length = min(arguments.max_length, target.config.max_position_embeddings)
     if arguments.regenerated is not None:
         return read_regenerated(arguments, max_length)
@@ -115,8 +115,7 @@ def greedy_answers(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[Conversation],
 ) -> list[Sample]:
-    """Return the target's greedy answers to the first `--measure-rows` prompts, the text that acceptance is measured
-    on."""
+    """Return the target's greedy answers to the first `--measure-rows` prompts. Acceptance is measured on them."""
     return generate_answers(
         target,
         tokenizer,

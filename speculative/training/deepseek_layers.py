@@ -42,7 +42,7 @@ class LatentAttention(nn.Module):
         self.o_proj = linear(model.num_heads * model.value_dim, hidden)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
-        """[B, T, H] of `x` [B, T, H]; appends this step to the cache. cos, sin: [T, rotated / 2].
+        """Return [B, T, H] for x [B, T, H]; append this step to the cache. cos, sin: [T, rotated / 2].
 
         The first step is causal; a row of a later step attends to the first step up to itself and to its own branch.
         """
@@ -58,7 +58,7 @@ class LatentAttention(nn.Module):
         return mixed
 
     def _heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys [B, T, heads, key + rotated], values [B, T, heads, value]."""
+        """Return queries and keys [B, T, heads, key + rotated], and values [B, T, heads, value]."""
         model = self.model
         q = self.q_proj(x) if model.q_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
         q = q.unflatten(2, (model.num_heads, -1))
@@ -88,7 +88,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def decoder_layer(model: DeepseekConfig, layer: int) -> DecoderLayer:
-    """Layer number `layer` of a model."""
+    """Return layer number `layer` of a model."""
     has_experts = model.has_experts(layer)
     mlp = MixtureOfExperts(model) if has_experts else GatedMLP(model.hidden_size, model.intermediate_size)
     norms = (RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2))
@@ -96,19 +96,19 @@ def decoder_layer(model: DeepseekConfig, layer: int) -> DecoderLayer:
 
 
 def mtp_head(method: DeepseekMtp) -> MtpHead:
-    """The trainable module."""
+    """Return the trainable module."""
     model = method.model
     assert isinstance(model, DeepseekConfig), "only its architecture is trained"
     return MtpHead(method, decoder_layer(model, 0), model, model.rms_eps)
 
 
 def layer_tensors(layer: nn.Module, name: str) -> dict[str, Tensor]:
-    """A layer's tensors by their published names; `name` is the layer's."""
+    """Return a layer's tensors by their published names; `name` is the layer's."""
     return named_experts({f"{name}.{path}": tensor for path, tensor in layer.state_dict().items()})
 
 
 def module_tensors(head: MtpHead) -> dict[str, Tensor]:
-    """The module's tensors by their published names."""
+    """Return the module's tensors by their published names."""
     assert isinstance(head.method, DeepseekMtp)
     name = f"model.layers.{head.method.layer}"
     own = {part: getattr(head, part).weight for part in ("enorm", "hnorm", "eh_proj")}

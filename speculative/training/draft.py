@@ -1,5 +1,5 @@
-"""A draft's loss against a frozen target, its training, and its greedy acceptance. The target runs beside the draft in
-every step, so no hidden state is stored. Paper: EAGLE-3, arXiv 2503.01840 (training-time test)."""
+"""A draft's loss against a frozen target, its training, and its greedy acceptance. The target runs with the draft in
+every step, so no hidden states are stored. Paper: EAGLE-3, arXiv 2503.01840 (training-time test)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from speculative.training.trainer import FitArguments, fit
 class TrainedDraft(nn.Module, ABC):
     """A draft over whole sequences, unrolled on its own outputs.
 
-    Row n of step 0 joins the embedding of token n+1 with the target's feature of position n, stands at position n and
-    predicts token n+2. Step s continues the chain anchored at n: the embedding of token n+s+1, the draft's own state of
-    step s-1 instead of a feature, position n+s, predicting token n+s+2. It attends to the true prefix (step 0, rows
-    0..n) and to its own branch (steps 1..s, row n), as drafting does.
+    Row n of step 0 reads the embedding of token n+1 and the target's feature of position n, has position n and predicts
+    token n+2. Row n of step s reads the embedding of token n+s+1 and its own state of step s-1, has position n+s and
+    predicts token n+s+2. As in drafting, it attends to the true prefix (step 0, rows 0..n) and to its own branch (steps
+    1..s, row n).
     """
 
     @abstractmethod
@@ -36,7 +36,7 @@ class TrainedDraft(nn.Module, ABC):
 
     @abstractmethod
     def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
-        """The recurrent state of each step, `num_steps` tensors [B, T, H].
+        """Return the recurrent state of each step, `num_steps` tensors [B, T, H].
 
         embeddings: [B, T, H], the target's embedding of token n in row n.
         captured: [B, T, F], the target's features of position n.
@@ -45,7 +45,7 @@ class TrainedDraft(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., H] recurrent states -> [.., draft vocabulary]."""
+        """Return [.., draft vocabulary] logits of recurrent states [.., H]."""
 
     def batch_loss(
         self,
@@ -66,7 +66,7 @@ class TrainedDraft(nn.Module, ABC):
         return [self.logits(states).argmax(-1) for states in self.unroll(embeddings, captured, num_steps)]
 
     def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int, anchors: Tensor) -> list[Tensor]:
-        """The logits [A, draft vocabulary] of each step at the flat positions `anchors` [A]; see `unroll`."""
+        """Return the logits [A, draft vocabulary] of each step at the flat positions `anchors` [A]; see `unroll`."""
         steps = self.unroll(embeddings, captured, num_steps)
         return [self.logits(hidden.flatten(0, 1)[anchors]) for hidden in steps]
 
@@ -84,26 +84,26 @@ class DraftVocabulary:
 
     @classmethod
     def of(cls, target_ids: Tensor, target_vocab_size: int) -> DraftVocabulary:
-        """The vocabulary of these target tokens."""
+        """Return the vocabulary of these target tokens."""
         t2d = torch.zeros(target_vocab_size, dtype=torch.bool)
         t2d[target_ids] = True
         return cls(target_ids, t2d)
 
     @classmethod
     def whole(cls, target: PreTrainedModel) -> DraftVocabulary:
-        """All of the target's tokens, on its device."""
+        """Return all of the target's tokens, on its device."""
         size = target.config.get_text_config().vocab_size
         return cls.of(torch.arange(size), size).to(target.device)
 
     def d2t(self) -> Tensor:
-        """Offsets [draft_vocab] int64: target_id = i + d2t[i]."""
+        """Return offsets [draft_vocab] int64: target_id = i + d2t[i]."""
         return offsets(self.target_ids)
 
     def to(self, device: torch.device) -> DraftVocabulary:
         return DraftVocabulary(self.target_ids.to(device), self.t2d.to(device))
 
     def coverage(self, samples: Sequence[Sample]) -> float:
-        """The share of the samples' answer tokens that the vocabulary holds."""
+        """Return the share of the samples' answer tokens that the vocabulary has."""
         answers = [token for sample in samples for token in sample.tokens[sample.num_prompt :]]
         return float(self.t2d.cpu()[torch.tensor(answers)].float().mean())
 
@@ -113,8 +113,9 @@ class Unrolling:
     """The steps and positions that a draft's loss covers.
 
     num_steps: steps of the loss; step s has the weight step_decay ** s.
-    max_anchors: positions of a batch that a block starts at, drawn at random; None for chains, which start at all.
-    random_depths: each block has a depth of its own, drawn from 1 to num_steps; false: all have num_steps.
+    max_anchors: number of random positions of a batch at which blocks start; None for chains, which start at every
+        position.
+    random_depths: draw each block's depth from 1 to num_steps; false: all have num_steps.
     """
 
     num_steps: int
@@ -145,7 +146,8 @@ class DraftKind(ABC):
 
     @abstractmethod
     def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
-        """A float32 draft on the target's device and the tokens that it may propose, with all `stops`."""
+        """Return a new float32 draft on the target's device, and the tokens that it may propose, which include
+        `stops`."""
 
     @abstractmethod
     def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
@@ -153,16 +155,16 @@ class DraftKind(ABC):
 
     @abstractmethod
     def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
-        """The saved draft, as `build` gives it."""
+        """Return a saved draft, as `build` does."""
 
 
 @dataclass(frozen=True)
 class TargetView:
-    """A frozen target's run over a batch.
+    """The result of running a frozen target over a batch.
 
     embeddings: [B, T, H] and captured: [B, T, F], in the target's dtype.
-    probabilities: [A, draft_vocab] float32, the target's prediction at position n+1 of each anchor n within the draft
-        vocabulary. in_vocabulary: [A] bool, whether its first choice is there.
+    probabilities: [A, draft_vocab] float32, the target's distribution at position n+1 of each anchor n, over the draft
+        vocabulary. in_vocabulary: [A] bool, whether its most likely token is in it.
     """
 
     embeddings: Tensor
@@ -187,8 +189,8 @@ def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocab
 
 
 def draft_loss(steps: Sequence[Tensor], view: TargetView, batch: Batch, step_decay: float) -> Tensor:
-    """Cross-entropy to the target's distribution within the draft vocabulary, a float32 scalar: the mean over the
-    steps, with the weight `step_decay ** s` for step s.
+    """Return the cross-entropy with the target's distribution over the draft vocabulary, a float32 scalar: the mean
+    over steps, with weight `step_decay ** s` for step s.
 
     steps: logits [A, draft_vocab] of each step. Step s of anchor n is compared with the target at position n + s + 1,
         which is s anchors later unless the text has ended.
@@ -239,7 +241,7 @@ class AcceptanceTally:
         return cls([0] * depth, [0] * depth)
 
     def acceptance_length(self) -> float:
-        """Mean tokens a round yields: 1 + accepted / rounds."""
+        """Mean tokens per round: 1 + accepted / rounds."""
         return 1 + sum(self.accepted) / max(self.num_rounds, 1)
 
     def per_depth(self) -> list[float]:
@@ -247,7 +249,7 @@ class AcceptanceTally:
         return [accepted / max(offered, 1) for accepted, offered in zip(self.accepted, self.offered, strict=True)]
 
     def report(self) -> dict[str, float]:
-        """The figures by name: acceptance length, then each depth's share."""
+        """Return the figures by name: acceptance length, then each depth's share."""
         depths = {f"depth_{depth}": share for depth, share in enumerate(self.per_depth(), start=1)}
         return {"acceptance_length": self.acceptance_length(), **depths}
 
@@ -257,10 +259,10 @@ def add_rounds(tally: AcceptanceTally, matches: Sequence[Sequence[bool]], num_pr
 
     matches: `matches[s][n]` says whether the draft anchored at position n proposes, as its step s, token n + s + 2.
 
-    Under greedy verification the served text is the target's own. Step s counts only while the steps before it matched,
-    and then its inputs were the text's tokens: teacher forcing gives the exact acceptance. The first round starts with
-    the answer's first token as bonus token. A round accepts the run of matches, at most the tally's depth and never
-    past the end of the text.
+    Greedy verification emits the target's own text. Step s counts only if the steps before it matched, and then its
+    inputs are the text's tokens, so teacher forcing gives the exact acceptance. The first round starts with the
+    answer's first token as bonus token. A round accepts consecutive matches, up to the tally's depth and the end of the
+    text.
     """
     depth = len(tally.offered)
     anchor = num_prompt - 1

@@ -32,10 +32,10 @@ class BranchCache:
 
 
 def branch_attention(query: Tensor, cache: BranchCache) -> Tensor:
-    """Attention of row n to rows 0..n of the cache's first step and to row n of every later step.
+    """Return the attention of row n to rows 0..n of the cache's first step and to row n of every later step.
 
     query: [B, kv_heads, group, T, head_dim], already scaled. Returns the same shape. Scores take B * heads * T * T
-    elements, in float32 once.
+    elements, once also in float32.
     """
     length = query.shape[3]
     future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
@@ -51,17 +51,18 @@ def branch_attention(query: Tensor, cache: BranchCache) -> Tensor:
 
 
 def shift_left(rows: Tensor, count: int) -> Tensor:
-    """[B, T, H] with row n taken from row n + count, zeros where there is none."""
+    """Return [B, T, H] whose row n is row n + count; zeros at the end."""
     return functional.pad(rows[:, count:], (0, 0, 0, min(count, rows.shape[1])))
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer without bias."""
+    """Return a linear layer without bias."""
     return nn.Linear(inputs, outputs, bias=False)
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's, with the weight in the input's dtype: under autocast a float32 weight would miss the fused kernel."""
+    """torch's, with the weight cast to the input's dtype: under autocast, a float32 weight prevents the fused
+    kernel."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[.., H] -> [.., H]."""
@@ -96,7 +97,7 @@ class DraftAttention(nn.Module):
         self.o_proj = linear(model.num_heads * model.head_dim, model.hidden_size)
 
     def forward(self, joined: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
-        """[B, T, H] of `joined` [B, T, 2H]; appends this step to the cache. cos, sin: [T, head_dim / 2]."""
+        """Return [B, T, H] for joined [B, T, 2H]; append this step to the cache. cos, sin: [T, head_dim / 2]."""
         batch, length, _ = joined.shape
         query, key, value = (
             project(joined).view(batch, length, -1, self.head_dim)
@@ -111,7 +112,7 @@ class DraftAttention(nn.Module):
 
 
 class DraftLayer(nn.Module):
-    """The one decoder layer: it reads embedding and feature side by side; its residual stream is the feature.
+    """The one decoder layer. It reads the concatenated embedding and feature; its residual stream is the feature.
     norm_before_residual: as in `speculative.drafts.eagle3_config.HeadFlags`."""
 
     def __init__(self, model: LlamaConfig, norm_before_residual: bool) -> None:
@@ -124,7 +125,7 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(model.hidden_size, eps=model.rms_eps)
 
     def forward(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
-        """The residual stream after the layer, [B, T, H].
+        """Return the residual stream after the layer, [B, T, H].
 
         embedding, feature: [B, T, H]. cos, sin: [T, head_dim / 2].
         """
@@ -137,7 +138,7 @@ class DraftLayer(nn.Module):
 
 
 class Eagle3Head(TrainedDraft):
-    """The trainable head; the token embedding is the target's and an argument."""
+    """The trainable head. Its token embedding is the target's, whose results are arguments."""
 
     frequencies: Tensor
 
@@ -158,7 +159,7 @@ class Eagle3Head(TrainedDraft):
         return torch.cat([output.hidden_states[layer] for layer in self.method.capture], dim=-1)
 
     def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
-        """The states before the final norm, or after it if the head has norm_output. captured: [B, T, 3H]."""
+        """Return the states before the final norm, or after it if the head has norm_output. captured: [B, T, 3H]."""
         hidden = self.project(captured)
         cache = BranchCache()
         positions = torch.arange(embeddings.shape[1], dtype=torch.float32, device=embeddings.device)[:, None]
@@ -172,7 +173,7 @@ class Eagle3Head(TrainedDraft):
         return steps
 
     def project(self, captured: Tensor) -> Tensor:
-        """[.., 3H] captured streams, side by side -> [.., H]."""
+        """Project concatenated captured streams [.., 3H] to [.., H]."""
         return projected(captured, self.input_norm, self.fc_norm, self.fc)
 
     def logits(self, hidden: Tensor) -> Tensor:

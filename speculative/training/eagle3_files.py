@@ -84,8 +84,8 @@ def draft_config(
 
 
 def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder: Path) -> Eagle3:
-    """The engine's description of a head with this config.json in `folder` for the target. Raises `TrainingError` for a
-    head that the engine refuses, and for one that it serves but training does not support."""
+    """Return the engine's description of the head with this config.json in `folder`. Raises `TrainingError` for a head
+    that the engine or the training does not support."""
     try:
         method = Eagle3.read(str(folder), config, read_config(target.config.to_dict(), "target"))
     except ValueError as error:
@@ -103,7 +103,7 @@ def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder
     for what, found in untrained.items():
         if found:
             raise TrainingError(
-                f"draft={folder}: has {what}, which is served but cannot be trained; use a head without it"
+                f"draft={folder}: has {what}, which can be served but not trained; use a head without it"
             )
     return method
 
@@ -128,7 +128,7 @@ def choose_vocabulary(
 
 
 def build_head(target: PreTrainedModel, method: Eagle3, vocabulary: DraftVocabulary, seed: int) -> Eagle3Head:
-    """A float32 head on the target's device; its output rows start as the target's rows of the same tokens."""
+    """Return a new float32 head on the target's device. Its output rows are initialised with the target's."""
     torch.manual_seed(seed)
     head = Eagle3Head(method)
     for module in head.modules():
@@ -148,8 +148,8 @@ def save_draft(head: Eagle3Head, vocabulary: DraftVocabulary, config: Mapping[st
 def write_checkpoint(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], float32: tuple[str, ...] = ()
 ) -> None:
-    """Write `config.json` and `model.safetensors`: numbers in bfloat16, but in float32 if their name ends with one of
-    `float32`."""
+    """Write `config.json` and `model.safetensors`, in bfloat16; tensors whose name ends with one of `float32` stay
+    float32."""
     folder.mkdir(parents=True, exist_ok=True)
     saved = {}
     for name, tensor in tensors.items():
@@ -167,7 +167,7 @@ def token_ids(owner: PreTrainedTokenizerBase | GenerationConfig) -> dict[str, An
 
 
 def make_readable(folder: Path) -> None:
-    """Give the weights the permissions of config.json: safetensors (0.8) writes files that only their owner can
+    """Give the weights the permissions of config.json, because safetensors (0.8) writes files that only their owner can
     read."""
     for weights in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", weights)

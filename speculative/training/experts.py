@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from workers.ops.experts.route import Routing, route
 
-# Up to this many experts, every row goes through all of them: a few wide products, without a wait for the device, so
-# that a CUDA graph can capture them.
+# Up to this many experts, every row goes through all of them: a few wide products without a device sync, which a CUDA
+# graph can capture.
 MAX_DENSE_EXPERTS = 64
 _EXPERTS = ".mlp.experts."
 
@@ -30,7 +30,7 @@ class Router(nn.Module):
             self.register_buffer("e_score_correction_bias", torch.zeros(routing.num_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen experts [N, k] int64 and their weights [N, k] float32 for rows [N, H]."""
+        """Return the chosen experts [N, k] int64 and their weights [N, k] float32 for rows [N, H]."""
         bias = self.e_score_correction_bias if self.routing.has_bias else None
         with torch.autocast(x.device.type, enabled=False):
             return route(functional.linear(x.float(), self.weight.float()), bias, self.routing)
@@ -49,7 +49,7 @@ class Experts(nn.Module):
         return (self._all if len(self.down) <= MAX_DENSE_EXPERTS else self._chosen)(x, chosen, weight)
 
     def _all(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """Run all experts side by side as one gated MLP, in which experts that were not chosen have the weight 0."""
+        """Run all experts as one wide gated MLP, in which experts that were not chosen have weight 0."""
         share = torch.zeros(len(x), len(self.down), dtype=weight.dtype, device=x.device).scatter(1, chosen, weight)
         both = functional.linear(x, self.gate_up.flatten(0, 1))
         gate, up = both.view(len(x), len(self.down), 2, -1).unbind(2)
@@ -57,7 +57,7 @@ class Experts(nn.Module):
         return functional.linear(inner.flatten(1), self.down.transpose(0, 1).flatten(1))
 
     def _chosen(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """Run expert by expert. Waits for the device, so that no CUDA graph can capture it."""
+        """Run expert by expert. Waits for the device, so a CUDA graph cannot capture it."""
         out = x.new_zeros(x.shape)
         for expert in range(len(self.down)):
             row, rank = torch.where(chosen == expert)

@@ -1,4 +1,4 @@
-"""The trainer's arguments from the command's."""
+"""Derives the trainer's arguments from the command's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speculative.training import TrainingError
 from speculative.training.checkpoints import check_output
 from speculative.training.trainer import FitArguments
 
-# Options that a resume may change: of the steps they change only the number.
+# Options that a resume may change, because they change only the number of steps.
 _FREE_OPTIONS = (
     *("run", "resume", "output", "device", "graphs", "generate_batch", "steps", "epochs", "keep_checkpoint"),
     *("checkpoint_every", "eval_every", "minutes", "measure", "measure_rows", "measure_depths"),

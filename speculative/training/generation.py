@@ -1,7 +1,7 @@
-"""A target's own answers to prompts, which drafts are trained and measured on.
+"""Generates a target's own answers to prompts; drafts are trained and measured on them.
 
-`generate_answers` decodes Llama, Qwen2 and Qwen3 with transformers' modules and its own loop, whose keys and values
-stay in place: `generate` copies them in every step. Other models use `generate`.
+`generate_answers` decodes Llama, Qwen2 and Qwen3 with transformers' modules and a loop of its own, which keeps keys and
+values in place; `generate` copies them in every step. Other models use `generate`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from speculative.training.samples import Sample
 
 _GROUPED = ("llama", "qwen2", "qwen3")
-_MAX_SCORES = 1 << 28  # elements of attention scores: bound on the memory of long prompts
+_MAX_SCORES = 1 << 28  # elements of attention scores; bounds the memory of long prompts
 _CHECK_EVERY = 16  # steps between checks for finished answers; a check waits for the device
 
 
@@ -43,7 +43,8 @@ def generate_answers(
     pad = stops[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
     def decode(tokens: Tensor, padding: Tensor) -> Tensor:
-        """Return [B, max_new_tokens] int64, any tokens after a stop, for left-padded tokens [B, P] and padding [B]."""
+        """Generate [B, max_new_tokens] int64 from left-padded tokens [B, P] and padding [B]. Tokens after a stop token
+        are arbitrary."""
         if _is_grouped(model):
             return _decode_grouped(model, tokens, padding, stops, temperature, max_new_tokens)
         return _decode_by_generate(model, tokens, padding, stops, pad, temperature, max_new_tokens)
@@ -64,14 +65,14 @@ def generate_answers(
 
 
 def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end an answer, from the generation config, else the tokenizer's end of turn."""
+    """Return the tokens that end an answer: the generation config's, else the tokenizer's end of turn."""
     stops = model.generation_config.eos_token_id
     stops = tokenizer.eos_token_id if stops is None else stops
     return [stops] if isinstance(stops, int) else list(stops)
 
 
 def until_stop(tokens: Sequence[int], stops: Sequence[int]) -> list[int]:
-    """The tokens up to and including the first stop token, or all."""
+    """Return the tokens up to and including the first stop token, or all."""
     end = next((index for index, token in enumerate(tokens) if token in stops), len(tokens))
     return list(tokens[: end + 1])
 
@@ -150,7 +151,7 @@ class _GroupedDecoder:
         self.keys, self.values = torch.zeros(shape, dtype=model.dtype, device=model.device)
 
     def select(self, rows: Tensor) -> None:
-        """Drop all rows of the batch but these."""
+        """Drop all other rows of the batch."""
         self.padding, self.keys, self.values = self.padding[rows], self.keys[:, rows], self.values[:, rows]
 
     def prefill(self, tokens: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ class ZeroCentredRMSNorm(nn.Module):
 
 
 class GatedAttention(nn.Module):
-    """Grouped-query attention whose output is multiplied by the sigmoid of a gate, which `q_proj` has beside q."""
+    """Grouped-query attention whose output is multiplied by the sigmoid of a gate; `q_proj` computes both q and the
+    gate."""
 
     def __init__(self, model: HybridConfig) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class GatedAttention(nn.Module):
         self.k_norm = ZeroCentredRMSNorm(model.head_dim, model.rms_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
-        """[B, T, H] of `x` [B, T, H]; appends this step to the cache. cos, sin: [T, rotated / 2]."""
+        """Return [B, T, H] for x [B, T, H]; append this step to the cache. cos, sin: [T, rotated / 2]."""
         model = self.model
         batch, length, _ = x.shape
         query, gate = self.q_proj(x).view(batch, length, model.num_heads, 2, model.head_dim).unbind(3)
@@ -83,7 +84,7 @@ class GatedExperts(nn.Module):
 
 
 def mtp_head(method: QwenMtp) -> MtpHead:
-    """The trainable module, of zeros and fresh matrices."""
+    """Return a newly initialised trainable module."""
     model = method.model
     dense = model.experts is None
     mlp = GatedMLP(model.hidden_size, model.intermediate_size) if dense else GatedExperts(model)
@@ -93,7 +94,7 @@ def mtp_head(method: QwenMtp) -> MtpHead:
 
 
 def module_tensors(head: MtpHead) -> dict[str, Tensor]:
-    """The module's tensors by their published names."""
+    """Return the module's tensors by their published names."""
     tensors = {}
     for name, tensor in head.state_dict().items():
         first, _, rest = name.partition(".")

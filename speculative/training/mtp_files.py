@@ -50,7 +50,7 @@ _FAMILIES = (
 
 
 def module_tensors(head: MtpHead) -> dict[str, Tensor]:
-    """The module's tensors by their published names."""
+    """Return the module's tensors by their published names."""
     family = next(each for each in _FAMILIES if isinstance(head.method, each.method))
     return family.tensors(head)
 
@@ -89,7 +89,7 @@ def read_module(folder: Path) -> MtpHead:
 
 
 def save_module(head: MtpHead, folder: Path) -> None:
-    """Write the module alone, with the config.json of its target, as `speculative.path` takes it."""
+    """Write the module alone, with its target's config.json, in the layout that `speculative.path` accepts."""
     raw = json.loads((Path(head.method.path) / "config.json").read_text(encoding="utf-8"))
     write_checkpoint(folder, raw, module_tensors(head), FLOAT32)
 

@@ -1,7 +1,7 @@
-"""A target's module for multi-token prediction over whole sequences, with gradients, unrolled on its own outputs.
+"""A target's MTP module over whole sequences, with gradients, unrolled on its own outputs.
 
-The engine serves the same weights with `speculative.drafts.mtp.MtpModel`. Each depth has a module of its own in the
-paper (arXiv 2412.19437, section 2.2). A module that drafts all depths, as it is served, is trained on its own outputs
+The engine serves the same weights with `speculative.drafts.mtp.MtpModel`. In the paper (arXiv 2412.19437, section 2.2),
+each depth has a module of its own. Here one module drafts all depths, so it is trained on its own outputs
 (training-time test of EAGLE-3, arXiv 2503.01840).
 """
 
@@ -20,7 +20,7 @@ from workers.layers.rotary import RopeConfig, frequencies
 
 
 class RotatedConfig(Protocol):
-    """The configuration fields that angles depend on."""
+    """The configuration fields that RoPE angles depend on."""
 
     @property
     def rope(self) -> RopeConfig: ...
@@ -41,7 +41,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = norms
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cache: BranchCache) -> Tensor:
-        """The residual stream [B, T, H] after the layer."""
+        """Return the residual stream [B, T, H] after the layer."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, cache)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -70,10 +70,10 @@ class MtpHead(TrainedDraft):
         self.eh_proj = linear(2 * size, size)
         self.layer = layer
         self.register_buffer("frequencies", frequencies(rotated.rope, rotated.rotated_dim), persistent=False)
-        self._target_head: list[nn.Module] = []  # in a list, so that it is no submodule and is not trained
+        self._target_head: list[nn.Module] = []  # in a list, so that it is not a submodule and not trained
 
     def use_head(self, lm_head: nn.Module) -> None:
-        """Let `logits` use the target's vocabulary head; it is not trained with this module."""
+        """Make `logits` use the target's vocabulary head, which is not trained."""
         self._target_head = [lm_head]
 
     def features(self, output: Any) -> Tensor:
@@ -81,7 +81,7 @@ class MtpHead(TrainedDraft):
         return final
 
     def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
-        """The output of the last norm, which is the recurrent state, in each step. captured: the target's final hidden
+        """Return each step's output of the last norm, which is the recurrent state. captured: the target's final hidden
         state."""
         hidden, cache, steps = captured, BranchCache(), []
         for step in range(num_steps):
@@ -92,14 +92,14 @@ class MtpHead(TrainedDraft):
         return steps
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., H] recurrent states -> [.., vocabulary] logits, in the dtype of the target's head."""
+        """Return [.., vocabulary] logits of recurrent states [.., H], in the dtype of the target's head."""
         head = self._target_head[0]
         logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
         return logits
 
 
 def rotation(rope: RopeConfig, frequencies: Tensor, length: int, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, rotated / 2] of the positions from `first`."""
+    """Return cosines and sines [length, rotated / 2] of the positions from `first`."""
     positions = torch.arange(length, dtype=torch.float32, device=frequencies.device)[:, None] + first
     angles = positions * frequencies
     return angles.cos() * rope.magnitude, angles.sin() * rope.magnitude

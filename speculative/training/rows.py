@@ -1,5 +1,5 @@
-"""Reads conversations from JSON and JSONL files in several common forms. Needs no tokenizer. A row of another form
-raises an error that names its file and line.
+"""Reads conversations from JSON and JSONL files in several common formats. Needs no tokenizer. A row in another format
+raises an error that names file and line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PAIRS = (
 
 
 class RowError(TrainingError):
-    """A row that cannot be used; the text names the file, the line and the remedy."""
+    """A row that cannot be used; the text names file, line and remedy."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +36,20 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns in order; the assistant's are trained on. The last turn may be the user's."""
+    """Turns in order; the assistant's are trained. The last turn may be the user's."""
 
     turns: tuple[Turn, ...]
 
     def messages(self) -> list[dict[str, str]]:
-        """The turns as a chat template takes them."""
+        """Return the turns as a chat template takes them."""
         return [{"role": turn.role, "content": turn.content} for turn in self.turns]
 
 
 def read_conversations(sources: Sequence[str]) -> list[Conversation]:
-    """All conversations of the sources, in order.
+    """Return all conversations of the sources, in order.
 
     A source is a `.json` or `.jsonl` file, or a folder whose such files are read in the order of their names;
-    `source@3` repeats it three times. Raises `RowError` for a row of no known form, `TrainingError` for a source
+    `source@3` repeats it three times. Raises `RowError` for a row in an unknown format, `TrainingError` for a source
     without files.
     """
     conversations: list[Conversation] = []
@@ -65,7 +65,7 @@ def read_conversations(sources: Sequence[str]) -> list[Conversation]:
 def split_validation(
     conversations: Sequence[Conversation], fraction: float, seed: int
 ) -> tuple[list[Conversation], list[Conversation]]:
-    """Training and validation conversations: a seeded share of those that occur only once is held out.
+    """Return training and validation conversations: a seeded share of those that occur only once is held out.
 
     Repeated rows (`source@3`) stay in the training set.
     """
@@ -85,7 +85,7 @@ def _files(path: Path) -> list[Path]:
     if not path.is_file():
         raise TrainingError(f"{path}: no such file or folder; give a .json or .jsonl file, or a folder of them")
     if path.suffix not in (".json", ".jsonl"):
-        raise TrainingError(f"{path}: unknown ending {path.suffix!r}; use .json (a list) or .jsonl (a row a line)")
+        raise TrainingError(f"{path}: unknown ending {path.suffix!r}; use .json (a list) or .jsonl (one row per line)")
     return [path]
 
 
@@ -124,7 +124,7 @@ def _conversation(row: Any, source: str) -> Conversation:
         raise RowError(f"{source}: a row must be a JSON object, not {type(row).__name__}")
     if "messages" in row:
         return _messages(row["messages"], source)
-    if "turns" in row:  # a benchmark's questions, as Spec-Bench and MT-bench have them; its answer is not in the file
+    if "turns" in row:  # questions of a benchmark such as Spec-Bench and MT-bench; the file has no answers
         turns = row["turns"]
         if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
             raise RowError(f"{source}: 'turns' must be a list of questions")
@@ -138,7 +138,7 @@ def _conversation(row: Any, source: str) -> Conversation:
                 raise RowError(f"{source}: {question!r} and {answer!r} must not be empty")
             return Conversation((Turn("user", prompt), Turn("assistant", answer_text)))
     known = "; ".join(["messages", "turns", *map("+".join, _PAIRS)])
-    raise RowError(f"{source}: keys {sorted(row)} fit no known form; use one of: {known}")
+    raise RowError(f"{source}: keys {sorted(row)} fit no known format; use one of: {known}")
 
 
 def _messages(messages: Any, source: str) -> Conversation:

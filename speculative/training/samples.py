@@ -1,5 +1,5 @@
-"""Turns conversations into token sequences, and batches sequences of about equal length. Batches are padded on the
-right, so that a causal model needs no padding mask.
+"""Converts conversations to token sequences, and batches sequences of similar length. Batches are padded on the right,
+so a causal model needs no padding mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from speculative.training import TrainingError
 from speculative.training.rows import Conversation, RowError
 
-# Batches are cut from length-sorted runs of this many batches: less padding when larger, more random when smaller.
+# Batches are cut from length-sorted runs of this many batches. Longer runs need less padding, shorter ones are more
+# random.
 _RUN_BATCHES = 32
 # Batch lengths are multiples of this: fewer shapes, and rows aligned for the attention kernels.
 LENGTH_STEP = 64
@@ -27,7 +28,7 @@ LENGTH_STEP = 64
 
 @dataclass(frozen=True)
 class Sample:
-    """One answer with its context: `tokens[:num_prompt]` is given, the rest is the answer."""
+    """One answer with its prompt: `tokens[:num_prompt]` is the prompt, the rest is the answer."""
 
     tokens: tuple[int, ...]
     num_prompt: int
@@ -38,9 +39,9 @@ class Batch:
     """Samples side by side, padded on the right.
 
     tokens: [B, T] int64. num_prompt, lengths: [B] int64.
-    anchors: [A] int64, ascending flat positions b * T + n at which a served chain can start and draft a token of the
-        text: token n+1 is the answer's and token n+2 exists.
-    remaining: [A] int64, tokens of the text after token n+1; step s of a chain has a target where `remaining > s`.
+    anchors: [A] int64, ascending flat positions b * T + n at which a chain can start: token n+1 is in the answer and
+        token n+2 exists.
+    remaining: [A] int64, tokens of the text after token n+1; step s of a chain has a target if `remaining > s`.
     """
 
     tokens: Tensor
@@ -50,12 +51,12 @@ class Batch:
     remaining: Tensor
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on the device."""
+        """Return the batch on `device`."""
         return Batch(*(tensor.to(device) for tensor in vars(self).values()))
 
 
 def prompt_tokens(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The chat template's tokens up to and including the mark that starts the assistant's answer.
+    """Return the chat template's tokens up to and including the start of the assistant's turn.
 
     Raises `TrainingError` for a tokenizer without a chat template or end of turn, and for a conversation that the
     template refuses.
@@ -79,7 +80,8 @@ def prompt_tokens(conversation: Conversation, tokenizer: PreTrainedTokenizerBase
 def encode_answers(
     conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[Sample]:
-    """Return a sample per assistant turn, ended by the end-of-turn token; longer ones than `max_length` are left out.
+    """Return a sample per assistant turn, ended by the end-of-turn token. Samples longer than `max_length` are left
+    out.
 
     Raises `TrainingError` if no sample fits, and what `prompt_tokens` raises.
     """
@@ -122,7 +124,7 @@ def write_samples(samples: Sequence[Sample], path: Path) -> None:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Return the samples that `write_samples` wrote. Raises `RowError` for a line of another form."""
+    """Return the samples that `write_samples` wrote. Raises `RowError` for a line in another format."""
     samples = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -134,7 +136,7 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int) -> list[list[int]]:
-    """One epoch's batches as lists of sample indices, each of at most `batch_tokens` tokens with its padding.
+    """Return one epoch's batches as lists of sample indices, each of at most `batch_tokens` tokens including padding.
 
     Every sample occurs once; a sample longer than `batch_tokens` gets a batch of its own.
     """
@@ -160,7 +162,7 @@ def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int) -> list[l
 def plan_steps(
     lengths: Sequence[int], batch_tokens: int, seed: int, *, epochs: float, steps: int | None
 ) -> list[list[int]]:
-    """The batches of a whole training: `steps` of them, or those of `epochs` passes if `steps` is None."""
+    """Return the batches of a training run: `steps` of them, or those of `epochs` passes if `steps` is None."""
     if not lengths:
         raise TrainingError("data: no sample to train on; give more rows or a larger max_length")
     plan: list[list[int]] = []
@@ -174,11 +176,11 @@ def plan_steps(
 
 
 def collate(samples: Sequence[Sample], *, full_tokens: int | None = None) -> Batch:
-    """The samples as one batch on the CPU, padded with zeros to a multiple of `LENGTH_STEP` tokens.
+    """Return the samples as one batch on the CPU, padded with zeros to a multiple of `LENGTH_STEP` tokens.
 
-    full_tokens: fill the batch up with empty rows to this many tokens, and with anchors that have no target to a
-        multiple of a quarter of them, so that the batches of a training come in few shapes.
-    Anchors are counted on the host: a boolean index on the device would wait for it in every step.
+    full_tokens: pad the batch with empty rows to this many tokens, and with anchors without a target to a multiple of a
+        quarter of them, so that batches have few shapes.
+    Anchors are counted on the host, because a boolean index on the device would sync in every step.
     """
     length = padded_length(max(len(sample.tokens) for sample in samples))
     num_rows = len(samples) if full_tokens is None else max(full_tokens // length, len(samples))
@@ -198,21 +200,21 @@ def collate(samples: Sequence[Sample], *, full_tokens: int | None = None) -> Bat
 
 
 def padded_length(length: int) -> int:
-    """The length rounded up to a multiple of `LENGTH_STEP`."""
+    """Round the length up to a multiple of `LENGTH_STEP`."""
     return -(-length // LENGTH_STEP) * LENGTH_STEP
 
 
 def causal_mask(length: int, device: torch.device) -> Tensor:
-    """[1, 1, T, T] bool, true where attention may look.
+    """Return [1, 1, T, T] bool, true where a row may attend.
 
-    transformers gets the whole mask: it would otherwise read position values back to the host (5.17, packing check).
+    Without a whole mask, transformers (5.17, packing check) would read position values back to the host.
     """
     return torch.ones(length, length, dtype=torch.bool, device=device).tril()[None, None]
 
 
 def attention_masks(config: PreTrainedConfig, length: int, device: torch.device) -> Tensor | dict[str, Tensor | None]:
-    """Return `attention_mask` for transformers' models and samples padded at their ends: `causal_mask`, or for hybrids
-    a mask per kind of layer, of which recurrent ones need none."""
+    """Return `attention_mask` for transformers' models and right-padded samples: `causal_mask`, or for hybrid models a
+    mask per kind of layer (None for recurrent layers)."""
     mask, kinds = causal_mask(length, device), set(getattr(config, "layer_types", None) or ())
     if "linear_attention" not in kinds:
         return mask

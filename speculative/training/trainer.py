@@ -1,8 +1,8 @@
 """Trains a model with transformers' `Trainer`: AdamW, warm-up and cosine, clipping, mixed precision, checkpoints and
 resume, and several GPUs under `torchrun`.
 
-A batch holds about the same number of tokens, not of samples, so the data
-set's items are whole batches (`samples.plan_steps`).
+Batches have similar numbers of tokens, not of samples, so the data set's items are whole batches
+(`samples.plan_steps`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
     batch_tokens: tokens of a process's batch, including padding.
     graphs: replay each batch shape from a CUDA graph; one process on a GPU only.
     resume: continue the newest checkpoint of `output_dir`.
-    max_seconds: maximum time of the optimisation, after which it ends as after the last step; None: no limit.
+    max_seconds: time limit of the optimisation, which then ends as after the last step; None: no limit.
     settings: options that a resume must repeat; saved in the checkpoint.
 
     `max_steps` overrides `num_train_epochs`. `learning_rate` is the peak; it falls to a hundredth at the end.
@@ -73,7 +73,7 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
         self.dataloader_pin_memory = not self.use_cpu
         self.accelerator_config = {"non_blocking": not self.use_cpu}  # else each copy would wait for the steps before
         super().__post_init__()
-        self.settings = self.settings | {"processes": self.world_size}  # each has its share of the batches
+        self.settings = self.settings | {"processes": self.world_size}  # each process has its share of the batches
         if not self.use_cpu:
             torch.cuda.set_device(self.device)
 
@@ -84,7 +84,7 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
 
     @property
     def n_gpu(self) -> int:
-        """One: the base class would take every visible GPU."""
+        """Return 1; the base class would use every visible GPU."""
         return 1
 
 
@@ -97,7 +97,7 @@ def fit(
     title: str,
     evaluate: Callable[[], dict[str, float]] | None = None,
 ) -> list[float]:
-    """Train the model in place on the samples and return the logged losses, those before a resume included.
+    """Train the model in place on the samples. Return the logged losses, including those before a resume.
 
     loss_of: scalar loss of a batch; the first argument is the model, wrapped if there are several processes.
     evaluate: figures to print every `eval_steps` steps and at the end.
@@ -181,7 +181,7 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
         return figures
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices decay, norms and biases do not."""
+        """Return the matrices; norms and biases have no weight decay."""
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
 
     def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
@@ -214,7 +214,7 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
         return {"args": {}, "attributes": {"settings": self.arguments.settings}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        state.compute_steps(args, state.max_steps)  # else a resume keeps the intervals of its checkpoint
+        state.compute_steps(args, state.max_steps)  # otherwise a resume keeps the intervals of its checkpoint
         hidden = not (args.progress and state.is_world_process_zero)
         shown = {"desc": self.title, "disable": hidden, "mininterval": 2.0}
         self.bar = tqdm(total=state.max_steps, initial=state.global_step, **shown)
@@ -241,6 +241,6 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
             tqdm.write(f"{self.title}: step {state.global_step}/{state.max_steps} {figures}")
 
     def close(self) -> None:
-        """End the bar's line, after an error too."""
+        """End the bar's line, also after an error."""
         if self.bar is not None:
             self.bar.close()

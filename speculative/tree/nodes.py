@@ -1,5 +1,5 @@
-"""Draft trees as tensors: B trees of W nodes, with their tree masks. Node 0 is the root (the bonus token); parents
-precede children, and likelier nodes less likely ones.
+"""Draft trees as tensors: B trees of W nodes, with their tree masks. Node 0 is the root (the bonus token). Parents
+precede children, and likelier nodes precede less likely ones.
 
 `speculative.ops.tree_growth` grows trees, `speculative.tree_table` stores them, `speculative.ops.acceptance` compares
 them with the target.
@@ -30,7 +30,7 @@ class Tree:
 
     @property
     def fields(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All of them, in this order."""
+        """Return all fields, in this order."""
         return self.tokens, self.parents, self.depths, self.masks
 
 
@@ -39,9 +39,9 @@ class RoundRows:
     """The rows that a round verifies.
 
     tree: one tree per request.
-    length: [B] int32 committed KV before it.
-    ids: [B * W] int64 the nodes' tokens; 0 without one.
-    positions: [B * W] int64 of the nodes.
+    length: [B] int32 committed KV tokens before the round.
+    ids: [B * W] int64 the nodes' tokens; 0 for NO_TOKEN.
+    positions: [B * W] int64 positions of the nodes.
     mask_words: the masks in the verifying backend's own buffer, if it has one.
     """
 
@@ -83,9 +83,9 @@ class Level:
 
     tokens: [B, k] int64.
     scores: [B, k] float32.
-    candidate: [B, k] int64 their indexes among the candidates.
-    mask: [B, k] int64 suffix columns that they see.
-    parent: [B * k] int64 row of the level above (for the first level, of the request) that each was drafted from.
+    candidate: [B, k] int64 index of each among the candidates.
+    mask: [B, k] int64 suffix columns that each sees.
+    parent: [B * k] int64 row of the level above that each was drafted from; in the first level, row of the request.
     """
 
     tokens: Tensor
@@ -110,7 +110,8 @@ class Children:
 
 
 def check_trees(trees: Tree) -> None:
-    """Assert what kernels demand of the trees of slots: contiguous fields of one shape. Reads no values."""
+    """Assert that all fields of the slots' trees are contiguous and of one shape, as kernels require. Reads no
+    values."""
     for field in trees.fields:
         assert field.shape == trees.tokens.shape and field.dtype == torch.int64 and field.is_contiguous()
 
@@ -129,8 +130,8 @@ def chain(root: Tensor, tokens: Tensor) -> Tree:
 
 
 def trimmed(tree: Tree, max_depth: int, straight: bool) -> Tree:
-    """Return trees in which no node deeper than max_depth can be accepted. straight: reduce them to chains: the nodes
-    that follow one another."""
+    """Return trees in which no node deeper than max_depth can be accepted. straight: keep only the leading nodes that
+    form a chain."""
     node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
     alive = tree.depths <= max_depth
     if straight:
@@ -140,6 +141,6 @@ def trimmed(tree: Tree, max_depth: int, straight: bool) -> Tree:
 
 
 def root_only_trees(root: Tensor, width: int) -> Tree:
-    """Return trees of which only the root [B] can be accepted."""
+    """Return trees in which only the root [B] can be accepted."""
     nothing = torch.full((root.shape[0], width - 1), NO_TOKEN, dtype=torch.int64, device=root.device)
     return chain(root, nothing)

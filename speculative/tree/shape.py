@@ -1,4 +1,4 @@
-"""`TreeShape`: the shape of a draft tree, and all sizes that follow from it, which are derived only here.
+"""`TreeShape`: the shape of a draft tree. All sizes that follow from it are derived here.
 
 Read by
     `speculative.config`          which trees are possible
@@ -20,11 +20,11 @@ MAX_WIDTH = 63  # a row's ancestors are the bits of one signed 64-bit integer
 class DraftStep:
     """One step of drafting a tree, per request.
 
-    depth: of the nodes that it proposes; 1 for the first step.
+    depth: depth of the nodes that it proposes; 1 for the first step.
     rows: nodes that it reads: the root, or those of the level above.
     first_candidate: index of its first proposal among all candidates.
-    suffix: KV positions after the committed ones that its rows see, their own included. It writes the last `rows` of
-        them; the first step writes none, because draft-extend wrote the root's.
+    suffix: number of KV positions after the committed ones that its rows see, including their own. It writes the last
+        `rows` of them; the first step writes none, because draft-extend has written the root's.
     is_last: its proposals are not expanded.
     """
 
@@ -42,7 +42,7 @@ class TreeShape(RoundShape):
     num_steps: drafted levels.
     top_k: children per expanded node, and expanded nodes per level.
     in_block: one pass over a block drafts all levels (`speculative.drafts.blocks`).
-    branch: nodes after the model's, for one more branch that is copied from the text (`speculative.suffix`).
+    branch: number of nodes after the model's, for a branch copied from the text (`speculative.suffix`).
     """
 
     num_steps: int
@@ -64,14 +64,14 @@ class TreeShape(RoundShape):
         )
 
     def with_branch(self, num_nodes: int) -> "TreeShape":
-        """Return the shape with a branch of so many nodes beside the model's."""
+        """Return the shape with a copied branch of `num_nodes` nodes."""
         most = max(self.max_new_tokens, num_nodes + 1)
         name, width = f"{self.name}+{num_nodes}", self.width + num_nodes
         return replace(self, name=name, width=width, max_new_tokens=most, branch=num_nodes)
 
     @property
     def of_model(self) -> "TreeShape":
-        """The part that the model drafts: the first nodes."""
+        """Return the part that the model drafts: the first nodes."""
         return TreeShape.of(self.num_steps, self.top_k, self.width - self.branch, self.in_block)
 
     @property
@@ -80,7 +80,7 @@ class TreeShape(RoundShape):
 
     @property
     def steps(self) -> tuple[DraftStep, ...]:
-        """The steps that draft it, in order."""
+        """Return the steps that draft it, in order."""
         return tuple(self._steps())
 
     def _steps(self) -> Iterator[DraftStep]:
@@ -91,14 +91,14 @@ class TreeShape(RoundShape):
 
     @property
     def candidate_depths(self) -> tuple[int, ...]:
-        """Depth of every candidate, in the order of drafting."""
+        """Return the depth of every candidate, in the order of drafting."""
         return tuple(step.depth for step in self.steps for _ in range(step.rows * self.top_k))
 
     def smaller(self) -> "tuple[TreeShape, ...]":
-        """Smaller shapes that may be faster under load, ascending. Each costs start time and memory for its graphs, so
-        there are few: for a chain, one draft token and, if it is long, half of it; for a tree, a chain of half the
-        depth and, if it is wide, a tree of half the width. A block has the length for the most predictable text, so
-        its chains also have a quarter."""
+        """Return smaller shapes that may be faster under load, ascending. Each costs start time and memory for its
+        graphs, so there are few. For a chain: one draft token, and half of a long chain; for block drafts, whose length
+        is for the most predictable text, also a quarter. For a tree: a chain of half the depth, and half the width of a
+        wide tree."""
         half = (self.num_steps + 1) // 2
         depths = {1, half} if self.is_chain and self.num_steps > 4 else {1} if self.is_chain else {half}
         if self.in_block:
@@ -114,19 +114,19 @@ class TreeShape(RoundShape):
 
 
 def max_nodes(num_steps: int, top_k: int) -> int:
-    """Nodes of the whole candidate tree, including the root."""
+    """Return the nodes of the whole candidate tree, including the root."""
     return 1 + top_k + (num_steps - 1) * top_k**2
 
 
 def num_scratch_tokens(num_steps: int, top_k: int) -> int:
-    """KV positions after the committed ones that drafting writes: top_k per step after the first."""
+    """Return the KV positions after the committed ones that drafting writes: top_k per step after the first."""
     return (num_steps - 1) * top_k
 
 
 def shapes_of(bound: TreeShape, adaptive: bool, branch: int = 0) -> RoundShapes:
-    """Return the shapes of an engine that drafts `bound`: non-speculative decoding, `bound` and, if adaptive, one or
-    two between. branch: nodes of a copied branch; then the widest shape is `bound` with it, and `bound` alone lies
-    between."""
+    """Return the shapes of an engine that drafts `bound`: non-speculative decoding, `bound` and, if adaptive,
+    `bound.smaller()`. branch: nodes of a copied branch. With one, the widest shape is `bound` with the branch, and
+    `bound` alone is one of the smaller shapes."""
     between = bound.smaller() if adaptive else ()
     if branch:
         between, bound = ((*between, bound) if adaptive else ()), bound.with_branch(branch)

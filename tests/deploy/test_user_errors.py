@@ -61,7 +61,7 @@ def _config(folder: Path, **changes: object) -> Path:
     [
         (None, "no such file or folder; give a .json or .jsonl file"),
         (b'{"question": "q", "answer": "a"}\n{"question": "q", "answ', ":2: not valid JSON"),
-        (b'{"text": "only this"}', ":1: keys ['text'] fit no known form; use one of"),
+        (b'{"text": "only this"}', ":1: keys ['text'] fit no known format; use one of"),
         (b'["a list"]', ":1: a row must be a JSON object"),
         (b'{"question": "\xff", "answer": "a"}', "not UTF-8"),
         (b"", "holds no rows"),

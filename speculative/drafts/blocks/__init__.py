@@ -1,6 +1,6 @@
 """Block drafts: one pass over a block of mask tokens drafts all tokens of a round.
 
-config   a block's form, and config.json of published heads
+config   the layout of a block, and config.json of published heads
 dflash   DFlash: method and model
 dspark   DSpark: a Markov head
 dflash2  DFlash2: convolutions and a selector

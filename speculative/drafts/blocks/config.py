@@ -1,4 +1,4 @@
-"""Reads config.json of published block drafts, and refuses what would be ignored.
+"""Reads config.json of published block drafts, and refuses unsupported keys.
 
 Three formats: z-lab's (`dflash_config`), DeepSpec's (the same keys at the top level, `Qwen3DSparkModel`) and that of
 `speculators` (layers in `transformer_layer_config`, `aux_hidden_state_layer_ids`). Keys and defaults are those of
@@ -15,7 +15,7 @@ from speculative.tree.shape import MAX_WIDTH
 from workers.models.config import ModelConfig
 from workers.models.config_fields import ids_of, number_of, section_of, size_of
 
-# Drafts on the same backbone that are not served, by a part of their architecture's or algorithm's name.
+# Unsupported drafts with the same backbone, by a part of their architecture's or algorithm's name.
 _REFUSED = {
     "domino": "Domino",
     "lilicorr": "LiLiCorr",
@@ -43,7 +43,7 @@ _ONLY: dict[str, Any] = {
     "fc_bias": None,
 }
 
-# Keys that may be true, an object or a list: read here or by `workers.models.llama`, or irrelevant to inference.
+# Keys that may be true, an object or a list: read here or by `workers.models.llama`, or without effect on inference.
 _KNOWN = {
     *("architectures", "dflash_config", "dspark_config", "transformer_layer_config", "speculators_config"),
     "layer_types",
@@ -53,14 +53,14 @@ _KNOWN = {
     *("embed_requires_grad", "has_no_defaults_at_init", "eagle_aux_hidden_state_layer_ids"),
     *("enable_confidence_head", "confidence_head_with_markov"),
 }
-_SECTIONS = ("dflash_config", "dspark_config")  # of z-lab and of SpecForge, which repeats its keys at the top level
+_SECTIONS = ("dflash_config", "dspark_config")  # z-lab's, and SpecForge's, which repeats its keys at the top level
 _SECTION_KEYS = {"target_layer_ids", "mask_token_id", "block_size", "causal", "num_anchors", "sample_from_anchor"}
 _LAYERS = ("qwen3", "llama")  # layer descriptions of `speculators`; the module has Qwen3's layers for both
 
 
 @dataclass(frozen=True)
 class LayerView:
-    """The tokens that a block's rows see in one layer.
+    """The tokens that a block's rows attend to in one layer.
 
     causal: a row sees the block up to itself; else the whole block.
     context: number of tokens before the block that its first row sees; None for all.
@@ -72,24 +72,23 @@ class LayerView:
     def window(self, rows: int) -> int | None:
         """`DecodeBatch.window` for a block of `rows` rows.
 
-        It counts the columns that a row sees in the block. Two published variants would need another count per row (a
-        causal window of `speculators`, a bidirectional one of z-lab): there, the oldest of the `context` tokens that a
-        later row sees differs by up to `rows - 1` positions.
+        Approximate for two published variants, the causal window of `speculators` and the bidirectional one of z-lab.
+        There, the exact window differs per row: the oldest token that a row sees is off by up to `rows - 1` positions.
         """
         return None if self.context is None else self.context + (1 if self.causal else rows)
 
 
 @dataclass(frozen=True)
 class Scales:
-    """What a head does to the tables that it shares with the target.
+    """Factors that a head applies to the embedding and logits that it shares with the target.
 
-    z-lab's code (`dflash_generate`, `compute_logits`) multiplies the rows of the target's embedding and vocabulary
-    head themselves, without the scale, divisor or cap that the target (Gemma, Granite) has; so do `speculators`, which
-    copies both tables, and vLLM. DSpark heads have none.
+    z-lab's code (`dflash_generate`, `compute_logits`) uses the target's embedding and vocabulary head without the
+    scale, divisor or cap that the target (Gemma, Granite) applies; so do `speculators`, which copies both tables, and
+    vLLM. DSpark heads have no factors.
 
     embedding: factor on the block's embedding.
     logits: factor on the logits.
-    soft_cap: then replaces a logit by soft_cap * tanh(logit / soft_cap); None: does not.
+    soft_cap: then, soft_cap * tanh(logit / soft_cap) replaces each logit; None: no cap.
     """
 
     embedding: float = 1.0
@@ -99,11 +98,11 @@ class Scales:
 
 @dataclass(frozen=True)
 class BlockForm:
-    """A block.
+    """The layout of a block.
 
     size: number of rows, including the newest token (anchor).
     mask_token_id: token of the other rows.
-    from_anchor: row k predicts token anchor + k + 1; else row k predicts token anchor + k, and row 0 nothing.
+    from_anchor: if true, row k predicts token anchor + k + 1; else token anchor + k, and row 0 predicts nothing.
     views: a view per layer.
     """
 
@@ -124,7 +123,7 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
 
 def algorithm(raw: Mapping[str, Any]) -> str | None:
     """Return the method of a block draft with this config.json: dflash, dflash2 or dspark; None for another draft.
-    Raises ValueError for one that is known and not served."""
+    Raises ValueError for a known but unsupported draft."""
     name = str(raw.get("speculators_model_type") or draft_architecture(raw)).lower()
     nested = raw.get("dflash_config")
     projector = str(nested.get("projector_type") or "").lower() if isinstance(nested, dict) else ""
@@ -141,10 +140,10 @@ def algorithm(raw: Mapping[str, Any]) -> str | None:
 
 
 def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return config.json of the draft's layers, which are Qwen3's, without windows (`read_form` has them).
+    """Return config.json of the draft's layers, which are Qwen3's. `read_form` reads their windows.
 
     extra: further keys that the method reads.
-    Raises ValueError, naming key and remedy, for a key that would be ignored.
+    Raises ValueError, naming key and remedy, for an unsupported key.
     """
     source = f"draft {path}"
     refuse_unknown(source, raw, _ONLY, _KNOWN | extra)
@@ -166,7 +165,7 @@ def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = fro
 
 
 def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int) -> BlockForm:
-    """Return the form of the draft's blocks. Raises ValueError, naming key, value and remedy."""
+    """Return the layout of the draft's blocks. Raises ValueError, naming key, value and remedy."""
     source, given = f"draft {path}", all_keys(path, raw)
     size = size_of(given, "block_size", source, 8 if is_speculators(raw) else 16, most=MAX_WIDTH)
     mask = size_of(given, "mask_token_id", source, least=0)
@@ -249,7 +248,7 @@ def _views(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple[LayerVie
 
 
 def _sliding(raw: Mapping[str, Any], window: int, source: str) -> LayerView:
-    if not is_speculators(raw):  # z-lab: a row sees `window` tokens, itself among them
+    if not is_speculators(raw):  # z-lab: a row sees `window` tokens, including itself
         return LayerView(_causal(raw, True, source), window - 1 if window else None)
     if not window:
         raise ValueError(f"{source}: layer_types has sliding_attention, but sliding_window is not set; set it")

@@ -40,8 +40,8 @@ from workers.ops.rotary import Angles
 class DFlash(DraftMethod):
     """A DFlash head.
 
-    keys: keys of config.json that not every kind of head has.
-    form: form of its blocks.
+    keys: keys of config.json that only some kinds of heads have.
+    form: layout of its blocks.
     scales: factors on the target's embedding and logits.
     """
 
@@ -111,11 +111,11 @@ class DFlash(DraftMethod):
 
 @dataclass(frozen=True)
 class RowCandidates:
-    """The only tokens that a head with candidates proposes, of each row of blocks; the same on every rank.
+    """The candidate tokens of each block row, for heads that propose no others. The same on every rank.
 
     scores: [B, depths, n] float32 log-probabilities, not given the token before.
     ids: [B, depths, n] int64 target ids.
-    projected: [B, depths, rank] of the rows' states.
+    projected: [B, depths, rank] projections of the rows' states.
     """
 
     scores: Tensor
@@ -174,7 +174,7 @@ class DFlashModel(DraftModel):
         return self.block(ids.unsqueeze(0), (context,) * self.num_layers)
 
     def block(self, ids: Tensor, contexts: Sequence[ForwardContext]) -> Tensor:
-        """Run the rows of blocks: [B * R, hidden] after the final norm.
+        """Run blocks of R rows; return [B * R, hidden] after the final norm.
 
         ids: [B, R] int64 anchors and mask tokens.
         contexts: a context per layer, because layers may see different tokens.
@@ -217,8 +217,7 @@ class DFlashModel(DraftModel):
         raise NotImplementedError
 
     def after(self, block: Block, row: int, previous: Tensor) -> Tensor:
-        """Return the logits of `row` after previous [B, k] int64 target ids, [B * k, shard size], in memory of their
-        own."""
+        """Return the logits of `row` after previous [B, k] int64 target ids: [B * k, shard size], newly allocated."""
         return block.logits[:, row].repeat_interleave(previous.shape[1], dim=0)
 
     def logits(self, hidden: Tensor) -> Tensor:

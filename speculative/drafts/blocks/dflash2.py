@@ -77,7 +77,7 @@ class DFlash2(DFlash):
 
 
 class PlainTensors(WeightedModule):
-    """Parameters whose names in the checkpoint lack ".weight", whole on every rank."""
+    """Unsharded parameters whose names in the checkpoint lack ".weight"."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         super().__init__()
@@ -114,8 +114,8 @@ class BlockConvolution(nn.Module):
         return dynamic
 
     def convolve(self, x: Tensor, dynamic: Tensor, index: int, rows: int) -> Tensor:
-        """Convolve x [B * rows, hidden] with kernel 0 or 1. dynamic: the result of `kernels`. Linear in x, so ranks may
-        convolve their parts."""
+        """Convolve x [B * rows, hidden] with kernel 0 or 1. dynamic: the result of `kernels`. The result is linear in
+        x, so ranks may convolve their partial sums."""
         base = self.base.get_parameter("base_kernel")[index]
         return convolve_blocks(x.contiguous(), base, dynamic[:, index], rows)
 
@@ -144,7 +144,8 @@ class DFlash2Layer(DecoderLayer):
 
 
 class Selector(nn.Module):
-    """A token's score after another: its logit + <predecessor[previous] * projection(state), successor[token]>."""
+    """Scores a token after the token before: its logit + <predecessor[previous] * projection(state),
+    successor[token]>."""
 
     def __init__(self, model: LlamaConfig, rank: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Drafts chains and trees from one pass over a block per request. Used by `speculative.decoding`.
 
-The rows of the block write their KV after the committed positions, where the next round's target features overwrite
-it. The depth-d nodes of a tree are the best tokens of row d. Rows of plain DFlash do not see which token the row before
-becomes, so all parents of a depth have the same children. Other heads score a row's tokens given the token before: a
-first-order beam over path probabilities.
+The rows of the block write their KV after the committed positions, where the next round's target features overwrite it.
+The depth-d nodes of a tree are the best tokens of row d. Rows of plain DFlash do not depend on the token chosen for the
+row before, so all parents of a depth have the same children. Other heads score a row's tokens given the token before;
+for these, drafting is a beam search over path probabilities.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from workers.slots.slot_table import SlotTable
 
 
 class BlockDrafter(Drafter):
-    """Drafts from blocks. For a shape of fewer levels than the block it drafts a shorter block."""
+    """Drafts from blocks. A shape with fewer levels than the block has rows runs a shorter block."""
 
     def __init__(
         self, shape: TreeShape, trees: TreeTable, runner: DraftRunner, slots: SlotTable, sampler: Sampler
@@ -48,7 +48,7 @@ class BlockDrafter(Drafter):
             self._one_by_one(batch, block)
 
     def _block(self, batch: DraftBatch) -> Block:
-        """Run the blocks, whose row d predicts depth d + 1."""
+        """Run the blocks; row d predicts the token at depth d + 1."""
         anchors = self._slots.bonus[batch.slots].unsqueeze(1)
         ids = torch.cat((anchors, self._mask_ids.expand(anchors.shape[0], -1)), dim=1)
         length = self._slots.seq_len[batch.slots]
@@ -83,7 +83,7 @@ class BlockDrafter(Drafter):
                 children = _repeated(self._children(batch, block, step.depth, previous[:, :1]), step.rows)
             else:
                 children = self._children(batch, block, step.depth, previous)
-            level = grow(candidates, level, children, step.first_candidate, 0)  # no step reads its masks
+            level = grow(candidates, level, children, step.first_candidate, 0)  # no later step reads its masks
             previous = level.tokens
             if batch.guidance is not None and not step.is_last:
                 batch.guidance.grown(level)
@@ -109,7 +109,8 @@ class BlockDrafter(Drafter):
         return found if batch.guidance is None else batch.guidance.children(found)
 
     def _scores_candidates(self, batch: DraftBatch) -> bool:
-        """Whether only the head's candidates are scored, not the vocabulary. Grammars mask the vocabulary."""
+        """Return whether only the head's candidates are scored, not the vocabulary. With grammars the vocabulary is,
+        because masks cover it."""
         return batch.guidance is None and self._model.num_candidates >= self._shape.top_k
 
     def _candidates_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +119,7 @@ class BlockDrafter(Drafter):
         return self._noisy(scores, batch, self._positions(batch, depth, previous), ids), ids
 
     def _of_first_rank(self, x: Tensor) -> Tensor:
-        """Return the first rank's x, so that all ranks have the same tree even if their scores differed in a bit."""
+        """Return the first rank's x, so that all ranks have the same tree even if their scores differ in a bit."""
         return self._model.lm_head.shard.group.all_gather(x)[0]
 
     def _positions(self, batch: DraftBatch, depth: int, previous: Tensor) -> Tensor:
@@ -126,7 +127,8 @@ class BlockDrafter(Drafter):
         return (self._slots.seq_len[batch.slots].long().unsqueeze(1) + depth).expand(-1, previous.shape[1])
 
     def _scores_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Tensor:
-        """Return [B * k, shard size] logits of tokens at `depth` after previous [B, k] int64: as `Drafter._scores`."""
+        """Return [B * k, shard size] logits of tokens at `depth` after previous [B, k] int64, as `Drafter._scores`
+        does."""
         logits = self._model.after(block, depth - 1, previous)
         if batch.guidance is not None:
             batch.guidance.mask(logits, self._token_ids)

@@ -1,4 +1,5 @@
-"""DSpark (DeepSpec): DFlash with a Markov head, which adds to a row's logits a bias by the token before."""
+"""DSpark (DeepSpec): DFlash with a Markov head, which adds a bias to a row's logits that depends on the token
+before."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,8 +49,8 @@ class DSpark(DFlash):
 
 
 class DSparkModel(DFlashModel):
-    """markov_w1 is whole on every rank, so that a level needs no exchange for it; markov_w2 is cut like the vocabulary
-    head. The confidence head is not read: path probabilities order the nodes."""
+    """markov_w1 is replicated, so that a level needs no exchange for it; markov_w2 is sharded like the vocabulary head.
+    The confidence head is not loaded, because path probabilities order the nodes."""
 
     conditional: ClassVar[bool] = True
 

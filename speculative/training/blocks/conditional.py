@@ -15,11 +15,11 @@ from speculative.training.blocks.head import BlockHead, BlockLayer
 from speculative.training.blocks.loss import BlockScores, Objective
 from speculative.training.eagle3 import linear
 
-_CODE_STD = 0.1  # of the codes of the token before; those of the next token start at zero, and with them all biases
+_CODE_STD = 0.1  # of the codes of the token before; those of the next token start at zero, so all biases do
 
 
 class MarkovHead(nn.Module):
-    """A bias by the token before, of low rank."""
+    """A low-rank bias that depends on the token before."""
 
     def __init__(self, vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class DSparkHead(BlockHead):
 
 
 class BlockConvolution(nn.Module):
-    """Kernels of the convolutions before and after a sublayer, over the rows of a block; tap 0 is the row itself."""
+    """The convolutions before and after a sublayer, over the rows of a block; tap 0 is the row itself."""
 
     def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class BlockConvolution(nn.Module):
         return before, after
 
     def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
-        """x: [.., rows, H]. kernel: [.., rows, taps, H]."""
+        """Convolve x [.., rows, H] with kernel [.., rows, taps, H]."""
         rows = x.shape[-2]
         out = x * kernel[..., 0, :]
         for tap in range(1, self.taps):
@@ -112,7 +112,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = linear(hidden_size, rank)
 
     def forward(self, states: Tensor, previous: Tensor) -> Tensor:
-        """[.., vocabulary] of states [.., H] and previous [..] int64."""
+        """Return scores [.., vocabulary] of states [.., H] and previous [..] int64."""
         code = functional.embedding(previous, self.predecessor_codebook) * self.hidden_projection(states)
         return functional.linear(code, self.successor_codebook)
 

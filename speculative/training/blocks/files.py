@@ -47,8 +47,8 @@ class BlockOptions:
 
 @dataclass(frozen=True)
 class Published:
-    """A published kind of block head. config: returns its own keys of config.json, given `BlockOptions` and captured
-    layers. tv_weight: see `Objective`."""
+    """A kind of published block heads. config: returns the kind's own keys of config.json, given `BlockOptions` and
+    captured layers. tv_weight: see `Objective`."""
 
     method: type[DFlash]
     head: Callable[[Any, Objective], BlockHead]
@@ -111,8 +111,8 @@ def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, An
 
 
 def captured_layers(num_layers: int) -> list[int]:
-    """Return the layers whose output a head reads: up to five, from the second to the third last; of fewer than six
-    layers all but the last."""
+    """Return the layers whose output a head reads: up to five, from the second to the third last. Targets of fewer than
+    six layers: all but the last."""
     steps = min(_MAX_CAPTURED, num_layers - 3) - 1
     if steps < 2:
         return list(range(num_layers - 1))
@@ -138,7 +138,7 @@ def read_block_config(kind: str, config: Mapping[str, Any], target: PreTrainedMo
 
 
 def build_block_head(target: PreTrainedModel, method: DFlash, objective: Objective, seed: int) -> BlockHead:
-    """A float32 head on the target's device."""
+    """Return a new float32 head on the target's device."""
     torch.manual_seed(seed)
     head = KINDS[method.name].head(method, objective)
     for module in head.modules():

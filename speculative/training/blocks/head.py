@@ -23,7 +23,7 @@ from speculative.training.samples import Batch
 from workers.layers.rotary import frequencies
 from workers.models.llama import LlamaConfig
 
-_BLOCKS_AT_ONCE = 64  # bound on the memory of scores where blocks after all positions are measured
+_BLOCKS_AT_ONCE = 64  # bounds the memory of scores when blocks start at all positions
 
 
 class BlockAttention(nn.Module):
@@ -120,7 +120,7 @@ class BlockHead(TrainedDraft):
         self.hidden_norm, self.norm = (RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2))
         self.layers = nn.ModuleList([self.make_layer() for _ in range(model.num_layers)])
         self.register_buffer("frequencies", frequencies(model.rope, model.head_dim), persistent=False)
-        self._target_head: list[nn.Module] = []  # in a list, so that it is no submodule and is not trained
+        self._target_head: list[nn.Module] = []  # in a list, so that it is not a submodule and not trained
 
     def make_layer(self) -> nn.Module:
         """Return one layer, with `BlockLayer`'s arguments."""
@@ -130,7 +130,7 @@ class BlockHead(TrainedDraft):
         """Initialise the parameters that a subclass adds; the linear layers are initialised already."""
 
     def use_target(self, target: PreTrainedModel) -> None:
-        """Embed mask tokens and compute logits by the target's modules."""
+        """Embed mask tokens and compute logits with the target's modules."""
         self._target_head = [target.get_output_embeddings()]
         weight: Tensor = target.get_input_embeddings().weight
         mask = weight[self.method.form.mask_token_id].detach()
@@ -150,7 +150,8 @@ class BlockHead(TrainedDraft):
         return block_loss(self, self.objective, model, target, batch, unrolling)
 
     def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
-        """The states of the rows that predict token n + s + 2, after the final norm; a block starts at every n + 1."""
+        """Return the states of the rows that predict token n + s + 2, after the final norm; a block starts at every n +
+        1."""
         return list(torch.cat(list(self._all_states(embeddings, captured, num_steps)), dim=1).unbind(2))
 
     def proposals(self, embeddings: Tensor, captured: Tensor, tokens: Tensor, num_steps: int) -> list[Tensor]:
@@ -182,9 +183,9 @@ class BlockHead(TrainedDraft):
     def states(
         self, embeddings: Tensor, captured: Tensor, anchors: Tensor, num_steps: int, depths: Tensor | None = None
     ) -> Tensor:
-        """The states [B, M, num_steps, H] of blocks whose newest token is n + 1, for the positions n in anchors [B, M]
-        int64; their context is the features of positions 0..n. depths: [B, M] int64, up to which a block's states are
-        those of a block of that depth, and meaningless below; None: num_steps for all."""
+        """Return the states [B, M, num_steps, H] of blocks whose newest token is n + 1 and whose context is the
+        features of positions 0..n, for the positions n in anchors [B, M] int64. depths: [B, M] int64, the number of
+        steps in each block, whose later states are meaningless; None: num_steps for all."""
         batch, length, hidden = embeddings.shape
         rows = num_steps + (not self.method.form.from_anchor)
         context = self.hidden_norm(self.fc(captured))
@@ -202,7 +203,7 @@ class BlockHead(TrainedDraft):
         return states
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[.., H] states -> [.., vocabulary] logits, in the dtype of the target's head."""
+        """Return [.., vocabulary] logits of states [.., H], in the dtype of the target's head."""
         head = self._target_head[0]
         logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
         return logits

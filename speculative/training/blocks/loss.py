@@ -33,7 +33,8 @@ class BlockScores(NamedTuple):
     """A head's output for the rows of blocks.
 
     logits: [.., vocabulary] of each row, given the token before if the head reads it.
-    unary: [.., vocabulary] logits without the token before, by which DFlash2 chooses candidates; else None.
+    unary: [.., vocabulary] logits that ignore the token before, by which DFlash2 chooses candidates; None in other
+        heads.
     confidence: [..] logits of being accepted; None in heads without a confidence head.
     """
 
@@ -64,7 +65,7 @@ class BlockTargets:
     anchors: [B, M] int64.
     previous: [B, M, S] int64, the tokens before the predicted ones.
     probabilities: [B, M, S, vocabulary] float32, the target's.
-    counted: [B, M, S] bool, false after the end of the text and below the block's depth.
+    counted: [B, M, S] bool, false after the end of the text and beyond the block's depth.
     depths: [B, M] int64, the blocks' own depths; None if all have S.
     """
 
@@ -114,8 +115,8 @@ def block_loss(
     batch: Batch,
     unrolling: Unrolling,
 ) -> Tensor:
-    """Return the loss of blocks after random positions, a float32 scalar: a mean over steps, of which step s has the
-    weight `step_decay ** s`. model: the head, wrapped if there are several processes; it returns `BlockScores`."""
+    """Return the loss of blocks after random positions, a float32 scalar: the mean over steps, with weight `step_decay
+    ** s` for step s. model: the head, wrapped if there are several processes; it returns `BlockScores`."""
     blocks = block_targets(head, target, batch, unrolling)
     scores = model(blocks.embeddings, blocks.captured, blocks.anchors, blocks.previous, blocks.depths)
     losses, rejection = row_losses(scores.logits, blocks.probabilities, objective)

@@ -1,4 +1,4 @@
-"""A training that ends after a given time, at the lowest learning rate. Used by `speculative.training.trainer`."""
+"""Ends a training run after a given time, at the lowest learning rate. Used by `speculative.training.trainer`."""
 
 import math
 import time
@@ -13,7 +13,7 @@ _FINAL_RATE = 0.01  # learning rate at the end, as a fraction of the peak
 
 @dataclass
 class TimeLimit:
-    """seconds: None for no limit. clock: returns seconds since any start."""
+    """A time limit, and the learning rate under it. seconds: None for no limit. clock: returns seconds."""
 
     seconds: float | None
     clock: Callable[[], float] = time.monotonic

@@ -49,7 +49,7 @@ def test_a_source_may_be_repeated_and_a_folder_holds_both_kinds(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ('{"question": "c"}', r"rows.jsonl:2: keys \['question'\] fit no known form; use one of: messages; turns"),
+        ('{"question": "c"}', r"rows.jsonl:2: keys \['question'\] fit no known format; use one of: messages; turns"),
         ("{no json", r"rows.jsonl:2: not valid JSON"),
         ('{"question": "c", "answer": 5}', r"rows.jsonl:2: 'answer' must be a string, not int"),
         ('{"question": "c", "answer": " "}', r"rows.jsonl:2: 'question' and 'answer' must not be empty"),

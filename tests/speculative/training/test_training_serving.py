@@ -100,7 +100,7 @@ def test_every_flag_and_every_kind_of_head_can_be_trained() -> None:
     [
         (
             {"num_hidden_layers": 2},
-            "has num_hidden_layers=2, which is served but cannot be trained; use a head without",
+            "has num_hidden_layers=2, which can be served but not trained; use a head without",
         ),
         ({"attention_bias": True}, "has attention_bias=true, which is served but cannot"),
         ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "has norms on the heads of its attention, which is served"),
