@@ -1,7 +1,7 @@
 """The interface of attention backends. `attention.registry` lists them and what each supports.
 
-A backend prepares a batch once per forward pass (`prepare`) and is then called once per layer (`forward`). It allocates
-nothing per layer that it could prepare.
+A backend prepares a batch once per forward pass (`prepare`) and is then called once per layer (`forward`). Allocations
+belong in `prepare`.
 """
 
 from abc import ABC, abstractmethod
@@ -23,15 +23,15 @@ class Prepared(ABC):
     """One prepared batch. Per layer: `plan` may be called, then the layer's KV is stored, then `forward` is called."""
 
     def plan(self, q: Tensor, kv: Any, rule: ScoreRule) -> bool:
-        """Launch what `forward` reads beside q and KV, if it depends on shapes that only layers know. Does nothing if
-        it exists already.
+        """Launch the kernels that compute further inputs of `forward`, if these depend on shapes that only layers know.
+        Does nothing if that has been done.
 
-        Called with the arguments of `forward` but for sinks, before the layer's KV is stored; reads no values of the
-        tensors. The store then separates what is launched here from a `forward` that is launched early. Without this
-        call `forward` does it, and is not launched early.
+        Called with the arguments of `forward` except sinks, before the layer's KV is stored; reads no values of the
+        tensors. The store then lies between these kernels and `forward`, which may be launched early. Without this
+        call, `forward` launches them itself, and is not launched early.
 
-        Returns whether the store must be a fence (`attention.ops.pdl`) between `forward` and what is launched here or
-        before the pass; not if an earlier layer's store was one.
+        Returns whether the store must be a fence (`attention.ops.pdl`) between `forward` and the kernels launched here
+        or before the pass. False if an earlier layer's store was one.
         """
         return True  # a fence in every layer is always safe
 
@@ -41,14 +41,14 @@ class Prepared(ABC):
         dtype; for latent rows [rows, q_heads, latent].
 
         q: [rows, q_heads, head_dim].
-        kv: the layer's view (`attention.views`), of a kind that the backend's row in the registry names.
-        rule: how scores become weights; of what `BackendFacts.scores` says that the backend serves.
+        kv: the layer's view (`attention.views`), of a kind that the backend supports (`attention.registry`).
+        rule: how scores become weights; uses only features in `BackendFacts.scores`.
         sinks: [q_heads] float32, contiguous, if `rule.has_sinks`; else None.
         """
 
 
 class AttentionBackend(ABC):
-    """name: as in the configuration and in `attention.registry.BACKENDS`."""
+    """An attention backend. name: as in the configuration and in `attention.registry.BACKENDS`."""
 
     name: ClassVar[str]
 
@@ -57,24 +57,24 @@ class AttentionBackend(ABC):
         """Prepare a batch for `forward`. The batch's tensors are not kept beyond the pass."""
 
     def expand(self, batch: PrefillBatch, page_size: int) -> ExpandedChunks | None:
-        """Return the chunks for layers that expand latent rows to keys and values, if this backend supports it and it
-        pays; else None."""
+        """Return the chunks for layers that expand latent rows to keys and values. None if this backend does not
+        support it, or if it would be slower."""
         return None
 
     def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
-        """Return the memory from which this backend reads masks of trees of `rows` nodes, for the caller to fill; None:
-        it reads `DecodeBatch.mask`.
+        """Return the buffer from which this backend reads masks of trees of `rows` nodes; the caller fills it. None:
+        the backend reads `DecodeBatch.mask`.
 
         [num_requests, rows, words] uint16, words even. Bit j of word w says whether a row sees suffix column 16 w + j.
-        It stays valid, at the same address.
+        The buffer keeps its address.
         """
         return None
 
 
 class NewUnderCaptureError(RuntimeError):
-    """A step needs something that does not exist yet and cannot be created during a capture.
+    """A step needs a buffer or kernel that does not exist yet and cannot be created during a capture.
 
-    make: creates it after the capture; None if only a run of the step does.
+    make: creates it, after the capture; None if only an eager run of the step can.
     """
 
     def __init__(self, message: str, make: Callable[[], object] | None = None) -> None:
@@ -83,8 +83,8 @@ class NewUnderCaptureError(RuntimeError):
 
 
 def assert_not_captured(name: str, device: torch.device, make: Callable[[], object] | None = None) -> None:
-    """Raise NewUnderCaptureError during a capture, whose memory belongs to the graph. For backends about to create what
-    captured graphs will use. make: see there."""
+    """Raise NewUnderCaptureError during a capture, because memory allocated then belongs to the graph. Backends call it
+    before they create what captured graphs use. make: see NewUnderCaptureError."""
     if is_capturing(device):
         message = f"attention backend {name!r}: a new shape under capture; run it once before that"
         raise NewUnderCaptureError(message, make)
@@ -93,8 +93,8 @@ def assert_not_captured(name: str, device: torch.device, make: Callable[[], obje
 def check_inputs(
     q: Tensor, kv: LayerKV | LatentKV, batch: DecodeBatch | PrefillBatch, rule: ScoreRule, sinks: Tensor | None
 ) -> None:
-    """Assert what kernels demand of a layer's inputs, so that the torch backend on a CPU refuses what a GPU would
-    refuse, if `contracts.checked`. Reads no values."""
+    """Assert that a layer's inputs are as kernels require, if `contracts.checked`. So the torch backend on a CPU
+    refuses what a GPU would refuse. Reads no values."""
     if not contracts.checked:
         return
     assert q.dim() == 3 and q.stride(2) == 1 and q.shape[0] == batch.num_rows and rule.scale > 0

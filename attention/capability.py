@@ -18,11 +18,11 @@ GENERATIONS = (
     (12, 0),
     (10, 0),
     (9, 0),
-)  # one of each GPU generation that tables distinguish
-MULTIPROCESSORS = 132  # of an H100 or H200, for which tiles are chosen
+)  # one for each GPU generation that tables distinguish
+MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for it
 _FP8_MAJORS = (9, 10)  # GPUs whose tensor cores multiply FP8 in our kernels
 _LIBRARIES = ("triton", "flashinfer")
-_NVRTC = "nvrtc"  # among the libraries: of torch's CUDA, see `nvrtc_path`
+_NVRTC = "nvrtc"  # entry of `Capability.libraries`, see `nvrtc_path`
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,13 @@ class Capability:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it runs Triton kernels. Above operations and backends, ask for a consequence instead."""
+        """Whether it runs Triton kernels. Modules above operations and backends ask a more specific question
+        instead."""
         return self.type == "cuda"
 
     @property
     def shares_host_memory(self) -> bool:
-        """Whether the host accesses its tensors directly, without copies and waits."""
+        """Whether the host accesses its tensors directly, without copies and synchronisation."""
         return self.type == "cpu"
 
     @property
@@ -84,7 +85,7 @@ class Capability:
 
     @property
     def multiplies_fp8(self) -> bool:
-        """Whether our FP8 products run."""
+        """Whether our FP8 matrix products run."""
         return self.compute is not None and self.compute[0] in _FP8_MAJORS
 
     @property
@@ -97,7 +98,8 @@ class Capability:
         return self.compute is not None and self.compute >= compute
 
     def possible(self) -> tuple["Capability", ...]:
-        """Return what it may be: itself, or a GPU of each generation if the compute capability is unknown."""
+        """Return the possible capabilities: itself, or a GPU of each generation if the compute capability is
+        unknown."""
         if self.compute is None and self.is_gpu:
             return tuple(replace(self, compute=each) for each in GENERATIONS)
         return (self,)
@@ -114,7 +116,8 @@ def _of(kind: str, index: int | None) -> Capability:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Return the multiprocessors of a GPU. A grid of so many thread blocks, one for each, may wait for all of them."""
+    """Return the multiprocessors of a GPU. All blocks of a grid of this size run at once, so they may wait for each
+    other."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
-LATENT_PAGE_SIZE = 64  # best for latent rows: a tile of attention over them, which a tensor map then brings whole
+LATENT_PAGE_SIZE = 64  # fastest for latent rows: one tile of attention, which one tensor map load brings
 MAX_MEMORY_SHARE = 0.95
 BACKEND_NAMES = ("torch", "triton", "flashinfer", "trtllm")  # the rows of `attention.registry.BACKENDS`
 ROUNDS_ONLY = frozenset({"trtllm"})  # backends that do not attend to prompt chunks
 FP8_E4M3 = "fp8_e4m3"
 KV_DTYPES = ("auto", "model", FP8_E4M3)
-MIN_WINDOW = 64  # shortest window of a draft: holds all columns of a round
+MIN_WINDOW = 64  # minimum window of a draft: covers all columns of a round
 
 
 @dataclass(frozen=True)
@@ -22,17 +22,17 @@ class CacheConfig:
     num_pages: pages of each rank, without page 0; none: as many as `memory_gb` holds.
     memory_gb: GB (10^9 bytes) per rank for the KV of target and draft and the tables of running requests; auto: the
         rest of `memory_share`.
-    memory_share: share of the memory free at the start that a rank may use in all; at most 0.95.
-    dtype: of the target's KV: `fp8_e4m3` (half the bytes of 16 bits, with the checkpoint's scales or 1); `model`: the
-        model's; auto: as the checkpoint says (`kv_cache_scheme`, `kv_cache_quant_algo`), else the model's.
-    draft_dtype: of the draft's KV, with scales of 1; auto: the model's.
+    memory_share: total memory of a rank, as a share of the memory that is free at the start; at most 0.95.
+    dtype: dtype of the target's KV: `fp8_e4m3` (half the bytes of 16 bits, with the checkpoint's scales or 1); `model`:
+        the model's; auto: the checkpoint's (`kv_cache_scheme`, `kv_cache_quant_algo`), else the model's.
+    draft_dtype: dtype of the draft's KV, with scales of 1; auto: the model's.
     prefix_cache: keep pages of finished requests for prompts with the same beginning.
     state_snapshots: saved states of recurrent layers per rank (Qwen3.5, Qwen3-Next), at which prompts with the same
         beginning resume; auto: one per 8,192 tokens of KV, within 20 and 50 % of their memory; 0: none.
-    state_snapshot_dtype: of saved states: float32 is exact; bfloat16 takes half the memory, and a text may then differ
-        from one without the cache.
-    state_interval: tokens of an answer between saved states, a multiple of `page_size`; the next turn computes at most
-        so many tokens again.
+    state_snapshot_dtype: dtype of saved states: float32 is exact; bfloat16 takes half the memory, but answers may
+        differ from those without the cache.
+    state_interval: tokens of an answer between saved states, a multiple of `page_size`; the next turn recomputes at
+        most this many tokens.
     """
 
     page_size: int = 16
@@ -51,7 +51,7 @@ class CacheConfig:
             raise ValueError(f"page_size={self.page_size}: must be a power of two up to 64; try 16 or 32")
         for name, value in (("dtype", self.dtype), ("draft_dtype", self.draft_dtype)):
             if value not in KV_DTYPES:
-                raise ValueError(f"{name}={value}: is no dtype of KV; choose one of {', '.join(KV_DTYPES)}")
+                raise ValueError(f"{name}={value}: is not a dtype of KV; choose one of {', '.join(KV_DTYPES)}")
         if self.num_pages is not None and self.num_pages < 2:
             raise ValueError(f"num_pages={self.num_pages}: must be at least 2; leave it out to size it from memory_gb")
         if self.memory_gb != "auto" and self.memory_gb <= 0:
@@ -71,8 +71,8 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class TargetAttention:
-    """Attention backends of the target: a name of `BACKEND_NAMES`, or "auto" (triton on a GPU, torch on a CPU). What
-    each serves is in `attention.registry`.
+    """Attention backends of the target: a name of `BACKEND_NAMES`, or "auto" (triton on a GPU, torch on a CPU).
+    `attention.registry` lists what each supports.
 
     prefill: for prompt chunks.
     decode: for decoding and verification.
@@ -103,7 +103,8 @@ class DraftAttention:
 
 
 def _check_names(**names: str) -> None:
-    """Raises ValueError for what no model and no device can have; `attention.registry.check_choices` asks the rest."""
+    """Raise ValueError for names that are invalid for every model and device; `attention.registry.check_choices` makes
+    the other checks."""
     for field, name in names.items():
         if name == "auto":
             continue

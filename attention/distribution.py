@@ -1,11 +1,11 @@
-"""The distribution that Aerie is installed as. Its name differs from the command's and from the package's, because
-`aerie` on PyPI is another project. Every remedy that names a package to install takes the name from here.
+"""The name of Aerie's distribution, for error messages that say what to install. It differs from the command's and the
+package's, because `aerie` on PyPI is another project.
 """
 
 import importlib.metadata
 
 NAME = "aerie-serve"
-STRANGER = "aerie"  # also installs a package `aerie`; of both, the one that is installed last is imported
+STRANGER = "aerie"  # another distribution with a package `aerie`; whichever is installed last is imported
 
 
 def install_command(extra: str = "") -> str:

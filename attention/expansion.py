@@ -1,11 +1,11 @@
 """Prompt chunks over latent rows in expanded form.
 
-Absorbed, every head's queries are multiplied into the latent space, and each pair of a row and a token costs three
-times as much. Expanded, keys and values per head are computed once for all tokens that the chunks attend to. That pays
-if many rows attend to each token.
+In absorbed form, every head's queries are projected to the latent space, and each pair of a row and a token costs three
+times as much. In expanded form, keys and values per head are computed once for all tokens that the chunks attend to.
+That is faster if many rows attend to each token.
 
-The memory must exist before the chunks are known: a captured step has room for a number of tokens, and runs if its
-chunks attend to no more. The device reads the actual number, and expands only those.
+Memory is allocated before the chunks are known. So a captured step has room for a fixed number of tokens, and runs if
+its chunks attend to no more. The device reads the actual number, and expands only those.
 """
 
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from attention.ops.slot_mapping import map_rows
 from attention.views import ExpandedKV
 
 MAX_TOKENS = 8  # maximum expanded tokens per row of the pass, which bounds memory
-# Pairs of a row and a token whose extra cost, absorbed, equals expanding one token: latent x (key + value) /
+# Rows per token at which the extra cost of absorbed form equals that of expanding the token: latent x (key + value) /
 # (2 x latent - key - value), for DeepSeek's sizes.
 _PAIRS_OF_TOKEN = 170
 
@@ -36,7 +36,7 @@ class ExpandedChunks(ABC):
 
     @classmethod
     def of(cls, batch: PrefillBatch, page_size: int) -> "ExpandedChunks | None":
-        """Return None if expansion does not pay, or if the number of tokens is unknown on the host."""
+        """Return None if expansion is not faster, or if the host does not know the number of tokens."""
         expands = batch.seen_limit is not None if batch.lists is None else pays(batch.lists)
         return cls(batch, page_size) if expands and batch.window is None else None
 
@@ -54,17 +54,17 @@ class ExpandedChunks(ABC):
 
     @cached_property
     def tokens(self) -> Tensor:
-        """[tokens] int64 token indexes of the pool, chunk by chunk, then the dummy page's."""
+        """Return [tokens] int64 token indices of the pool, chunk by chunk, then those of the dummy page."""
         return map_rows(self._whole, self.page_size)[1]
 
     @property
     def ends(self) -> Tensor:
-        """[C + 1] int32: 0, and the end of each chunk's tokens; the last is their number."""
+        """Return [C + 1] int32: 0, then the end of each chunk's tokens."""
         return self._whole.qo_indptr
 
     @property
     def first(self) -> Tensor:
-        """[C] int32: start of each chunk's tokens."""
+        """Return [C] int32: start of each chunk's tokens."""
         return self.ends[:-1]
 
     @abstractmethod
@@ -73,7 +73,7 @@ class ExpandedChunks(ABC):
     ) -> Tensor:
         """Write causal attention of one layer's rows to `out` and return it; zeros for rows without a chunk.
 
-        q         [rows, heads, key_dim + rotated], its rotated part not rotated yet
+        q         [rows, heads, key_dim + rotated], before RoPE
         made      keys and values of `tokens`
         cos, sin  [any, rotated / 2] float32
         index     [rows] int64, each row's line of cos and sin
@@ -83,7 +83,7 @@ class ExpandedChunks(ABC):
 
 
 def pays(lists: ChunkLists) -> bool:
-    """Whether these chunks cost less expanded, within the memory limit."""
+    """Return whether expanded form is faster for these chunks and fits in the memory limit."""
     tokens, rows = sum(lists.seen), sum(lists.counts)
     pairs = sum(n * start + n * n // 2 for start, n in zip(lists.starts, lists.counts, strict=True))
     return 0 < tokens <= min(MAX_TOKENS * rows, rows + pairs // _PAIRS_OF_TOKEN)

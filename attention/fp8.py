@@ -1,9 +1,9 @@
 """FP8 (e4m3) in the KV cache: rounding rows to it and reading them back. Used by the layouts, by the torch references
 of kernels that write KV, and by the torch backend.
 
-A number x is stored as x / scale, rounded to the nearest of eight bits; beyond 448 it saturates, and NaN stays NaN. A
-stored number converts to float16, bfloat16 and float32 exactly. Attention multiplies in 16 or 32 bits, never in FP8,
-and sums in float32; the scales go into the factor on q . k and into the output.
+A number x is stored as x / scale, rounded to the nearest e4m3 number; beyond 448 it saturates, and NaN stays NaN.
+Stored numbers convert to float16, bfloat16 and float32 exactly. Attention multiplies in 16 or 32 bits, never in FP8,
+and sums in float32. Scales are applied with the factor on q . k and to the output.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class KVScales:
 
 
 def stored(rows: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return rows of any shape as a cache of `dtype` stores them."""
+    """Convert rows of any shape to `dtype`, as the cache stores them."""
     if dtype != FP8:
         return rows
     return (rows.float() * (1.0 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
@@ -48,6 +48,6 @@ def read_pages(pages: Tensor, numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def weight_unit(dtype: torch.dtype) -> float:
-    """Return what kernels multiply a softmax weight of 1 as, over pages of `dtype`. Over FP8 they multiply in float16,
-    in which weights from 2^-29 keep all their bits by it; the factor on the output takes it back."""
+    """Return the factor by which kernels scale softmax weights over pages of `dtype`, which the factor on the output
+    undoes. Over FP8 pages products are in float16, where with this factor weights down to 2^-29 keep all bits."""
     return WEIGHT_UNIT if dtype == FP8 else 1.0

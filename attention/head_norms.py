@@ -11,7 +11,7 @@ class HeadNorms:
     """RMSNorms over each head's dimensions: of queries and keys (Qwen3), also of values (Gemma 4).
 
     q, k: weights, [head_dim] in the model's dtype or float32, contiguous; both of one dtype. k is None in layers that
-        attend to the KV of an earlier one.
+        attend to an earlier layer's KV.
     norms_values: values are normed, without a weight.
     """
 
@@ -34,8 +34,8 @@ class HeadNorms:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension; float32 inside. The quotient is rounded to x's dtype before a
-    weight of that dtype; a float32 weight multiplies before the result is rounded.
+    """Return x / rms(x) * weight over the last dimension; float32 inside. x / rms(x) is rounded to x's dtype before it
+    is multiplied by a weight of that dtype. With a float32 weight only the product is rounded.
 
     x: [..., size] in the model's dtype.
     weight: [size] in the model's dtype or float32; None: ones.

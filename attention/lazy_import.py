@@ -1,4 +1,4 @@
-"""Imports an object that a table names when it is first chosen, so that a table imports none of its rows."""
+"""Imports an object named in a table when it is first chosen, so that the table itself imports none of its rows."""
 
 from importlib import import_module
 from typing import Any

@@ -1,7 +1,7 @@
 """Supported uses of each attention backend: one plain function per backend.
 
 Imports no kernel library, so that any machine can refuse a start, or print the matrix of docs/attention-backends.md.
-The functions return why a backend does not support a use; None if it does.
+Each returns why its backend does not support a use; None if it does.
 """
 
 from collections.abc import Iterable
@@ -16,9 +16,9 @@ from attention.scores import ScoreRule
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
-FP8_CAPABILITY = (8, 9)  # the first whose instructions convert it
+FP8_CAPABILITY = (8, 9)  # first compute capability with conversion instructions
 FP8_LEAST_DIM = 32  # even and odd dimensions are operands of their own, of at least 16 numbers
-MAX_LATENT = 512  # a program's registers hold the sums of 64 rows of that size
+MAX_LATENT = 512  # largest size at which the sums of 64 rows fit in a program's registers
 FLASHINFER_CAPABILITY = (8, 0)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_LATENT = (512, 64)  # latent and rotated numbers of a row
@@ -34,7 +34,7 @@ TRTLLM_LATENT_PAGES = (32, 64)
 XQA_LATENT = (512, 64)
 XQA_LATENT_HEADS = 128
 XQA_MAX_HEAD_DIM = 256
-XQA_MAX_GROUP = 32  # rows of one of its tiles
+XQA_MAX_GROUP = 32  # query heads per KV head: the rows of an XQA tile
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,10 @@ class AttentionUse:
     tree: whether masks branch (speculative.top_k above 1).
     layout: `kind` of its `KVLayout`.
     value_dim: size of a head's output, if not head_dim: for latent rows, the leading part that is also the value.
-    window: maximum tokens that a row sees, in every layer (`speculative.window`); None for all.
-    kv_dtype: of the cache; None: `dtype`, of the queries.
-    scores: each rule that a layer has, once.
-    head_dims: of each group of layers, where their K/V heads differ in size or number; empty if all are alike.
+    window: maximum tokens that a row sees, in all layers (`speculative.window`); None for no limit.
+    kv_dtype: dtype of the cache; None: `dtype`, that of the queries.
+    scores: the distinct rules of its layers.
+    head_dims: head size of each group of layers, if K/V heads differ in size or number; else empty.
     """
 
     mode: Mode
@@ -69,7 +69,7 @@ class AttentionUse:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether KV is kept in FP8 beside queries of more bits."""
+        """Whether KV is in FP8 and queries are not."""
         return self.kv_dtype == FP8
 
     @property
@@ -79,7 +79,7 @@ class AttentionUse:
 
 
 def score_refusal(rules: Iterable[ScoreRule], served: frozenset[str], where: str = "") -> str | None:
-    """Return the first feature of the rules that is not among those `served`; None if all are."""
+    """Return a refusal for the first feature of the rules that is not in `served`; None if all are."""
     asked = {name: text for rule in rules for name, text in rule.features.items()}
     return next((f"{text}: not served{where}" for name, text in asked.items() if name not in served), None)
 

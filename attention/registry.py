@@ -1,7 +1,7 @@
-"""The table of attention backends, how the configured ones are chosen, and why one is refused.
+"""The table of attention backends, the choice of the configured ones, and refusals.
 
-Called where an engine is assembled. The interface is `attention.backend`; what each backend can serve is asked of
-`attention.limits`, so that the table can be read on any machine: a backend's module is imported when it is built.
+Called where an engine is assembled. The interface is `attention.backend`; `attention.limits` says what each backend
+supports. A backend's module is imported when it is built, so the table can be read on any machine.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ ALL_MODES = frozenset(Mode)
 DECODE_MODES = ALL_MODES - {Mode.PREFILL}
 ALL_LAYOUTS = frozenset({"heads", "latent rows"})
 ALL_SCORES = frozenset({"window", "soft_cap", "sinks"})
-AUTO = (("triton", on_gpu), ("torch", anywhere))  # the first whose needs the device meets
+AUTO = (("triton", on_gpu), ("torch", anywhere))  # the first one that the device supports
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,13 @@ class BackendFacts:
     """One row of the table.
 
     target: the backend's class as "module:name"; importing the module imports the backend's libraries.
-    refusal: why it cannot serve a use in one of its `modes` and `layouts`, None if it can.
+    refusal: returns why it does not support a use in one of its `modes` and `layouts`; None if it does.
     layouts: the kinds of `KVLayout` whose views it reads.
-    cpu_seq_lens_modes: see `needs_cpu_seq_lens`; prompt chunks are never among them, their lengths come with the plan.
-    chunks_on_device: whether it attends to prompt chunks that are described on the device alone, so that steps with
-        chunks can be captured.
-    scores: the features of `ScoreRule` that it serves: window, soft_cap, sinks. With window, also `DecodeBatch.window`.
-    package: what it imports beyond torch, of the extra `cuda`.
+    cpu_seq_lens_modes: see `needs_cpu_seq_lens`; never includes prompt chunks, whose lengths come with the plan.
+    chunks_on_device: whether it supports prompt chunks that only the device knows, so that steps with chunks can be
+        captured.
+    scores: the features of `ScoreRule` that it supports: window, soft_cap, sinks. `DecodeBatch.window` needs window.
+    package: package of the extra `cuda` that it imports.
     """
 
     target: str
@@ -55,7 +55,7 @@ class BackendFacts:
     package: str | None = None
 
     def build(self) -> AttentionBackend:
-        """Make the backend, importing its libraries."""
+        """Build the backend; imports its libraries."""
         backend: AttentionBackend = load(self.target)()
         return backend
 
@@ -100,7 +100,7 @@ class Choice:
 
 
 def choose_backends(choices: Iterable[Choice]) -> dict[Mode, AttentionBackend]:
-    """A backend per mode, one object per name. Raises ValueError as `check_choices` does."""
+    """Return a backend per mode, one object per name. Raises ValueError as `check_choices` does."""
     made: dict[str, AttentionBackend] = {}
     chosen = {}
     for choice, name in check_choices(choices):
@@ -111,10 +111,12 @@ def choose_backends(choices: Iterable[Choice]) -> dict[Mode, AttentionBackend]:
 
 
 def check_choices(choices: Iterable[Choice], here: bool = True) -> list[tuple[Choice, str]]:
-    """Each choice and the backend that it names: "auto" is triton on a GPU, torch on a CPU. Imports no kernel library.
-    here: this machine will serve them, so that a package which is not installed counts.
+    """Return each choice and the name of its backend: "auto" is triton on a GPU, torch on a CPU. Imports no kernel
+    library.
+    here: whether this machine will run them; then packages must be installed.
 
-    Raises ValueError with field, reason and the backends that can, where one does not exist or cannot serve its use.
+    Raises ValueError, with field, reason and alternatives, for a backend that does not exist or does not support its
+    use.
     """
     named = []
     for choice in choices:
@@ -133,7 +135,7 @@ def check_choices(choices: Iterable[Choice], here: bool = True) -> list[tuple[Ch
 
 
 def refusal(name: str, use: AttentionUse, here: bool = True) -> str | None:
-    """Return the reason why backend `name` cannot serve `use`; None if it can. here: see `check_choices`."""
+    """Return why backend `name` does not support `use`; None if it does. here: see `check_choices`."""
     if name not in BACKENDS:
         return "there is no such backend"
     facts = BACKENDS[name]
@@ -144,8 +146,8 @@ def refusal(name: str, use: AttentionUse, here: bool = True) -> str | None:
 
 
 def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
-    """Return the reason of `refusal`, whatever is installed. For a GPU of unknown capability: a reason that all of them
-    have."""
+    """Do `refusal` regardless of installed packages. For a GPU of unknown capability: refuse only what no GPU
+    supports."""
     possible = use.device.possible()
     if len(possible) > 1:
         reasons = [limit(facts, dataclasses.replace(use, device=each)) for each in possible]
@@ -160,7 +162,8 @@ def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
 
 
 def build_backend(name: str, mode: Mode) -> AttentionBackend:
-    """The backend `name`; raises ValueError with the ones that exist if there is none or it never does `mode`."""
+    """Return the backend `name`. Raises ValueError, with alternatives, if it does not exist or never supports
+    `mode`."""
     if name not in BACKENDS:
         raise ValueError(f"attention backend {name!r}: does not exist; choose one of {', '.join(sorted(BACKENDS))}")
     facts = BACKENDS[name]
@@ -170,7 +173,7 @@ def build_backend(name: str, mode: Mode) -> AttentionBackend:
 
 
 def deterministic_backend(max_model_len: int) -> AttentionBackend:
-    """The triton backend whose results depend on a row's own path only (`attention.backends.triton_backend`)."""
+    """Return the triton backend whose results depend only on a row's own path (`attention.backends.triton_backend`)."""
     backend: AttentionBackend = load("attention.backends.triton_backend:deterministic")(max_model_len)
     return backend
 
@@ -180,6 +183,6 @@ def _mode_refusal(facts: BackendFacts) -> str:
 
 
 def needs_cpu_seq_lens(name: str, mode: Mode) -> bool:
-    """Whether backend `name` reads a batch's lengths on the host in `mode`, which waits for the GPU and cannot be
-    captured."""
+    """Return whether backend `name` reads a batch's lengths on the host in `mode`, which syncs with the GPU and cannot
+    be captured."""
     return mode in BACKENDS[name].cpu_seq_lens_modes

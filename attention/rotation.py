@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first `rotated` dimensions of x [rows, heads, head_dim] by its rows' angles.
+    """Rotate the first `rotated` dimensions of x [rows, heads, head_dim] by the angles of the rows.
 
     cos, sin: [rows, rotated / 2] float32.
     Returns x's shape and dtype.
@@ -19,7 +19,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of neighbours: dimensions 2 i and 2 i + 1 by angle i, in place of themselves."""
+    """Rotate adjacent pairs: dimensions 2 i and 2 i + 1 by angle i. Returns x's shape and dtype."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.float()[..., 0::2], x.float()[..., 1::2]
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)

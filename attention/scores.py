@@ -1,5 +1,5 @@
-"""`ScoreRule`: how one attention layer turns q . k into weights. Declared by a model's configuration, passed to
-backends by its layers; and the rule itself in torch."""
+"""`ScoreRule`: how one attention layer turns q . k into weights. A model's configuration declares it, and layers pass
+it to backends. Also the rule in torch."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ class ScoreRule:
     """A row's weights are the softmax of soft_cap * tanh(scale * q . k / soft_cap) over the keys that it sees.
 
     scale: positive.
-    window: keys that a row sees at most, itself included: those at positions above its own less `window`. In a tree,
-        positions are counted along the row's path. None: all.
+    window: maximum keys that a row sees, including itself: those at positions above its own minus `window`. In a tree,
+        positions are counted along the row's path. None: no limit.
     soft_cap: None: scores are scale * q . k.
     has_sinks: each query head has one more score without a value, which takes a part of the softmax's sum
-        (arXiv 2309.17453, section 3.2). Its tensor is passed beside the rule.
+        (arXiv 2309.17453, section 3.2). Its tensor is a separate argument.
     """
 
     scale: float
@@ -40,7 +40,7 @@ def row_weights(scores: Tensor, hidden: Tensor, rule: ScoreRule, sinks: Tensor |
     """Return the weights of each row's keys, in the shape of `scores`; float64 if the scores are, else float32.
 
     scores: [..., rows, keys], scale * q . k.
-    hidden: bool, broadcast to `scores`; True where a row must not look.
+    hidden: bool, broadcast to `scores`; True for masked keys.
     sinks: broadcast to [..., rows, 1], if the rule has them.
     """
     assert rule.has_sinks == (sinks is not None)

@@ -7,10 +7,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerKV:
-    """One layer that keeps keys and values by heads, as backends see it.
+    """Backends' view of a layer with keys and values per head.
 
-    k, v: [num_pages + 1, page_size, kv_heads, head_dim], contiguous; page 0 takes the writes of padding rows.
-    k_scale, v_scale: factors on what is stored, 1 unless it is FP8 (`attention.fp8`).
+    k, v: [num_pages + 1, page_size, kv_heads, head_dim], contiguous; padding rows write to page 0.
+    k_scale, v_scale: factors on the stored numbers; 1 unless they are FP8 (`attention.fp8`).
     """
 
     k: Tensor
@@ -21,12 +21,12 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class LatentKV:
-    """One layer that keeps latent rows, as backends see it.
+    """Backends' view of a layer with latent rows.
 
-    rows: [num_pages + 1, page_size, latent + rotated], contiguous, what q [rows, q_heads, latent + rotated] is
-        multiplied with.
-    latent: the leading dimensions, whose weighted sums [rows, q_heads, latent] `forward` returns.
-    scale: factor on what is stored, 1 unless it is FP8 (`attention.fp8`).
+    rows: [num_pages + 1, page_size, latent + rotated], contiguous; the keys of q [rows, q_heads, latent + rotated].
+    latent: number of leading dimensions that are also the value; `forward` returns their weighted sums [rows, q_heads,
+        latent].
+    scale: factor on the stored numbers; 1 unless they are FP8 (`attention.fp8`).
     """
 
     rows: Tensor
@@ -36,10 +36,10 @@ class LatentKV:
 
 @dataclass(frozen=True)
 class ExpandedKV:
-    """Keys and values expanded from latent rows: of all tokens of all chunks' requests, chunk after chunk.
+    """Keys and values expanded from latent rows, for all tokens that the chunks attend to, chunk by chunk.
 
-    kv: [tokens, heads, key_dim + value_dim], contiguous. k_pe: [tokens, rotated], the part of keys that heads share,
-        rotated; last stride 1. first: [C] int32, each chunk's first token.
+    kv: [tokens, heads, key_dim + value_dim], contiguous. k_pe: [tokens, rotated], the rotated part of keys, which heads
+        share; last stride 1. first: [C] int32, each chunk's first token.
     """
 
     kv: Tensor

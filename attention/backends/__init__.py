@@ -1,7 +1,7 @@
 """The attention backends, imported when they are built (`attention.registry`).
 
 torch_backend        the reference, and the backend of CPUs
-triton_backend       every mode by our kernels; optionally with results that depend on a row's path only
+triton_backend       every mode, with our kernels; optionally deterministic
 triton_expansion     prompt chunks over keys and values computed from latent rows
 flashinfer_backend   FlashInfer's paged wrappers; `flashinfer_rounds` plans its kernels for rounds on the device
 trtllm_backend       FlashInfer's TensorRT-LLM decode kernels

@@ -1,6 +1,6 @@
-"""Attention by FlashInfer's paged wrappers (checked with 0.6.17): fa3 for prompt chunks on Hopper, fa2 for the rest and
-for FP8 KV, which fa3 accepts with FP8 queries only. fa2 converts FP8 to the queries' dtype, and sums in float32. Rounds
-over latent rows are in `attention.backends.flashinfer_latent`.
+"""Attention by FlashInfer's paged wrappers (checked with 0.6.17): fa3 for prompt chunks on Hopper, fa2 for everything
+else. FP8 KV also uses fa2, because fa3 accepts it only with FP8 queries; fa2 converts FP8 to the queries' dtype, and
+sums in float32. Rounds over latent rows are in `attention.backends.flashinfer_latent`.
 
 The wrappers split the work on the host, from lengths on the host. For prompt chunks the step's plan has these lengths,
 so nothing is copied. For rounds the lengths are on the device, so our kernel splits the work there, in FlashInfer's
@@ -38,7 +38,7 @@ WORKSPACE_BYTES_PER_GROUP = 32 << 20
 
 @dataclass(frozen=True)
 class Extent:
-    """The n prompt chunks of a pass that have rows, on the host.
+    """The n nonempty prompt chunks of a pass, on the host.
 
     chunks: [n] their rows of the page table.
     q_lens: [n] rows of each chunk.
@@ -126,7 +126,7 @@ class FlashInferBackend(AttentionBackend):
 
     def _mask(self, batch: DecodeBatch, page_size: int) -> Tensor:
         """Return a view of the memory for masks, [B, bytes] uint8. All shapes share it, because each pass writes its
-        masks before it reads them. FlashInfer's masks have a bit for each row and position, the prefix included, and
+        masks before it reads them. FlashInfer's masks have a bit for each row and position, including the prefix, and
         int32 offsets."""
         device = batch.prefix_len.device
         num_requests, width = batch.page_table.shape
@@ -143,7 +143,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 class _Prepared(Prepared):
-    """A pass whose work is split at its first layer, where heads and page size are known."""
+    """A pass. Its first layer splits the work, because heads and page size are known only there."""
 
     def __init__(self, backend: FlashInferBackend) -> None:
         self.backend = backend
@@ -209,8 +209,8 @@ class _PreparedRound(_Prepared):
 
 
 def scales_of(kv: LayerKV) -> dict[str, float]:
-    """Return arguments of `run`, without scales of 1. k_scale becomes part of the factor on q . k; v_scale costs
-    another kernel, which multiplies the output."""
+    """Return arguments of `run`, without scales of 1. k_scale is folded into the factor on q . k; v_scale costs another
+    kernel, which multiplies the output."""
     scales = {"k_scale": kv.k_scale, "v_scale": kv.v_scale}
     return {name: scale for name, scale in scales.items() if scale != 1.0}
 

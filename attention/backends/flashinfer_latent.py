@@ -31,8 +31,8 @@ Module = Any  # flashinfer has no types
 
 @dataclass
 class LatentRounds:
-    """The plans and workspaces of one backend. Captured graphs hold their addresses, so they are not freed; only a
-    workspace that becomes too small before its first capture is."""
+    """The plans and workspaces of one backend. Captured graphs hold their addresses, so they are never freed, except a
+    workspace that becomes too small before its first capture."""
 
     name: str
     _plans: dict[tuple[Any, ...], "LatentRoundPlan"] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class LatentRoundPlan:
 
 @dataclass
 class PreparedLatentRound(Prepared):
-    """A pass. plans: the plan, which its first layer makes."""
+    """A pass. plans: the plan, built by its first layer."""
 
     rounds: LatentRounds
     batch: DecodeBatch
@@ -136,7 +136,7 @@ def _call(
 ) -> None:
     latent, rotated = q[..., : kv.latent], q[..., kv.latent :]
     rows = kv.rows
-    # in the kernel's order; the last three: base-2 log-sum-exps, and scales of FP8 rows
+    # in the kernel's order; the last three are the base of log-sum-exps (2) and the scales of FP8 rows
     module.run(
         *plan,
         latent,
@@ -157,7 +157,8 @@ def _call(
 
 
 def _check(module: Module, grid: LatentGrid, q: Tensor, kv: LatentKV, scale: float) -> None:
-    """Raise RuntimeError if results by FlashInfer's own plan of one request differ, as with another version."""
+    """Raise RuntimeError if the results differ from those with FlashInfer's own plan, which shows an unsupported
+    version."""
     device, dtype, page_size = q.device, q.dtype, kv.rows.shape[1]
     one = LatentGrid(1, grid.rows, grid.heads, grid.multiprocessors, grid.causal)
     pages = -(-SAMPLE_TOKENS // page_size)

@@ -20,7 +20,7 @@ from attention.views import LayerKV
 MAX_CUDA_CORE_GROUP = 2  # with 3 or more query heads per KV head, FlashInfer decodes on tensor cores
 SAMPLE_PAGES = 300  # pages of the request that FlashInfer also plans; long enough to be split
 
-# The fields of a wrapper's plan, in its order. Those named as arrays of `PlanArrays` are their offsets.
+# The fields of a wrapper's plan, in its order. Fields named like arrays of `PlanArrays` are the offsets of these.
 ROWS_PLAN = (
     "padded_batch_size",
     "max_total_num_rows",
@@ -56,7 +56,7 @@ Wrapper = Any  # flashinfer has no types
 
 @dataclass(frozen=True)
 class Heads:
-    """What a wrapper is planned for, besides lengths."""
+    """The parameters of a wrapper's plan, besides lengths."""
 
     num_heads: int
     num_kv_heads: int
@@ -151,7 +151,7 @@ def plan_info(kernel: Kernel, arrays: PlanArrays) -> list[int]:
         "cta_tile_q": kernel.tile_rows,
         "partial_v": 0,
         "partial_lse": 4 * heads.num_heads * grid.padded * kernel.tile_rows * heads.head_dim,
-        "enable_cuda_graph": 1,  # launch tiles without work, too
+        "enable_cuda_graph": 1,  # also launches tiles without work
         "split_kv": int(grid.splits),
     }
     return [values[name] for name in kernel.plan]
@@ -160,7 +160,7 @@ def plan_info(kernel: Kernel, arrays: PlanArrays) -> list[int]:
 def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> Kernel:
     """Return the kernel for rounds of `rows` rows, from FlashInfer's plan for one request.
 
-    Raises RuntimeError if our plan of the same request differs, as with another version of FlashInfer.
+    Raises RuntimeError if our plan for the same request differs, which shows an unsupported version of FlashInfer.
     """
     wrapper, names = _sample(workspace, heads, rows, causal)
     info = dict(zip(names, (int(value) for value in wrapper._plan_info), strict=True))

@@ -2,7 +2,7 @@
 
 A row's result does not depend on the tokens or lengths of other requests in the pass: positions after a request's own
 length are masked to minus infinity, and contribute exact zeros. Its last bits may depend on the number of requests and
-on the bound of their lengths, by which the matrix library may choose its kernels.
+the bound on their lengths, because the BLAS library may choose kernels by these.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class _PreparedDecode(Prepared):
         num_kv_heads, head_dim = k.shape[1:]
         k, v = (x.view(batch.num_requests, length, num_kv_heads, -1) for x in (k, v))
         group = q.shape[1] // num_kv_heads
-        # [B, kv_heads, group * R, head_dim]: the rows that share a KV head are one product with it
+        # [B, kv_heads, group * R, head_dim]: rows that share a KV head form one matrix product
         rows = q.view(batch.num_requests, batch.rows, num_kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
         rows = rows.reshape(batch.num_requests, num_kv_heads, group * batch.rows, head_dim)
         scores = (rows * (rule.scale * k_scale)) @ k.permute(0, 2, 3, 1)
@@ -66,8 +66,8 @@ class _PreparedDecode(Prepared):
 
 
 def _pages_seen(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor | None]:
-    """Return pages [B, n] int64 that contain all positions which rows see, and the position [B] int64 where the first
-    of them begins; None if that is 0. After a table's end its last page is repeated, which is masked."""
+    """Return pages [B, n] int64 that contain all positions that rows see, and the start position [B] int64 of the first
+    one (None: 0). A shorter table repeats its last page, which is masked."""
     num_pages = -(-batch.max_kv_len // page_size)
     if batch.window is None:
         return batch.page_table[:, :num_pages].long(), None
@@ -150,7 +150,7 @@ def page_size_of(kv: LayerKV | LatentKV) -> int:
 
 def _keys_and_values(kv: LayerKV | LatentKV, pages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return keys and values, [tokens, kv_heads, dim] each, of all tokens of pages [n] int64, without their scales.
-    Latent rows are one head, whose values are a part of its keys. dtype: to which FP8 is converted."""
+    Latent rows are one head, whose values are a part of its keys. dtype: FP8 is converted to this dtype."""
     if isinstance(kv, LatentKV):
         rows = read_pages(kv.rows, pages, dtype).flatten(0, 1).unsqueeze(1)
         return rows, rows[..., : kv.latent]

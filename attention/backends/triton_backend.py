@@ -5,10 +5,10 @@ suffix are fixed. Those of a `PrefillBatch` stay valid when chunks change: only 
 fixed. A shape must run once before it is captured, which compiles its kernels and allocates its workspace. A backend is
 used on one stream at a time, because all its layers and passes share the workspace.
 
-The number of items that a request is split into depends on the other lengths in the batch, and so may the last bits of
-a row's result. Equal batches give equal bits. In a backend with a `span`, results depend on the row's own path only: it
-splits all contexts at multiples of the span, computes all rows in tiles of one shape, and computes prompt chunks by the
-kernel of rounds, in pieces of few rows. A token's KV then has the same bits whether the token was part of a prompt,
+The number of items that a request is split into depends on the other lengths in the batch, so the last bits of a row's
+result may, too. Equal batches give equal bits. In a backend with a `span`, results depend on the row's own path only:
+it splits all contexts at multiples of the span, computes all rows in tiles of one shape, and computes prompt chunks by
+the kernel of rounds, in pieces of few rows. A token's KV then has the same bits whether the token was part of a prompt,
 decoded or verified in a tree.
 """
 
@@ -42,7 +42,7 @@ MAX_PIECE_PARTIALS = 256  # maximum partial results of the pieces in one launch
 
 
 def fixed_span(max_model_len: int) -> int:
-    """Return the span for contexts of up to max_model_len tokens, and as many more that rounds in flight may write."""
+    """Return the span for contexts of up to max_model_len tokens plus those that rounds in flight may write."""
     return max(FIXED_SPAN, 1 << (-(-2 * max_model_len // MAX_SPLITS) - 1).bit_length())
 
 
@@ -54,8 +54,8 @@ def deterministic(max_model_len: int) -> "TritonBackend":
 class TritonBackend(AttentionBackend):
     """Our Triton kernels.
 
-    span: None, or tokens of an item, see the head of this module: a multiple of FIXED_TILES.block_n, at least a
-        MAX_SPLITS-th of the longest context.
+    span: tokens per item (see the head of this module): a multiple of FIXED_TILES.block_n, at least a MAX_SPLITS-th of
+        the longest context. None: split for speed.
     """
 
     name = "triton"
@@ -87,9 +87,9 @@ class TritonBackend(AttentionBackend):
     def fixed_workspace(
         self, tiles: DecodeTiles, num_rows: int, head_dim: int, device: torch.device
     ) -> DecodeWorkspace:
-        """Return memory for num_rows rows of partials, those of all items x columns, at 4 * (head_dim + 1) bytes per
-        row. Graphs are captured from the largest batch down, so it is rarely allocated twice. 32 requests of up to
-        8,192 tokens, with 4 rows and 8 KV heads of 4 query heads of 128 values each, take 21 MB."""
+        """Return memory for partials of num_rows rows (all items x columns), at 4 * (head_dim + 1) bytes per row.
+        Graphs are captured from the largest batch down, so it is rarely allocated twice. 32 requests of up to 8,192
+        tokens, with 4 rows and 8 KV heads of 4 query heads of 128 values each, take 21 MB."""
         key = (device, tiles, head_dim)
         held = self._workspaces.get(key)
         if held is None or held.lse.shape[0] < num_rows:
@@ -104,7 +104,7 @@ class TritonBackend(AttentionBackend):
 class _PreparedDecode(Prepared):
     """A pass of rounds.
 
-    plans: by shape and window of layers, each with the batch as those layers see it. The first such layer makes it.
+    plans: by shape and window of layers, each with the batch cut to that window. Built by the first layer of each kind.
     """
 
     batch: DecodeBatch
@@ -123,7 +123,7 @@ class _PreparedDecode(Prepared):
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         key = LayerShape.of(q, kv), rule.window
-        planned = key in self.plans  # else the kernel before is the one that writes the plan, which must have ended
+        planned = key in self.plans  # else the preceding kernel writes the plan, and must have ended
         self.plan(q, kv, rule)
         batch, plan = self.plans[key]
         return attend_rows(q, kv, batch, plan, rule, sinks, early=planned)
@@ -132,9 +132,8 @@ class _PreparedDecode(Prepared):
 def _with_newest_columns(batch: DecodeBatch, fixed: bool) -> DecodeBatch:
     """Remove from the masks of trees the columns that a window excludes, if trees are wider than the window.
 
-    A kernel computes the oldest position that a row sees from the number of its columns, but it cannot tell a suffix
-    column's position on the row's path. In chains, and in kernels that read paths in order (`fixed`), the column is the
-    position.
+    Kernels compute the oldest prefix position that a row sees from the number of its suffix columns. They do not know a
+    suffix column's position on the row's path, except in chains and in kernels that read paths in order (`fixed`).
     """
     if batch.window is None or batch.window >= batch.suffix_len or batch.is_causal or fixed:
         return batch
@@ -158,8 +157,8 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
 
 
 def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
-    """Return the plan of a backend with a span, in which nothing that affects a row's result depends on other requests.
-    Launches one small kernel."""
+    """Return the plan of a backend with a span: a row's result does not depend on other requests. Launches one small
+    kernel."""
     device, span, tiles = batch.prefix_len.device, backend.span, shape.fixed_tiles
     assert span is not None and batch.max_kv_len <= span * MAX_SPLITS
     items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len, batch.window)
@@ -175,7 +174,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _PreparedPrefill(Prepared):
-    """A pass of prompt chunks. plans: by shape of layers; the first such layer makes it. Windows do not affect them."""
+    """A pass of prompt chunks. plans: by shape of layers, built by the first such layer. Windows do not affect them."""
 
     batch: PrefillBatch
     plans: dict[LayerShape, tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
@@ -201,7 +200,7 @@ class _PreparedPrefill(Prepared):
 class _PreparedPieces(Prepared):
     """Prompt chunks as decode batches.
 
-    plans: by shape of layers; the first such layer makes it. Each is a list of batches with their rows of q.
+    plans: by shape of layers, built by the first such layer. Each is a list of batches with their rows of q.
     """
 
     batch: PrefillBatch
@@ -254,7 +253,7 @@ class _PreparedPieces(Prepared):
 
 def list_pieces(batch: PrefillBatch, rows: int) -> list[tuple[int, int, int, int]]:
     """Return the chunks' rows in pieces of `rows` rows, as (chunk, first row, its position, rows). The last piece of a
-    chunk overlaps the one before if need be; a chunk of fewer rows is a piece."""
+    chunk may overlap the one before. A chunk of fewer rows is one piece."""
     pieces, end, chunks = [], 0, batch.known
     for chunk, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
         first, end = end, end + count

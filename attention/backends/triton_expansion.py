@@ -9,7 +9,7 @@ from attention.views import ExpandedKV
 
 
 class TritonExpandedChunks(ExpandedChunks):
-    """Lists the tiles of the chunks once a pass."""
+    """Expanded chunks for our kernel. Lists their tiles once per pass."""
 
     def attend(
         self, q: Tensor, made: ExpandedKV, cos: Tensor, sin: Tensor, index: Tensor, scale: float, out: Tensor

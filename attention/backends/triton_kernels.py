@@ -1,5 +1,5 @@
-"""Calls our Triton kernels by the kind of a layer's view, K/V heads or latent rows. The backend's plan does not depend
-on the kind. Used by `attention.backends.triton_backend`."""
+"""Calls the Triton kernels for a layer's kind of view: K/V heads or latent rows. Plans do not depend on the kind. Used
+by `attention.backends.triton_backend`."""
 
 from dataclasses import dataclass
 
@@ -21,13 +21,13 @@ from attention.ops.attend.prefill_triton import PrefillTiles, attend_prefill, pr
 from attention.scores import ScoreRule
 from attention.views import LatentKV, LayerKV
 
-FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # of backends with a span; unused rows cost no reads
-WIDE_FIXED_TILES = DecodeTiles(64, 32, 8, 2, 1, 0)  # the same for heads of more than 256 numbers
+FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # for backends with a span; unused rows cost no reads
+WIDE_FIXED_TILES = DecodeTiles(64, 32, 8, 2, 1, 0)  # for heads of more than 256 dimensions
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes by which tiles are chosen.
+    """Sizes of a layer that determine its tiles.
 
     num_heads: query heads.
     num_kv_heads: K/V heads; 1 for latent rows, which all heads share.
@@ -65,7 +65,7 @@ class LayerShape:
         return self.num_heads // self.num_kv_heads
 
     def decode_tiles(self, rows: int, density: float) -> DecodeTiles:
-        """Return the tiles of a round. rows: of a request. density: requests x KV heads / multiprocessors."""
+        """Return the tiles of a round. rows: rows per request. density: requests x KV heads / multiprocessors."""
         if self.rotated is None:
             return decode_tiles(rows * self.group, self.dim, self.itemsize, density, self.kv_itemsize)
         return latent_tiles(rows * self.group, self.itemsize, density, self.kv_itemsize)

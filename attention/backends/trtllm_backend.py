@@ -5,8 +5,8 @@ so a captured graph stays valid when lengths, page tables and masks change. Late
 
 The kernels require, in every mode, eager or captured:
 - lengths include the rows of this pass;
-- every request has the same number of rows, and no length is below it. Padding requests have a prefix of 0 and a page
-  table of the dummy page, so this holds for them, too;
+- every request has the same number of rows, and no length is below it. This includes padding requests, whose prefix is
+  0 and whose pages are the dummy page;
 - a graph has one width of page tables, because XQA's number of splits follows it.
 
 XQA is compiled for each number of rows, so a shape must run once before it is captured.
@@ -24,7 +24,7 @@ from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.scores import ScoreRule
 from attention.views import LatentKV, LayerKV
 
-COUNTER_BYTES = 1 << 20  # trtllm-gen needs four per request and query head
+COUNTER_BYTES = 1 << 20  # trtllm-gen needs four bytes per request and query head
 WORD_BITS = 16
 ROW_ALIGNMENT = 2  # words: rows of a mask begin at multiples of 32 bits
 
@@ -67,7 +67,7 @@ class TrtllmBackend(AttentionBackend):
         """Return the mask words of `batch`, in a buffer that is never freed; None if rows see all positions before
         them."""
         if batch.rows == 1:
-            return None  # a single row sees its whole suffix in every mode
+            return None  # a single row sees all positions before it, in every mode
         if batch.mode is Mode.DRAFT_DECODE or batch.suffix_len != batch.rows:
             raise ValueError(
                 f"attention backend 'trtllm': {batch.mode.value} with {batch.rows} rows that see "
@@ -87,11 +87,11 @@ class TrtllmBackend(AttentionBackend):
         """Return the buffer of masks that the kernel reads: four bytes a row up to 32 rows. It is never freed, because
         captured graphs hold its address."""
         if rows == 1 or kernel_on(device) == "trtllm-gen":
-            return None  # reads none, or `DecodeBatch.mask` (over latent rows)
+            return None  # the kernels read no mask, or (over latent rows) `DecodeBatch.mask`
         return self._words(Mode.VERIFY, num_requests, rows, device)
 
     def _causal_words(self, batch: DecodeBatch) -> Tensor:
-        """Return the causal mask of an accepted path, which is the same in every pass, so it is written once."""
+        """Return the causal mask of an accepted path. It is the same in every pass, so it is written once."""
         device = batch.prefix_len.device
         if (device, Mode.DRAFT_EXTEND, batch.num_requests, batch.rows) not in self._masks:
             buffer = self._words(Mode.DRAFT_EXTEND, batch.num_requests, batch.rows, device)
@@ -157,7 +157,7 @@ class _PreparedHeads(Prepared):
         page_size = kv.k.shape[1]
         only = {"multi_ctas_kv_counter_buffer": device.counters} if device.kernel == "trtllm-gen" else {}
         return device.attend(
-            query=q.contiguous(),  # the kernels take no row stride, and a model's q is a part of a wider product
+            query=q.contiguous(),  # the kernels have no row stride argument, and q is a slice of the QKV product
             kv_cache=(kv.k, kv.v),
             workspace_buffer=device.workspace,
             block_tables=batch.page_table,
@@ -180,7 +180,7 @@ def words_of(rows: int) -> int:
 
 
 def mask_words(mask: Tensor) -> Tensor:
-    """[B, R, words] uint16 view of mask [B, R] int64: the low words of each row, lowest column first (little-endian
-    memory, as on every machine with such a GPU)."""
+    """Return a [B, R, words] uint16 view of mask [B, R] int64: the low words of each row, lowest column first. Assumes
+    little-endian memory."""
     rows = mask.shape[1]
     return mask.contiguous().view(torch.uint16).view(mask.shape[0], rows, 4)[..., : words_of(rows)]

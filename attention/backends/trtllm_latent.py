@@ -2,11 +2,10 @@
 the source and documentation of 0.6.17): trtllm-gen on compute capability 10.x, XQA on 12.x. Not run on a device yet:
 tests compare a stand-in that follows the documentation (`tests.support.kernels.flashinfer_mla`).
 
-Each row of a pass is passed to the library as a request of one row, whose length says how much of the KV it sees. For
-several rows per request the documentation does not say what they see of each other, and XQA takes one row only. So a
-chain needs no mask. The kernels have no masks, so the rows of a tree attend to their common prefix, with log-sum-exps,
-and our kernel adds the masked columns (`attention.ops.attend.latent_suffix_triton`). XQA returns no log-sum-exps, so
-trees are refused there.
+Each row of a pass is passed to the library as a request of one row, because XQA takes only one, and because the
+documentation does not say which masks several rows have. The length of that request is what its row sees, so a chain
+needs no mask. The rows of a tree attend to their common prefix, with log-sum-exps, and our kernel adds the masked
+columns (`attention.ops.attend.latent_suffix_triton`). XQA returns no log-sum-exps, so trees are refused there.
 
 Lengths, page tables, log-sum-exps, workspaces and counters are allocated at a shape's first pass, and are never freed,
 because captured graphs hold their addresses. Nothing is read on the host.
@@ -27,11 +26,11 @@ from attention.scores import ScoreRule
 from attention.views import LatentKV
 
 WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
-STATS_BYTES = 8 * 256  # per row and head: maximum and sum for each of 256 rows, the library's limit per request
+STATS_BYTES = 8 * 256  # bytes per row and head: maximum and sum for each of 256 rows, the library's limit per request
 STATS_GUARD_BYTES = 1 << 20
-COUNTER_BYTES = 4  # times rows x heads, or multiprocessors if these are more
+COUNTER_BYTES = 4  # bytes, times the larger of rows x heads and multiprocessors
 COUNTER_ALIGNMENT = 8  # counters
-XQA_TABLE_TOKENS = 128  # XQA takes page tables of a multiple of so many tokens
+XQA_TABLE_TOKENS = 128  # XQA's page tables must cover a multiple of this many tokens
 
 Attend = Callable[..., Any]
 
@@ -128,7 +127,7 @@ class LatentRows:
 
 
 class PreparedLatentRows(Prepared):
-    """A pass, whose buffers are written at its first layer, where heads and page size are known."""
+    """A pass. Its first layer writes the buffers, because heads and page size are known only there."""
 
     def __init__(self, latent: LatentRows, batch: DecodeBatch) -> None:
         self._latent, self._batch = latent, batch
@@ -160,17 +159,17 @@ class PreparedLatentRows(Prepared):
             max_seq_len=tables.shape[1] * kv.rows.shape[1],
             bmm1_scale=rule.scale,
             bmm2_scale=1.0,
-            enable_pdl=None,  # as the library finds the device can
+            enable_pdl=None,  # the library decides by device
             backend=kernel,
             **only,
         )
         if buffers.lse is None:
             return given.view(*q.shape[:2], kv.latent)  # type: ignore[no-any-return]
-        from attention.ops.attend.latent_suffix_triton import add_suffix  # Triton, which chains need not have
+        from attention.ops.attend.latent_suffix_triton import add_suffix  # needs Triton; chains do not
 
         assert buffers.empty is not None
         out: Tensor = given[0].view(*q.shape[:2], kv.latent)
-        buffers.lse.masked_fill_(buffers.empty, float("-inf"))  # they saw the dummy page only
+        buffers.lse.masked_fill_(buffers.empty, float("-inf"))  # these rows saw only the dummy page
         add_suffix(out, buffers.lse, q, kv, batch, rule.scale)  # base 2, as trtllm-gen returns them
         return out
 

@@ -5,8 +5,8 @@ window_pages     pages of layers with a window, attached to pages (pure Python)
 slot_windows     the window pages that each running request holds (pure Python)
 nan_pages        pages that may hold NaN, zeroed before their next owner
 prefix_cache     finds pages and states of earlier prompts with a common prefix (pure Python)
-eviction         the order in which it evicts pages
-radix_node       a node of its tree
+eviction         the order in which the prefix cache evicts pages
+radix_node       a node of the prefix cache's tree
 snapshots        rows with states of recurrent layers, and their eviction (pure Python)
 reuse_rates      how often snapshots are used, by kind and age (pure Python)
 prefix_digests   digests of prompt prefixes, which engines advertise (pure Python)

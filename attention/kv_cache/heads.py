@@ -15,8 +15,8 @@ from attention.views import LayerKV
 
 @dataclass(frozen=True)
 class HeadsLayout(KVLayout[LayerKV]):
-    """num_kv_heads: of this rank.
-    dtype: of keys and values; FP8 beside a model of any dtype.
+    """num_kv_heads: K/V heads of this rank.
+    dtype: dtype of keys and values; FP8 is possible for models of any dtype.
     """
 
     num_kv_heads: int

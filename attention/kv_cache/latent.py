@@ -20,7 +20,7 @@ from attention.views import LatentKV
 class LatentLayout(KVLayout[LatentKV]):
     """latent: size of the compressed keys and values, which have no position.
     rotated: size of the rotated part.
-    dtype: of both; FP8 beside a model of any dtype.
+    dtype: dtype of both; FP8 is possible for models of any dtype.
     """
 
     latent: int

@@ -1,9 +1,9 @@
 """The interface of KV layouts: how the layers of a model cache their KV.
 
 A layout is a plain value. It defines the bytes of a token's KV in one layer, how a pass stores its rows, how the KV of
-an accepted path moves to the front of its tree, and what a backend reads. `attention.kv_cache.pool` holds the memory,
-and all access to KV goes through it. The scheduler counts pages, slots hold page tables, strategies name rows and
-paths: none of them knows the content of a page. `docs/kv-layout.md` describes the layouts.
+an accepted path moves to the front of its tree, and what a backend reads. `attention.kv_cache.pool` owns the memory;
+all access to KV goes through it. Scheduler, slots and decoding strategies know only page numbers. `docs/kv-layout.md`
+describes the layouts.
 """
 
 import math
@@ -42,8 +42,8 @@ class KVLayout(ABC, Generic[View]):
     @property
     @abstractmethod
     def per_token(self) -> tuple[PerToken, ...]:
-        """The tensors of a layer. Each has a row for every token of every page, so that page ids and token indexes mean
-        the same in all."""
+        """The tensors of a layer. Each has a row for every token of every page, so that the same page ids and token
+        indices are valid for all."""
 
     @property
     def bytes_per_token(self) -> int:
@@ -52,9 +52,9 @@ class KVLayout(ABC, Generic[View]):
 
     @abstractmethod
     def view(self, tensors: tuple[Tensor, ...], scales: KVScales) -> View:
-        """Return a layer as backends see it, from its tensors [num_pages + 1, page_size, *shape]. Called once.
+        """Return a layer's view for backends, from its tensors [num_pages + 1, page_size, *shape]. Called once.
 
-        scales: of the layer, for layouts in FP8.
+        scales: the layer's scales, for FP8.
         """
 
     @abstractmethod
@@ -69,20 +69,19 @@ class KVLayout(ABC, Generic[View]):
         slot_mapping: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        """Rotate q and the rows, and write the rows to the layer, in place. Return rotated q, on a GPU without norms in
-        place.
+        """Rotate q and the rows, and write the rows to the layer. Return rotated q; on a GPU without norms, q is
+        rotated in place.
 
         q: [rows, q_heads, head_dim].
         rows: the layer's projections for the cache, [rows, ...] each; their number depends on the layout.
         cos, sin: [any, rotated dimensions / 2] float32.
         index: [rows] int64, each row's line in cos and sin.
-        slot_mapping: [rows] int64 token indexes. Rows that share one (padding, on page 0) leave any one of their
-            values.
-        norms: of q and the rows, applied before RoPE, for layouts of heads; None: none.
+        slot_mapping: [rows] int64 token indexes. If rows share one (padding, on page 0), any of them may be stored.
+        norms: norms of q and the rows, applied before RoPE, for the layout of heads; None: none.
         """
 
     def rotate(self, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> Tensor:
-        """Return q rotated, as `store` does, with the same arguments. Of layouts whose layers may share KV."""
+        """Return rotated q, as `store` does, with the same arguments. Only for layouts whose layers may share KV."""
         raise NotImplementedError(f"layers over {self.kind} do not share KV")
 
     def move_path(self, tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
@@ -92,10 +91,10 @@ class KVLayout(ABC, Generic[View]):
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that store their KV alike.
+    """Layers with the same KV layout.
 
     layers: their numbers in the model.
-    keeps_window: whether they keep their KV in window pages (`attention.kv_cache.window_pages`).
+    keeps_window: whether their KV is in window pages (`attention.kv_cache.window_pages`).
     """
 
     layers: tuple[int, ...]

@@ -21,12 +21,13 @@ class NaNPages:
         self._to_clear: list[int] = []
 
     def add(self, pages: Iterable[int]) -> None:
-        """A request computed NaN and may have written it to `pages`, and its drafts' KV to the dummy page."""
+        """Add the pages of a request that computed NaN. It may also have written NaN to the dummy page, with its
+        drafts' KV."""
         self.pages.update(pages)
         self._to_clear.append(DUMMY_PAGE)
 
     def allocated(self, pages: Sequence[int]) -> None:
-        """`pages` get another owner in the next plan, which zeroes those that may hold NaN."""
+        """Record that `pages` get another owner in the next plan, which zeroes those that may hold NaN."""
         if self.pages:
             reused = self.pages.intersection(pages)
             self._to_clear += sorted(reused)

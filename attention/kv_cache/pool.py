@@ -27,8 +27,8 @@ class KVPool:
     (`attention.kv_cache.page_allocator`); this class only moves numbers.
 
     window_layers: layers whose KV is in window pages.
-    window_of: [num_pages + 1] int32, the window page attached to each page, 0 for none; None without such layers. It
-        keeps its address, since captured graphs read it.
+    window_of: [num_pages + 1] int32, the window page attached to each page, 0 for none; None without such layers. Its
+        address is constant, because captured graphs read it.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class KVPool:
         self.allocate(num_pages)
 
     def allocate(self, num_pages: int, num_window_pages: int = 1) -> None:
-        """Allocate `num_pages` empty pages and `num_window_pages` empty window pages, replacing the present ones. Call
-        it before anything holds addresses."""
+        """Allocate `num_pages` empty pages and `num_window_pages` empty window pages, replacing the present ones. Must
+        be called before captured graphs hold addresses."""
         self.num_pages = num_pages
         self.tensors, self._layers, self.window_of = (), {}, None  # freed before the new ones are allocated
         if self.window_layers:
             self.window_of = torch.zeros(num_pages + 1, dtype=torch.int32, device=self.device)
-        # Zeros, not empty: a masked NaN in a never-written position would still poison a weighted sum.
+        # Zeros, because a masked NaN in a position that was never written would make a weighted sum NaN.
         self.tensors = tuple(
             tuple(
                 self._zeros((len(group.layers), count + 1, self.page_size, *part.shape), part.dtype)
@@ -82,12 +82,12 @@ class KVPool:
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         if not Capability.of(self.device).shares_host_memory:
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        # of a CPU: zero as the kernel gives it, a page of its own at a time when it is first written
+        # on a CPU, the system zeroes each memory page at its first write
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     def layer(self, index: int) -> Any:
-        """Return a layer as backends see it: its layout's view, for K/V heads a `LayerKV`."""
+        """Return a layer's view for backends; for K/V heads a `LayerKV`."""
         return self._layers[index][1]
 
     def store(
@@ -109,7 +109,7 @@ class KVPool:
     def rotate(
         self, layer: int, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None
     ) -> Tensor:
-        """Return q rotated as `store` does, for a layer whose KV is stored before: see `KVLayout.rotate`."""
+        """Return q rotated as `store` does, for a layer that shares an earlier layer's KV: see `KVLayout.rotate`."""
         return self._layers[layer][0].rotate(q, cos, sin, index, norms)
 
     def clear(self, pages: Tensor, of_windows: bool = False) -> None:

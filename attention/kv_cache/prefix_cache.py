@@ -18,10 +18,10 @@ class Match:
     """The cached part of a prompt.
 
     pages: pages of the longest cached prefix.
-    num_saved: tokens that need not be computed: those of the pages; with recurrent layers, those up to the deepest
+    num_saved: tokens that need not be computed: those of the pages; with recurrent layers, those up to the last
         snapshot among them.
     row: row of that snapshot; -1 for none.
-    is_fork: whether another text continues after the pages.
+    is_fork: whether another text in the cache continues after the pages.
     num_recomputed: cached tokens that are computed again, because states or window pages are missing.
     """
 
@@ -35,19 +35,19 @@ class Match:
 class PrefixCache:
     """Radix tree from tokens to pages, least recently used leaves evicted first.
 
-    lookahead: tokens after a page that its content depends on. A target's KV at position i depends on tokens 0..i: 0.
-    An EAGLE draft's KV at i is computed from the target's features at i and token i + 1 (EAGLE, arXiv 2401.15077,
-    section 4.1), so a page shared by target and draft at [s, s + page_size) is keyed by tokens s .. s + page_size: 1.
+    lookahead: number of tokens after a page that its content depends on. It is 0 for a target, whose KV at position i
+    depends on tokens 0..i. It is 1 with an EAGLE draft, whose KV at i depends on token i + 1 (arXiv 2401.15077, section
+    4.1): a page at [s, s + page_size) then has the key tokens s .. s + page_size.
 
     A request that holds a page of the tree also holds the pages before it. So no unheld page has a held descendant, and
     evicting leaves first can free all of `PageAllocator.num_evictable`.
 
     snapshots: states of recurrent layers at ends of pages; None for a model without such layers. A request resumes at
-    the deepest one among its pages, and computes the tokens after it again. So pages after a path's last snapshot save
-    no computation, and they are evicted first. A snapshot goes with its page, or alone (`Snapshots`).
+    the last snapshot among its pages, and recomputes the tokens after it. So pages after a path's last snapshot save no
+    computation, and are evicted first. A snapshot is evicted with its page, or alone (`Snapshots`).
 
-    In a model with windows (`PageAllocator.windows`), a prompt resumes where the window pages before it are present. It
-    gets pages up to there, and computes later ones again in pages of its own.
+    In a model with windows (`PageAllocator.windows`), a prompt resumes at the last position whose preceding window
+    pages are present. It gets cached pages up to there, and recomputes later ones in pages of its own.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class PrefixCache:
             self.snapshots.reset()
 
     def clear(self) -> int:
-        """Forget all pages. Those that requests hold become free when they are released. Return the number of pages.
+        """Forget all pages. Pages that requests hold become free when they are released. Return the number of pages.
         Counters stay."""
         gone = list(self.pages())
         self._allocator.uncache(gone)
@@ -101,8 +101,8 @@ class PrefixCache:
         return forgotten
 
     def watch(self, stride: int) -> None:
-        """Start to record changes for `take_changes`. `digests` and `take_changes` then give every `stride`-th page of
-        each prompt. 0: stop recording."""
+        """Start to record changes for `take_changes`. `digests` and `take_changes` then return every `stride`-th page
+        of each prompt. 0: stop recording."""
         self._changes = {} if stride else None
         self._stride = stride or 1
 
@@ -118,18 +118,18 @@ class PrefixCache:
         return (digest for node in self._nodes() for digest in self._advertised(node.digests, node.depth))
 
     def match(self, tokens: Tokens, salt: bytes = b"") -> Match:
-        """Return the longest known prefix of `tokens` (int32 [n]). Its pages get one more holder, the caller. salt:
+        """Return the longest cached prefix of `tokens` (int32 [n]). The caller becomes a holder of its pages. salt:
         only entries inserted with the same salt match.
 
-        At most (n - 1) // page_size pages: at least one token is left to compute, and with lookahead 1 a page's last
-        key token must be part of `tokens`.
+        It has at most (n - 1) // page_size pages: at least one token must be computed, and with lookahead 1 a page's
+        last key token must be part of `tokens`.
         """
         match = self._look_up(tokens, salt, resumes=True)
         self._allocator.acquire(match.pages)
         return match
 
     def num_cached(self, tokens: Tokens, salt: bytes = b"") -> int:
-        """Return how many of `tokens` (int32 [n]) a `match` would save. The pages get no holder."""
+        """Return how many of `tokens` (int32 [n]) a `match` would save, without holding pages."""
         return self._look_up(tokens, salt).num_saved
 
     def _look_up(self, tokens: Tokens, salt: bytes, resumes: bool = False) -> Match:
@@ -157,8 +157,9 @@ class PrefixCache:
         self.num_recomputed_tokens += match.num_recomputed
 
     def lend_row(self, num_tokens: int, kind: SnapshotKind) -> int | None:
-        """Return a row for a state of a running request; a cheaper snapshot may lose its row. None without
-        recurrent layers, or if every row is worth more. num_tokens: computed again without the state."""
+        """Return a row for a state of a running request, perhaps by evicting a snapshot of less value. None without
+        recurrent layers, or if all rows have more value. num_tokens: tokens that would be recomputed without the
+        state."""
         if self.snapshots is None:
             return None
         row, bared = self.snapshots.lend(num_tokens // self.page_size, kind)
@@ -168,7 +169,7 @@ class PrefixCache:
 
     def attach(self, tokens: Tokens, position: int, row: int, kind: SnapshotKind, salt: bytes = b"") -> None:
         """Store a lent row with the state after the first `position` of `tokens`, the end of a page. If the tree has no
-        such page, or has its state already, the row becomes free."""
+        such page, or already has this state, the row becomes free."""
         snapshots, size = self.snapshots, self.page_size
         assert snapshots is not None and position % size == 0, f"a state after {position} tokens, not at a page's end"
         end = position // size
@@ -182,7 +183,7 @@ class PrefixCache:
         """Add `pages`, which the caller holds and which have the KV of a prefix of `tokens`.
 
         Return the tree's page for each of the first min(len(pages), (n - lookahead) // page_size) pages. If the tree
-        had a page already, it is not the caller's page, which stays outside the tree.
+        already had a page, that page is returned, and the caller's page stays outside the tree.
         """
         size = self.page_size
         count = min(len(pages), (len(tokens) - self.lookahead) // size)
@@ -207,8 +208,8 @@ class PrefixCache:
         return present + new
 
     def evict(self, count: int) -> int:
-        """Free up to `count` pages that no request holds: first those after a path's last snapshot, then oldest leaves
-        first, each from its end. Return their number."""
+        """Free up to `count` unheld pages, and return their number. Pages after a path's last snapshot go first, then
+        the least recently used leaves, each from its end."""
         freed = 0
         held: list[Node] = []
         while freed < count and (leaf := self._leaves.pop()) is not None:
@@ -224,7 +225,7 @@ class PrefixCache:
         return freed
 
     def pages(self) -> Iterator[int]:
-        """All pages in the tree."""
+        """Yield all pages in the tree."""
         return (page for node in self._nodes() for page in node.pages)
 
     def _nodes(self, top: Node | None = None) -> Iterator[Node]:

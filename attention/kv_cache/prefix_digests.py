@@ -1,7 +1,7 @@
 """Digests of prompt prefixes: one per page, chained, so that a page's digest covers all tokens up to its end.
 
-The prefix cache advertises its pages by digests, by which `cluster.ingress.routing` finds an engine with the pages of a
-prompt. A collision (64 bits) may cause a worse choice but no wrong token, because reuse compares tokens
+The prefix cache advertises the digests of its pages, and `cluster.ingress.routing` uses them to find an engine that has
+a prompt's pages. A collision (64 bits) may cause a worse choice but no wrong token, because reuse compares tokens
 (`attention.kv_cache.prefix_cache`).
 """
 
@@ -14,15 +14,15 @@ DIGEST_BYTES = 8
 
 
 def first_digest(salt: bytes) -> bytes:
-    """Return the digest to which the first page's is chained."""
+    """Return the initial digest of a chain, before the first page."""
     return blake2b(salt, digest_size=DIGEST_BYTES).digest()
 
 
 def next_digests(
     before: bytes, tokens: npt.NDArray[np.int32], count: int, page_size: int, lookahead: int
 ) -> list[bytes]:
-    """Return the digests of `count` pages after the one with digest `before`. tokens: int32, of these pages and
-    `lookahead` more."""
+    """Return the digests of `count` pages after the one with digest `before`. tokens: int32, the tokens of these pages
+    and the `lookahead` after them."""
     assert len(tokens) >= count * page_size + (lookahead if count else 0), "a page's tokens are missing"
     raw, step, span = tokens.tobytes(), page_size * tokens.itemsize, (page_size + lookahead) * tokens.itemsize
     out = []

@@ -12,11 +12,11 @@ EvictionKey = tuple[bool, int]
 class Node:
     """A run of pages.
 
-    tokens: int32, tokens of its pages and `lookahead` more.
+    tokens: int32, the tokens of its pages and the `lookahead` after them.
     pages: page ids.
     digests: one per page.
     depth: number of pages before it.
-    key: the first page's tokens, its key in the parent; after the salt for the tree's first pages.
+    key: its key in the parent: the tokens of its first page, preceded by the salt at the root.
     stamp: time of the last match or insertion.
     snapshots: states saved at the ends of its pages, in the order of their positions.
     queued: its key in the eviction queue; None outside of it.
@@ -66,7 +66,7 @@ class Node:
         return None
 
     def is_below(self, other: "Node") -> bool:
-        """Whether `other` is this node or an ancestor."""
+        """Return whether `other` is this node or an ancestor."""
         node: Node | None = self
         while node is not None and node.depth > other.depth:
             node = node.parent
@@ -106,9 +106,9 @@ class Snapshot:
 
     node: where its last page is.
     kind: why it was saved.
-    before: the previous snapshot of its path. after: the next ones below it.
+    before: the previous snapshot of its path. after: the next snapshots below it.
     since: tick of `attention.kv_cache.snapshots.Snapshots` at which it was added or last used.
-    recorded: tick up to which the estimates there include its time.
+    recorded: tick up to which the estimates of `Snapshots` include its time.
     """
 
     __slots__ = ("row", "end", "node", "kind", "before", "after", "since", "recorded")
@@ -124,5 +124,5 @@ class Snapshot:
 
     @property
     def cost(self) -> int:
-        """Number of pages to compute again without it: those since the previous snapshot."""
+        """Number of pages to recompute without it: those since the previous snapshot."""
         return self.end - (self.before.end if self.before is not None else 0)

@@ -23,12 +23,12 @@ def age_class(age: int) -> int:
 
 
 class ReuseRates:
-    """The expected uses per tick of a snapshot, by group and age, until its next use or its end.
+    """Estimates the uses per tick of a snapshot, by group and age.
 
-    The hazard of each age is estimated from uses and from ticks at risk, so that snapshots that were evicted early
-    count for the time before. The rate over the rest of a life is the hit density of Beckmann and Sanchez, "LHD:
-    Improving Cache Hit Rate by Maximizing Hit Density" (NSDI 2018). Rarely seen ages have their group's mean. A use
-    starts a new life at age 0.
+    The hazard of each age is estimated from uses and ticks at risk, so that evicted snapshots count until their
+    eviction. The rate over the rest of a life is the hit density of Beckmann and Sanchez, "LHD: Improving Cache Hit
+    Rate by Maximizing Hit Density" (NSDI 2018). Rarely seen ages use their group's mean. A use starts a new life at age
+    0.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ReuseRates:
         self._rates: dict[Group, list[float]] = {}  # as of the last `refresh`
 
     def was_there(self, group: Group, start: int, end: int) -> None:
-        """Record that a snapshot was in the group from age `start` to age `end`."""
+        """Record that a snapshot was in the group between ages `start` and `end`."""
         ticks = self._ticks[group]
         while start < end:
             age = age_class(start)
@@ -66,7 +66,7 @@ class ReuseRates:
     def _estimate(self, group: Group) -> list[float]:
         uses, ticks = self._uses[group], self._ticks[group]
         mean = (sum(uses) + _PRIOR_USES) / (sum(ticks) + _PRIOR_TICKS)
-        rates, is_used, lasts = [0.0] * NUM_AGES, 0.0, 0.0  # from the oldest on: chance of a use, expected ticks
+        rates, is_used, lasts = [0.0] * NUM_AGES, 0.0, 0.0  # from the oldest age: chance of a use, expected ticks
         for age in range(NUM_AGES - 1, -1, -1):
             hazard = (uses[age] + _PRIOR_USES) / (ticks[age] + _PRIOR_USES / mean)
             survives = math.exp(-hazard * (1 << max(0, age - 1)))

@@ -1,10 +1,9 @@
 """The window of each slot: the pages whose window pages it holds. Used by `workers.scheduling.slot_pages` for models
 with layers that attend over a window. Needs only a slot's number and pages.
 
-A slot holds the window pages of its table from the first page that its next row may see. The host's lengths are one
-step old, so that page is computed from the known committed length, which is at most the current one. Plans run in
-order, so a window page may move from one page to another: earlier steps do not read it for the new owner, and later
-steps not for the former one.
+A slot holds the window pages of its table from the first page that its next row may see. That page is computed from the
+last known committed length, which is a lower bound, because the host's lengths are one step old. A window page may be
+moved from one page to another while steps are in flight, because plans run in order.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ Int64s = npt.NDArray[np.int64]
 
 
 class SlotWindows:
-    """Arrays by slot.
+    """The windows of all slots, as arrays by slot.
 
     first: index in the slot's table of the first page in its window.
     """
@@ -29,7 +28,7 @@ class SlotWindows:
         self.pages = windows
         self._shift = page_size.bit_length() - 1
         self.first = np.zeros(num_slots, np.int64)
-        self._entered = np.zeros(num_slots, np.int64)  # known tokens at admission
+        self._entered = np.zeros(num_slots, np.int64)  # number of known tokens at admission
         self.max_per_slot = pages_per_request(windows.window, page_size, round_tokens)
         self.nan_pages = NaNPages()
 
@@ -39,7 +38,7 @@ class SlotWindows:
         self.nan_pages.reset()
 
     def enter(self, slot: int, pages: Sequence[int], num_saved: int, num_tokens: int) -> None:
-        """Start a request with `num_tokens` known tokens in a slot, which resumes after `num_saved` of them, on
+        """Start a request with `num_tokens` known tokens in a slot. It resumes after `num_saved` of them, on
         `pages`."""
         self.first[slot] = max(num_saved - self.pages.window + 1, 0) >> self._shift
         self._entered[slot] = num_tokens
@@ -48,14 +47,14 @@ class SlotWindows:
     def slide(self, tables: Sequence[Sequence[int]], committed: Int64s, num_tokens: Int64s) -> None:
         """Release the window pages that the slots' windows have passed. Called before a plan takes pages.
 
-        Before a prompt's first token is known, its KV may be NaN, so its window pages are zeroed before their next
-        owner. The last window of a prompt is likely to be used again by a prompt with this prefix.
+        Until a prompt's first token is known, its KV may hold NaN, so its window pages are zeroed before their next
+        owner. The last window of a prompt is released as reusable, because prompts with this prefix may resume there.
         """
         first = np.maximum(committed - (self.pages.window - 1), 0) >> self._shift
         for slot in np.flatnonzero(first > self.first).tolist():
             begin, end = int(self.first[slot]), int(first[slot])
             table = tables[slot]
-            last = (int(self._entered[slot]) - 1) >> self._shift  # pages that an equal prompt matches
+            last = (int(self._entered[slot]) - 1) >> self._shift  # pages that an equal prompt would match
             before = min(max(begin, last - self.pages.num_seen), end)
             inside = min(max(before, last), end)
             if num_tokens[slot] == self._entered[slot]:
@@ -66,7 +65,7 @@ class SlotWindows:
             self.first[slot] = end
 
     def take(self, pages: Sequence[int]) -> None:
-        """Attach window pages to newly allocated pages at the ends of tables."""
+        """Attach window pages to newly allocated `pages`."""
         self.nan_pages.allocated(self.pages.allocate(pages))
 
     def shrink(self, pages: Sequence[int]) -> None:
@@ -101,7 +100,8 @@ class SlotWindows:
         self.nan_pages.add([page for page in attached if page] + self.pages.last_freed(num_free))
 
     def room(self, in_use: npt.NDArray[np.bool_], num_pages: Int64s, wanted: Int64s) -> int:
-        """Return the window pages for further requests, beyond those that running ones hold and will need.
+        """Return the number of window pages left for further requests, after those that running ones hold and will
+        need.
 
         in_use: [slots].
         num_pages, wanted: [slots], current pages of the table, and pages needed soon.
@@ -111,6 +111,6 @@ class SlotWindows:
 
 
 def pages_per_request(window: int, page_size: int, round_tokens: int) -> int:
-    """Return the number of window pages of a decoding request: its window, which may start within a page, the positions
+    """Return the maximum window pages of a decoding request: its window, which may start within a page, the positions
     that rounds in flight may write (`round_tokens`), and one more."""
     return -(-(window - 1 + round_tokens) // page_size) + 2

@@ -1,27 +1,27 @@
 """Allocates rows of the state pools to snapshots, and evicts snapshots if no row is free.
 
-Owned by the prefix cache, whose tree has the snapshots. Pure Python, without tensors. Counts in pages.
+Owned by the prefix cache, whose tree has the snapshots. Pure Python, without tensors. Positions are counted in pages.
 """
 
 from attention.kv_cache.radix_node import Node, Snapshot, SnapshotKind
 from attention.kv_cache.reuse_rates import Group, ReuseRates
 
 _REFRESH_TICKS = 16  # ticks between estimates of the rates
-_KEPT = 0.9934  # weight of earlier counts at each estimate: they lose a tenth in 256 ticks
+_KEPT = 0.9934  # decay of earlier counts at each estimate: a tenth in 256 ticks
 
 
 class Snapshots:
     """Each row is free, lent to a running request that writes a state into it, or holds a snapshot of the tree.
 
     The snapshot with the lowest expected saving in pages per tick is evicted first. The saving is the number of pages
-    to compute again without it, times the uses per tick of similar snapshots (`ReuseRates`): of the same kind and age,
-    and with or without a later one in the text. So rows are kept for the ends of conversations that may continue and
-    for common prefixes, not for the ends of prompts that do not return. In a continued conversation, states before the
-    last one are evicted first. A tick is a use or a request for a row, so no clock is needed, and the speed of the load
-    has no effect. `tests.support.simulation.states` compares this with the best possible choice.
+    to recompute without it, times the uses per tick of similar snapshots (`ReuseRates`): of the same kind and age, and
+    with or without a later one in the text. So rows are kept for common prefixes and for the ends of conversations that
+    may continue, not for the ends of prompts that do not return. In a continued conversation, states before the last
+    one are evicted first. A tick is a use or a request for a row, so estimates need no clock and do not depend on the
+    request rate. `tests.support.simulation.states` compares this with the best possible choice.
 
-    A returned row is lent again in later plans only (`plan_ended`), because a step of the current plan may still write
-    it. Ranks execute plans in order, so later plans are safe.
+    A returned row is lent again only in later plans (`plan_ended`), because a step of the current plan may still write
+    it. Ranks execute plans in order.
     """
 
     def __init__(self, rows: range) -> None:
@@ -65,7 +65,7 @@ class Snapshots:
             victim = min(self._saved.values(), key=self.value)
             if self.value(victim) <= self.value_of_new(cost, kind):
                 self.drop(victim)
-                self._returned.pop()  # no step of this plan writes a snapshot's row, so it is lent at once
+                self._returned.pop()  # no step of this plan writes a snapshot's row, so it can be lent at once
                 row, node = victim.row, victim.node
         if cost:
             self._tick()
@@ -89,8 +89,8 @@ class Snapshots:
         snapshot.since = snapshot.recorded = self._now
 
     def add(self, row: int, end: int, node: Node, kind: SnapshotKind) -> None:
-        """Add the snapshot in a lent row, the state after page number `end` of the path, which is in `node` and has no
-        snapshot."""
+        """Add the snapshot in a lent row: the state after page number `end` of the path. That page is in `node` and has
+        no snapshot."""
         snapshot = Snapshot(row, end, node, kind, self._now)
         before = node.deepest(end)
         others = self._first if before is None else before.after

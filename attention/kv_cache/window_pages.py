@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 DUMMY_WINDOW_PAGE = 0  # window page of pages without one; receives the writes of padding rows; never allocated
-PASSED_SHARE = 4  # pages that a window has passed are taken first while they are more than 1 / 4 of the unheld ones
+PASSED_SHARE = 4  # pages that a window has passed are taken first while they are more than 1/4 of the unheld ones
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class WindowSizes:
 class WindowPages:
     """Attaches window pages 1 .. num_window_pages to pages 1 .. num_pages.
 
-    A window page is free, or attached to a page; then it is held (by requests whose window has it; counted) or unheld.
-    A page that is held or cached keeps its unheld window page until another page needs it, so a later prompt can resume
+    A window page is free, or attached to a page. Then it is held (counted, by requests whose window includes it) or
+    unheld. A held or cached page keeps its unheld window page until another page needs it, so a later prompt can resume
     there. A page that becomes free loses its window page at once.
 
-    Unheld window pages are taken from two first-in-first-out queues: pages that a window has passed, and pages of a
-    request's end or of a prefix that was used again. The first queue is used while it is long (`PASSED_SHARE`), because
-    otherwise one long prompt would take the window pages of all other texts.
+    Unheld window pages are taken from two first-in-first-out queues: pages that a window has passed, and pages at the
+    end of a request or of a reused prefix. The first queue is used while it is long (`PASSED_SHARE`); otherwise one
+    long prompt would take the window pages of all other texts.
 
     of: window page of each page; 0, the dummy page, without one.
     """
@@ -44,7 +44,7 @@ class WindowPages:
         assert sizes.num_pages >= 1 and sizes.window >= 1
         self.num_window_pages = sizes.num_pages
         self.window = sizes.window
-        self.num_seen = -(-(self.window - 1) // page_size)  # pages before a page border that a row at the border sees
+        self.num_seen = -(-(self.window - 1) // page_size)  # pages that a row at a page boundary sees before it
         self._num_pages = num_pages
         self._keeps = keeps
         self.reset()
@@ -98,8 +98,8 @@ class WindowPages:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int], passed: bool = False) -> None:
-        """Remove one holder from the window page of each of `pages`. passed: the holder's window has passed them; else
-        the request leaves."""
+        """Remove one holder from the window page of each of `pages`. passed: whether the holder's window has passed
+        them; false if the request has ended."""
         for page in pages:
             assert self._holders[page] > 0, f"release of the window page of page {page}, which has no holder"
             self._holders[page] -= 1
@@ -119,7 +119,7 @@ class WindowPages:
             if self._keeps:
                 self._queue_of(page).pop(page)
             self._detach(page)
-            self._updates.pop(page, None)  # the page's next holder attaches another one
+            self._updates.pop(page, None)  # the page's next owner attaches another one
 
     def move(self, source: int, target: int) -> None:
         """Attach the window page of `source`, with its holders, to `target`, which has the same tokens and no window
@@ -135,8 +135,8 @@ class WindowPages:
         self._holders[target], self._holders[source] = self._holders[source], 0
 
     def num_resumable(self, pages: Sequence[int]) -> int:
-        """Return the number of leading `pages`, of one text, after which a prompt can resume: all window pages that a
-        row sees there are present."""
+        """Return the number of leading `pages` of a text after which a prompt can resume, because all window pages that
+        a row sees there are present."""
         of, num_seen, end = self.of, self.num_seen, len(pages)
         index = end
         while end > 0 and index > max(0, end - num_seen):
@@ -146,7 +146,7 @@ class WindowPages:
         return end
 
     def last_freed(self, num_free: int) -> list[int]:
-        """Return the window pages freed since `num_free` of them were free, if none was attached since."""
+        """Return the window pages freed since `num_free` were free. None may have been attached since."""
         return self._free[num_free:]
 
     def take_updates(self) -> list[int]:

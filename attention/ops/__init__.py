@@ -1,7 +1,7 @@
 """Operations over KV and attention's rows. Modules named *_triton hold kernels and need Triton; the others import
 on every machine.
 
-operation                      what an operation is
+operation                      defines operations
 contracts                      checks that several operations share
 pdl                            programmatic dependent launch: the rule, and what each kernel reads before it waits
 cuda_source                    compiles, loads and launches kernels in CUDA C++

@@ -1,4 +1,4 @@
-"""Contracts (`attention.ops.operation`): whether calls check them, and checks that several operations share."""
+"""Switches the checks of contracts (`attention.ops.operation`) on, and has checks that several operations share."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,12 @@ checked = False
 
 
 def check_every_call() -> None:
-    """Check contracts at every call in this process from now on: in tests and in debug mode. Otherwise a rank on a CPU
-    would spend some 5 % of its time on it."""
+    """Check contracts at every call in this process from now on. Only for tests and debug mode, because the checks take
+    about 5 % of a CPU rank's time."""
     global checked
     checked = True
 
 
 def check_slots(slots: Tensor) -> None:
-    """Assert that slots are [B] int64, contiguous: kernels read the slot of request b at address b."""
+    """Assert that slots are [B] int64 and contiguous, because kernels read them without a stride."""
     assert slots.dim() == 1 and slots.dtype == torch.int64 and slots.is_contiguous(), "slots: [B] int64, contiguous"

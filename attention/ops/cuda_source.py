@@ -122,8 +122,8 @@ def compiled(source: str, defines: Defines, compute: tuple[int, int]) -> bytes:
 
 
 def compile_ahead(source: str, defines: Defines, compute: tuple[int, int]) -> "Future[bytes]":
-    """Begin to compile in a thread what `compiled` will return. A kernel takes NVRTC about a second, in which it does
-    not hold Python's lock."""
+    """Start to compile in a thread what `compiled` will return. NVRTC takes about a second per kernel, without holding
+    the GIL."""
     target = f"sm_{compute[0]}{compute[1]}{'a' if compute == (9, 0) else ''}"
     options = [f"--gpu-architecture={target}", "-default-device", *(f"-D{key}={value}" for key, value in defines)]
     key = hashlib.sha256("\n".join([source, str(torch.version.cuda), *options]).encode()).hexdigest()

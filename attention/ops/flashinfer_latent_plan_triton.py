@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Plans FlashInfer's fa3 MLA kernel on the device: which clusters of programs compute which pieces of requests, and
-which programs merge the partial results.
+"""Plans FlashInfer's fa3 MLA kernel on the device: assigns pieces of requests to clusters of programs, and the merging
+of partial results to programs.
 
 The kernel is persistent. A cluster processes a list of pieces, each a tile of query rows x heads and a span of tokens.
 After a grid barrier, programs merge the rows whose pieces went to several clusters.
 
-FlashInfer 0.6.17 plans on the host, from lengths on the host. This plan cuts the tokens of all tiles, in order, into as
-many equal spans as there are clusters (fewer if spans would be short). So clusters have equal work, and a boundary cuts
-at most one tile, as the format requires.
+FlashInfer 0.6.17 plans on the host, from lengths on the host. This plan cuts the concatenated tokens of all tiles into
+as many equal spans as there are clusters (fewer if spans would be short). So clusters have equal work, and a boundary
+cuts at most one tile, as the format requires.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ class LatentGrid:
 
     heads: query heads.
     multiprocessors: of the device; each runs one program.
-    causal: the rows are the last `rows` tokens, and each sees the tokens up to its own; else all rows see all tokens.
+    causal: whether the rows are the last `rows` tokens and each sees the tokens up to its own; else all rows see all
+        tokens.
     """
 
     num_requests: int
@@ -136,7 +137,7 @@ def _plan_latent(
     if CAUSAL:
         last_row = tl.minimum(((tile + 1) * tile_rows + HEADS - 1) // HEADS, ROWS)
         seen = kv_len - ROWS + last_row
-    # A tile that sees nothing has a piece without tokens, which writes zeros.
+    # A fully masked tile has a piece without tokens, which writes zeros.
     steps = tl.where(live, tl.maximum((seen + TILE_TOKENS - 1) // TILE_TOKENS, 1), 0)
     ends = tl.cumsum(steps, 0)
     begins = ends - steps
@@ -153,7 +154,7 @@ def _plan_latent(
     partials = tl.where(is_cut, pieces * rows_here, 0)
     partial_ends = tl.cumsum(partials, 0)
     partial_begins = partial_ends - partials
-    # Programs that merge a tile: boundaries that cut it x programs per cluster, never more than exist.
+    # Programs that merge a tile: number of boundaries in it x programs per cluster, which never exceeds the grid.
     mergers = tl.where(is_cut, (pieces - 1) * CLUSTER, 0)
     merger_ends = tl.cumsum(mergers, 0)
     merger_begins = merger_ends - mergers

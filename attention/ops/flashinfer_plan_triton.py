@@ -5,7 +5,7 @@ FlashInfer plans on the host, and copies the plan to the workspace from which it
 kernel here writes the same plan to the workspace on the device, so the host need not know the lengths. Format and
 splitting are those of FlashInfer 0.6.17 (`attention/scheduler.cuh`, with CUDA graphs):
 - A request's KV is split into pieces (FlashInfer's KV chunks) of equal length, in pages.
-- Pieces are as short as the grid allows, which must hold the pieces of all requests, but have at least 128 tokens.
+- Pieces have at least 128 tokens, and are as short as the grid allows, which must hold the pieces of all requests.
 - A program computes a tile: one piece for one tile of query rows.
 """
 
@@ -40,7 +40,7 @@ class Grid:
 
     @property
     def splits(self) -> bool:
-        """Whether KV is split. If the grid is full without splitting, every request is one piece."""
+        """Whether KV is split. It is not if the grid is full without splitting."""
         return self.num_requests * self.tiles < self.room
 
     @property
@@ -134,7 +134,7 @@ def _plan(
     length = tl.load(prefix_len_ptr + request, mask=live, other=0) + suffix_len
     pages = tl.where(live, (length + page_size - 1) // page_size, 0)
     # All pages of a table row belong to the request, so the last page may begin after the request's end. Then
-    # last_page_len is negative, and the length that the kernels compute from it is still right.
+    # last_page_len is negative, and the kernels still compute the right length from it.
     tl.store(last_page_len_ptr + request, length - (table_width - 1) * page_size, mask=live)
 
     low = min_pages

@@ -36,7 +36,7 @@ def as_stored(x, pool_ptr, inverse_scale, INTERPRETED: tl.constexpr):
 @triton.jit
 def widened(x, dtype: tl.constexpr):
     """Return x in `dtype`. FP8 is converted to bfloat16 through float16 and float32, because the compiler's direct
-    conversion uses an instruction with an eighth of the usual rate (compute capability 9.0)."""
+    conversion uses an instruction of an eighth of the usual rate (compute capability 9.0)."""
     if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
         x = x.to(tl.float16).to(tl.float32)
     return x.to(dtype)
@@ -46,8 +46,8 @@ def widened(x, dtype: tl.constexpr):
 def even(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return the first of each pair of FP8 numbers in `dtype`. pairs: int16, two FP8 numbers each.
 
-    Instructions that load operands transpose units of 16 bits. So pairs of one token are used as operands of two
-    products, one of even and one of odd dimensions, and no bytes move between threads.
+    Instructions that load operands transpose units of 16 bits. So pairs are used as operands of two products, one of
+    even and one of odd dimensions, and no bytes move between threads.
     """
     if INTERPRETED:
         number = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
@@ -84,9 +84,9 @@ def odd(pairs, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def as_multiplied(q, FP8: tl.constexpr, UPCAST: tl.constexpr):
-    """Return q in the dtype of its product with the pages. Over FP8 pages, bfloat16 becomes float16: one instruction
-    converts two FP8 numbers to float16 exactly, and four to bfloat16. Queries beyond float16's range saturate; those
-    below 2^-14 round to multiples of 2^-24."""
+    """Return q in the dtype of its product with the pages. Over FP8 pages, bfloat16 becomes float16, because one
+    instruction converts two FP8 numbers to float16 exactly, but four are needed for bfloat16. Queries beyond float16's
+    range saturate; those below 2^-14 round to multiples of 2^-24."""
     if FP8 and q.dtype == tl.bfloat16:
         q = tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
     if UPCAST:

@@ -2,6 +2,6 @@
 
 import triton
 
-# Triton decides this when a kernel is decorated. Its interpreter (3.6) computes on the raw bits of bfloat16, so kernels
+# Triton decides this when a kernel is decorated. Its interpreter (3.6) computes on the raw bits of bfloat16. So kernels
 # with a constant UPCAST are launched with UPCAST=INTERPRETED, and then compute in float32.
 INTERPRETED = bool(triton.knobs.runtime.interpret)

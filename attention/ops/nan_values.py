@@ -1,8 +1,8 @@
-"""Values without NaN in the KV cache, for the torch references of kernels that write KV.
+"""Keeps NaN out of the values in the KV cache, for the torch references of kernels that write KV.
 
-Masked attention multiplies unread values by 0, and 0 * NaN is NaN: a drafted token, or a page's earlier owner, would
-spoil rows that do not attend to it. So NaN is kept in the key alone, whose masked scores are minus infinity: rows that
-attend to the token are NaN, and no others.
+Masked attention multiplies unread values by 0, and 0 * NaN is NaN. So NaN of a rejected draft token, or of a page's
+earlier owner, would spread to rows that do not attend to it. Therefore NaN is moved to the key, whose masked scores are
+minus infinity: only rows that attend to the token become NaN.
 """
 
 import math

@@ -8,8 +8,8 @@
         ...  # the reference, in torch
 
 `@operation(..., contract=check)`: in tests and in debug mode (`attention.ops.contracts`) every call first calls `check`
-with its arguments. It asserts what the kernels demand, so that tests on a CPU, which run the reference, find what a GPU
-would refuse. Checks read no values.
+with its arguments. It asserts what the kernels require, so that tests on a CPU, which run the reference, find calls
+that a GPU would refuse. Checks read no values.
 
 A call of `rms_norm` runs the first implementation that supports the device and the arguments, else the reference. The
 device is that of the first tensor argument, or of the first tensor in a dataclass argument. A CUDA graph keeps the
@@ -39,12 +39,12 @@ def anywhere(here: Capability) -> bool:
 
 
 def on_gpu(here: Capability) -> bool:
-    """Whether Triton kernels run: on any GPU that PyTorch supports."""
+    """Return whether Triton kernels run: on any GPU that PyTorch supports."""
     return here.is_gpu
 
 
 def on_host(here: Capability) -> bool:
-    """Whether numpy reads the device's tensors in place."""
+    """Return whether numpy reads the device's tensors in place."""
     return here.shares_host_memory
 
 
@@ -76,8 +76,8 @@ class Operation(Generic[P, R]):
     """An operation, called like its reference.
 
     reference: the operation in torch, which runs if no implementation supports the device and the arguments.
-    contract: called with the arguments of every call while `contracts.checked`; raises AssertionError for what a kernel
-        would refuse.
+    contract: called with the arguments of every call while `contracts.checked`; raises AssertionError for arguments
+        that a kernel would refuse.
     """
 
     def __init__(

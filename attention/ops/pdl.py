@@ -1,5 +1,5 @@
 """Programmatic dependent launch (PDL, here early launch; compute capability 9 or later): how to request it, the rule
-that makes it safe, and what each kernel reads before it waits.
+that makes it safe, and the reads of each kernel before it waits.
 
 A kernel launched early may start when every program of its predecessor, the kernel just before it on the stream, has
 triggered its dependents (`gdc_launch_dependents`) or ended. Its `gdc_wait` returns when the predecessor has ended and
@@ -81,8 +81,8 @@ The rule:
     score_candidates        triggers   nothing
     one_shot_all_reduce     waits      the norm's weight, addresses   constant
 
-FlashInfer (0.6.17): its fa2 kernels read the plan, which our kernel writes, before they wait; so none of its wrappers
-is launched early. XQA (`csrc/xqa/mha.cu`) triggers, waits, and then reads. trtllm-gen has no source: its inputs are
+FlashInfer (0.6.17): its fa2 kernels read the plan, which our kernel writes, before they wait; so its wrappers are never
+launched early. XQA (`csrc/xqa/mha.cu`) triggers, waits, and then reads. trtllm-gen has no source: its inputs are
 written before the layer's store (a fence), or by a copy of q that is launched normally.
 
 `tests.attention.ops.test_pdl` compiles the kernels and checks the instructions before the wait;

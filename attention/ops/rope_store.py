@@ -83,7 +83,7 @@ def rope_store(
     index         [rows] int64, each row's line of cos and sin
     kv            the layer's pages, written as `attention.fp8.stored`, after rounding to k's dtype; 0 instead of NaN in
                   v, and NaN in the k of that head (`attention.ops.nan_values`)
-    slot_mapping  [rows] int64, token indices; of rows with the same index (padding), any one is stored
+    slot_mapping  [rows] int64, token indices; if rows share an index (padding), any of them is stored
     norms         of q and k, perhaps of v; None: none
     ->            as q; with norms contiguous
     """

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of `rope_store` and `rope` with norms: one launch between the QKV GEMM and attention. Per row and KV head,
-one warp computes key and value, and one or more compute the queries. A program is four such warps of four rows, since
-programs start slowly (256 rows of Qwen3-8B: 2.6 us, 5.3 with one row). Tiles do not depend on the number of rows, so a
-row's bits do not either."""
+one warp computes key and value, and one or more compute the queries. A program has four such warps, for four rows,
+because starting programs takes long (256 rows of Qwen3-8B: 2.6 us; 5.3 us with one row per program). Tiles, and so a
+row's bits, do not depend on the number of rows."""
 
 import torch
 import triton
@@ -17,8 +17,8 @@ from attention.ops.pdl import pdl_wait
 from attention.ops.rms_norm_triton import inverse_rms, scaled_by
 from attention.views import LayerKV
 
-_MAX_QUERY_ELEMENTS = 512  # query numbers per program, 16 per thread; more only if one head has more
-_ROWS = 4  # of a program, each with a warp
+_MAX_QUERY_ELEMENTS = 512  # query elements per program, 16 per thread; more only if one head has more
+_ROWS = 4  # per program, each with a warp
 
 
 @triton.jit

@@ -8,7 +8,7 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 
 def map_rows(batch: DecodeBatch | PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """Call `map_decode_rows` or `map_prefill_rows`. Reads nothing on the host."""
+    """Call `map_decode_rows` or `map_prefill_rows`, without a device sync."""
     return map_decode_rows(batch, page_size) if isinstance(batch, DecodeBatch) else map_prefill_rows(batch, page_size)
 
 

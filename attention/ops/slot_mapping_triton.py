@@ -110,6 +110,6 @@ def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tenso
 
 
 def _outputs(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate both outputs separately, so that both are aligned: Triton compiles a kernel for each alignment."""
+    """Allocate both outputs separately, so that both are aligned; Triton compiles a kernel for each alignment."""
     positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
     return positions, slots

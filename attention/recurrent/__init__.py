@@ -1,4 +1,4 @@
-"""States of recurrent layers: of fixed size per request, whereas attention caches KV for every token.
+"""States of recurrent layers, of fixed size per request.
 
 sizes   sizes of an engine's pool
 layout  sizes of a layer's state, and groups of equal layers

@@ -16,8 +16,8 @@ from attention.recurrent.pool import StatePool
 class StateBatch:
     """The rows of a pass for recurrent layers: those of rounds first, then those of chunks.
 
-    num_round_rows: of rounds.
-    rounds, chunks: None where there are none.
+    num_round_rows: rows of rounds.
+    rounds, chunks: None if the pass has none.
     """
 
     pool: StatePool
@@ -27,7 +27,7 @@ class StateBatch:
 
     @staticmethod
     def of(pool: StatePool, decode: DecodeBatch | None, chunks: PrefillBatch | None) -> "StateBatch":
-        """The batch of a pass over `decode` and `chunks`, both of which have slots."""
+        """Return the batch of a pass over `decode` and `chunks`, both of which have slots."""
         rounds = of_chunks = None
         if decode is not None:
             assert decode.slots is not None, "recurrent layers need the slots of rounds"
@@ -41,8 +41,8 @@ class StateBatch:
         return StateBatch(pool, 0 if decode is None else decode.num_rows, rounds, of_chunks)
 
     def recur(self, layer: int, rows: DeltaRows, weights: DeltaWeights) -> Tensor:
-        """Return the outputs [rows, value_heads * value_dim] of layer `layer` for all rows of the pass; its states
-        advance. The outputs of padding rows are finite."""
+        """Return the outputs [rows, value_heads * value_dim] of layer `layer` for all rows of the pass, and advance its
+        states. The outputs of padding rows are finite."""
         kept, split = self.pool.layer(layer), self.num_round_rows
         out = torch.empty_like(rows.z, memory_format=torch.contiguous_format)
         if self.rounds is not None:

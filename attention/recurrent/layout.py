@@ -1,4 +1,4 @@
-"""Sizes of what recurrent layers keep of a request. Plain values, known before anything is allocated."""
+"""Sizes of recurrent states per request. Plain values, known before anything is allocated."""
 
 import math
 from collections.abc import Iterable
@@ -14,18 +14,19 @@ from attention.recurrent.sizes import StateSizes
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The state of one layer of the gated delta rule on one rank. dtype: of the rows; the state itself is float32."""
+    """The state of one layer of the gated delta rule on one rank. dtype: dtype of the rows; the state itself is
+    float32."""
 
     heads: DeltaHeads
     dtype: torch.dtype
 
     def bytes_per_snapshot(self, state_dtype: torch.dtype = torch.float32) -> int:
-        """State of `state_dtype` and convolution history, after any number of tokens."""
+        """Return the bytes of a state of `state_dtype` and its convolution history."""
         shapes = state_shapes(self.heads, 1, 1)
         return state_dtype.itemsize * math.prod(shapes["state"]) + self.dtype.itemsize * math.prod(shapes["conv"])
 
     def bytes_per_slot(self, sizes: StateSizes) -> int:
-        """Bytes of a slot: its state and the rows of the last round."""
+        """Return the bytes of a slot: its state and the rows of the last round."""
         shapes = state_shapes(self.heads, sizes.rows, sizes.path)
         rows = math.prod(shapes["pending"]) + math.prod(shapes["committed"])
         return self.bytes_per_snapshot() + self.dtype.itemsize * rows
@@ -33,14 +34,14 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Layers that keep their state alike. layers: their numbers in the model."""
+    """Layers with the same state layout. layers: their numbers in the model."""
 
     layers: tuple[int, ...]
     layout: StateLayout
 
 
 def chunk_bytes(groups: Iterable[StateGroup], num_tokens: int) -> int:
-    """Bytes that a layer's kernels on GPUs keep of a prompt chunk until the layer ends, the most of any layer."""
+    """Return the scratch bytes of a layer's GPU kernels for a prompt chunk; the maximum over layers."""
     return max((scratch_bytes(each.layout.heads, each.layout.dtype, num_tokens, 1) for each in groups), default=0)
 
 

@@ -12,13 +12,13 @@ from attention.recurrent.sizes import StateSizes
 
 
 class StatePool:
-    """The states of all recurrent layers: of every slot, of the padding slot, and of snapshots.
+    """The states of all recurrent layers, for every slot, the padding slot, and snapshots.
 
-    Invariant between steps: a slot's state is that after its committed tokens, less the `count` rows that its next
-    round replays first (`DeltaState`).
+    Invariant between steps: a slot's state is the one `count` tokens before its committed length; its next round first
+    replays these rows (`DeltaState`).
 
-    snapshot_at: [num_slots + 1] int32, by slot: a round that passes this position copies the state there; -1: none.
-    snapshot_entry: [num_slots + 1] int64, by slot: the snapshot that it becomes.
+    snapshot_at: [num_slots + 1] int32, by slot: the round that passes this position saves the state there; -1: none.
+    snapshot_entry: [num_slots + 1] int64, by slot: the snapshot to which it is saved.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class StatePool:
         device: torch.device,
         saved_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """saved_dtype: of the states of snapshots."""
+        """saved_dtype: dtype of the states in snapshots."""
         self.groups = tuple(groups)
         self.saved_dtype = saved_dtype
         self.sizes = sizes
@@ -81,14 +81,14 @@ class StatePool:
         self.snapshot_at.index_fill_(0, slots, -1)
 
     def save(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
-        """Rounds of slots [n] int64 copy the state after positions [n] int32 to snapshots rows [n] int64, each once it
-        passes."""
+        """Make rounds of slots [n] int64 save the states after positions [n] int32 to snapshots rows [n] int64, once
+        they pass these positions."""
         self.snapshot_at.index_copy_(0, slots, positions)
         self.snapshot_entry.index_copy_(0, slots, rows)
 
     def pretend(self, num_slots: int) -> None:
-        """Let the first slots have a row each to replay, and no other: for steps that are measured. Without a request
-        their next round's commit takes it back."""
+        """Give the first `num_slots` slots one row to replay each, and the others none, for measured steps. The commit
+        of their next round removes it."""
         for state in self.states:
             state.count.zero_()
             state.count[:num_slots] = 1

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StateSizes:
-    """rows: of a request in a round, at most.
-    path: rows of a round that can be accepted, at most.
+    """Sizes per slot. rows: maximum rows of a request in a round.
+    path: maximum rows of a round that can be accepted.
     """
 
     rows: int

@@ -21,7 +21,7 @@ class DecodeTiles:
     block_m: rows x group per program.
     block_n: KV positions per tile.
     warps, stages: Triton's.
-    programs_per_sm: items per multiprocessor that splitting aims at.
+    programs_per_sm: target number of items per multiprocessor after splitting.
     min_span: minimum length of an item of a split request, up to rounding.
     """
 
@@ -33,11 +33,12 @@ class DecodeTiles:
     min_span: int
 
     def merge_slice(self, head_dim: int) -> int:
-        """Return the columns of head_dim merged at a time: FAN partial results in 64 registers per thread."""
+        """Return the number of head dimensions merged at a time, so that FAN partial results take 64 registers per
+        thread."""
         return min(head_dim, max(16, 64 * 32 * self.warps // (FAN * self.block_m)))
 
 
-FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)  # tiles of plans with a fixed split, over latent rows
+FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)  # for `fixed` plans over latent rows
 
 
 def decode_tiles(
@@ -64,17 +65,17 @@ def decode_tiles(
         return DecodeTiles(16, 64, 4, 3, 2, 64) if few else DecodeTiles(64, 32, 4, 4, 2, 64)
     if few and density > 2:
         return DecodeTiles(16, 32, 1 if narrow else 2, 4, 2, 128)
-    # Tiles of 64 rows use wgmma, which reads K and V from shared memory and needs fewer barriers than mma on 16 rows. A
-    # kernel measured alone is faster so, despite empty rows. In rounds, at the GPU's power limit, multiplying empty
-    # rows costs more. Tiles of 128 tokens need fewer barriers, if shared memory holds three of them.
+    # Tiles of 64 rows use wgmma, which reads K and V from shared memory and needs fewer barriers than mma on 16 rows.
+    # That is faster for a kernel measured alone, despite empty rows; in rounds, at the GPU's power limit, multiplying
+    # empty rows costs more. Tiles of 128 tokens need fewer barriers, if shared memory holds three of them.
     if few and narrow:
         return DecodeTiles(16, 128, 4, 3, 1, 128)
     return DecodeTiles(64, 64, 4, 3, 2, 128)
 
 
 def _fp8_tiles(packed_rows: int, head_dim: int, density: float) -> DecodeTiles:
-    """Return tiles with many tokens and at most 32 rows. Each tile is converted to float16 in registers: with long
-    tiles more warps convert while others wait for memory, and with few rows products read operands from registers."""
+    """Return tiles of many tokens and at most 32 rows. Tiles are converted to float16 in registers. With long tiles,
+    more warps convert while others wait for memory; with few rows, products read operands from registers."""
     block_n = min(128, max(32, 128 * 128 // head_dim))
     if head_dim > 256:  # not measured; chosen so that sums fit in registers
         return DecodeTiles(16, block_n, 8, 3, 1, 64 if density <= 1 else 128)
@@ -97,7 +98,7 @@ def latent_tiles(packed_rows: int, itemsize: int, density: float, kv_itemsize: i
     if itemsize == 4:
         return DecodeTiles(16, 16, 4, 1, 1, 128)
     least = 64 if density <= 0.25 else 128
-    if kv_itemsize == 1:  # with many rows a tile is converted through shared memory: once for all rows
+    if kv_itemsize == 1:  # with many rows, a tile is converted once for all rows, through shared memory
         return DecodeTiles(16 if packed_rows <= 16 else 64, 64, 8, 3, 1, least)
     if packed_rows <= 16:
         return DecodeTiles(16, 64, 4, 2, 1, least)

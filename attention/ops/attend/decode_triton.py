@@ -11,8 +11,8 @@ Partial results are merged in one of two ways:
 
 In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on the positions of its
 ancestors in a tree. Tiles have one shape and items are fixed spans (`plan_spans`). After a tree's prefix (PATHS) a tile
-is computed once per row, with that row's path in chain order. Columns that a row does not see leave its sums bitwise
-unchanged: their weight is 2^-inf = 0, their factor 2^0 = 1. An empty partial leaves a merge unchanged: 1 * part / 1.
+is computed once per row, with that row's path in chain order. Masked columns leave a row's sums bitwise unchanged
+(weight 2^-inf = 0, factor 2^0 = 1), and so does an empty partial in a merge (1 * part / 1).
 
 `latent_decode_triton` shares plan, merging and softmax. Its loop differs: K and V are one tile, which is read once and
 multiplied in either orientation.
@@ -45,7 +45,7 @@ from attention.ops.pdl import pdl_wait
 from attention.scores import ScoreRule
 from attention.views import LayerKV
 
-TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in other modes a row's path is always a chain
+TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in the other modes, a row's path is a chain
 
 
 @triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
@@ -111,7 +111,7 @@ def _attend_decode(
     if WINDOW:
         oldest = oldest_seen(bits, prefix, WINDOW)
     # Triton keeps several tiles of K and V in flight only if page numbers are loaded one tile ahead. Positions after
-    # the last one read other rows of the last page, and are masked.
+    # the last one read other rows of the last page and are masked.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -126,7 +126,7 @@ def _attend_decode(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if sinks_ptr is not None:
-        # The sink counts in the item of the row's own position, whose tiles in a fixed plan are those of a chain.
+        # The sink is added in the item of the row's own position, whose tiles in a fixed plan are those of a chain.
         own = prefix + num_seen(bits) - 1
         has_own = (own >= low) & (own < high)
         top = tl.where(has_own, sink_scores(sinks_ptr, query_head, live), top)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over keys and values that this pass has expanded from latent rows
+"""Causal attention of prompt chunks over keys and values expanded from latent rows in this pass
 (`attention.expansion`). A key consists of a part per head and a RoPE part that all heads share.
 
 A program computes one head of a tile of adjacent rows from `prefill_plan_triton`.
@@ -122,8 +122,8 @@ def _attend_expanded(
 
 
 def expanded_tiles(itemsize: int) -> PrefillTiles:
-    """Return the fastest of nine tiles on an H200 (`df3f33c`): 113 us for 16 prompts of 512 tokens; 2,022 us for 8,192
-    tokens after 8,192 cached ones. block_m: rows of one head."""
+    """Return the tiles, the fastest of nine on an H200 (`df3f33c`): 113 us for 16 prompts of 512 tokens, 2,022 us for
+    8,192 tokens after 8,192 cached ones. block_m: rows of one head."""
     if INTERPRETED:
         return PrefillTiles(16, 16, 1, 1)
     if itemsize == 4:

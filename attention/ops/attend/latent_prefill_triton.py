@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over paged latent rows. A program computes all heads, or a block of them if
-there are many, of a tile of adjacent rows from `prefill_plan_triton`."""
+"""Causal attention of prompt chunks over paged latent rows. A program computes all heads, or a block of them if there
+are many, of a tile of adjacent rows from `prefill_plan_triton`."""
 
 import torch
 import triton

@@ -78,7 +78,7 @@ def _add_suffix(
 
 
 def add_suffix(out: Tensor, lse: Tensor, q: Tensor, kv: LatentKV, batch: DecodeBatch, scale: float) -> None:
-    """Turn attention over the prefix, `out`, into attention over prefix and suffix, in place.
+    """Convert `out` in place from attention over the prefix to attention over prefix and suffix.
 
     out: [B * R, heads, latent], contiguous; not read where lse is minus infinity.
     lse: [B * R, heads] float32, log-sum-exp of the prefix's scaled scores, base 2.

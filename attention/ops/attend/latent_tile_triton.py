@@ -4,9 +4,9 @@
 A latent row is key and value: its first D numbers are both, and the ROTATED numbers after them belong to the key. A
 tile is loaded once and multiplied twice.
 
-TOKENS is the token axis of the scores. wgmma's first operand has 64 rows. With TOKENS = 1 these are 64 rows of q. With
-TOKENS = 0 they are tokens in the first product and dimensions of the sums in the second, so tiles of 16 or 32 rows of q
-leave none of them empty.
+TOKENS is the token axis of the scores. The first operand of wgmma has 64 rows. With TOKENS = 1 these are rows of q.
+With TOKENS = 0 they are tokens in the first product and dimensions in the second, so tiles of only 16 or 32 rows of q
+fill them.
 """
 
 import torch
@@ -191,7 +191,8 @@ def accumulate_latent(
     UNIT: tl.constexpr = 1.0,
 ):
     """`online_softmax_triton.accumulate` for both orientations: acc [M, D], or [D, M] with TOKENS = 0. With TOKENS = 0,
-    a sum over tokens crosses warps. So `total` is [N, M], one sum per index in a tile; `finish_latent` adds them."""
+    a sum over tokens would cross warps, so `total` is [N, M], one sum per token index in a tile; `finish_latent` adds
+    them."""
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - tl.expand_dims(origin, TOKENS))
@@ -223,7 +224,7 @@ def no_state(M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, TOKENS: tl.const
 
 @triton.jit
 def finish_latent(total, acc, TOKENS: tl.constexpr):
-    """Return the sums of weights [M], and the weighted means of the values; zeros for rows that saw nothing."""
+    """Return the sums of weights [M], and the weighted means of the values; zeros for fully masked rows."""
     if TOKENS == 0:
         total = tl.sum(total, 0)
     return total, acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), TOKENS)

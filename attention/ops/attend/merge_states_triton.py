@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Merges partial results of attention (partials), each weighted by 2 ** lse. Either a second kernel merges, or the
+"""Merges partial results of attention (partials), each weighted by 2 ** lse, either in a second kernel or in the
 programs of `decode_triton` that finish last."""
 
 import triton
@@ -133,7 +133,7 @@ def merge_by_the_last(
     SLICE: tl.constexpr,
     FAN: tl.constexpr,
 ):
-    """Merge if this program is the last of its FAN items, or of all, to store its partial result."""
+    """Merge if this program is the last to store its partial result among its FAN items, or among all items."""
     # The barrier orders the stores of all threads before the release by one thread.
     tl.debug_barrier()
     leader = first + (partial - first) // FAN * FAN

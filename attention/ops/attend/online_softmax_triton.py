@@ -39,8 +39,8 @@ def score_pairs(
 
 @triton.jit
 def sum_weights(weights, FIXED: tl.constexpr):
-    """Sum each row of weights of at most 1. FIXED: add them as integers, which gives the same sum in every kernel; a
-    sum of floats depends on their order, and so on the layout that the compiler chooses for a loop."""
+    """Sum each row of weights of at most 1. FIXED: add them as integers, which gives the same sum in every kernel. A
+    float sum depends on the order of additions, and thus on the compiler's layout of a loop."""
     if FIXED:
         unit: tl.constexpr = (1 << 30) // weights.shape[1]
         return tl.sum((weights * unit + 0.5).to(tl.int32), 1).to(tl.float32) / unit
@@ -54,7 +54,7 @@ def accumulate(scores, v, scale_log2, top, total, acc, FIXED: tl.constexpr = Fal
     scores: [M, N] float32, minus infinity where masked.
     v: [N, D].
     scale_log2: positive.
-    top: running maximum of scores * scale_log2; -inf for a row that has seen nothing.
+    top: running maximum of scores * scale_log2; -inf for a row without columns so far.
     total: sum of powers of two relative to top; 0 for such a row.
     acc: weighted sum.
     FIXED: see `sum_weights`.

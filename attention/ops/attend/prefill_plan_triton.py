@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Cuts prompt chunks into tiles of adjacent rows, on the device. Tiles with the longest contexts come first, so that
-the last programs to start are short. The grid is fixed at capture; unused tiles are marked idle."""
+the last programs are short. The grid is fixed at capture; unused tiles are marked idle."""
 
 import torch
 import triton
@@ -45,7 +45,7 @@ def _plan_tiles(
         c, first_row, end_row, start, count = _chunks_at(indptr_ptr, starts_ptr, low, num_chunks, rows, CHUNKS)
         ends = total + tl.cumsum(count, 1)
         mine = (ends - count <= tile) & (tile < ends)
-        before = (tile - ends + count) * rows  # rows of the chunk in earlier tiles
+        before = (tile - ends + count) * rows  # rows of the chunk that are in earlier tiles
         chunk += tl.sum(tl.where(mine, c, 0), 1)[:, None]
         first += tl.sum(tl.where(mine, first_row + before, 0), 1)[:, None]
         end += tl.sum(tl.where(mine, end_row, 0), 1)[:, None]

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of ragged prompt chunks over paged KV (see `PrefillBatch`). A program computes all query heads of
-one KV head for a tile of adjacent rows from `prefill_plan_triton`."""
+"""Causal attention of prompt chunks over paged KV (see `PrefillBatch`). A program computes all query heads of one KV
+head for a tile of adjacent rows from `prefill_plan_triton`."""
 
 from dataclasses import dataclass
 
@@ -120,7 +120,7 @@ def _attend_prefill(
     common = (start + 1) // BLOCK_N * BLOCK_N
     first_tile, low = 0, 0
     if WINDOW:
-        # Each row sees a different part of the first tiles; all rows see all of the next ones.
+        # Rows see different parts of the first tiles; all rows see all of the next tiles.
         first_tile = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         low = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, common)
     for span in tl.static_range(0 if WINDOW else 1, 3):
@@ -150,7 +150,7 @@ def _attend_prefill(
             SOFT_CAP,
             UNIT,
         )
-    if WINDOW:  # rows after the chunk's end may see nothing
+    if WINDOW:  # rows after the chunk's end may be fully masked
         total = tl.where(total == 0.0, 1.0, total)
     out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
     tl.store(out, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])

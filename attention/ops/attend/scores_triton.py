@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Soft caps and sinks of a `ScoreRule` in kernels over K/V heads. A layer without them passes None for the constant
-SOFT_CAP or for the sinks, and its kernels contain no code for them."""
+"""Soft caps and sinks of a `ScoreRule` in kernels over K/V heads. A layer without them passes None, and its compiled
+kernels contain no code for them."""
 
 import triton
 import triton.language as tl

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from attention.ops.attend.window_triton import first_seen
 
-# Fields of an item: request or IDLE; first KV position; end position; index of its partial result, counted over all
-# split requests; that index of the request's first item; the request's number of items.
+# Fields of an item: request or IDLE; first KV position; end position; index of its partial result among all requests';
+# that index of the request's first item; the request's number of items.
 ITEM_FIELDS = tl.constexpr(8)  # six are used; with eight an item does not cross a 32-byte sector
 IDLE = tl.constexpr(-1)
 CHUNK = tl.constexpr(16)
@@ -29,8 +29,8 @@ def _span(least, number):
 
 @triton.jit
 def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Return the candidate span with which all items end soonest if `budget` of them run at a time; the longest of
-    equally good ones."""
+    """Return the candidate span with which all items end soonest if `budget` of them run at a time; among equals, the
+    longest."""
     total = tl.sum(length, 0)
     least = tl.maximum(tl.cdiv(total, budget), min_span)
     number = tl.arange(0, SPANS)
@@ -141,11 +141,11 @@ def plan_items(
     max_splits: int,
     window: int | None = None,
 ) -> Items:
-    """Cut requests of prefix_len + suffix_len positions into items, from the first tile of their window.
+    """Cut requests of prefix_len + suffix_len positions into items, starting with the first tile of their window.
 
     prefix_len: [B] int32.
-    budget: items that run at a time; 0 splits nothing. Requests of similar length are cut into as many items as fill
-        the device once; longer requests get more items. At most 2 * budget partials are used.
+    budget: items that run at a time; 0 splits nothing. Requests of similar length are cut into enough items to fill the
+        device once; longer requests get more items. At most 2 * budget partials are used.
     min_span: minimum length of an item, except a request's last.
     tile: item boundaries are multiples of it.
     max_splits: maximum number of items per request.
@@ -154,7 +154,7 @@ def plan_items(
     num_items = num_requests + budget
     items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
-    # REQUESTS and ITEMS are both computed from this power of two: each pair of values compiles a kernel
+    # REQUESTS and ITEMS are both computed from this power of two, because each pair of values compiles a kernel
     most_requests = triton.next_power_of_2(num_requests)
     _plan_items[(1,)](
         prefix_len,
@@ -176,7 +176,7 @@ def plan_items(
 
 
 def plan_warps(num_requests: int) -> int:
-    """Return the warps of the planner, which holds `SPANS` numbers per request."""
+    """Return the number of warps of the planner, which holds `SPANS` numbers per request."""
     return 4 if num_requests <= 128 else 16
 
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""KV positions that a row of a round sees through a sliding window (see `DecodeBatch.window`). The constant WINDOW is 0
-without a window; such kernels contain no code for it."""
+"""KV positions that a row of a round sees through a sliding window (see `DecodeBatch.window`). WINDOW is 0 without a
+window; such kernels contain no code for it."""
 
 import triton
 import triton.language as tl

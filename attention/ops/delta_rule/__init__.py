@@ -1,4 +1,5 @@
-"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464): a layer's core between its input and output projections.
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464): the part of a layer between its input and output
+projections.
 
 tables    the tensors: a layer's state, weights and rows, and the inputs that all layers of a pass share
 rounds    verification and decoding: replays the committed rows, then computes the new rows, for trees of any shape
@@ -6,7 +7,7 @@ chunks    prompt chunks
 commit    moves the accepted rows of all layers to the committed rows
 formulas  convolution, gates, recurrence and gated norm in torch, for the references
 
-A round reads and writes the state once, for any number of rows. Verified rows leave the state unchanged; the layer
-stores their projections (*pending* rows). After acceptance, the rows of the accepted path become *committed* rows,
-which the next round replays before it computes its own rows.
+A round reads and writes the state once, for any number of rows. Verified rows do not change the state; the layer stores
+their projections (*pending* rows). After acceptance, the rows of the accepted path become *committed* rows, which the
+next round replays before it computes its own rows.
 """

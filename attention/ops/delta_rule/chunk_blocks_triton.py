@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Divides prompt chunks into the blocks of `chunks_triton`, on the device. A block has up to BLOCK rows; it ends early
-at a snapshot or at the end of its chunk."""
+"""Divides prompt chunks into the blocks of `chunks_triton`, on the device. A block has up to BLOCK rows, fewer before a
+snapshot or the end of its chunk."""
 
 import triton
 import triton.language as tl

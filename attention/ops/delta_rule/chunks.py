@@ -32,9 +32,9 @@ def max_blocks(num_rows: int, num_chunks: int) -> int:
 def scratch_dtype(heads: DeltaHeads, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of scratch between the kernels, and of operands of their products, for rows of `dtype`.
 
-    The rows' dtype is used only for keys and values of 128 numbers. With fewer, which no published model has, kernels
-    compiled by Triton 3.6 differ from interpreted ones on an H200 by more than the largest output (`python -m
-    tests.bench delta_chunks`); with float32 operands they agree.
+    The rows' dtype is used only for keys and values of 128 dimensions. With fewer, which no published model has,
+    kernels compiled by Triton 3.6 are wrong on an H200 (`python -m tests.bench delta_chunks`); with float32 operands
+    they are right.
     """
     return dtype if heads.key_dim == heads.value_dim == 128 else torch.float32
 
@@ -76,7 +76,7 @@ def delta_rule_chunks(
 
     rows     [N] rows, N >= qo_indptr[-1]
     kept     state and conv of the chunks' slots, and snapshots, are written
-    out      [N, Hv * dv] of the model's type, last stride 1, written: the gated norm of the outputs; zeros for padding
+    out      [N, Hv * dv] of the model's dtype, last stride 1, written: the gated norm of the outputs; zeros for padding
     """
     heads, full = kept.heads, kept.state.dtype
     borders = tables.qo_indptr.tolist()

@@ -3,12 +3,11 @@
 
 convolve   q, k and v
 solve      gates, and each block's triangular system: its rows w and u
-advance    block by block: the state before the block, and what the block's rows add to it
+advance    block by block: the state before the block, and the additions of the block's rows
 finish     outputs and their gated norm
 
-Operands of products are of `scratch_dtype`; sums and states are float32. The device divides
-the chunks into blocks, and the host does not know their lengths. So grids have the maximum number of blocks for this
-many rows and chunks.
+Operands of products are of `scratch_dtype`; sums and states are float32. The device divides the chunks into blocks,
+because the host does not know their lengths. So grids have the maximum number of blocks for this many rows and chunks.
 """
 
 from dataclasses import dataclass
@@ -127,7 +126,7 @@ def _move_history(
         for i in tl.static_range(3):
             channels = _history(qkv_ptr, history_ptr, chunk_row, snapshot - 3 + i, column, stride, has_history, C)
             tl.store(target_ptr + i * C, channels)
-    # read all before the first write: the new history of a short chunk contains tokens of the old one
+    # read all before writing: the new history of a short chunk contains tokens of the old one
     tl.debug_barrier()
     tl.store(history_ptr + column, first)
     tl.store(history_ptr + C + column, second)
@@ -250,8 +249,8 @@ def chunk_tiles(value_dim: int) -> ChunkTiles:
 
 
 def padded_chunks(num_chunks: int) -> int:
-    """Return `num_chunks` padded to a power of two. There are few values, because each compiles the kernels: an engine
-    start runs the smallest, and that for as many chunks as there are slots."""
+    """Return `num_chunks` padded to a power of two. Few values are used, because each compiles the kernels: an engine
+    start compiles the smallest, and the one for as many chunks as slots."""
     return 8 if num_chunks <= 8 else max(64, int(triton.next_power_of_2(num_chunks)))
 
 

@@ -25,7 +25,7 @@ def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -
     pending[path[j]] for j < counts, and `count` becomes counts. The padding slot does not change.
 
     kept    conv, committed and count are written
-    slots   [B] int64; the padding slot for padding rows; all others differ
+    slots   [B] int64, distinct except for the padding slot of padding rows
     path    [B, D] int64, nodes by depth, D <= P; without speculation zeros [B, 1]
     counts  [B] int32 or int64, number of committed nodes of the path, at most D
     """

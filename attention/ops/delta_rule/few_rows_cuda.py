@@ -33,9 +33,9 @@ class Tiles:
 
 
 def tiles_of(programs: int) -> Tiles:
-    """Return the tiles for a number of programs: up to one per multiprocessor have eight warps; of more, three with
-    four warps share one. H200, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1, 8 and 32: eight warps take 6.9,
-    32 and 132 us, four take 8.5, 22 and 88."""
+    """Return the tiles for a number of programs: eight warps for up to one program per multiprocessor; else four warps,
+    and three programs share one. H200, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1, 8 and 32: eight warps
+    take 6.9, 32 and 132 us, four take 8.5, 22 and 88."""
     return Tiles(8, 1) if programs <= MULTIPROCESSORS else Tiles(4, 3)
 
 

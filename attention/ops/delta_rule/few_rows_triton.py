@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """The kernel of `delta_rule_rounds` for a few rows per request: one launch per layer. A program computes one value head
-of one request, and reads and writes its state once. Programs do not read what others write.
+of one request, and reads and writes its state once. Programs are independent.
 
 A program's tile has the keys of the slot's committed rows, then the keys of the new rows, then their queries. A key
-sees the keys of earlier committed rows and of its ancestors; a query sees these and its own row's key. So additions to
-the state and outputs are the solution of one unit lower triangular system (the UT transform). Products have float32
+sees the keys of earlier committed rows and of its ancestors; a query sees these and its own row's key. So one unit
+lower triangular system (the UT transform) gives the outputs and the additions to the state. Products have float32
 precision, so the state is that of the recurrence.
 
-The kernel needs keys and values of 128 numbers. At 16 and 32, Triton 3.6 compiles it wrongly for an unknown reason; the
-interpreted kernel is right. At these sizes a tile of channels can have the shape of a tile of rows by rows.
+The kernel needs keys and values of 128 dimensions. For 16 and 32, Triton 3.6 miscompiles it for an unknown reason; the
+interpreted kernel is right.
 """
 
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def _convolved(column, own, newest, older, oldest, live, writes, weight_ptr, pen
     """Return the convolved channels [n, d] of rows, in the rows' dtype.
 
     column: [1, d] or [n, d].
-    own to oldest: [n] addresses of the channels of each row and of its three nearest ancestors.
+    own, newest, older, oldest: [n] addresses of the channels of each row and its three nearest ancestors.
     writes: rows whose own channels go to pending_ptr.
     """
     live = live[:, None]
@@ -202,9 +202,9 @@ class FewRowTiles:
 
 
 def few_row_tiles(value_dim: int, programs: int) -> FewRowTiles:
-    """Return the tiles. One program per multiprocessor has eight warps that hold the whole state; of more programs,
-    three with four warps share one. H100, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1 and 8: 13 and 49 us
-    with eight warps, 22 and 42 with four."""
+    """Return the tiles. With one program per multiprocessor, eight warps hold the whole state; else programs have four
+    warps, and three share one. H100, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1 and 8: 13 and 49 us with
+    eight warps, 22 and 42 with four."""
     if programs <= MULTIPROCESSORS:
         return FewRowTiles(value_dim, 8, True, None)
     return FewRowTiles(min(value_dim, 32), 4, False, 168)

@@ -58,7 +58,7 @@ def block(
     v        [..., n, dv]
     g, beta  [..., n]
     seen     [..., n, n] bool, row i sees row j <= i: a tree's ancestors, or a triangle for a sequence
-    ->       outputs [..., n, dv]; what each row adds to the state [..., n, dv]; log decay since `state` [..., n]
+    ->       outputs [..., n, dv]; additions of the rows to the state [..., n, dv]; log decay since `state` [..., n]
     """
     decay = (seen.to(g.dtype) @ g.unsqueeze(-1)).squeeze(-1)
     # At most 0 if rows see all ancestors of their ancestors. Padding rows may not; the clamp keeps them finite.

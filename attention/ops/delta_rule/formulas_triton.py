@@ -91,8 +91,8 @@ def norm_factors(x):
 
 @triton.jit
 def settled(x):
-    """Return x, and force the compiler to compute it once, here. Otherwise Triton 3.6 computes an operand again in the
-    layout of each product, where every warp holds all of its rows, and registers spill."""
+    """Return x, and force the compiler to compute it once, here. Otherwise Triton 3.6 recomputes an operand in the
+    layout of each product, in which every warp holds all rows, so registers spill."""
     if not INTERPRETED:
         if x.dtype == tl.bfloat16:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=2)
@@ -121,7 +121,7 @@ def dot(x, y):
 @triton.jit
 def product_with_rows(k, q, y):
     """Return k @ y and q @ y of float32 y. If k and q are bfloat16, y is split into a sum of three bfloat16 numbers,
-    whose products are exact in float32; q @ y omits the smallest."""
+    whose products are exact in float32; q @ y omits the smallest term."""
     if k.dtype == tl.bfloat16:
         high = y.to(tl.bfloat16)
         y -= high.to(tl.float32)

@@ -40,7 +40,7 @@ def _are_few_in_bfloat16(
 
 
 def _fit_a_tile(kept: LayerState, tables: RoundTables, most: int) -> bool:
-    """Whether requests have several rows, and these and the committed ones fit in a tile of `most` rows."""
+    """Return whether requests have several rows, and these and the committed ones fit in a tile of `most` rows."""
     width, heads = tables.mask.shape[1], kept.heads
     fits = width > 1 and kept.committed.shape[1] + 2 * width <= most
     return fits and heads.key_dim == heads.value_dim == 128 and kept.state.dtype is torch.float32
@@ -90,8 +90,8 @@ def delta_rule_rounds(
 
     1. Replay: run the recurrence over a slot's `count` committed rows in float32, and write the new state. If it passes
        `snapshot_at`, also write the state there to snapshot `snapshot_entry`, with the convolution's history.
-    2. New rows: each sees the replayed state, its ancestors and itself, as if the recurrence had run along its path.
-       They do not change the state, and become the slot's pending rows.
+    2. New rows: each sees the replayed state, its ancestors and itself, as if the recurrence ran along its path. They
+       do not change the state, and become the slot's pending rows.
 
     rows     [B * R] rows, by request, then by node
     kept     state, pending and snapshots are written; `commit_rows` writes committed, conv and count after the pass
@@ -114,7 +114,7 @@ def delta_rule_rounds(
     g, beta = (each.transpose(1, 2) for each in gates(b, a, weights, full))
     o, _, _ = block(state, q, k, v, g, beta, ancestry.unsqueeze(1))
     out.copy_(gated_norm(o.transpose(1, 2).flatten(0, 1), rows.z, weights))
-    # padding of rows, and later rows of `pending`, do not change
+    # the padding of rows and later rows of `pending` do not change
     kept.pending[tables.slots, :width, : qkv.shape[-1] + 2 * heads.value_heads] = torch.cat((qkv, b, a), -1)
 
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of `delta_rule_rounds`: one launch per layer, or two for wide rounds. A program computes one value head of
-one request, and reads and writes its state once. Programs of a launch do not read what others write.
+one request, and reads and writes its state once. Programs of a launch are independent.
 
 A program's tile has the slot's committed rows, then its new rows. A committed row sees earlier committed rows; a new
 row sees all committed rows, its ancestors and itself. One UT transform over the tile gives the outputs of the new rows,
@@ -41,7 +41,7 @@ def _convolved(
 ):  # fmt: skip
     """Return the convolved channels [n, d] of the tile, in the rows' dtype.
 
-    own to newest: addresses of the channels of each row and of its three nearest ancestors.
+    own, oldest, older, newest: addresses of the channels of each row and its three nearest ancestors.
     writes: rows whose own channels go to pending_ptr.
     """
     raw = tl.load(own[:, None] + column[None, :], mask=live[:, None], other=0.0)
@@ -119,7 +119,7 @@ def _delta_round(
     leads = is_new & (h == key_head * (HV // HK))  # one value head per key head stores the key head's channels
     q = _convolved(key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
     k = _convolved(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
-    if not REPLAYS:  # wide tiles: Triton's products of 64 bfloat16 rows were wrong on an H200
+    if not REPLAYS:  # wide tiles: Triton's products of 64 bfloat16 rows are wrong on an H200
         q, k = q.to(tl.float32), k.to(tl.float32)
     k_scale = norm_factors(k)
     decay = tl.sum(tl.where(sees, g[None, :], 0.0), 1)

@@ -3,7 +3,7 @@
 takes little longer than reading and writing the states.
 
 A program computes one value head of one request. It holds the state in registers, replays the committed rows by the
-recurrence before it waits for the projections, and writes the state once. Programs do not read what others write.
+recurrence before it waits for the projections, and writes the state once. Programs are independent.
 """
 
 import triton
@@ -26,7 +26,7 @@ from attention.ops.pdl import pdl_wait
 def _convolved(oldest, older, newest, own, live, weight_ptr, C: tl.constexpr):
     """Return a token's raw and convolved channels, in the rows' dtype.
 
-    oldest to own: addresses of the channels of the three tokens before the token, and of its own.
+    oldest, older, newest, own: addresses of the channels of the three tokens before the token, and of its own.
     weight_ptr: first taps of these channels.
     """
     raw = tl.load(own, mask=live, other=0.0)

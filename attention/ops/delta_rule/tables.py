@@ -187,11 +187,11 @@ class DeltaRows:
 class RoundTables:
     """B requests of R rows each in a pass; the same for all layers.
 
-    slots:        [B] int64; the padding slot for padding rows; all others differ.
+    slots:        [B] int64, distinct except for the padding slot of padding rows.
     prefix_len:   [B] int32, committed tokens before the first row.
     mask:         [B, R] int64, bit j of row i: node j is i or an ancestor of i. Bit 0 and bit i are set, bits above i
-                  are not; R <= min(63, W). A row that is no node of the request's tree may have any mask of this form,
-                  even one that is not a tree's; it is no node's ancestor, and its output is finite.
+                  are not; R <= min(63, W). A row outside of the request's tree may have any mask of this form; it is no
+                  node's ancestor, and its output is finite.
     snapshot_at:  [S + 1] int32, by slot: number of tokens after which the state is saved; -1 for none.
     snapshot_entry: [S + 1] int64, by slot: index of that snapshot.
     """
