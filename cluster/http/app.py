@@ -29,7 +29,7 @@ from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import openapi_document
 from cluster.http.origins import Origins
 from cluster.http.page.files import page_routes
-from cluster.http.parsers.detection import detect_parser
+from cluster.http.parsers.families import detect_family
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.routes import generation, messages, models, native, prefix_cache, responses, status, tokenization
 from cluster.http.serving import Edge
@@ -70,7 +70,7 @@ def build_app(
             "must be filled in from the model before the application is built"
         )
     if config.output_parser == "auto":
-        found = detect_parser(tokenizer.template_source, tokenizer.response_template is not None)
+        found = detect_family(tokenizer.template_source, tokenizer.response_template is not None)
         config = dataclasses.replace(config, output_parser=found)
     config = _with_sampling_defaults(config, tokenizer.sampling_defaults)
     admission = Admission(config.max_concurrent_requests or math.inf, config.max_pending_bytes, config.retry_after_s)

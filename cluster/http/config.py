@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from attention.distribution import install_command
 from cluster.http.keys import digest
 
-# Rows of `cluster.http.parsers.table.PARSERS`.
+# Rows of `cluster.http.parsers.families.FAMILIES`.
 OutputParserName = Literal[
     "text",
     "think",

@@ -22,8 +22,8 @@ from cluster.http.config import EdgeConfig
 from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, invalid, refused, timed_out
+from cluster.http.parsers.families import FAMILIES
 from cluster.http.parsers.marked import MarkedParser
-from cluster.http.parsers.marks import MARKS
 from cluster.http.parsers.output_parser import (
     HeldReasoning,
     OutputParser,
@@ -31,7 +31,7 @@ from cluster.http.parsers.output_parser import (
     joined_deltas,
 )
 from cluster.http.parsers.reasoning_tokens import ReasoningTokens
-from cluster.http.parsers.table import PARSERS
+from cluster.http.parsers.table import parser_of
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.requests.edge_request import Choice, EdgeRequest
@@ -240,7 +240,7 @@ class GenerationResponse(Response):
         """Return the parser of one choice."""
         request = self._request
         prompt = request.prompt_texts[choice.prompt] if request.chat else ""
-        return PARSERS[request.output_parser](request, prompt, self._edge.tokenizer)
+        return parser_of(request, prompt, self._edge.tokenizer)
 
     def _parsed(self, index: int, piece: Piece) -> ReplyDelta:
         """Return the parsed delta of a piece."""
@@ -256,7 +256,7 @@ def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answe
     choice = request.choices[index]
     before: Sequence[int] = () if request.chat else request.prompts[choice.prompt]
     return Answer(
-        tokenizer.detokenizer(choice.form.skip_special_tokens, before, MARKS[request.output_parser]),
+        tokenizer.detokenizer(choice.form.skip_special_tokens, before, FAMILIES[request.output_parser].marks),
         choice.form.stops,
         choice.form.include_stop,
         choice.sampling.min_tokens,

@@ -1,13 +1,13 @@
 """Splits answers into content, reasoning and tool calls, with a parser per format of answers.
 
 output_parser      the interface of parsers, and the parser of plain text
-table              the parsers by name
-detection          finds a model's parser by its chat template
+families           what distinguishes the families of models, and how a chat template shows the family
+table              makes the parser of an answer
 marks              finds marks (`<think>`, `<tool_call>`) in streamed text
 marked             a parser of marks in the text: reasoning first, then content and tool calls
 reasoning          thinking between two marks
 reasoning_tokens   counts reasoning tokens
-tool_calls         tool calls between marks, for each family of models
+tool_calls         tool calls between marks
 json_calls         streamed calls in JSON
 xml_calls          streamed calls in XML, for several families
 literal_calls      calls in Python's and in Gemma's literals

@@ -2,106 +2,15 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from cluster.http.config import OutputParserName
-from cluster.http.parsers.marks import THINKING_MARKS
+from cluster.http.parsers.families import FAMILIES, CallSyntax
 from cluster.http.schema.message import NO_PARAMETERS, Tool
 from workers.scheduling.plan import Grammar
 
 MAX_WHITESPACE = 8  # consecutive characters between parts of arguments: a model could write them forever
-
-
-@dataclass(frozen=True)
-class CallSyntax:
-    """Syntax of a model's tool calls.
-
-    begin, end: text around the arguments of a call; "{name}" is replaced with the tool's name.
-    separator: text between two calls.
-    opening, closing: text around all calls.
-    trigger: the start of every call.
-    style: xgrammar's name for the syntax of the arguments.
-    others: (trigger, begin) of other formats that a model may use unprompted.
-    """
-
-    begin: str
-    end: str
-    separator: str
-    trigger: str
-    opening: str = ""
-    closing: str = ""
-    style: str = "json"
-    others: tuple[tuple[str, str], ...] = ()
-
-
-_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-SYNTAX: dict[OutputParserName, CallSyntax] = {
-    "hermes": CallSyntax('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n", "<tool_call>"),
-    "llama3": CallSyntax('{"name": "{name}", "parameters": ', "}", "; ", '{"name": '),
-    "mistral": CallSyntax(
-        '{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS]", opening="[TOOL_CALLS][", closing="]"
-    ),
-    "deepseek_v3": CallSyntax(
-        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-        "\n```<｜tool▁call▁end｜>",
-        "\n",
-        _DEEPSEEK_BEGIN,
-        _DEEPSEEK_BEGIN,
-        _DEEPSEEK_END,
-    ),
-    "qwen3_coder": CallSyntax(
-        "<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", "\n", "<tool_call>", style="qwen_xml"
-    ),
-    "kimi_k2": CallSyntax(
-        "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
-        "<|tool_call_end|>",
-        "",
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_begin|>",
-        "<|tool_calls_section_end|>",
-    ),
-    "glm45": CallSyntax("<tool_call>{name}\n", "</tool_call>", "\n", "<tool_call>", style="glm_xml"),
-    "minimax_m2": CallSyntax(
-        '<invoke name="{name}">\n',
-        "</invoke>\n",
-        "",
-        "<minimax:tool_call>",
-        "<minimax:tool_call>\n",
-        "</minimax:tool_call>",
-        style="minimax_xml",
-    ),
-    "seed_oss": CallSyntax(
-        "<seed:tool_call>\n<function={name}>\n",
-        "</function>\n</seed:tool_call>",
-        "\n",
-        "<seed:tool_call>",
-        style="qwen_xml",
-    ),
-    "granite": CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", "<|tool_call|>", "<|tool_call|>[", "]"),
-    "phi4_mini": CallSyntax(
-        '{"name": "{name}", "arguments": ', "}", ", ", "<|tool_call|>", "<|tool_call|>[", "]<|/tool_call|>"
-    ),
-    "harmony": CallSyntax(
-        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
-        "",  # the token that ends a call is an end-of-sequence token, which the constraint allows only at its end
-        "<|start|>assistant",
-        "<|channel|>commentary to=",
-        others=(
-            ("<|start|>assistant to=", "<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>"),
-        ),
-    ),
-}
-READ_ONLY: tuple[OutputParserName, ...] = ("response_template", "gemma4", "pythonic")  # no grammar forces these
-_MISTRAL_V11 = CallSyntax("[TOOL_CALLS]{name}[ARGS]", "", "", "[TOOL_CALLS]")
-_DEEPSEEK_V3_1 = CallSyntax(
-    "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "",
-    _DEEPSEEK_BEGIN,
-    _DEEPSEEK_BEGIN,
-    _DEEPSEEK_END,
-)
 
 
 def calls_format(
@@ -113,11 +22,13 @@ def calls_format(
         constrained.
     template: the chat template's text.
     """
-    syntax = SYNTAX[parser]
-    if parser == "deepseek_v3" and "```json" not in template:
-        syntax = _DEEPSEEK_V3_1
-    elif parser == "mistral" and "[ARGS]" in template:
-        syntax = _MISTRAL_V11
+    syntax = FAMILIES[parser].syntax
+    assert syntax is not None, "`tool_calling` refuses to force other calls"
+    if parser == "deepseek_v3" and "```json" not in template:  # V3.1
+        begin, end = "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+        syntax = replace(syntax, begin=begin, end=end, separator="")
+    elif parser == "mistral" and "[ARGS]" in template:  # tokenizers from version 11 on
+        syntax = CallSyntax("[TOOL_CALLS]{name}[ARGS]", "", "", "[TOOL_CALLS]")
     if not forced and not any(tool.function.strict for tool in tools):
         return None
     tags = [_tag(syntax, tool, forced) for tool in tools]
@@ -178,12 +89,12 @@ def _tag(syntax: CallSyntax, tool: Tool, forced: bool) -> dict[str, Any]:
 def after_thinking(parser: OutputParserName, calls: dict[str, Any], prompt: str, template: str) -> dict[str, Any]:
     """Return `calls`, or another format, with optional reasoning before it, if the prompt has started reasoning or the
     template has it. prompt, template: texts."""
-    if parser in ("text", "response_template"):
-        return calls
     if parser == "harmony":
         analysis = _thinking("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
         return {"type": "sequence", "elements": [{"type": "optional", "content": analysis}, calls]}
-    opens, closes = THINKING_MARKS[parser]
+    if (marks := FAMILIES[parser].thinking) is None:
+        return calls
+    opens, closes = marks
     if prompt.rstrip().endswith(opens):
         thinking = _thinking("", closes)
     elif opens in template and not prompt.rstrip().endswith(closes):

@@ -23,55 +23,61 @@ class CallPart(NamedTuple):
     arguments: str
 
 
-class JsonSpan:
-    """Finds the end of one JSON value in streamed text. Malformed JSON ends anywhere or not at all."""
+class BracketSpan:
+    """Finds, in streamed text, the bracket that closes the first one, or the end of a string before any bracket.
 
-    def __init__(self) -> None:
+    structure: finds brackets, the quotation marks of strings, and backslashes."""
+
+    def __init__(self, structure: re.Pattern[str] = _STRUCTURE) -> None:
+        self._structure = structure
         self._depth = 0
-        self._in_string = False
+        self._quote = ""  # the mark that ends the current string
         self._escaped = False
-        self._scalar = False
-        self._started = False
 
     def take(self, text: str) -> tuple[str, str | None]:
-        """Return the part of `text` that belongs to the value, and the rest once it is complete, else None."""
+        """Return the part of `text` that belongs to the span, and the rest once it is complete, else None."""
         at = 0
-        if not self._started:
-            at = len(text) - len(text.lstrip())
-            if at == len(text):
-                return "", None
-            self._started = True
-            self._scalar = text[at] not in '{["'
-        start = at
-        if self._scalar:
-            end = _SCALAR_END.search(text, at)
-            return (text[start:], None) if end is None else (text[start : end.start()], text[end.start() :])
         while at < len(text):
             if self._escaped:
                 self._escaped = False
                 at += 1
                 continue
-            found = _STRUCTURE.search(text, at)
+            found = self._structure.search(text, at)
             if found is None:
                 break
-            at = found.end()
-            self._step(found[0])
-            if self._depth == 0 and not self._in_string:
-                return text[start:at], text[at:]
-        return text[start:], None
+            mark, at = found[0], found.end()
+            if mark == "\\":
+                self._escaped = bool(self._quote)
+            elif self._quote:
+                self._quote = "" if mark == self._quote else self._quote
+            elif mark in "\"'":
+                self._quote = mark
+            else:
+                self._depth += 1 if mark in "([{" else -1
+            if self._depth <= 0 and not self._quote:
+                return text[:at], text[at:]
+        return text, None
 
-    def _step(self, character: str) -> None:
-        if self._in_string:
-            if character == "\\":
-                self._escaped = True
-            elif character == '"':
-                self._in_string = False
-        elif character == '"':
-            self._in_string = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
+
+class JsonSpan:
+    """Finds the end of one JSON value in streamed text. Malformed JSON ends anywhere or not at all."""
+
+    def __init__(self) -> None:
+        self._brackets: BracketSpan | None = None
+        self._started = False
+
+    def take(self, text: str) -> tuple[str, str | None]:
+        """See `BracketSpan.take`. White space before the value is dropped."""
+        if not self._started:
+            text = text.lstrip()
+            if not text:
+                return "", None
+            self._started = True
+            self._brackets = BracketSpan() if text[0] in '{["' else None
+        if self._brackets is not None:
+            return self._brackets.take(text)
+        end = _SCALAR_END.search(text)
+        return (text, None) if end is None else (text[: end.start()], text[end.start() :])
 
 
 class CallObject:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from cluster.http.parsers.json_calls import CallPart
+from cluster.http.parsers.json_calls import BracketSpan, CallPart
 from cluster.http.parsers.marks import cut
 from cluster.http.text.json_text import parsed, without_surrogates
 
@@ -29,7 +29,8 @@ class PythonCalls:
     def __init__(self) -> None:
         self._held = ""
         self._state = "start"  # then "list" and "end", or "content"
-        self._span = _Span()
+        self._call = ""  # the current call, as far as it has arrived
+        self._span = BracketSpan(_STRUCTURE)
 
     def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
         """See `cluster.http.parsers.tool_calls.CallReader`."""
@@ -47,7 +48,7 @@ class PythonCalls:
             return left if left.strip() else "", parts
         if end or self._state == "content":
             self._state = "content"
-            return self._held, parts
+            return self._call + self._held, parts
         return "", parts
 
     def _start(self) -> None:
@@ -65,49 +66,21 @@ class PythonCalls:
         """Return the complete calls."""
         parts: list[CallPart] = []
         while True:
-            if not self._span.is_begun:
+            if not self._call:
                 self._held = self._held.lstrip(_BETWEEN)
                 if self._held.startswith("]"):
                     self._state, self._held = "end", self._held[1:]
                     return parts
-            length = self._span.length(self._held)
-            if length is None:
+            part, rest = self._span.take(self._held)
+            self._call, self._held = self._call + part, rest or ""
+            if rest is None:
                 return parts
-            call = python_call(self._held[:length])
+            call = python_call(self._call)
             if call is None:
                 self._state = "content"
                 return parts
             parts += call
-            self._held, self._span = self._held[length:], _Span()
-
-
-class _Span:
-    """Finds the end of the first call in growing text."""
-
-    def __init__(self) -> None:
-        self._at = self._depth = 0
-        self._quote = ""
-
-    @property
-    def is_begun(self) -> bool:
-        return self._at > 0
-
-    def length(self, text: str) -> int | None:
-        """Return the number of characters up to the call's closing parenthesis; None before it has arrived."""
-        while (found := _STRUCTURE.search(text, self._at)) is not None:
-            mark, self._at = found[0], found.end()
-            if mark == "\\":
-                self._at += 1 if self._quote else 0
-            elif self._quote:
-                self._quote = "" if mark == self._quote else self._quote
-            elif mark in "\"'":
-                self._quote = mark
-            else:
-                self._depth += 1 if mark in "([{" else -1
-                if self._depth <= 0:
-                    return self._at
-        self._at = max(self._at, len(text))
-        return None
+            self._call, self._span = "", BracketSpan(_STRUCTURE)
 
 
 def python_call(text: str) -> list[CallPart] | None:

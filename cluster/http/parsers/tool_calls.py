@@ -1,18 +1,16 @@
-"""Parses tool calls between marks, for each family of models."""
+"""Parses tool calls between marks. `cluster.http.parsers.families` says which family has which."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from cluster.http.parsers.json_calls import CallList, CallPart, JsonSpan
-from cluster.http.parsers.literal_calls import GEMMA_END, GemmaBody
 from cluster.http.parsers.marks import cut
-from cluster.http.parsers.xml_calls import GLM, MINIMAX, SEED, XmlCalls, XmlForm, types_of_tools
 
 PYTHON_TAG = "<|python_tag|>"
 _MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
-_KIMI_HEAD = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?={)")
-_DEEPSEEK_HEAD = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([^\n<`{]+?)(?:<｜tool▁sep｜>|\n```json)\s*(?={)")
+KIMI_HEAD = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?={)")
+DEEPSEEK_HEAD = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([^\n<`{]+?)(?:<｜tool▁sep｜>|\n```json)\s*(?={)")
 
 
 class CallReader(Protocol):
@@ -159,78 +157,3 @@ class Llama3Calls:
             return "", parts
         self._is_content = True
         return rest, parts
-
-
-def hermes_calls() -> CallReader:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and 3."""
-    return MarkedCalls({"<tool_call>": lambda: CallList(1), "</tool_call>": None})
-
-
-def mistral_calls() -> CallReader:
-    return MarkedCalls({"[TOOL_CALLS]": MistralBody})
-
-
-def deepseek_calls() -> CallReader:
-    """V3 and R1 (with "function" and a fence around the arguments) and V3.1 (without)."""
-    return MarkedCalls(
-        {
-            "<｜tool▁calls▁begin｜>": None,
-            "<｜tool▁call▁begin｜>": lambda: NamedCall(_DEEPSEEK_HEAD, "<｜tool▁call▁end｜>"),
-            "<｜tool▁calls▁end｜>": None,
-        }
-    )
-
-
-def kimi_calls() -> CallReader:
-    """Kimi-K2: <|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>."""
-    return MarkedCalls(
-        {
-            "<|tool_calls_section_begin|>": None,
-            "<|tool_call_begin|>": lambda: NamedCall(_KIMI_HEAD, "<|tool_call_end|>"),
-            "<|tool_calls_section_end|>": None,
-        }
-    )
-
-
-def listed_calls(*left_out: str) -> CallReader:
-    """<|tool_call|> and calls in JSON, in an array or not: Granite 3, Phi-4-mini. left_out: further marks, which are
-    dropped."""
-    return MarkedCalls({"<|tool_call|>": CallList, **dict.fromkeys(left_out)})
-
-
-def gemma_calls() -> CallReader:
-    """Gemma 4: <|tool_call>call:NAME{...}<tool_call|>."""
-    return MarkedCalls({"<|tool_call>": GemmaBody, GEMMA_END: None})
-
-
-def xml_calls(tools: Sequence[Mapping[str, Any]]) -> CallReader:
-    """XML (`cluster.http.parsers.xml_calls`): Qwen3-Coder, Qwen3.5 and later. tools: schemas define which values are
-    text."""
-    types = types_of_tools(tools)
-    return MarkedCalls(
-        {
-            "<tool_call>": lambda: XmlCalls(types),
-            "</tool_call>": None,
-            "<function=": lambda: XmlCalls(types, opened=True),
-        }
-    )
-
-
-def glm_calls(tools: Sequence[Mapping[str, Any]]) -> CallReader:
-    """<tool_call>NAME <arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>: GLM-4.5 and later."""
-    return _in_tags("<tool_call>", GLM, tools)
-
-
-def minimax_calls(tools: Sequence[Mapping[str, Any]]) -> CallReader:
-    """<minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>: MiniMax-M2."""
-    return _in_tags("<minimax:tool_call>", MINIMAX, tools)
-
-
-def seed_calls(tools: Sequence[Mapping[str, Any]]) -> CallReader:
-    """<seed:tool_call> and calls in Qwen3-Coder's format: Seed-OSS."""
-    return _in_tags("<seed:tool_call>", SEED, tools)
-
-
-def _in_tags(opens: str, form: XmlForm, tools: Sequence[Mapping[str, Any]]) -> CallReader:
-    types = types_of_tools(tools)
-    return MarkedCalls({opens: lambda: XmlCalls(types, form), form.call_end: None})

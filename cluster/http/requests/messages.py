@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from cluster.http.config import OutputParserName
 from cluster.http.errors import ApiError, invalid, unsupported
-from cluster.http.parsers.marks import THINKING_MARKS
+from cluster.http.parsers.families import FAMILIES
 from cluster.http.requests.tools import can_switch_thinking
 from cluster.http.schema.body import validation_fault
 from cluster.http.schema.messages_reply import MessagesError, MessagesErrorDetail
@@ -95,7 +95,7 @@ def messages_chat(
     values: dict[str, Any] = body.model_dump(include=set(_SAME_NAMES))
     messages = chat_messages(body.system, body.messages)
     values |= {"messages": messages, "reasoning_effort": _effort(body, template, parser)}
-    if body.thinking is not None and body.thinking.type == "enabled" and parser in THINKING_MARKS:
+    if body.thinking is not None and body.thinking.type == "enabled" and FAMILIES[parser].thinking:
         values["thinking_token_budget"] = body.thinking.budget_tokens
     if messages[-1]["role"] == "assistant":
         values["continue_final_message"] = True

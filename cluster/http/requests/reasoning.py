@@ -2,7 +2,7 @@
 
 from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import unsupported
-from cluster.http.parsers.marks import THINKING_MARKS
+from cluster.http.parsers.families import FAMILIES
 from cluster.http.schema.request import ChatCompletionRequest
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.thinking_budget import ThinkingBudget
@@ -30,10 +30,11 @@ async def thinking_budget(
     limit = body.thinking_token_budget
     if limit is None or limit < 0:
         return None
-    if parser not in THINKING_MARKS or body.separate_reasoning is False:
-        known = ", ".join(THINKING_MARKS)
+    marks = FAMILIES[parser].thinking
+    if marks is None or body.separate_reasoning is False:
+        known = ", ".join(name for name, family in FAMILIES.items() if family.thinking is not None)
         raise unsupported("thinking_token_budget", f"answers have no thinking between marks; output parsers: {known}")
     if body.allowed_token_ids:
         raise unsupported("thinking_token_budget", "thinking cannot be ended with allowed_token_ids")
-    closing = await tokenizer.encode(THINKING_MARKS[parser][1], add_special_tokens=False)
+    closing = await tokenizer.encode(marks[1], add_special_tokens=False)
     return ThinkingBudget(limit, tuple(closing))

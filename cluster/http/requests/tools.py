@@ -7,7 +7,8 @@ from typing import Any
 
 from cluster.http.config import OutputParserName
 from cluster.http.errors import invalid, unsupported
-from cluster.http.parsers.call_grammar import READ_ONLY, SYNTAX, after_thinking, calls_format, content_format
+from cluster.http.parsers.call_grammar import after_thinking, calls_format, content_format
+from cluster.http.parsers.families import FAMILIES
 from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.schema.message import NamedTool, Tool
 from cluster.http.schema.request import ChatCompletionRequest
@@ -42,8 +43,8 @@ def tool_calling(body: ChatCompletionRequest, parser: OutputParserName) -> ToolC
         raise invalid("tools", "tools: two functions have the same name")
     if choice == "none":
         return ToolCalling()
-    if parser not in SYNTAX and parser not in READ_ONLY:
-        known = ", ".join(sorted([*SYNTAX, *READ_ONLY]))
+    if not FAMILIES[parser].reads_calls:
+        known = ", ".join(sorted(name for name, family in FAMILIES.items() if family.reads_calls))
         raise unsupported(
             "tools",
             "this model's chat template shows no known form of tool calls; if the model has one, the server's "
@@ -52,7 +53,7 @@ def tool_calling(body: ChatCompletionRequest, parser: OutputParserName) -> ToolC
     parallel = body.parallel_tool_calls is not False
     if choice in (None, "auto"):
         return ToolCalling(tools, tools, False, parallel)
-    if parser not in SYNTAX:
+    if FAMILIES[parser].syntax is None:
         raise unsupported("tool_choice", f"calls in this model's form ({parser}) cannot be forced")
     if isinstance(choice, NamedTool):
         named = tuple(tool for tool in tools if tool.function.name == choice.function.name)
@@ -74,10 +75,9 @@ def answer_grammar(
     reasoning. A forced call leaves no text for `own`. prompt, template: texts."""
     if calls.forced:
         own = None
-    either = own is not None and bool(calls.tools) and parser in SYNTAX
     of_calls: Any = None
-    if calls.tools and parser in SYNTAX:
-        forced = calls.forced or either
+    if calls.tools and FAMILIES[parser].syntax is not None:
+        forced = calls.forced or own is not None
         of_calls = calls_format(parser, calls.callable_tools, forced, calls.parallel, template)
         if of_calls is not None:
             checked = maker.structural_tag("tools", {"format": of_calls})

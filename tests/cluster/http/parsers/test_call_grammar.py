@@ -10,7 +10,7 @@ import xgrammar
 
 from cluster.http.answer import Piece
 from cluster.http.config import OutputParserName
-from cluster.http.parsers.table import PARSERS
+from cluster.http.parsers.table import parser_of
 from cluster.http.text.chat_template import ChatTemplate
 from cluster.http.text.tokenizer import ChatTokenizer
 from tests.cluster.http.parsers.test_parsers import Request
@@ -113,7 +113,7 @@ async def test_required_calls_are_in_the_models_form(parser: OutputParserName) -
     single = await _grammar(parser, tool_choice="required", parallel_tool_calls=False)
     assert single is not None
     assert _allows(single, first + close) and not _allows(single, first + second + close)
-    delta = PARSERS[parser](Request(parser), "", chat_tokenizer()).push(  # type: ignore[arg-type]
+    delta = parser_of(Request(parser), "", chat_tokenizer()).push(  # type: ignore[arg-type]
         Piece(first + second + close, (), finish="stop")
     )
     assert [call.function.name for call in delta.tool_calls if call.id] == ["weather", "time"]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.http.answer import Answer
+from cluster.http.parsers.families import FAMILIES
 from cluster.http.parsers.harmony import MARKS, HarmonyParser
-from cluster.http.parsers.marks import MARKS as SHOWN
 from cluster.http.parsers.output_parser import joined_deltas
 from cluster.transport.messages import TokenDelta
 from tests.support.harmony import harmony_chat_tokenizer, harmony_tokenizer
@@ -17,6 +17,7 @@ from tests.support.harmony import harmony_chat_tokenizer, harmony_tokenizer
 TOKENIZER = harmony_tokenizer()
 CHAT = harmony_chat_tokenizer()
 IDS = CHAT.added_ids(MARKS)
+SHOWN = FAMILIES["harmony"].marks
 Read = tuple[str, str, list[tuple[str, str]], str | None]  # content, reasoning, calls, finish
 
 
@@ -32,7 +33,7 @@ def read(
 ) -> Read:
     """What a client gets of an answer that comes in pieces of `sizes` tokens, again and again; (): one token each. A
     last stop token is not shown."""
-    answer = Answer(CHAT.detokenizer(True, (), SHOWN["harmony"]), stops, eos_token_ids=frozenset(CHAT.eos_token_ids))
+    answer = Answer(CHAT.detokenizer(True, (), SHOWN), stops, eos_token_ids=frozenset(CHAT.eos_token_ids))
     parser = HarmonyParser(with_calls, True, IDS if by_tokens else None, ["get_location"], prompt)
     deltas, at, number = [], 0, 0
     while answer.finish is None:
@@ -185,7 +186,7 @@ def test_any_tokens_are_read(tokens: list[int], sizes: list[int]) -> None:
 
 def test_arguments_come_as_they_are_written() -> None:
     parser = HarmonyParser(True, True, IDS, (), "<|start|>assistant")
-    answer = Answer(CHAT.detokenizer(True, (), SHOWN["harmony"]))
+    answer = Answer(CHAT.detokenizer(True, (), SHOWN))
     tokens = tokens_of(f"<|channel|>commentary to=functions.f<|message|>{json.dumps({'at': 'Bern'})}")
     deltas = [parser.push(answer.push(TokenDelta("", (token,)))) for token in tokens]
     assert sum(bool(delta.tool_calls) for delta in deltas) >= len('{"at": "Bern"}')

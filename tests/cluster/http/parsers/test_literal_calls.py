@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cluster.http.answer import Piece
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.output_parser import joined_deltas
-from cluster.http.parsers.table import PARSERS
+from cluster.http.parsers.table import parser_of
 from tests.cluster.http.parsers.test_parsers import Request
 from tests.support.fake_engine import chat_tokenizer
 
@@ -27,7 +27,7 @@ def values(texts: st.SearchStrategy[str]) -> st.SearchStrategy[Any]:
 
 
 def read(name: OutputParserName, text: str, cuts: list[int]) -> Read:
-    parser = PARSERS[name](Request(name), "", chat_tokenizer())  # type: ignore[arg-type]
+    parser = parser_of(Request(name), "", chat_tokenizer())  # type: ignore[arg-type]
     edges = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     pieces = [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
     deltas = [parser.push(Piece(piece, (0,))) for piece in pieces]
@@ -113,6 +113,6 @@ def test_true_and_null_are_read_as_json_has_them() -> None:
 def test_kimis_ids_are_numbered_through_the_conversation() -> None:
     call = "<|tool_call_begin|>functions.f:{}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
     answer = f"<|tool_calls_section_begin|>{call.format(0)}{call.format(1)}<|tool_calls_section_end|>"
-    parser = PARSERS["kimi_k2"](Request("kimi_k2"), f"so {call.format(0)} then", chat_tokenizer())  # type: ignore[arg-type]
+    parser = parser_of(Request("kimi_k2"), f"so {call.format(0)} then", chat_tokenizer())  # type: ignore[arg-type]
     delta = parser.push(Piece(answer, (0,), finish="stop"))
     assert [call.id for call in delta.tool_calls if call.function.name] == ["functions.f:1", "functions.f:2"]

@@ -7,7 +7,7 @@ import pytest
 
 from cluster.http.answer import Piece
 from cluster.http.config import OutputParserName
-from cluster.http.parsers.marks import MARKS
+from cluster.http.parsers.families import FAMILIES, Family
 from cluster.http.parsers.output_parser import ReplyDelta, TextParser, joined_deltas
 from cluster.http.parsers.table import PARSERS
 from cluster.http.schema.chat_reply import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
@@ -53,11 +53,11 @@ class MarkedParser:
 @pytest.fixture
 def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PARSERS, "marked", lambda request, prompt, tokenizer: MarkedParser())
-    monkeypatch.setitem(MARKS, "marked", ())
+    monkeypatch.setitem(FAMILIES, "marked", Family(has_own_parser=True))
 
 
 def test_the_table_has_what_the_configuration_may_name() -> None:
-    assert set(PARSERS) == set(MARKS) == set(get_args(OutputParserName))
+    assert set(FAMILIES) == set(get_args(OutputParserName))
 
 
 def test_plain_text_is_content_and_keeps_the_answers_end() -> None:

@@ -8,10 +8,9 @@ import pytest
 
 from cluster.http.answer import Piece
 from cluster.http.config import OutputParserName
-from cluster.http.parsers.detection import detect_parser
-from cluster.http.parsers.marks import THINKING_MARKS
+from cluster.http.parsers.families import FAMILIES, detect_family
 from cluster.http.parsers.output_parser import joined_deltas
-from cluster.http.parsers.table import PARSERS
+from cluster.http.parsers.table import parser_of
 from tests.support.fake_engine import chat_tokenizer
 from tests.support.slow import slow
 
@@ -122,11 +121,13 @@ FORMS: list[tuple[OutputParserName, str, str, str]] = [  # parser, answer, conte
     ),
 ]
 
+MARKED = [name for name, family in FAMILIES.items() if family.thinking is not None]
+
 
 def _parse(
     name: OutputParserName, pieces: list[str], finish: Any = "stop", prompt: str = "", **request: Any
 ) -> tuple[Any, Any, list[Any]]:
-    parser = PARSERS[name](Request(name, **request), prompt, chat_tokenizer())  # type: ignore[arg-type]
+    parser = parser_of(Request(name, **request), prompt, chat_tokenizer())  # type: ignore[arg-type]
     deltas = [parser.push(Piece(text, (0,))) for text in pieces[:-1]]
     deltas.append(parser.push(Piece(pieces[-1], (0,), finish=finish)))
     whole, calls = joined_deltas(deltas)
@@ -163,14 +164,14 @@ def test_characters_one_by_one_and_cut_short(name: OutputParserName, answer: str
 
 
 @pytest.mark.parametrize("step", [3, *slow(1)])
-@pytest.mark.parametrize("name", [*THINKING_MARKS])
+@pytest.mark.parametrize("name", MARKED)
 @pytest.mark.parametrize(
     "text",
     ["plain", " two \n\n lines ", "a < b", "<tool", "<function=", "{", '{"a": 1}', '{"name": 5}', "[1]", "<thin", ""],
 )
 def test_text_without_calls_is_content_as_it_is(name: OutputParserName, text: str, step: int) -> None:
     """Each form cuts the text at other places than the form before it; slow: at every place."""
-    for at in range(min([*THINKING_MARKS].index(name) % step, len(text)), len(text) + 1, step):
+    for at in range(min(MARKED.index(name) % step, len(text)), len(text) + 1, step):
         whole, calls, _ = _parse(name, [text[:at], text[at:]])
         assert (whole.content, calls, whole.finish) == (text, [], "stop"), at
 
@@ -217,7 +218,7 @@ def test_harmony_without_heads_is_content() -> None:
     ("template", "name"),
     [
         ("{{ messages }}", "text"),
-        (None, "text"),
+        ("", "text"),
         ("{{ '<|channel|>' }}{{ '<|message|>' }}<tool_call>", "harmony"),
         ("<think> <｜tool▁calls▁begin｜>", "deepseek_v3"),
         ("[TOOL_CALLS]", "mistral"),
@@ -236,6 +237,6 @@ def test_harmony_without_heads_is_content() -> None:
         ("<|start_header_id|> tools parameters [func_name1(params_name1=params_value1)]", "pythonic"),
     ],
 )
-def test_the_template_tells_the_parser(template: str | None, name: str) -> None:
-    assert detect_parser(template, False) == name
-    assert detect_parser(template, True) == "response_template"
+def test_the_template_tells_the_parser(template: str, name: str) -> None:
+    assert detect_family(template, False) == name
+    assert detect_family(template, True) == "response_template"

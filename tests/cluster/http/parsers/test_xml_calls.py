@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cluster.http.answer import Piece
 from cluster.http.parsers.output_parser import joined_deltas
-from cluster.http.parsers.table import PARSERS
+from cluster.http.parsers.table import parser_of
 from tests.cluster.http.parsers.test_parsers import Request
 
 PARAMETERS = {
@@ -37,7 +37,7 @@ def _call(name: str = "edit", **values: str) -> str:
 
 def _parse(pieces: list[str], finish: Any = "stop", prompt: str = "") -> tuple[str, str, list[tuple[str, str]]]:
     """Content, reasoning, and the name and arguments of each call."""
-    parser = PARSERS["qwen3_coder"](Request("qwen3_coder", tools=TOOLS), prompt, None)  # type: ignore[arg-type]
+    parser = parser_of(Request("qwen3_coder", tools=TOOLS), prompt, None)  # type: ignore[arg-type]
     deltas = [parser.push(Piece(text, (0,))) for text in pieces]
     whole, calls = joined_deltas([*deltas, parser.push(Piece("", (0,), finish=finish))])
     return whole.content, whole.reasoning, [(call.function.name, call.function.arguments) for call in calls]
@@ -110,7 +110,7 @@ def test_functions_without_a_mark_are_calls_of_known_tools_alone() -> None:
 
 
 def test_text_arguments_are_streamed_and_an_answer_cut_short_keeps_them() -> None:
-    parser = PARSERS["qwen3_coder"](Request("qwen3_coder", tools=TOOLS), "", None)  # type: ignore[arg-type]
+    parser = parser_of(Request("qwen3_coder", tools=TOOLS), "", None)  # type: ignore[arg-type]
     text = _call(text="one two")
     at = text.index(" two")
     first, second = parser.push(Piece(text[:at], (0,))), parser.push(Piece(" tw", (0,), finish="length"))
@@ -192,7 +192,7 @@ def test_what_the_template_writes_comes_back(texts: dict[str, str], values: dict
     texts = {name: text for name, text in texts.items() if "</parameter>" not in text and "</tool_call>" not in text}
     values = {name: value for name, value in values.items() if not isinstance(value, str)}
     text = _call(**texts, **{name: json.dumps(value) for name, value in values.items()})
-    parser = PARSERS["qwen3_coder"](Request("qwen3_coder", tools=tools), "", None)  # type: ignore[arg-type]
+    parser = parser_of(Request("qwen3_coder", tools=tools), "", None)  # type: ignore[arg-type]
     deltas = [parser.push(Piece(text[at : at + size], (0,))) for at in range(0, len(text), size)]
     _, calls = joined_deltas([*deltas, parser.push(Piece("", (0,), finish="stop"))])
     assert [json.loads(call.function.arguments) for call in calls] == [texts | values]

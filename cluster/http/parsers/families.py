@@ -1,0 +1,266 @@
+"""How each family of models writes answers, a row for each. Adding one: docs/add-a-parser.md."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from cluster.http.config import OutputParserName
+from cluster.http.parsers.argument_types import ArgumentTypes
+from cluster.http.parsers.json_calls import CallList
+from cluster.http.parsers.literal_calls import GEMMA_END, GEMMA_QUOTE, PYTHON_END, PYTHON_START, GemmaBody, PythonCalls
+from cluster.http.parsers.marked import CallIds, random_id
+from cluster.http.parsers.tool_calls import (
+    DEEPSEEK_HEAD,
+    KIMI_HEAD,
+    PYTHON_TAG,
+    CallBody,
+    CallReader,
+    Llama3Calls,
+    MarkedCalls,
+    MistralBody,
+    NamedCall,
+)
+from cluster.http.parsers.xml_calls import GLM, MINIMAX, SEED, XmlCalls, types_of_tools
+from cluster.http.text import harmony_prompt
+
+Types = Callable[[], Mapping[str, ArgumentTypes]]
+
+
+@dataclass(frozen=True)
+class CallSyntax:
+    """Syntax of a model's tool calls, for a constraint on the answer.
+
+    begin, end: text around the arguments of a call; "{name}" is replaced with the tool's name.
+    separator: text between two calls.
+    trigger: the start of every call.
+    opening, closing: text around all calls.
+    style: xgrammar's name for the syntax of the arguments.
+    others: (trigger, begin) of other formats that a model may use unprompted.
+    """
+
+    begin: str
+    end: str
+    separator: str
+    trigger: str
+    opening: str = ""
+    closing: str = ""
+    style: str = "json"
+    others: tuple[tuple[str, str], ...] = ()
+
+
+_THINK = ("<think>", "</think>")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row.
+
+    shown_by: texts that are all in the family's chat template. They are more reliable than the architecture: DeepSeek's
+        distillations of Llama and Qwen have DeepSeek's template.
+    not_shown_by: a text that only another family's template has beside `shown_by`.
+    thinking: opening and closing mark of reasoning.
+    calls: marks of calls, and what makes the reader of the text after each, given the argument types of tools; None:
+        the mark is dropped.
+    reader: makes a reader of calls that are not between marks.
+    other_marks: an answer's text contains all marks, even if they are special tokens. None: it contains all special
+        tokens.
+    calls_in_thinking: start of calls, for models that may call within their reasoning (Qwen3.5).
+    ids: makes ids of calls, given the prompt.
+    syntax: None: calls cannot be forced.
+    has_own_parser: `cluster.http.parsers.table` has one, which reads calls.
+    """
+
+    shown_by: tuple[str, ...] = ()
+    not_shown_by: str | None = None
+    thinking: tuple[str, str] | None = _THINK
+    calls: Mapping[str, Callable[[Types], CallBody] | None] = field(default_factory=dict)
+    reader: Callable[[], CallReader] | None = None
+    other_marks: tuple[str, ...] | None = ()
+    calls_in_thinking: str = ""
+    ids: Callable[[str], CallIds] = lambda prompt: random_id
+    syntax: CallSyntax | None = None
+    has_own_parser: bool = False
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether tools can be used."""
+        return bool(self.calls) or self.reader is not None or self.has_own_parser
+
+    @property
+    def marks(self) -> tuple[str, ...] | None:
+        """All marks; None: all special tokens."""
+        return None if self.other_marks is None else (*(self.thinking or ()), *self.calls, *self.other_marks)
+
+    def call_reader(self, tools: Sequence[Mapping[str, Any]]) -> CallReader | None:
+        """Return the reader of one answer's calls; None without calls. tools: in the chat template's form."""
+        if self.reader is not None:
+            return self.reader()
+        types = functools.cache(lambda: types_of_tools(tools))
+        bodies = {mark: None if body is None else partial(body, types) for mark, body in self.calls.items()}
+        return MarkedCalls(bodies) if bodies else None
+
+
+def _kimi_ids(prompt: str) -> CallIds:
+    """Return Kimi-K2's ids: `functions.NAME:N`, where N counts the calls of the whole conversation."""
+    num_before = prompt.count("<|tool_call_begin|>")
+    return lambda name, number: f"functions.{name}:{num_before + number}"
+
+
+_BAR = "<|tool_call|>"
+_DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_KIMI_BEGIN, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+# Detection takes the first row whose `shown_by` fits the chat template.
+FAMILIES: dict[OutputParserName, Family] = {
+    "harmony": Family(
+        shown_by=("<|channel|>", "<|message|>"),
+        thinking=None,
+        other_marks=harmony_prompt.MARKS,
+        syntax=CallSyntax(
+            "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+            "",  # the token that ends a call is an end-of-sequence token, which the constraint allows only at its end
+            "<|start|>assistant",
+            "<|channel|>commentary to=",
+            others=(
+                (
+                    "<|start|>assistant to=",
+                    "<|start|>assistant to=functions.{name}<|channel|>commentary json<|message|>",
+                ),
+            ),
+        ),
+        has_own_parser=True,
+    ),
+    "deepseek_v3": Family(  # V3 and R1 (with "function" and a fence around the arguments) and V3.1 (without)
+        shown_by=(_DEEPSEEK_BEGIN,),
+        calls={
+            _DEEPSEEK_BEGIN: None,
+            "<｜tool▁call▁begin｜>": lambda types: NamedCall(DEEPSEEK_HEAD, "<｜tool▁call▁end｜>"),
+            _DEEPSEEK_END: None,
+        },
+        other_marks=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        syntax=CallSyntax(
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+            "\n```<｜tool▁call▁end｜>",
+            "\n",
+            _DEEPSEEK_BEGIN,
+            _DEEPSEEK_BEGIN,
+            _DEEPSEEK_END,
+        ),
+    ),
+    "kimi_k2": Family(  # <|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>
+        shown_by=(_KIMI_BEGIN,),
+        calls={
+            _KIMI_BEGIN: None,
+            "<|tool_call_begin|>": lambda types: NamedCall(KIMI_HEAD, "<|tool_call_end|>"),
+            _KIMI_END: None,
+        },
+        other_marks=("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ids=_kimi_ids,
+        syntax=CallSyntax(
+            "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "",
+            _KIMI_BEGIN,
+            _KIMI_BEGIN,
+            _KIMI_END,
+        ),
+    ),
+    "minimax_m2": Family(  # <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>
+        shown_by=("<minimax:tool_call>",),
+        calls={"<minimax:tool_call>": lambda types: XmlCalls(types(), MINIMAX), MINIMAX.call_end: None},
+        syntax=CallSyntax(
+            '<invoke name="{name}">\n',
+            "</invoke>\n",
+            "",
+            "<minimax:tool_call>",
+            "<minimax:tool_call>\n",
+            "</minimax:tool_call>",
+            style="minimax_xml",
+        ),
+    ),
+    "seed_oss": Family(  # <seed:tool_call> and calls in Qwen3-Coder's format
+        shown_by=("<seed:tool_call>",),
+        thinking=("<seed:think>", "</seed:think>"),
+        calls={"<seed:tool_call>": lambda types: XmlCalls(types(), SEED), SEED.call_end: None},
+        syntax=CallSyntax(
+            "<seed:tool_call>\n<function={name}>\n",
+            "</function>\n</seed:tool_call>",
+            "\n",
+            "<seed:tool_call>",
+            style="qwen_xml",
+        ),
+    ),
+    "gemma4": Family(  # <|tool_call>call:NAME{...}<tool_call|>
+        shown_by=("<|tool_call>call:",),
+        thinking=("<|channel>thought", "<channel|>"),
+        calls={"<|tool_call>": lambda types: GemmaBody(), GEMMA_END: None},
+        other_marks=("<|channel>", GEMMA_QUOTE),
+    ),
+    "glm45": Family(  # <tool_call>NAME <arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
+        shown_by=("<tool_call>", "<arg_key>"),
+        calls={"<tool_call>": lambda types: XmlCalls(types(), GLM), GLM.call_end: None},
+        other_marks=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        syntax=CallSyntax("<tool_call>{name}\n", "</tool_call>", "\n", "<tool_call>", style="glm_xml"),
+    ),
+    "phi4_mini": Family(  # calls in JSON, in an array or not; so are Granite's
+        shown_by=(_BAR, "<|/tool_call|>"),
+        calls={_BAR: lambda types: CallList(), "<|/tool_call|>": None},
+        syntax=CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", _BAR, f"{_BAR}[", "]<|/tool_call|>"),
+    ),
+    "granite": Family(
+        shown_by=(_BAR, "<|start_of_role|>"),
+        calls={_BAR: lambda types: CallList(), "<response>": None, "</response>": None},
+        syntax=CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", _BAR, f"{_BAR}[", "]"),
+    ),
+    "mistral": Family(
+        shown_by=("[TOOL_CALLS]",),
+        thinking=("[THINK]", "[/THINK]"),
+        calls={"[TOOL_CALLS]": lambda types: MistralBody()},
+        other_marks=("[ARGS]", "[CALL_ID]"),
+        syntax=CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS]", "[TOOL_CALLS][", "]"),
+    ),
+    "pythonic": Family(
+        shown_by=("[func_name1(params_name1",),
+        reader=PythonCalls,
+        other_marks=(PYTHON_START, PYTHON_END),
+    ),
+    "llama3": Family(
+        shown_by=("<|start_header_id|>", "tools", "parameters"),
+        reader=Llama3Calls,
+        other_marks=(PYTHON_TAG,),
+        syntax=CallSyntax('{"name": "{name}", "parameters": ', "}", "; ", '{"name": '),
+    ),
+    "qwen3_coder": Family(  # XML (`cluster.http.parsers.xml_calls`): also Qwen3.5 and later
+        shown_by=("<tool_call>", "<function=", "<parameter="),
+        calls={
+            "<tool_call>": lambda types: XmlCalls(types()),
+            "</tool_call>": None,
+            "<function=": lambda types: XmlCalls(types(), opened=True),
+        },
+        calls_in_thinking="<tool_call>\n<function=",
+        syntax=CallSyntax(
+            "<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", "\n", "<tool_call>", style="qwen_xml"
+        ),
+    ),
+    "hermes": Family(  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>: also Qwen 2.5 and 3
+        shown_by=("<tool_call>", "arguments"),
+        not_shown_by="<function=",
+        calls={"<tool_call>": lambda types: CallList(1), "</tool_call>": None},
+        syntax=CallSyntax('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n", "<tool_call>"),
+    ),
+    "think": Family(shown_by=("</think>",)),
+    "text": Family(thinking=None),
+    "response_template": Family(thinking=None, other_marks=None, has_own_parser=True),
+}
+
+
+def detect_family(template: str, has_response_template: bool) -> OutputParserName:
+    """Return the family of a model, because models write turns like their chat template. template: its source."""
+    if has_response_template:
+        return "response_template"
+    for name, family in FAMILIES.items():
+        is_other = family.not_shown_by is not None and family.not_shown_by in template
+        if family.shown_by and all(text in template for text in family.shown_by) and not is_other:
+            return name
+    return "text"
