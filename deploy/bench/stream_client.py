@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import httptools
 import msgspec
 
 
@@ -68,86 +69,27 @@ class Answered:
     num_cached: int = 0
 
 
-class BodyReader:
-    """Decodes a reply's body piece by piece: chunked, or of a given length."""
-
-    def __init__(self) -> None:
-        self._left = b""
-        self._head: bytes | None = None
-        self._missing = 0  # bytes of the current chunk, or of the body
-        self._is_chunked = False
-        self.status = 0
-        self.is_over = False
-
-    @property
-    def keeps_open(self) -> bool:
-        return self._head is not None and b"\r\nconnection: close" not in self._head
-
-    def header(self, name: bytes) -> bytes:
-        """Return a header's value, b"" without it. name: lower case."""
-        _, _, rest = (self._head or b"").partition(b"\r\n" + name + b": ")
-        return rest.split(b"\r\n")[0]
-
-    def feed(self, data: bytes) -> bytes:
-        """Return the part of the body in `data`."""
-        self._left += data
-        if self._head is None and not self._read_head():
-            return b""
-        body = b""
-        while not self.is_over:
-            if self._missing == 0 and not self._next_chunk():
-                break
-            taken = self._left[: self._missing]
-            self._left = self._left[len(taken) :]
-            self._missing -= len(taken)
-            body += taken
-            if self._missing:
-                break
-            self.is_over = not self._is_chunked
-        return body
-
-    def _read_head(self) -> bool:
-        head, end, rest = self._left.partition(b"\r\n\r\n")
-        if not end:
-            return False
-        self._head, self._left = head.lower(), rest
-        self.status = int(head[9:12])
-        self._is_chunked = b"\r\ntransfer-encoding: chunked" in self._head
-        _, _, length = self._head.partition(b"\r\ncontent-length: ")
-        if not self._is_chunked:
-            self._missing = int(length.split(b"\r\n")[0] or 0)
-            self.is_over = self._missing == 0
-        return True
-
-    def _next_chunk(self) -> bool:
-        """Read the next chunk's size, after the line end of the previous chunk; False until it has arrived."""
-        line, end, rest = self._left.removeprefix(b"\r\n").partition(b"\r\n")
-        if not end or not line:
-            return False
-        self._missing = int(line.split(b";")[0], 16)
-        if self._missing == 0:
-            if len(rest) < 2:
-                return False  # the empty line after the last chunk
-            self.is_over, rest = True, rest[2:]
-        self._left = rest
-        return not self.is_over
-
-
 class Connection(asyncio.Protocol):
-    """A connection that reads one answer at a time."""
+    """A connection that reads one answer at a time. Also the callbacks of its httptools parser (`on_*`).
+
+    retry_after: the header, "" without it.
+    """
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._answered = Answered()
-        self._body = BodyReader()
+        self._parser = httptools.HttpResponseParser(self)
+        self._now_s = 0.0  # of the read that is parsed
         self._line = b""
+        self.retry_after = ""
         self._ended: asyncio.Future[None] | None = None
         self.is_open = False
 
     def ask(self, request: bytes, answered: Answered) -> "asyncio.Future[None]":
         """Send `request` and write its answer to `answered`. The future completes with the answer, and never fails."""
         assert self._transport is not None and self._ended is None
-        self._answered, self._body, self._line = answered, BodyReader(), b""
+        self._answered, self._parser = answered, httptools.HttpResponseParser(self)
+        self._line, self.retry_after = b"", ""
         self._ended = asyncio.get_running_loop().create_future()
         answered.sent_s = time.perf_counter()
         self._transport.write(request)
@@ -161,27 +103,38 @@ class Connection(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport, self.is_open = transport, True
 
+    @property
+    def status(self) -> int:
+        """The answer's status; 0 before it has come."""
+        return int(self._parser.get_status_code())
+
     def data_received(self, data: bytes) -> None:
-        now_s = time.perf_counter()
-        body = self._body
-        lines = (self._line + body.feed(data)).split(b"\n")
-        self._line = lines.pop()
-        if body.status == 200:
-            for line in lines:
-                if line.startswith(b"data:"):
-                    self._event(line[5:].strip(), now_s)
-        if body.is_over:
-            if body.status != 200:
-                wait = body.header(b"retry-after").decode()
-                status = f"{body.status}, again after {wait} s" if wait else f"{body.status}"
-                self._answered.fault = f"{status}: {self._line[:300].decode(errors='replace')}"
-            self._end(now_s)
-            if not body.keeps_open:
-                self.close()
+        self._now_s = time.perf_counter()
+        self._parser.feed_data(data)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
         self._end(time.perf_counter())
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after":
+            self.retry_after = value.decode()
+
+    def on_body(self, body: bytes) -> None:
+        lines = (self._line + body).split(b"\n")
+        self._line = lines.pop()
+        if self.status == 200:
+            for line in lines:
+                if line.startswith(b"data:"):
+                    self._event(line[5:].strip(), self._now_s)
+
+    def on_message_complete(self) -> None:
+        if self.status != 200:
+            again = f", again after {self.retry_after} s" if self.retry_after else ""
+            self._answered.fault = f"{self.status}{again}: {self._line[:300].decode(errors='replace')}"
+        self._end(self._now_s)
+        if not self._parser.should_keep_alive():
+            self.close()
 
     def _event(self, payload: bytes, now_s: float) -> None:
         if payload == b"[DONE]":

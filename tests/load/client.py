@@ -145,14 +145,6 @@ class _Reader(Connection):
         if self._sent.first_s is None and self._sent.token_s:
             self._sent.first_s = self._sent.token_s[0]
 
-    @property
-    def retry_after(self) -> bytes:
-        return self._body.header(b"retry-after")
-
-    @property
-    def status(self) -> int:
-        return self._body.status
-
 
 class Clients:
     """Everything that is sent in one run, and what came of it. port: of HTTP on every front."""

@@ -9,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,7 +17,7 @@ from deploy.bench.arrivals import MIXES, OWN_TOKENS, Arrival, Lengths, Mix, Pref
 from deploy.bench.figures import markdown, rate_figures
 from deploy.bench.load import Target, closed_loop, run_rate
 from deploy.bench.plot import Point, line_plot, ticks
-from deploy.bench.stream_client import Answered, BodyReader, Pool, request_bytes
+from deploy.bench.stream_client import Answered, Connection, Pool, request_bytes
 
 MIX = Mix(Lengths(100, 0.8, 400), Lengths(20, 0.5, 60))
 TRAFFIC = Traffic(MIX, seconds=2000, max_requests=3000, first_id=300, vocab=900)
@@ -75,23 +76,35 @@ def _chunked(events: Sequence[bytes]) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(event), event) for event in events) + b"0\r\n\r\n"
 
 
+async def _answered(raw: bytes, size: int) -> tuple[Answered, Connection]:
+    """The answer whose bytes come `size` at a time."""
+    connection, answered = Connection(), Answered()
+    connection.connection_made(Mock(spec=asyncio.Transport))
+    connection.ask(b"", answered)
+    for i in range(0, len(raw), size):
+        assert not answered.end_s
+        connection.data_received(raw[i : i + size])
+    return answered, connection
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 10_000])
-def test_body_is_the_same_however_it_arrives(size: int) -> None:
+async def test_body_is_the_same_however_it_arrives(size: int) -> None:
     """Events that are split between chunks, and chunks between reads."""
     whole = b"".join(EVENTS)
     raw = HEAD + _chunked([whole[i : i + 11] for i in range(0, len(whole), 11)])
-    reader = BodyReader()
-    body = b"".join(reader.feed(raw[i : i + size]) for i in range(0, len(raw), size))
-    assert body == whole and reader.is_over and reader.status == 200 and reader.keeps_open
+    answered, connection = await _answered(raw, size)
+    assert (answered.fault, answered.num_tokens, len(answered.event_s)) == ("", 7, 2) and answered.end_s
+    assert not connection._transport.close.called  # type: ignore[union-attr]
 
 
-def test_body_of_a_stated_length_ends_with_it() -> None:
-    reader = BodyReader()
-    assert reader.feed(b"HTTP/1.1 429 Too Many\r\nContent-Length: 5\r\nConnection: close\r\n\r\nfu") == b"fu"
-    assert not reader.is_over and reader.feed(b"ll!") == b"ll!"
-    assert reader.is_over and reader.status == 429 and not reader.keeps_open
-    empty = BodyReader()
-    assert empty.feed(b"HTTP/1.1 204 None\r\nContent-Length: 0\r\n\r\n") == b"" and empty.is_over
+async def test_body_of_a_stated_length_ends_with_it() -> None:
+    answered, connection = await _answered(
+        b"HTTP/1.1 429 Too Many\r\nContent-Length: 5\r\nConnection: close\r\n\r\nfull!", 62
+    )
+    assert answered.fault == "429: full!" and answered.end_s
+    assert connection._transport.close.called  # type: ignore[union-attr]
+    answered, _ = await _answered(b"HTTP/1.1 503 None\r\nRetry-After: 2\r\nContent-Length: 0\r\n\r\n", 100)
+    assert answered.fault == "503, again after 2 s: " and answered.end_s
 
 
 @asynccontextmanager
