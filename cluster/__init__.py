@@ -14,8 +14,6 @@ Lowest layer first; each module imports only earlier ones (tests/cluster/test_ro
     plan         the resolved configuration, a part per reader
     start_log    progress of a start, a line per step of each process
     assembly     builds the parts of one engine from its plan
-    checkpoints  checks the configuration against its checkpoints
     replica      one engine: its coordinator and its worker group on Ray, started, watched, restarted
     ingress      the Serve deployment around `http`, and its connections to engines
-    deployments  the Serve application of both
 """

@@ -131,7 +131,7 @@ def resolve_rank(config: AerieConfig, max_model_len: int, device: Literal["cpu",
 def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources]) -> Plan:
     """Return the plan of an application on a cluster of `nodes`.
 
-    max_model_len: limit of the checkpoints (`cluster.checkpoints.check_checkpoints`).
+    max_model_len: limit of the checkpoints (`deploy.checks.check_checkpoints`).
 
     Raises ConfigError if the engines do not fit."""
     engine, wanted = config.engine, config.ingress.num_replicas

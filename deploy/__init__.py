@@ -3,9 +3,9 @@
 cli       the command `aerie`; arguments: of every command; run_command: runs it and reports errors in one line
 serve     `aerie serve`: one server from start to end
 start     `aerie start`: a Ray node; stop: `aerie stop`
-plan      `aerie plan`; checks: checks without a cluster; nodes: resources of the machines
+checks    `aerie plan`, and checks without a cluster; nodes: resources of the machines
 doctor    `aerie doctor`: checks this machine
-bench, chat  commands that talk to a server; client: its HTTP API, server_options: its address and key
+bench, chat  commands that talk to a server; client: its HTTP API
 evaluate  `aerie eval-draft`; tekken: `aerie tekken`
 offline   `LLM`: an engine in your own process; offline_requests: its parameters and outputs
 app       entry points in Serve's config files

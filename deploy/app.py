@@ -3,10 +3,16 @@ deploy/eagle.yaml`), `build_planned` from a plan of `aerie serve`."""
 
 from typing import Any
 
+from ray import serve
 from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from cluster.deployments import application
+from cluster.ingress.deployment import Ingress
+from cluster.parallel import ReplicasConfig
+from cluster.placement import ENGINE_CPUS
 from cluster.plan import Plan
+from cluster.replica.engine import Engine
+from cluster.replica.scaling import desired_replicas
 from deploy.nodes import cluster_nodes
 
 
@@ -21,3 +27,58 @@ def build(args: dict[str, Any]) -> Application:
 def build_planned(args: dict[str, Any]) -> Application:
     """Build the application of a plan encoded by `Plan.to_args`."""
     return application(Plan.from_args(args))
+
+
+INGRESS_CPUS = 0.1
+# Serve's own limits are higher than the ingress's, which refuses and times out first, with OpenAI's errors.
+INGRESS_MAX_ONGOING = 100_000
+# A replica that misses three health checks in a row is replaced, after 15 s at most.
+HEALTH_PERIOD_S = 1.0
+HEALTH_TIMEOUT_S = 4.0
+
+LOAD_PERIOD_S = 2.0  # between replicas' reports of load; Serve averages over twice this time
+
+
+def application(plan: Plan, engine_class: type[Engine] = Engine) -> Application:
+    """Return the application for Serve."""
+    drain_s = plan.replica.engine.drain_timeout_s
+    engine = serve.deployment(
+        engine_class,
+        name="Engine",
+        **_replicas(plan.num_engines),
+        placement_group_bundles=[dict(bundle) for bundle in plan.placement.bundles],
+        placement_group_strategy=plan.placement.strategy,
+        ray_actor_options={"num_cpus": ENGINE_CPUS},
+        graceful_shutdown_timeout_s=drain_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+    ).bind(plan.replica)
+    return serve.deployment(
+        Ingress,
+        name="Ingress",
+        num_replicas=plan.num_ingresses,
+        max_ongoing_requests=INGRESS_MAX_ONGOING,
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        graceful_shutdown_timeout_s=drain_s + 5,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+    ).bind(plan.ingress, engine)
+
+
+def _replicas(replicas: int | ReplicasConfig) -> dict[str, Any]:
+    """Return the options of `serve.deployment` for this number of replicas."""
+    if isinstance(replicas, int):
+        return {"num_replicas": replicas}
+    scaling = AutoscalingConfig(
+        min_replicas=replicas.min,
+        max_replicas=replicas.max,
+        initial_replicas=replicas.min,
+        metrics_interval_s=LOAD_PERIOD_S,
+        look_back_period_s=2 * LOAD_PERIOD_S,
+        upscale_delay_s=replicas.up_after_s,
+        downscale_delay_s=replicas.down_after_s,
+        policy=AutoscalingPolicy(policy_function=desired_replicas),
+    )
+    return {"autoscaling_config": scaling}

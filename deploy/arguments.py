@@ -6,15 +6,16 @@ import argparse
 from pathlib import Path
 
 from attention.distribution import version
-from deploy.config.model_options import add_options as add_model_options
+from deploy.config import vllm_options
 from deploy.quantize.names import SCHEMES
-from deploy.server_options import add_options as add_server_options
 from speculative.training.cli import add_command as add_train_draft
 from speculative.training.cli import at_least
 
 DEFAULT_CONFIG = "eagle"
 DEFAULT_VOCAB = 16000  # default bound on token ids of `aerie bench`; special tokens of most models are above
-SERVE = "deploy.serve.command:run"
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "AERIE_API_KEY"
+SERVE = "deploy.serve.launch:run"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="check a Serve config file, then `serve run` it")
     _add_config(serve)
-    add_model_options(serve)
+    _add_model(serve)
     serve.add_argument("--host", help="of HTTP, instead of the file's; 0.0.0.0 for all interfaces")
     serve.add_argument("--port", type=_port, help="of HTTP, instead of the file's")
     serve.add_argument("--verbose", action="store_true", help="print what Ray and Serve write, too")
@@ -40,11 +41,11 @@ def parser() -> argparse.ArgumentParser:
     stop.set_defaults(run="deploy.stop:run")
     plan = commands.add_parser("plan", help="check a Serve config file and print what it would start")
     _add_config(plan)
-    add_model_options(plan)
+    _add_model(plan)
     plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
     plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
-    plan.set_defaults(run="deploy.plan:run", shows_config=True)
+    plan.set_defaults(run="deploy.checks:run", shows_config=True)
     doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
     _add_config(doctor)
     doctor.set_defaults(run="deploy.doctor.report:run")
@@ -102,6 +103,34 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_CONFIG,
         help=f"file, or where there is none, a packaged one's name (default: {DEFAULT_CONFIG}, the embedded pair)",
     )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options that replace a Serve config file, which `deploy.config.model` reads."""
+    options = parser.add_argument_group("with a model instead of a config file")
+    options.add_argument(
+        "--draft",
+        metavar="HEAD",
+        help="EAGLE or DFlash head: folder or name on the hub; or suffix: copy from the request's own text",
+    )
+    options.add_argument("--tensor-parallel", type=int, metavar="N", help="workers of one engine (default: 1)")
+    options.add_argument("--revision", help="of the model on the hub: branch, tag or commit")
+    options.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any key of docs/configuration.md, such as cache.memory_gb=4; can be repeated",
+    )
+    options.add_argument("--save", type=Path, metavar="FILE", help="keep the config file that this amounts to")
+    vllm_options.add_options(parser)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a server, its key and model, which `deploy.client` reads."""
+    parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"of the server (default: {DEFAULT_URL})")
+    parser.add_argument("--key", default="", help=f"API key (default: ${KEY_VARIABLE})")
+    parser.add_argument("--model", default="", help="its name, where the server has several")
 
 
 def _add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -196,7 +225,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "length. The same seed, rate and lengths give every server the same requests. Prints a table; --json writes "
         "one JSON object per rate.",
     )
-    add_server_options(parser)
+    _add_server(parser)
     parser.add_argument("--rates", default="1,2,4", help="requests per second, one after another (default: 1,2,4)")
     parser.add_argument("--secs", type=float, default=20.0, help="of arrivals at each rate (default: 20)")
     parser.add_argument("--drain-s", type=float, default=60.0, help="after the last arrival, then cancel (default: 60)")
@@ -229,7 +258,7 @@ def _add_check_cache(commands: argparse._SubParsersAction[argparse.ArgumentParse
         "cache on and several at a time; then every prompt once more with the cache off, and compares the texts. For "
         "any OpenAI server. Exit code 1 if an answer differs.",
     )
-    add_server_options(parser)
+    _add_server(parser)
     parser.add_argument("--conversations", type=at_least(1), default=20, help="of 11 requests each (default: 20)")
     parser.add_argument("--concurrency", type=at_least(1), default=8, help="conversations at once (default: 8)")
     parser.add_argument(
@@ -257,7 +286,7 @@ def _add_check_cache(commands: argparse._SubParsersAction[argparse.ArgumentParse
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("chat", help="chat with a server in the terminal, tokens coloured by how they came")
-    add_server_options(parser)
+    _add_server(parser)
     parser.add_argument("--no-spec", action="store_true", help="begin with speculation off")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--max-tokens", type=int, default=0, help="of an answer (default: as many as fit)")

@@ -1,29 +1,37 @@
 """Checks of a configuration and its checkpoints, without a cluster; `aerie plan`. Imports torch, which takes over a
 second, so commands import this module only where they need it."""
 
+import argparse
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from cluster.checkpoints import check_checkpoints, check_device, engine_layout, lacking_weights
+from attention.capability import Capability
+from cluster.assembly import engine_spec
 from cluster.config import AerieConfig, ConfigError, parse, read_args
 from cluster.environment import set_process_environment
+from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.logs import print_line
 from cluster.placement import NodeResources, choose_device, place
 from cluster.plan import Plan, resolve, resolve_rank
 from cluster.replica.plan_report import plan_lines
 from cluster.replica.rank_process import start_ranks
 from cluster.start_log import StartLog
+from cluster.transport.folders import temporary_folder
 from deploy.config.files import PACKAGED
 from deploy.config.hub import with_downloads
+from deploy.config.model import chosen_config
 from deploy.nodes import LocalGpus, local_nodes
+from speculative import build
+from speculative.drafts.checkpoint_files import has_weights
+from workers.runner.layout import EnginePlan
 
 
 def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool = True) -> AerieConfig:
     """Return the checked configuration. Checkpoints named by hub names are downloaded, and all are read and matched
-    (`cluster.checkpoints.check_checkpoints`). base: folder of relative paths. Raises ConfigError."""
+    (`check_checkpoints`). base: folder of relative paths. Raises ConfigError."""
     config = parse(with_downloads(args, base), base)
     check_checkpoints(config, need_weights)
     return config
@@ -86,7 +94,7 @@ def check_and_start_ranks(
 
 def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
     """Refuse a configuration that cannot start on these nodes' devices, or, without nodes, on any device
-    (`cluster.checkpoints.check_device`). Raises ConfigError."""
+    (`check_device`). Raises ConfigError."""
     if nodes:
         known = {node.capability for node in nodes}
         capability = known.pop() if len(known) == 1 else None
@@ -110,7 +118,10 @@ def _print_plan(
         report(f"{path} is valid; whether it fits is for the cluster to say")
         return
     placement = place(config, nodes)
-    for line in plan_lines(config, placement, nodes, *engine_layout(config, placement.device)):
+    spec, device = engine_spec(config), Capability(placement.device)  # which this machine need not have
+    engine = build.plan_engine(spec, device)
+    weights = None if device.shares_host_memory else build.plan_weights(spec, engine, multiplies_fp8=True)
+    for line in plan_lines(config, placement, nodes, engine.layout, weights):
         report(line)
 
 
@@ -120,3 +131,62 @@ def _start_ranks(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeRe
         start_ranks(resolve_rank(config, max_model_len, choose_device(config, nodes)), folder)
     except (OSError, RuntimeError) as error:
         print_line(f"ranks are not started before Ray: {error}")
+
+
+def check_checkpoints(config: AerieConfig, need_weights: bool = True) -> int:
+    """Match the configuration with config.json of target and draft, the headers of their weight files and the
+    tokenizer. Return the length of the longest request in tokens, for `cluster.plan.resolve`.
+
+    need_weights: refuse folders without weight files, see `lacking_weights`.
+    Raises ConfigError."""
+    try:
+        engine = _engine(config)
+        _check_tokenizer(config.model.path, engine.target.vocab_size)
+        if need_weights or not lacking_weights(config):
+            build.check_weights(engine_spec(config), engine)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return engine.layout.max_model_len
+
+
+def check_device(
+    config: AerieConfig, device: Literal["cpu", "cuda"], capability: tuple[int, int] | None = None, here: bool = False
+) -> None:
+    """Raise ConfigError if an engine cannot start on a device: an attention backend does not support its mode, model or
+    draft, or the device does not support `deterministic` or the experts.
+
+    capability: of the GPUs; None if unknown.
+    here: whether the GPUs are in this machine; then installed packages are checked, too."""
+    try:
+        build.check_device(engine_spec(config), _engine(config), Capability(device, capability), here)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def lacking_weights(config: AerieConfig) -> list[str]:
+    """Return the checkpoint folders whose weight files are missing."""
+    paths = [config.model.path, *([config.speculative.path] if config.speculative is not None else [])]
+    return [path for path in paths if config.model.load_format != "dummy" and not has_weights(path)]
+
+
+def _engine(config: AerieConfig) -> EnginePlan:
+    """Build the engine's plan on the CPU, because the checking machine may have no GPU."""
+    return build.plan_engine(engine_spec(config), Capability("cpu"))
+
+
+def _check_tokenizer(path: str, num_embedded: int) -> None:
+    """Raise ValueError if the tokenizer has tokens without an embedding in the target: such a token in a prompt would
+    crash the worker."""
+    known = ChatTokenizer.from_folder(path).vocab_size
+    if known > num_embedded:
+        raise ValueError(
+            f"model.path={path}: its tokenizer has {known} tokens, its config.json vocab_size="
+            f"{num_embedded}; use the tokenizer that the model was trained with"
+        )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`aerie plan`. Raises ConfigError."""
+    nodes = local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
+    with temporary_folder() as scratch:
+        return print_plan(chosen_config(arguments, scratch), nodes)

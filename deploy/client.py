@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from cluster.config import ConfigError
-from deploy.server_options import DEFAULT_URL, KEY_VARIABLE
+from deploy.arguments import DEFAULT_URL, KEY_VARIABLE
 
 CONNECT_TIMEOUT_S = 10.0
 

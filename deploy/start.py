@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from cluster.config import ConfigError
@@ -24,7 +24,7 @@ from deploy.processes.server_record import VARIABLE, Record, begin
 from deploy.serve import python_proxy
 from deploy.serve.console import log_path
 from deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
-from deploy.serve.ray_files import keep_to_owner, token_path
+from deploy.serve.ray_start import keep_to_owner, token_path
 
 _SIOCGIFADDR = 0x8915
 
@@ -64,18 +64,7 @@ class NodeStart:
 
 def run(arguments: argparse.Namespace) -> int:
     """`aerie start`; see `start`."""
-    return start(
-        NodeStart(
-            arguments.address,
-            arguments.port,
-            arguments.node_ip,
-            arguments.interface,
-            arguments.num_cpus,
-            arguments.num_gpus,
-            arguments.object_store_mb,
-            arguments.block,
-        )
-    )
+    return start(NodeStart(**{field.name: getattr(arguments, field.name) for field in fields(NodeStart)}))
 
 
 def start(wanted: NodeStart) -> int:

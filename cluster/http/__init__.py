@@ -2,14 +2,12 @@
 
 app            the application: all routes
 config         configuration of one ingress
-middleware     request ids, access, and a last handler of exceptions
+middleware     request ids, access, a last handler of exceptions, and replies to HEAD and to HTTP/1.0
 keys           API keys as digests
 origins        hosts and origins that need no API key
-sending        replies to HEAD and to HTTP/1.0
 routes         the routes, one module per group
 endpoint       one route: its schemas and its handler
-openapi        the OpenAPI document
-docs_page      the OpenAPI document as a page
+openapi        the OpenAPI document, and the document as a page
 page           the page at `/`
 schema         types of requests and replies
 admission      limits concurrent generations and memory

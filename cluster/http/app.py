@@ -21,12 +21,11 @@ from attention import distribution
 from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
 from cluster.http.counts import set_reason
-from cluster.http.docs_page import docs_page
 from cluster.http.endpoint import answering
 from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
 from cluster.http.middleware import EdgeMiddleware
-from cluster.http.openapi import openapi_document
+from cluster.http.openapi import docs_page, openapi_document
 from cluster.http.origins import Origins
 from cluster.http.page.files import page_routes
 from cluster.http.parsers.families import detect_family

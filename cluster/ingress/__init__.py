@@ -4,8 +4,7 @@ deployment      the Serve deployment
 remote_engines  implements `cluster.http.engine_client.EngineClient`: retries, tokens, probes; no Ray
 attempts        the attempts of a request, and whether to try again
 engine_links    the connections to all engines, and the choice of one; no Ray
-engine_link     the connection to one engine
-request_aborts  aborts of requests whose clients are gone, sent until the engine accepts them
+engine_link     the connection to one engine; aborts of requests whose clients are gone
 request_stream  tokens of one request that are received but not read yet
 routing         chooses an engine by the expected time of the first token
 coordinators    finds coordinators through Ray, and calls all of them

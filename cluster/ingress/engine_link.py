@@ -3,17 +3,18 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 from cluster.http.engine_client import EngineRefused
 from cluster.ingress.attempts import EngineFailed
-from cluster.ingress.request_aborts import RequestAborts
 from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import EngineView
 from cluster.transport.channel import Context, connect_engine
 from cluster.transport.encoding import BadMessageError, decode_numbered, encode
 from cluster.transport.listener import Listener
 from cluster.transport.messages import (
+    Abort,
     EngineState,
     GenerateRequest,
     Probe,
@@ -134,3 +135,29 @@ class EngineLink:
                 stream.put(delta)
         for stream, delta in running:
             stream.put(delta)
+
+
+class RequestAborts:
+    """The aborts for one engine, in order. The queue to a coordinator that hangs may be full and refuse them for a
+    while.
+
+    send_message: sends a message; returns whether the queue accepted it.
+    """
+
+    def __init__(self, send_message: Callable[[bytes], bool]) -> None:
+        self._send_message = send_message
+        self._unsent: deque[str] = deque()
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, now or with a later `send`."""
+        self._unsent.append(request_id)
+        self.send()
+
+    def send(self) -> None:
+        """Send the remaining aborts, as many as the queue accepts."""
+        while self._unsent and self._send_message(encode(Abort(self._unsent[0]))):
+            self._unsent.popleft()
+
+    def clear(self) -> None:
+        """Drop the remaining aborts, because the engine is gone."""
+        self._unsent.clear()

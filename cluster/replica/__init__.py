@@ -5,7 +5,6 @@ supervisor         starts, watches and restarts coordinator and worker group
 coordinator_actor  the Ray actor of `cluster.coordinator`
 worker_group       one epoch of workers: started, watched and killed together
 worker_actor       the Ray actor of one rank
-errors             errors of starts
 refusals           remembers a refused start
 rank_process       ranks started before Ray, and their connection to the actor; no Ray
 worker_loop        a rank's loop: plans in, results and heartbeats out; no Ray

@@ -16,11 +16,10 @@ from ray import serve
 from cluster.logs import print_line, use_logs
 from cluster.plan import ReplicaPlan
 from cluster.replica import refusals
-from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.scaling import engine_load
 from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from cluster.replica.worker_actor import Worker
-from cluster.replica.worker_group import WorkerGroupPlan
+from cluster.replica.worker_group import StartRefusedError, WorkerGroupError, WorkerGroupPlan
 from cluster.start_log import READY, StartLog
 from cluster.transport.discovery import coordinator_prefix
 from cluster.transport.folders import private_folder

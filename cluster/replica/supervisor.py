@@ -14,9 +14,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.placement import ENGINE_CPUS
 from cluster.replica.coordinator_actor import EagleCoordinator
-from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.plan_report import cost_line, rank_lines
-from cluster.replica.worker_group import Report, Spares, WorkerGroup, WorkerGroupPlan, first_line
+from cluster.replica.worker_group import (
+    Report,
+    Spares,
+    StartRefusedError,
+    WorkerGroup,
+    WorkerGroupError,
+    WorkerGroupPlan,
+    first_line,
+)
 from cluster.transport.discovery import NAMESPACE
 from cluster.transport.messages import EngineStats
 

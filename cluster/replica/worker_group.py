@@ -19,7 +19,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.placement import WORKER_CPUS, RankPlace, order_ranks
 from cluster.plan import ReplicaPlan
-from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.worker_actor import Worker
 from cluster.start_log import StartLog
 from cluster.transport.keys import application_keys
@@ -262,3 +261,12 @@ def first_line(error: BaseException | None) -> str:
     cause = getattr(error, "cause", None) or error  # RayTaskError carries the worker's own exception
     text = str(cause).strip()
     return f"{type(cause).__name__}: {text.splitlines()[0] if text else ''}"
+
+
+class WorkerGroupError(RuntimeError):
+    """A worker group could not be started, or lost a rank. The message names the first cause."""
+
+
+class StartRefusedError(WorkerGroupError):
+    """A rank cannot be built from this configuration, these checkpoints and this device, so another attempt would fail
+    too."""

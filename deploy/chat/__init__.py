@@ -1,6 +1,5 @@
 """`aerie chat`: a conversation in the terminal that shows how tokens come.
 
 command       the command, and the loop: a line in, an answer out
-conversation  what has been said and how answers are asked for; without a terminal
-answer        one answer as it comes: its figures
+conversation  what has been said, how answers are asked for, one answer as it comes; without a terminal
 """

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.text import Text
 
-from deploy.chat.answer import StreamedAnswer
-from deploy.chat.conversation import CommandError, Conversation
+from deploy.chat.conversation import CommandError, Conversation, StreamedAnswer
 from deploy.client import AnswerError, Server, parse_server
 
 STYLES = {True: "green", False: "magenta", None: ""}  # of drafted tokens, of the target's own, of unknown ones

@@ -11,10 +11,9 @@ import yaml
 
 from cluster.config import ConfigError
 from deploy.config import vllm_options
-from deploy.config.draft_head import block_shape, draft_method
+from deploy.config.drafts import block_shape, draft_method, own_draft
 from deploy.config.files import find_config, key_digest, packaged_names
 from deploy.config.hub import model_folder
-from deploy.config.own_draft import own_draft
 from deploy.config.vllm_values import QUANTIZATION, Changes, OptionError
 
 # vLLM's kernel names, by the quant_method of checkpoints.

@@ -5,9 +5,9 @@ environment    variables for Ray's, Serve's and HAProxy's processes
 python_proxy   removes headers that Serve's Python proxy cannot read
 drain          the end: running requests finish, new ones are refused
 check_process  checks the checkpoints while Ray starts, then starts the ranks
-ray_start      joins a Ray cluster or starts one; ray_files: its session folder and token; home: without a home folder
+ray_start      joins a Ray cluster or starts one; its session folder and token; without a home folder
 address        the HTTP address; announcement: the line printed when the server is ready
 console        terminal output and the log
-watches        HAProxy and Ray; process_watch: stopped processes; start_watch: starts that cannot succeed
+watches        HAProxy and Ray, stopped processes, starts that cannot succeed
 private_arguments  API keys on the command line
 """

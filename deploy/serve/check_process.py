@@ -83,7 +83,7 @@ class CheckProcess:
         self._found.add_done_callback(look)
 
     def checked(self) -> int:
-        """Wait for the check; return what `cluster.checkpoints.check_checkpoints` found. Raises ConfigError."""
+        """Wait for the check; return what `deploy.checks.check_checkpoints` found. Raises ConfigError."""
         return self._found.result()
 
     def close(self) -> None:

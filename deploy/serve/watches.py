@@ -1,18 +1,21 @@
-"""Watches the processes that a server needs: Serve's HAProxy, and Ray's raylet and GCS."""
+"""Watches what a server needs: Serve's HAProxy, Ray's raylet and GCS, its own descendants, and its start."""
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from deploy.haproxy.process import LAST, PID, STAND_IN, living
 from deploy.processes.guard import FAULT, end_descendants, process_tree
-from deploy.processes.server_record import note, sessions_of
+from deploy.processes.server_record import note, note_processes, sessions_of
 from deploy.serve.console import Console
 
 _STARTED_S = 1.0  # a HAProxy that lives so long has the port
@@ -112,3 +115,87 @@ def end_at_once(console: Console, reason: str, status: int = FAULT) -> None:
     console.__exit__()
     print(reason, file=sys.stderr, flush=True)
     os._exit(status)
+
+
+STOPPED_LIMIT_S = 5.0
+_ZOMBIE_LIMIT_S = 10.0  # longer than a parent needs to read an exit code
+
+
+class ProcessWatch(Watch):
+    """Kills processes that stay stopped (SIGSTOP), so that they are replaced at once. A stopped process keeps its
+    sockets open without answering: connections hang up to their own limits, and Ray 2.60 does not notice some of these
+    processes (Serve's actor around HAProxy). report: called with a line for each killed process."""
+
+    period_s = 1.0
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        super().__init__()
+        self._report = report
+        self._noted: set[int] = set()
+        self._since_s: dict[tuple[int, str], float] = {}  # processes that were stopped or zombies at the last check
+
+    def look(self) -> None:
+        if sys.platform != "linux":
+            return
+        tree, now_s = process_tree(os.getpid()), time.monotonic()
+        if self._noted != tree.keys():
+            self._noted = set(tree)
+            note_processes(self._noted)
+        own = {
+            pid: state for pid, (state, parent) in tree.items() if state == "T" or (state, parent) == ("Z", os.getpid())
+        }
+        self._since_s = {each: self._since_s.get(each, now_s) for each in own.items()}
+        for (pid, state), since_s in self._since_s.items():
+            if state == "T" and now_s - since_s >= STOPPED_LIMIT_S:
+                self._report(f"{_name(pid)} (pid {pid}) had been stopped for {STOPPED_LIMIT_S:g} s and was ended")
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            elif state == "Z" and now_s - since_s >= _ZOMBIE_LIMIT_S:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+
+def _name(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return "a process"
+
+
+class StartWatch(Watch):
+    """Ends this process with SIGTERM if an engine's start is refused or Serve gives up the application, until the
+    application runs. Otherwise Serve (2.60) would try again, and `serve run` would never end.
+
+    reason: why the start cannot succeed; "" if it may."""
+
+    period_s = 0.25
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason = ""
+
+    def stop(self) -> None:
+        """Stop watching. Does not wait for Serve, which may hang."""
+        self._stopped.set()
+
+    def look(self) -> None:
+        from ray import serve
+
+        applications = serve.status().applications
+        self.reason = failure(applications)
+        if self.reason:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.reason or (applications and all(app.status == "RUNNING" for app in applications.values())):
+            self._stopped.set()
+
+
+def failure(applications: Mapping[str, Any]) -> str:
+    """Return the reason that an application of `serve.status()` cannot start; "" if all can."""
+    from cluster.replica.refusals import remembered
+
+    for name, application in applications.items():
+        if reason := remembered(name):
+            return f"the engine could not start: {reason}"
+        if application.status == "DEPLOY_FAILED":
+            last = application.message.strip().splitlines()
+            return f"Serve gave up application {name}: {last[-1] if last else 'it does not say why'}"
+    return ""

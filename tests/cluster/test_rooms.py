@@ -25,7 +25,6 @@ BELOW: dict[str, set[str]] = {
     "placement": {"config"},
     "plan": {"http", "parallel", "config", "placement"},
     "assembly": {"config", "plan"},
-    "checkpoints": {"http", "config", "assembly"},
     "replica": {
         "linux",
         "environment",
@@ -39,7 +38,6 @@ BELOW: dict[str, set[str]] = {
         "assembly",
     },
     "ingress": {"linux", "logs", "transport", "http", "plan", "start_log"},
-    "deployments": {"parallel", "placement", "plan", "replica", "ingress"},
 }
 
 

@@ -85,7 +85,7 @@ async def test_an_error_is_shown_and_forgotten() -> None:
 
 async def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C raises KeyboardInterrupt wherever the main thread is; here while the second event is pushed."""
-    from deploy.chat.answer import StreamedAnswer
+    from deploy.chat.conversation import StreamedAnswer
 
     push, pushed = StreamedAnswer.push, 0
 

@@ -40,10 +40,10 @@ def test_what_a_killed_command_leaves_says_whose_it_is(
         return 0
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("deploy.plan.chosen_config", look)
-    monkeypatch.setattr("deploy.serve.command.chosen_config", look)
-    monkeypatch.setattr("deploy.plan.print_plan", lambda *_: 0)
-    monkeypatch.setattr("deploy.serve.command.serve", lambda *_, **__: 0)
+    monkeypatch.setattr("deploy.checks.chosen_config", look)
+    monkeypatch.setattr("deploy.serve.launch.chosen_config", look)
+    monkeypatch.setattr("deploy.checks.print_plan", lambda *_: 0)
+    monkeypatch.setattr("deploy.serve.launch.serve", lambda *_, **__: 0)
     assert main([command, "eagle"]) == 0
     (folder,) = seen
     assert folder.name.startswith("aerie-") and not folder.exists()

@@ -90,8 +90,8 @@ def serving(port: int, args: dict[str, Any], base: Path, scripted: bool = False)
     """One application on a running Serve. scripted: its ranks have no model, see `tests.e2e.scripted_rank`."""
     from ray import serve
 
-    from cluster.deployments import application
     from cluster.replica.engine import Engine
+    from deploy.app import application
     from deploy.checks import planned
     from deploy.nodes import cluster_nodes
     from tests.e2e.scripted_rank import ScriptedEngine

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cluster.checkpoints import check_checkpoints
 from cluster.config import AerieConfig, parse
 from cluster.placement import NodeResources, place
+from deploy.checks import check_checkpoints
 from tests.load.cluster import serve_content
 from tests.load.gpu_matrix import ACROSS, FOUR, GPU_SCENARIOS, INTERMEDIATE_SIZE, PEER, PEER_OWN, REPLICAS_BESIDE_HEAD
 from tests.load.gpus import host_name, node_environment, too_few, visible_gpus, widened

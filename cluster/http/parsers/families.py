@@ -57,7 +57,7 @@ _THINK = ("<think>", "</think>")
 class Family:
     """One row.
 
-    shown_by: texts that are all in the family's chat template. They are more reliable than the architecture: DeepSeek's
+    shown_by: texts that are all in the family's chat template, which is more reliable than the architecture: DeepSeek's
         distillations of Llama and Qwen have DeepSeek's template.
     not_shown_by: a text that only another family's template has beside `shown_by`.
     thinking: opening and closing mark of reasoning.
@@ -256,7 +256,7 @@ FAMILIES: dict[OutputParserName, Family] = {
 
 
 def detect_family(template: str, has_response_template: bool) -> OutputParserName:
-    """Return the family of a model, because models write turns like their chat template. template: its source."""
+    """Return a model's family by its chat template, because models write turns like it. template: its source."""
     if has_response_template:
         return "response_template"
     for name, family in FAMILIES.items():

@@ -12,7 +12,7 @@ from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.replies.reply import ReplyContext, WholeAnswer
 from cluster.http.requests.messages import error_detail, to_messages_error
 from cluster.http.schema.chat_reply import ToolCall, ToolCallDelta
-from cluster.http.schema.messages_reply import (
+from cluster.http.schema.messages import (
     ContentBlock,
     InputDelta,
     MessageEnd,

@@ -13,7 +13,7 @@ from cluster.http.prompt_scores import TokenScore
 from cluster.http.replies.logprobs import finite
 from cluster.http.replies.reply import ReplyContext, WholeAnswer, speculation_metrics
 from cluster.http.replies.streaming import DONE, chunk_event, event
-from cluster.http.schema.native_reply import NamedLogprob, NativeAnswer, NativeFinish, NativeMeta
+from cluster.http.schema.native import NamedLogprob, NativeAnswer, NativeFinish, NativeMeta
 from workers.scheduling.plan import TokenLogprobs
 
 

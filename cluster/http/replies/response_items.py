@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from cluster.http.schema.chat_reply import FunctionDelta, TokenLogprob, ToolCallDelta
-from cluster.http.schema.responses_reply import (
+from cluster.http.schema.responses import (
     FunctionCallItem,
     ItemStatus,
     OutputItem,

@@ -14,16 +14,17 @@ from cluster.http.replies.reply import ReplyContext, WholeAnswer
 from cluster.http.replies.response_items import ItemEvents
 from cluster.http.schema.chat_reply import TokenLogprob, ToolCallDelta
 from cluster.http.schema.response import FinishReason
-from cluster.http.schema.responses_reply import (
+from cluster.http.schema.responses import (
     IncompleteDetails,
     InputTokensDetails,
+    NamedFunction,
     OutputTokensDetails,
     Response,
     ResponseError,
+    ResponsesRequest,
     ResponseStatus,
     ResponseUsage,
 )
-from cluster.http.schema.responses_request import NamedFunction, ResponsesRequest
 
 Keep = Callable[[Response, bytes], None]
 

@@ -13,12 +13,13 @@ from cluster.http.errors import ApiError, invalid, unsupported
 from cluster.http.parsers.families import FAMILIES
 from cluster.http.requests.tools import can_switch_thinking
 from cluster.http.schema.body import validation_fault
-from cluster.http.schema.messages_reply import MessagesError, MessagesErrorDetail
-from cluster.http.schema.messages_request import (
+from cluster.http.schema.messages import (
     THREAD,
     Block,
     CountTokensRequest,
     MessageParam,
+    MessagesError,
+    MessagesErrorDetail,
     MessagesRequest,
     TextParam,
     ThinkingParam,

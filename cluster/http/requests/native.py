@@ -12,7 +12,7 @@ from cluster.http.requests.edge_request import EdgeRequest, text_request
 from cluster.http.requests.limits import check_total_scores, num_choices
 from cluster.http.requests.prompts import listed_prompts
 from cluster.http.schema.body import validation_fault, without_refused
-from cluster.http.schema.native_request import DEFAULT_NEW_TOKENS, NativeRequest, NativeSampling
+from cluster.http.schema.native import DEFAULT_NEW_TOKENS, NativeRequest, NativeSampling
 from cluster.http.schema.request import CompletionRequest
 from cluster.http.text.tokenizer import ChatTokenizer
 

@@ -11,14 +11,16 @@ from cluster.http.errors import ApiError, unsupported
 from cluster.http.requests.prompts import content_text
 from cluster.http.schema.body import validation_fault
 from cluster.http.schema.request import ChatCompletionRequest, SamplingFields
-from cluster.http.schema.responses_reply import FunctionCallItem, OutputItem, ReasoningItem
-from cluster.http.schema.responses_request import (
+from cluster.http.schema.responses import (
+    FunctionCallItem,
     InputCall,
     InputCallOutput,
     InputMessage,
     InputReasoning,
     Item,
     NamedFunction,
+    OutputItem,
+    ReasoningItem,
     ResponsesRequest,
 )
 

@@ -10,8 +10,14 @@ from cluster.http.replies.messages import MessagesForm
 from cluster.http.requests.edge_request import chat_prompt_of, chat_request
 from cluster.http.requests.messages import has_reasoning_effort, messages_chat, to_messages_error
 from cluster.http.requests.reasoning import chat_parser
-from cluster.http.schema.messages_reply import MessagesError, MessagesEvent, MessagesReply, TokenCount
-from cluster.http.schema.messages_request import CountTokensRequest, MessagesRequest
+from cluster.http.schema.messages import (
+    CountTokensRequest,
+    MessagesError,
+    MessagesEvent,
+    MessagesReply,
+    MessagesRequest,
+    TokenCount,
+)
 from cluster.http.schema.request import ChatCompletionRequest
 from cluster.http.serving import Edge, GenerationResponse
 from cluster.logs import request_id

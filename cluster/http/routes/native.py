@@ -8,8 +8,7 @@ from cluster.http.replies.native import NativeReply
 from cluster.http.replies.reply import ReplyContext
 from cluster.http.requests.native import has_several, native_request, scored_from
 from cluster.http.routes.status import require_engine
-from cluster.http.schema.native_reply import NativeAnswer, NativeModel
-from cluster.http.schema.native_request import NativeRequest
+from cluster.http.schema.native import NativeAnswer, NativeModel, NativeRequest
 from cluster.http.serving import Edge, GenerationResponse
 from cluster.logs import request_id
 

@@ -21,8 +21,7 @@ from cluster.http.requests.responses import (
     output_messages,
     to_responses_error,
 )
-from cluster.http.schema.responses_reply import DeletedResponse, Response, ResponseEvent
-from cluster.http.schema.responses_request import ResponsesRequest
+from cluster.http.schema.responses import DeletedResponse, Response, ResponseEvent, ResponsesRequest
 from cluster.http.serving import Edge, GenerationResponse
 
 

@@ -49,7 +49,7 @@ class PacedExecutor(InstantExecutor):
 
 def build(args: dict[str, Any]) -> object:
     """Return what Serve calls."""
-    from cluster.deployments import application
+    from deploy.app import application
     from deploy.checks import planned
     from deploy.nodes import cluster_nodes
     from tests.bench.host.instant_engine import InstantEngine
@@ -63,7 +63,7 @@ def main() -> None:
     from deploy.serve.drain import run_until_signal
     from deploy.serve.environment import silence_limit_s, use_haproxy
     from deploy.serve.ray_start import start_ray
-    from deploy.serve.start_watch import StartWatch
+    from deploy.serve.watches import StartWatch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)

@@ -35,7 +35,7 @@ from pathlib import Path
 
 import torch
 
-from deploy.config.draft_head import block_shape, draft_method
+from deploy.config.drafts import block_shape, draft_method
 from speculative.config import Method, SpeculativeConfig
 from speculative.local import local_engine
 from tests.bench.kernels.gpu_time import hardware

@@ -13,10 +13,9 @@ from cluster.config import parse
 from cluster.placement import NodeResources
 from cluster.plan import ReplicaPlan, resolve
 from cluster.replica import refusals
-from cluster.replica.errors import StartRefusedError, WorkerGroupError
 from cluster.replica.supervisor import GaveUpError, Supervisor
-from cluster.replica.worker_group import WorkerGroup
-from deploy.serve.start_watch import StartWatch, failure
+from cluster.replica.worker_group import StartRefusedError, WorkerGroup, WorkerGroupError
+from deploy.serve.watches import StartWatch, failure
 from tests.support import MODELS
 from workers.memory_use import DeviceMemoryError
 

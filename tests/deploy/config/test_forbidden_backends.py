@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from attention.config import BACKEND_NAMES, DraftAttention, TargetAttention
-from cluster.checkpoints import check_checkpoints, check_device
 from cluster.config import ConfigError, parse
+from deploy.checks import check_checkpoints, check_device
 from deploy.cli import main
 from deploy.nodes import LocalGpus
 from tests.support import MODELS

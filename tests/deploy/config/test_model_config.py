@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from deploy.cli import main
 from deploy.config import model as model_config
-from deploy.config.draft_head import draft_method
-from deploy.config.own_draft import own_draft
+from deploy.config.drafts import draft_method, own_draft
 from speculative.config import SpeculativeConfig
 from tests.support import MODELS, ROOT
 
@@ -133,7 +132,7 @@ def test_a_module_that_a_copy_left_out_does_not(tmp_path: Path, names: list[str]
 def test_options_go_before_a_models_own_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], speculative: dict[str, Any] | None
 ) -> None:
-    monkeypatch.setattr("deploy.plan.print_plan", lambda path, nodes: 0)
+    monkeypatch.setattr("deploy.checks.print_plan", lambda path, nodes: 0)
     saved = tmp_path / "my.yaml"
     tiny = str(ROOT / "tests" / "models" / "deepseek_tiny")
     assert main(["plan", tiny, *options, "--save", str(saved), "--nodes", "0"]) == 0

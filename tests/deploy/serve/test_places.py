@@ -16,7 +16,7 @@ from cluster.config import ConfigError
 from deploy import cli
 from deploy.serve import launch
 from deploy.serve.console import log_path
-from deploy.serve.home import can_be_written, do_without_home
+from deploy.serve.ray_start import can_be_written, do_without_home
 from deploy.start import ensure_token
 from tests.support import ROOT
 

@@ -14,8 +14,8 @@ import pytest
 
 from cluster import linux
 from deploy.processes.server_record import VARIABLE, Record, begin, processes
-from deploy.serve import process_watch
-from deploy.serve.process_watch import ProcessWatch
+from deploy.serve import watches
+from deploy.serve.watches import ProcessWatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 # A parent and its child: the child's number is printed, and outlives the parent.
@@ -25,8 +25,8 @@ FAMILY = (
 
 
 def test_a_stopped_process_is_ended_and_an_orphan_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_watch, "STOPPED_LIMIT_S", 1.0)
-    monkeypatch.setattr(process_watch, "_ZOMBIE_LIMIT_S", 0.4)
+    monkeypatch.setattr(watches, "STOPPED_LIMIT_S", 1.0)
+    monkeypatch.setattr(watches, "_ZOMBIE_LIMIT_S", 0.4)
     monkeypatch.setattr(ProcessWatch, "period_s", 0.05)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv(VARIABLE, "")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError
-from deploy.serve import ray_files
-from deploy.serve.ray_files import check_room, keep_to_owner
+from deploy.serve import ray_start
+from deploy.serve.ray_start import check_room, keep_to_owner
 
 
 def test_a_token_that_everybody_may_read_and_new_files_become_the_users_alone(tmp_path: Path) -> None:
@@ -31,6 +31,6 @@ def test_a_full_folder_is_refused_before_ray_starts(monkeypatch: pytest.MonkeyPa
     check_room({"RAY_TMPDIR": str(tmp_path)})
     check_room({"RAY_TMPDIR": str(tmp_path / "missing")})
     usage = shutil.disk_usage(tmp_path)._replace(free=65_536)
-    monkeypatch.setattr(ray_files.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(ray_start.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(ConfigError, match=r"/tmp/x: 0.1 MB are free, and Ray.s logs .* 32 MB; .* set RAY_TMPDIR"):
         check_room({"TMPDIR": "/tmp/x"})

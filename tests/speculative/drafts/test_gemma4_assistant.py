@@ -17,7 +17,7 @@ from attention.config import CacheConfig
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.scores import ScoreRule
-from deploy.config.draft_head import draft_method
+from deploy.config.drafts import draft_method
 from speculative.build import plan_engine, plan_weights
 from speculative.config import SpeculativeConfig
 from speculative.drafts.drafter import TargetKVRunner

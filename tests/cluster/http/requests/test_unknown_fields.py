@@ -10,9 +10,9 @@ import pytest
 from cluster.http.endpoint import ignored_header
 from cluster.http.errors import ApiError
 from cluster.http.schema.body import Schema, parse_body
-from cluster.http.schema.messages_request import MessagesRequest
+from cluster.http.schema.messages import MessagesRequest
 from cluster.http.schema.request import BatchRequest, ChatCompletionRequest, CompletionRequest, Invocation
-from cluster.http.schema.responses_request import ResponsesRequest
+from cluster.http.schema.responses import ResponsesRequest
 from tests.cluster.http.parsers.test_tools import CALL as HERMES_CALL
 from tests.cluster.http.parsers.test_tools import WEATHER, tool_tokenizer
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, RESPONSES, TEXT, in_process

@@ -1,7 +1,9 @@
-"""Requests to SGLang's /generate: a prompt, and sampling parameters under SGLang's names."""
+"""Requests to SGLang's /generate: a prompt, and sampling parameters under SGLang's names. Replies of /generate and
+/get_model_info."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
+from msgspec import UNSET, UnsetType
 from pydantic import Field, Tag
 
 from cluster.http.schema.body import Schema, object_or_list
@@ -15,6 +17,7 @@ from cluster.http.schema.request import (
     Strings,
     TokenIds,
 )
+from cluster.http.schema.response import Struct
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 
@@ -73,3 +76,56 @@ class NativeRequest(Schema):
     logprob_start_len: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     rid: RequestId | None = None
     log_metrics: bool | None = None  # without effect
+
+
+# Log-probability (null for a prompt's first token), token id, and the token's text if requested.
+NamedLogprob = tuple[float | None, int, str | None]
+
+
+class NativeFinish(Struct):
+    """matched: the stop string or the token that ended the answer. length: number of tokens, if the answer ended at
+    max_new_tokens."""
+
+    type: Literal["stop", "length"]
+    matched: str | int | None | UnsetType = UNSET
+    length: int | UnsetType = UNSET
+
+
+class NativeMeta(Struct):
+    """e2e_latency: seconds from the request to this event.
+    spec_verify_ct: rounds that verified drafts. spec_draft_token_num: tokens drafted in them. spec_accept_token_num:
+    drafted tokens that were accepted. spec_accept_length: tokens per round. Absent without a draft.
+    """
+
+    id: str
+    finish_reason: NativeFinish | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float
+    output_token_logprobs: list[NamedLogprob] | UnsetType = UNSET
+    output_top_logprobs: list[list[NamedLogprob]] | UnsetType = UNSET
+    input_token_logprobs: list[NamedLogprob] | UnsetType = UNSET
+    input_top_logprobs: list[list[NamedLogprob] | None] | UnsetType = UNSET
+    spec_verify_ct: int | UnsetType = UNSET
+    spec_draft_token_num: int | UnsetType = UNSET
+    spec_accept_token_num: int | UnsetType = UNSET
+    spec_accept_length: float | UnsetType = UNSET
+
+
+class NativeAnswer(Struct):
+    """An answer; a stream's event has the part so far. index: set if a request has several answers."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: NativeMeta
+    index: int | UnsetType = UNSET
+
+
+class NativeModel(Struct):
+    """The model information that SGLang's clients request first."""
+
+    model_path: str
+    tokenizer_path: str
+    is_generation: Literal[True] = True
+    max_model_len: int = 0
