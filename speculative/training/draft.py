@@ -26,8 +26,7 @@ class TrainedDraft(nn.Module, ABC):
 
     Row n of step 0 reads the embedding of token n+1 and the target's feature of position n, has position n and predicts
     token n+2. Row n of step s reads the embedding of token n+s+1 and its own state of step s-1, has position n+s and
-    predicts token n+s+2. As in drafting, it attends to the true prefix (step 0, rows 0..n) and to its own branch (steps
-    1..s, row n).
+    predicts token n+s+2. It attends to the true prefix (step 0, rows 0..n) and its own branch (steps 1..s, row n).
     """
 
     @abstractmethod
@@ -66,7 +65,7 @@ class TrainedDraft(nn.Module, ABC):
         return [self.logits(states).argmax(-1) for states in self.unroll(embeddings, captured, num_steps)]
 
     def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int, anchors: Tensor) -> list[Tensor]:
-        """Return the logits [A, draft vocabulary] of each step at the flat positions `anchors` [A]; see `unroll`."""
+        """Return logits [A, draft vocabulary] of each step at flat positions `anchors` [A]; see `unroll`."""
         steps = self.unroll(embeddings, captured, num_steps)
         return [self.logits(hidden.flatten(0, 1)[anchors]) for hidden in steps]
 
@@ -113,8 +112,7 @@ class Unrolling:
     """The steps and positions that a draft's loss covers.
 
     num_steps: steps of the loss; step s has the weight step_decay ** s.
-    max_anchors: number of random positions of a batch at which blocks start; None for chains, which start at every
-        position.
+    max_anchors: random positions per batch at which blocks start; None for chains, which start at every one.
     random_depths: draw each block's depth from 1 to num_steps; false: all have num_steps.
     """
 
@@ -146,8 +144,7 @@ class DraftKind(ABC):
 
     @abstractmethod
     def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
-        """Return a new float32 draft on the target's device, and the tokens that it may propose, which include
-        `stops`."""
+        """Return a new float32 draft on the target's device, and the tokens that it may propose."""
 
     @abstractmethod
     def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
@@ -164,7 +161,7 @@ class TargetView:
 
     embeddings: [B, T, H] and captured: [B, T, F], in the target's dtype.
     probabilities: [A, draft_vocab] float32, the target's distribution at position n+1 of each anchor n, over the draft
-        vocabulary. in_vocabulary: [A] bool, whether its most likely token is in it.
+        vocabulary. in_vocabulary: [A] bool, whether it has the most likely token.
     """
 
     embeddings: Tensor
@@ -189,8 +186,8 @@ def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocab
 
 
 def draft_loss(steps: Sequence[Tensor], view: TargetView, batch: Batch, step_decay: float) -> Tensor:
-    """Return the cross-entropy with the target's distribution over the draft vocabulary, a float32 scalar: the mean
-    over steps, with weight `step_decay ** s` for step s.
+    """Return the float32 cross-entropy with the target over the draft vocabulary: the mean over steps, weighted
+    `step_decay ** s`.
 
     steps: logits [A, draft_vocab] of each step. Step s of anchor n is compared with the target at position n + s + 1,
         which is s anchors later unless the text has ended.
@@ -260,9 +257,8 @@ def add_rounds(tally: AcceptanceTally, matches: Sequence[Sequence[bool]], num_pr
     matches: `matches[s][n]` says whether the draft anchored at position n proposes, as its step s, token n + s + 2.
 
     Greedy verification emits the target's own text. Step s counts only if the steps before it matched, and then its
-    inputs are the text's tokens, so teacher forcing gives the exact acceptance. The first round starts with the
-    answer's first token as bonus token. A round accepts consecutive matches, up to the tally's depth and the end of the
-    text.
+    inputs are the text's tokens, so teacher forcing gives the exact acceptance. The first round's bonus token is the
+    answer's first token. A round accepts consecutive matches, up to the tally's depth and the text's end.
     """
     depth = len(tally.offered)
     anchor = num_prompt - 1

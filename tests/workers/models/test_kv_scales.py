@@ -137,7 +137,7 @@ def test_another_scheme_is_refused_unless_the_configuration_decides(
 
 
 def test_names_of_dtypes_are_checked() -> None:
-    with pytest.raises(ValueError, match="dtype=int4: is no dtype of KV; choose one of auto, model, fp8_e4m3"):
+    with pytest.raises(ValueError, match="dtype=int4: is not a dtype of KV; choose one of auto, model, fp8_e4m3"):
         CacheConfig(dtype="int4")
-    with pytest.raises(ValueError, match="draft_dtype=fp8_e5m2: is no dtype of KV"):
+    with pytest.raises(ValueError, match="draft_dtype=fp8_e5m2: is not a dtype of KV"):
         CacheConfig(draft_dtype="fp8_e5m2")
