@@ -2,6 +2,7 @@
 hidden state and the next token's embedding to one vector, and runs one more decoder layer on it. The same module drafts
 every depth, with the target's embedding and vocabulary head. Families: `mtp_deepseek`, `mtp_qwen`."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,11 +22,18 @@ from workers.ops.fp8.rows import Fp8Rows
 
 @dataclass(frozen=True)
 class Mtp(DraftMethod):
-    """Common parts of the families' methods."""
+    """Common parts of the families' methods.
+
+    layer_name: the checkpoint's name of the module's layer.
+    """
 
     name: ClassVar[str] = "mtp"
     shared_modules: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head")
     trims_head: ClassVar[bool] = True
+
+    @property
+    @abstractmethod
+    def layer_name(self) -> str: ...
 
     @classmethod
     def folder(cls, draft_path: str, target_path: str) -> str:

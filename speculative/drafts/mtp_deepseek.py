@@ -20,8 +20,6 @@ from workers.models.glm import glm4_moe, glm4_moe_lite
 from workers.models.glm.glm4_moe import Glm4MoeConfig
 from workers.models.name_map import NameMap
 
-ARCHITECTURES = ("DeepseekV3ForCausalLM",)  # of targets whose modules can be trained
-
 
 @dataclass(frozen=True)
 class _Family:
@@ -82,10 +80,14 @@ class DeepseekMtp(Mtp):
         return MtpModel(self, group, self._family.make_layer(model, 0, group), rotary, model.rms_eps)
 
     @property
+    def layer_name(self) -> str:
+        return f"model.layers.{self.layer}"
+
+    @property
     def weight_names(self) -> NameMap:
         """Map checkpoint names to parameters. The module's copies of embedding and head, and the target's tensors, are
         not read."""
-        theirs, others = f"model.layers.{self.layer}", range(self.layer + self.model.num_mtp_layers)
+        theirs, others = self.layer_name, range(self.layer + self.model.num_mtp_layers)
         rules = {"norm": f"{theirs}.shared_head.norm", "lm_head": f"{theirs}.shared_head.head"}
         return NameMap(
             rules | self._family.layer_rules("layer", theirs) | {"{module}": f"{theirs}.{{module}}"},

@@ -4,7 +4,7 @@ and no recurrent layer."""
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -27,13 +27,13 @@ ARCHITECTURES = (
     "Qwen3_5MoeForCausalLM",
     "Qwen3NextForCausalLM",
 )
-_LAYER = "mtp.layers.0"
 
 
 @dataclass(frozen=True)
 class QwenMtp(Mtp):
     """The first layer of a checkpoint's MTP module. model: configuration of that layer."""
 
+    layer_name: ClassVar[str] = "mtp.layers.0"
     model: HybridConfig
 
     @classmethod
@@ -70,9 +70,9 @@ class QwenMtp(Mtp):
             "lm_head": "mtp.lm_head",
         }
         return NameMap(
-            rules | layer_rules("layer", _LAYER),
+            rules | layer_rules("layer", self.layer_name),
             ignored=("model.*", "lm_head.*", "mtp.layers.[!0]*.*", "mtp.embed_tokens.*", "mtp.lm_head.*"),
-            packed=packed_experts(self.model, _LAYER),
+            packed=packed_experts(self.model, self.layer_name),
         )
 
 

@@ -13,11 +13,8 @@
     eagle3           the EAGLE-3 head over whole sequences, unrolled on its own outputs
     eagle3_files     the published folder layout of a head
     blocks           DFlash, DSpark and DFlash2 heads over whole sequences, their loss and files
-    mtp_head         an MTP module over whole sequences, unrolled on its own outputs
-    mtp_files        MTP modules in their checkpoints, trained further
-    experts          a router and experts over whole sequences
-    deepseek_layers  DeepSeek-V3's layer and MTP module over whole sequences
-    hybrid_layers    Qwen3.5's layer of gated attention, its experts and MTP module over whole sequences
+    mtp              a target's own MTP module over whole sequences, unrolled on its own outputs, and its files
+    layers           transformers' layers with attention over branches, and experts that a CUDA graph can capture
 
 `deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. From the
 engine they import only descriptions of models and drafts.

@@ -22,7 +22,7 @@ from speculative.training.draft import DraftKind, measure_acceptance, train_draf
 from speculative.training.eagle3_files import Eagle3Kind
 from speculative.training.fit_options import fit_arguments
 from speculative.training.generation import generate_answers, stop_tokens
-from speculative.training.mtp_files import MtpKind
+from speculative.training.mtp import MtpKind
 from speculative.training.rows import Conversation, read_conversations, split_validation
 from speculative.training.samples import Sample, answer_prompts, encode_answers, read_samples, write_samples
 

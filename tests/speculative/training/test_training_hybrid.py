@@ -15,18 +15,19 @@ from attention.config import CacheConfig
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
-from speculative.training.mtp_files import read_module, save_module
+from speculative.training.mtp import read_module, save_module
 from tests.speculative.training.conftest import run, train_small
 from tests.support.drafts.mtp import check_states, check_trained
-from tests.support.targets.hybrid import SIZES, HybridTarget, build_hybrid, save_hybrid
+from tests.support.targets.deepseek import ModuleTarget, save_module_target
+from tests.support.targets.hybrid import SIZES, build_hybrid
 from tests.support.tiny_models import add_qwen_mtp, make_target
 from workers.config import ModelSource, WorkerConfig
 from workers.scheduling.plan import SamplingParams
 
 EXPERTS = (
     "gate.weight",
-    "experts.gate_up",
-    "experts.down",
+    "experts.gate_up_proj",
+    "experts.down_proj",
     "shared_expert.up_proj.weight",
     "shared_expert_gate.weight",
 )
@@ -40,7 +41,7 @@ SHAPE = SIZES["tiny"] | {
 
 
 @pytest.fixture
-def model(tokenizer: PreTrainedTokenizerBase) -> HybridTarget:
+def model(tokenizer: PreTrainedTokenizerBase) -> ModuleTarget:
     """Random, with norms that are not ones."""
     model = build_hybrid(SHAPE, tokenizer, seed=1)
     for name, parameter in model.named_parameters():
@@ -55,16 +56,13 @@ def model(tokenizer: PreTrainedTokenizerBase) -> HybridTarget:
 
 
 def test_training_and_serving_compute_the_same_states_and_logits(
-    tmp_path: Path, model: HybridTarget, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, model: ModuleTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    save_hybrid(model, tokenizer, tmp_path)
-    embed, lm_head = model.model.model.embed_tokens, model.model.lm_head
-    check_trained(
-        tmp_path, model.hidden, lm_head, lambda ids, *rest: model.mtp.unroll(embed(ids), *rest), model.mtp.logits
-    )
+    save_module_target(model, tokenizer, tmp_path)
+    check_trained(tmp_path, model.hidden, model.model.lm_head, model.unroll, model.mtp.logits)
 
 
-def test_what_follows_a_row_does_not_change_it(model: HybridTarget) -> None:
+def test_what_follows_a_row_does_not_change_it(model: ModuleTarget) -> None:
     """Samples are padded at their ends."""
     tokens = torch.randint(0, 300, (2, 70), generator=torch.Generator().manual_seed(2))
     padded = torch.nn.functional.pad(tokens, (0, 58))
@@ -72,8 +70,8 @@ def test_what_follows_a_row_does_not_change_it(model: HybridTarget) -> None:
         torch.testing.assert_close(model.hidden(padded)[:, :70], model.hidden(tokens), atol=1e-4, rtol=1e-4)
 
 
-def test_a_saved_module_is_read_again(tmp_path: Path, model: HybridTarget, tokenizer: PreTrainedTokenizerBase) -> None:
-    save_hybrid(model, tokenizer, tmp_path / "target")
+def test_a_saved_module_is_read_again(tmp_path: Path, model: ModuleTarget, tokenizer: PreTrainedTokenizerBase) -> None:
+    save_module_target(model, tokenizer, tmp_path / "target")
     head = read_module(tmp_path / "target")
     for name, tensor in model.mtp.state_dict().items():
         assert torch.equal(head.state_dict()[name], tensor), name

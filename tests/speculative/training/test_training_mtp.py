@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedTokenizerBase
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3TopkRouter
 
 from speculative.training import TrainingError
 from speculative.training.commands import DRAFTS
-from speculative.training.experts import Experts, Router
-from speculative.training.mtp_files import read_module, save_module
+from speculative.training.layers import dense_experts
+from speculative.training.mtp import read_module, save_module
 from tests.speculative.training.conftest import run, train_small
 from tests.support.drafts.mtp import check_trained
-from tests.support.targets.deepseek import SIZES, Balance, DeepseekTarget, build_deepseek, save_deepseek
-from workers.ops.experts.route import Routing
+from tests.support.targets.deepseek import SIZES, Balance, ModuleTarget, build_deepseek, save_module_target
 
 SHAPE = SIZES["tiny"] | {
     "vocab_size": 300,
@@ -36,7 +36,7 @@ SHAPE = SIZES["tiny"] | {
 
 
 @pytest.fixture
-def model(tokenizer: PreTrainedTokenizerBase) -> DeepseekTarget:
+def model(tokenizer: PreTrainedTokenizerBase) -> ModuleTarget:
     """Random, with routers that choose various experts, and biases."""
     model = build_deepseek(SHAPE, tokenizer, seed=1)
     for parameter in model.parameters():
@@ -44,7 +44,7 @@ def model(tokenizer: PreTrainedTokenizerBase) -> DeepseekTarget:
             parameter, 0.5, 1.5
         )
     for part in model.modules():
-        if isinstance(part, Router):
+        if isinstance(part, DeepseekV3TopkRouter):
             torch.nn.init.uniform_(part.e_score_correction_bias, -0.2, 0.2)
     for tensor in model.state_dict().values():
         tensor.copy_(tensor.bfloat16())  # what is saved
@@ -52,19 +52,14 @@ def model(tokenizer: PreTrainedTokenizerBase) -> DeepseekTarget:
 
 
 def test_training_and_serving_compute_the_same_states_and_logits(
-    tmp_path: Path, model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, model: ModuleTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    save_deepseek(model, tokenizer, tmp_path)
-    embed = model.embed_tokens
-    check_trained(
-        tmp_path, model.hidden, model.lm_head, lambda ids, *rest: model.mtp.unroll(embed(ids), *rest), model.mtp.logits
-    )
+    save_module_target(model, tokenizer, tmp_path)
+    check_trained(tmp_path, model.hidden, model.model.lm_head, model.unroll, model.mtp.logits)
 
 
-def test_a_saved_module_is_read_again(
-    tmp_path: Path, model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    save_deepseek(model, tokenizer, tmp_path / "target")
+def test_a_saved_module_is_read_again(tmp_path: Path, model: ModuleTarget, tokenizer: PreTrainedTokenizerBase) -> None:
+    save_module_target(model, tokenizer, tmp_path / "target")
     head = read_module(tmp_path / "target")
     for name, tensor in model.mtp.state_dict().items():
         assert torch.equal(head.state_dict()[name], tensor), name
@@ -77,18 +72,21 @@ def test_a_saved_module_is_read_again(
 
 def test_experts_compute_the_same_together_and_one_by_one() -> None:
     torch.manual_seed(0)
-    experts = Experts(16, 6, 5)
+    config = DeepseekV3Config(hidden_size=16, moe_intermediate_size=6, n_routed_experts=5)
+    config._experts_implementation = "eager"
+    experts = DeepseekV3Experts(config)
     for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
     x, weight = torch.randn(11, 16), torch.rand(11, 2)
     chosen = torch.rand(11, 5).topk(2).indices
-    torch.testing.assert_close(experts._all(x, chosen, weight), experts._chosen(x, chosen, weight))
+    torch.testing.assert_close(dense_experts(experts, x, chosen, weight), experts(x, chosen, weight))
 
 
 def test_the_bias_of_a_router_evens_out_who_is_chosen() -> None:
     """A router that would send every row to the same experts."""
     torch.manual_seed(0)
-    router = Router(16, Routing(8, 2, "sigmoid", 4, 2, 2, has_bias=True, normalise=True)).train()
+    sizes = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2}
+    router = DeepseekV3TopkRouter(DeepseekV3Config(hidden_size=16, **sizes)).train()
     torch.nn.init.normal_(router.weight, std=0.05)
     router.weight.data += torch.linspace(-0.2, 0.2, 8)[:, None]
     x, balance = torch.randn(256, 16) + 0.5, Balance([router])
@@ -121,9 +119,9 @@ def test_the_module_of_a_trained_model_is_trained_further(
 
 
 def test_what_cannot_be_trained_further_is_refused(
-    tmp_path: Path, model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, model: ModuleTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    save_deepseek(model, tokenizer, tmp_path)
+    save_module_target(model, tokenizer, tmp_path)
     nothing = dict.fromkeys(("draft_vocab", "intermediate_size", "head_flags", "random_depths"))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(TrainingError, match="draft_vocab=64: is of EAGLE-3 heads; leave it out with --method mtp"):

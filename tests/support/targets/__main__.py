@@ -18,8 +18,8 @@ from speculative.training.samples import answer_prompts
 from tests.support.targets import deepseek, hybrid, llama
 
 KINDS = {
-    "deepseek": (deepseek.SIZES, deepseek.build_deepseek, deepseek.train_deepseek, deepseek.save_deepseek),
-    "hybrid": (hybrid.SIZES, hybrid.build_hybrid, hybrid.train_hybrid, hybrid.save_hybrid),
+    "deepseek": (deepseek.SIZES, deepseek.build_deepseek, deepseek.train_deepseek),
+    "hybrid": (hybrid.SIZES, hybrid.build_hybrid, hybrid.train_hybrid),
 }
 
 
@@ -35,7 +35,8 @@ def main(line: Sequence[str] | None = None) -> int:
         if arguments.strip_calc_marks:
             conversations = [llama.without_calc_marks(conversation) for conversation in conversations]
     else:
-        sizes, build, train, save = KINDS[arguments.kind]
+        sizes, build, train = KINDS[arguments.kind]
+        save = deepseek.save_module_target
         shape = sizes[arguments.size]
         vocab_size, longest = shape["vocab_size"], shape["max_position_embeddings"]
     rows, held = split_validation(conversations, arguments.val_fraction, arguments.seed)

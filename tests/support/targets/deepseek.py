@@ -1,6 +1,6 @@
 """A small model of DeepSeek-V3's architecture with its MTP module: shape, training, and the published folder layout.
 
-Target and module are trained together: latent attention with low-rank queries, a dense first layer,
+transformers' model and the module are trained together: latent attention with low-rank queries, a dense first layer,
 then a shared expert and experts in groups behind a sigmoid router whose bias keeps them evenly used. Paper: arXiv
 2412.19437, sections 2.1, 2.2 and 4.2.
 
@@ -20,26 +20,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import PreTrainedTokenizerBase
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from speculative.drafts.mtp_deepseek import ARCHITECTURES, DeepseekMtp
+from speculative.drafts.mtp import Mtp
+from speculative.drafts.mtp_deepseek import DeepseekMtp
 from speculative.training import TrainingError
-from speculative.training.deepseek_layers import (
-    decoder_layer,
-    layer_tensors,
-    module_tensors,
-    mtp_head,
-)
-from speculative.training.eagle3 import BranchCache, RMSNorm, linear
 from speculative.training.eagle3_files import token_ids, write_checkpoint
-from speculative.training.experts import Router
-from speculative.training.mtp_files import FLOAT32
-from speculative.training.mtp_head import rotation
-from speculative.training.samples import Batch, Sample, collate, plan_batches
+from speculative.training.mtp import FLOAT32, MtpHead, module_tensors, named_experts
+from speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
 from speculative.training.trainer import FitArguments
 from tests.support.targets.llama import ChatData, answer_loss, fit_target
-from workers.layers.rotary import frequencies
-from workers.models.deepseek import DeepseekConfig, read_config
+from workers.models.registry import family_of
 
 # Dimensions by their names in config.json. small: 31 MB in bf16.
 _SMALL: dict[str, int] = {
@@ -83,7 +75,7 @@ SIZES = {"small": _SMALL, "tiny": _TINY}
 def deepseek_config(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The config.json of a model with these dimensions."""
     return {
-        "architectures": [ARCHITECTURES[0]],
+        "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         **shape,
         "num_key_value_heads": shape["num_attention_heads"],
@@ -113,16 +105,16 @@ class Balance:
     counts: for each router [experts] float32, choices of live rows in training mode since the last `step`.
     """
 
-    def __init__(self, routers: Sequence[Router]) -> None:
+    def __init__(self, routers: Sequence[DeepseekV3TopkRouter]) -> None:
         self.live: Tensor | None = None
         self.counts = [torch.zeros(len(router.weight)) for router in routers]
         self._routers = routers
         for index, router in enumerate(routers):
             router.register_forward_hook(partial(self._count, index))
 
-    def _count(self, index: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor]) -> None:
+    def _count(self, index: int, router: nn.Module, _: object, output: tuple[Tensor, ...]) -> None:
         if router.training:
-            chosen, weight = output
+            _, weight, chosen = output
             ones = (
                 torch.ones_like(weight) if self.live is None else self.live.to(weight.dtype)[:, None].expand_as(weight)
             )
@@ -142,58 +134,50 @@ class Balance:
             counts.zero_()
 
 
-class DeepseekTarget(nn.Module):
-    """The target over whole sequences, with gradients, and its module."""
+class ModuleTarget(nn.Module):
+    """transformers' target over whole sequences, and its module, which uses its embedding and vocabulary head.
 
-    frequencies: Tensor
+    raw: what its config.json is to hold.
+    """
 
-    def __init__(self, raw: dict[str, Any], source: str) -> None:
+    def __init__(self, model: PreTrainedModel, method: type[Mtp], raw: dict[str, Any]) -> None:
         super().__init__()
-        self.raw = raw
-        self.shape: DeepseekConfig = read_config(raw, source)
-        config = self.shape
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList([decoder_layer(config, layer) for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_eps)
-        self.lm_head = linear(config.hidden_size, config.vocab_size)
-        self.mtp = mtp_head(DeepseekMtp.read(source, raw, config))
-        self.mtp.use_head(self.lm_head)
-        self.register_buffer("frequencies", frequencies(config.rope, config.rotated_dim), persistent=False)
-        self.balance = Balance([part for part in self.modules() if isinstance(part, Router)])
+        self.raw, self.model, source = raw, model, "the new model"
+        target = family_of(raw["architectures"][0], source).read_config(raw, source)
+        self.mtp = MtpHead(method.read(source, raw, target), model.config)
+        self.mtp.use_head(model.get_output_embeddings())
+        self.balance = Balance([part for part in self.modules() if isinstance(part, DeepseekV3TopkRouter)])
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        """The final hidden states [B, T, H] of tokens [B, T]."""
-        cos, sin = rotation(self.shape.rope, self.frequencies, tokens.shape[1])
-        hidden = self.embed_tokens(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, cos, sin, BranchCache())
-        final: Tensor = self.norm(hidden)
+        """The final hidden states [B, T, H] of tokens [B, T], padded at their ends."""
+        masks = attention_masks(self.model.config, tokens.shape[1], tokens.device)
+        output = self.model.base_model(input_ids=tokens, attention_mask=masks, use_cache=False)
+        final: Tensor = output.last_hidden_state
         return final
+
+    def unroll(self, tokens: Tensor, hidden: Tensor, num_steps: int) -> list[Tensor]:
+        """The module's states after tokens [B, T] with the target's states `hidden`."""
+        return self.mtp.unroll(self.model.get_input_embeddings()(tokens), hidden, num_steps)
 
     def forward(self, tokens: Tensor, live: Tensor, mtp_steps: int) -> list[Tensor]:
         """Logits [B, T, vocabulary]: the target's for the next token, then each module step's for one token later."""
         self.balance.live = live.flatten()
         hidden = self.hidden(tokens)
-        steps = self.mtp.unroll(self.embed_tokens(tokens), hidden, mtp_steps) if mtp_steps else []
-        return [self.lm_head(states) for states in (hidden, *steps)]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of target and module by their published names."""
-        named = {"model.embed_tokens": self.embed_tokens, "model.norm": self.norm, "lm_head": self.lm_head}
-        tensors = {f"{name}.weight": module.get_parameter("weight").data for name, module in named.items()}
-        for number, layer in enumerate(self.layers):
-            tensors |= layer_tensors(layer, f"model.layers.{number}")
-        return tensors | module_tensors(self.mtp)
+        steps = self.unroll(tokens, hidden, mtp_steps) if mtp_steps else []
+        return [self.model.get_output_embeddings()(states) for states in (hidden, *steps)]
 
 
-def build_deepseek(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, seed: int) -> DeepseekTarget:
+def build_deepseek(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, seed: int) -> ModuleTarget:
     """A freshly initialised float32 model on the CPU. Raises `TrainingError` for a tokenizer with more tokens."""
     if len(tokenizer) > shape["vocab_size"]:
         raise TrainingError(
             f"tokenizer: has {len(tokenizer)} tokens, the model {shape['vocab_size']}; give another, or a larger --size"
         )
     torch.manual_seed(seed)
-    model = DeepseekTarget(deepseek_config(shape, tokenizer), "the new model")
+    raw = deepseek_config(shape, tokenizer)
+    target = DeepseekV3ForCausalLM(DeepseekV3Config.from_dict(raw))
+    target.set_experts_implementation("dense_experts")
+    model = ModuleTarget(target, DeepseekMtp, raw)
     initialise(model)
     return model
 
@@ -232,7 +216,7 @@ def _cross_entropy(logits: Tensor, tokens: Tensor, weights: Tensor, ahead: int) 
 
 @torch.no_grad()
 def expert_shares(
-    model: DeepseekTarget, samples: Sequence[Sample], batch_tokens: int, mtp_steps: int, device: torch.device
+    model: ModuleTarget, samples: Sequence[Sample], batch_tokens: int, mtp_steps: int, device: torch.device
 ) -> tuple[float, float]:
     """The least and the most used expert's rows over the samples, as a multiple of an even share, of all routers."""
     model.train()  # rows are counted in training mode only
@@ -246,7 +230,7 @@ def expert_shares(
 
 
 def train_deepseek(
-    data: ChatData, model: DeepseekTarget, options: FitArguments, arguments: argparse.Namespace
+    data: ChatData, model: ModuleTarget, options: FitArguments, arguments: argparse.Namespace
 ) -> list[float]:
     """Train the model in place and return the logged losses."""
     steps = arguments.mtp_steps if arguments.mtp_weight > 0 else 0
@@ -266,16 +250,11 @@ def train_deepseek(
         after_step.remove()
 
 
-def save_deepseek(model: DeepseekTarget, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write config, bf16 weights of target and module, generation config and tokenizer as a Hugging Face folder."""
-    save_folder(folder, model.raw, model.tensors(), tokenizer)
-
-
-def save_folder(
-    folder: Path, raw: Mapping[str, Any], tensors: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase
-) -> None:
-    """Write a Hugging Face folder whose model answers greedily. raw: of config.json."""
-    write_checkpoint(folder, raw, tensors, FLOAT32)
+def save_module_target(model: ModuleTarget, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write config, bf16 weights of target and module, generation config and tokenizer as a Hugging Face folder whose
+    model answers greedily."""
+    tensors = named_experts(model.model.state_dict()) | module_tensors(model.mtp)
+    write_checkpoint(folder, model.raw, tensors, FLOAT32)
     settings = token_ids(tokenizer) | {"do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     tokenizer.save_pretrained(folder)

@@ -2,7 +2,7 @@
 
 Target and module are trained together: three layers of the gated delta rule before each one of gated
 attention (arXiv 2412.06464). The target is transformers' own model, whose reference of the chunked rule has gradients;
-the module is `speculative.training.hybrid_layers`'. It uses the target's embedding and vocabulary head.
+the module is `speculative.training.mtp`'.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +18,10 @@ from transformers import PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5Tex
 from speculative.drafts.mtp_qwen import QwenMtp
 from speculative.training import TrainingError
 from speculative.training.eagle3_files import token_ids
-from speculative.training.hybrid_layers import module_tensors, mtp_head
-from speculative.training.samples import Batch, Sample, attention_masks
+from speculative.training.samples import Batch, Sample
 from speculative.training.trainer import FitArguments
-from tests.support.targets.deepseek import joint_loss, save_folder
+from tests.support.targets.deepseek import ModuleTarget, joint_loss
 from tests.support.targets.llama import ChatData, answer_loss, fit_target
-from workers.models.registry import family_of
 
 # Dimensions by their names in config.json. small: 21 MB in bf16.
 _SMALL: dict[str, int] = {
@@ -60,33 +56,7 @@ _TINY = _SMALL | {
 SIZES = {"small": _SMALL, "tiny": _TINY}
 
 
-class HybridTarget(nn.Module):
-    """The target over whole sequences, with gradients, and its module. raw: what its config.json is to hold."""
-
-    def __init__(self, config: Qwen3_5TextConfig, raw: dict[str, Any]) -> None:
-        super().__init__()
-        self.raw = raw
-        self.model = Qwen3_5ForCausalLM(config)
-        source = "the new model"
-        target = family_of(raw["architectures"][0], source).read_config(raw, source)
-        self.mtp = mtp_head(QwenMtp.read(source, raw, target))
-        self.mtp.use_head(self.model.lm_head)
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """The final hidden states [B, T, H] of tokens [B, T], padded at their ends."""
-        masks = attention_masks(self.model.config, tokens.shape[1], tokens.device)
-        output = self.model.model(input_ids=tokens, attention_mask=masks, use_cache=False)
-        final: Tensor = output.last_hidden_state
-        return final
-
-    def forward(self, tokens: Tensor, live: Tensor, mtp_steps: int) -> list[Tensor]:
-        """Logits [B, T, vocabulary]: the target's for the next token, then each module step's for one token later."""
-        hidden = self.hidden(tokens)
-        steps = self.mtp.unroll(self.model.model.embed_tokens(tokens), hidden, mtp_steps) if mtp_steps else []
-        return [self.model.lm_head(states) for states in (hidden, *steps)]
-
-
-def build_hybrid(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, seed: int) -> HybridTarget:
+def build_hybrid(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, seed: int) -> ModuleTarget:
     """A freshly initialised float32 model on the CPU. Raises `TrainingError` for a tokenizer with more tokens."""
     if len(tokenizer) > shape["vocab_size"]:
         raise TrainingError(
@@ -97,7 +67,7 @@ def build_hybrid(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, s
     raw |= {"architectures": ["Qwen3_5ForCausalLM"], "mtp_num_hidden_layers": 1, "transformers_version": None}
     raw = {name: value for name, value in raw.items() if value is not None}
     torch.manual_seed(seed)
-    model = HybridTarget(config, raw).float()
+    model = ModuleTarget(Qwen3_5ForCausalLM(config), QwenMtp, raw).float()
     for parameter in model.mtp.parameters():
         if parameter.dim() >= 2:  # norms stay zeros, which mean ones
             nn.init.normal_(parameter, std=0.02)
@@ -105,7 +75,7 @@ def build_hybrid(shape: Mapping[str, int], tokenizer: PreTrainedTokenizerBase, s
 
 
 def train_hybrid(
-    data: ChatData, model: HybridTarget, options: FitArguments, arguments: argparse.Namespace
+    data: ChatData, model: ModuleTarget, options: FitArguments, arguments: argparse.Namespace
 ) -> list[float]:
     """Train the model in place and return the logged losses."""
     steps = arguments.mtp_steps if arguments.mtp_weight > 0 else 0
@@ -117,8 +87,3 @@ def train_hybrid(
         return {"validation_loss": answer_loss(held, options, lambda batch: joint_loss(model, batch, 0.0))}
 
     return fit_target(model, data, options, loss_of, evaluate, dropout=arguments.dropout, title="hybrid")
-
-
-def save_hybrid(model: HybridTarget, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write config, bf16 weights of target and module, generation config and tokenizer as a Hugging Face folder."""
-    save_folder(folder, model.raw, model.model.state_dict() | module_tensors(model.mtp), tokenizer)

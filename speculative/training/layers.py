@@ -1,0 +1,142 @@
+"""Parts of drafts over whole sequences, with gradients: transformers' layers, given attention over branches and experts
+that a CUDA graph can capture.
+
+A layer uses them if its configuration comes from `layer_config`. Tests compare every draft with the engine's.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from workers.layers.rotary import RopeConfig
+
+# Up to this many experts, every row goes through all of them: a few wide products without a device sync, which a CUDA
+# graph can capture.
+MAX_DENSE_EXPERTS = 64
+
+
+def layer_config(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
+    """Return a copy of transformers' configuration, with which layers have `branch_attention` and, of few experts,
+    `dense_experts`. changes: other fields."""
+    copied = copy.deepcopy(config)
+    copied._attn_implementation = branch_attention.__name__
+    experts = [getattr(config, name, None) or 0 for name in ("num_local_experts", "num_experts")]
+    copied._experts_implementation = dense_experts.__name__ if max(experts) <= MAX_DENSE_EXPERTS else "eager"
+    for name, value in changes.items():
+        setattr(copied, name, value)
+    return copied
+
+
+@dataclass
+class Branches:
+    """Keys and values [B, kv_heads, T, head_dim] of step 0 (the prefix) and of each later step (the branches)."""
+
+    keys: list[Tensor] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+
+
+def branch_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float,
+    dropout: float = 0.0,
+    *,
+    branches: Branches,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention of row n to rows 0..n of the first step and to row n of every later step, up to this one, as
+    transformers' `AttentionInterface`. A later step's scores take B * heads * T * T elements, once also in float32.
+
+    query: [B, heads, T, key dim]. key: [B, kv_heads, T, key dim]. value: [B, kv_heads, T, value dim].
+    branches: of the steps before; this step's keys and values are appended.
+    Returns [B, T, heads, value dim].
+    """
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotated in float32
+    branches.keys.append(key)
+    branches.values.append(value)
+    if len(branches.keys) == 1:
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return attended.transpose(1, 2), None
+    length = query.shape[2]
+    batch, kv_heads = key.shape[:2]
+    query = query.reshape(batch, kv_heads, -1, length, query.shape[3]) * scaling
+    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    prefix = (query @ branches.keys[0][:, :, None].transpose(-1, -2)).masked_fill(future, float("-inf"))
+    own = [(query * each[:, :, None]).sum(-1, keepdim=True) for each in branches.keys[1:]]
+    weights = torch.softmax(torch.cat([prefix, *own], dim=-1).float(), dim=-1).to(query.dtype)
+    attended = weights[..., :length] @ branches.values[0][:, :, None]
+    for step, each in enumerate(branches.values[1:]):
+        attended = attended + weights[..., length + step, None] * each[:, :, None]
+    return attended.flatten(1, 2).transpose(1, 2), None
+
+
+def dense_experts(experts: Any, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+    """Run all experts as one wide gated MLP, in which experts that were not chosen have weight 0.
+
+    experts: transformers' module. x: [N, H]. chosen: [N, k] int64. weight: [N, k].
+    Returns [N, H].
+    """
+    count = len(experts.down_proj)
+    share = torch.zeros(len(x), count, dtype=weight.dtype, device=x.device).scatter(1, chosen, weight)
+    both = functional.linear(x, experts.gate_up_proj.flatten(0, 1))
+    gate, up = both.view(len(x), count, 2, -1).unbind(2)
+    inner = functional.silu(gate) * up * share.to(up.dtype)[..., None]
+    return functional.linear(inner.flatten(1), experts.down_proj.transpose(0, 1).flatten(1))
+
+
+AttentionInterface.register(branch_attention.__name__, branch_attention)
+ALL_EXPERTS_FUNCTIONS.register(dense_experts.__name__, dense_experts)
+
+
+def prepared(layer: nn.Module, norm_offset: float = 0.0) -> nn.Module:
+    """Let torch's fused kernel compute the layer's norms, and routers choose in float32 under autocast, as the engine's
+    do. norm_offset: added to the weights of norms. Changes the layer in place."""
+    for module in layer.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(_fused_norm, module, norm_offset)
+        elif type(module).__name__.lower().endswith("topkrouter"):
+            module.forward = partial(_float32, module.forward)
+    return layer
+
+
+def _fused_norm(norm: Any, offset: float, x: Tensor) -> Tensor:
+    weight = (norm.weight + offset).to(x.dtype)  # a float32 weight would miss the fused kernel under autocast
+    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def _float32(forward: Any, x: Tensor) -> Any:
+    with torch.autocast(x.device.type, enabled=False):
+        return forward(x.float())
+
+
+def shift_left(rows: Tensor, count: int) -> Tensor:
+    """Return [B, T, H] whose row n is row n + count; zeros at the end."""
+    return functional.pad(rows[:, count:], (0, 0, 0, min(count, rows.shape[1])))
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    """Return a linear layer without bias."""
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def rotation(rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines [.., rotated] of positions [..], as transformers' layers take them: the angle of each
+    pair twice. frequencies: [rotated / 2]."""
+    angles = positions.unsqueeze(-1) * frequencies
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * rope.magnitude, angles.sin() * rope.magnitude

@@ -1,0 +1,198 @@
+"""A target's module for multi-token prediction (MTP): read from its checkpoint, trained further, and saved.
+
+The engine serves the same weights with `speculative.drafts.mtp.MtpModel`. In the paper (arXiv 2412.19437, section 2.2),
+each depth has a module of its own. Here one module drafts all depths, so it is trained on its own outputs
+(training-time test of EAGLE-3, arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
+
+from speculative.drafts.config import draft_architecture
+from speculative.drafts.mtp import Mtp
+from speculative.drafts.mtp_deepseek import DeepseekMtp
+from speculative.drafts.mtp_qwen import QwenMtp
+from speculative.training import TrainingError
+from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft
+from speculative.training.eagle3_files import write_checkpoint
+from speculative.training.layers import Branches, layer_config, linear, prepared, rotation, shift_left
+from workers.layers.rotary import frequencies
+from workers.models.deepseek import DeepseekConfig
+from workers.models.qwen.hybrid import HybridConfig
+from workers.models.registry import family_of
+from workers.models.weights import checkpoint_tensors
+
+# Name suffixes of tensors that stay in float32: router biases, and the decay of recurrent layers.
+FLOAT32 = ("bias", "A_log")
+_EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True)
+class _Family:
+    """method: reads config.json. layer: transformers' layer. norm_offset: added to the weights of norms."""
+
+    method: type[Mtp]
+    layer: type[nn.Module]
+    norm_offset: float = 1.0
+
+
+_FAMILIES = {  # by architecture
+    "DeepseekV3ForCausalLM": _Family(DeepseekMtp, DeepseekV3DecoderLayer, norm_offset=0.0),
+    "Qwen3_5ForConditionalGeneration": _Family(QwenMtp, Qwen3_5DecoderLayer),
+    "Qwen3_5MoeForConditionalGeneration": _Family(QwenMtp, Qwen3_5MoeDecoderLayer),
+    "Qwen3_5ForCausalLM": _Family(QwenMtp, Qwen3_5DecoderLayer),
+    "Qwen3_5MoeForCausalLM": _Family(QwenMtp, Qwen3_5MoeDecoderLayer),
+    "Qwen3NextForCausalLM": _Family(QwenMtp, Qwen3NextDecoderLayer),
+}
+
+
+class MtpHead(TrainedDraft):
+    """The trainable module; embedding and vocabulary head are the target's.
+
+    config: transformers' configuration of the target.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, method: Mtp, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.method, model = method, method.model
+        assert isinstance(model, DeepseekConfig | HybridConfig), "only these architectures are trained"
+        family = _FAMILIES[model.architecture]
+        self.rope = model.rope
+        last = config.num_hidden_layers  # the module's layer comes after the target's
+        kinds = ["full_attention"] * (last + 1)
+        config = layer_config(config, layer_types=kinds, mlp_only_layers=[], decoder_sparse_step=1)
+        layer: Any = family.layer(config, last)
+        self.layer, norm = layer, type(layer.input_layernorm)
+        self.enorm, self.hnorm, self.norm = (norm(model.hidden_size, eps=model.rms_eps) for _ in range(3))
+        self.eh_proj = linear(2 * model.hidden_size, model.hidden_size)
+        prepared(self, family.norm_offset)
+        self.register_buffer("frequencies", frequencies(model.rope, model.rotated_dim), persistent=False)
+        self._target_head: list[nn.Module] = []  # in a list, so that it is not a submodule and not trained
+
+    def use_head(self, lm_head: nn.Module) -> None:
+        """Make `logits` use the target's vocabulary head, which is not trained."""
+        self._target_head = [lm_head]
+
+    def features(self, output: Any) -> Tensor:
+        final: Tensor = output.last_hidden_state
+        return final
+
+    def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
+        """Return each step's output of the last norm, which is the recurrent state. captured: the target's final hidden
+        state."""
+        hidden, branches, steps = captured, Branches(), []
+        rows = torch.arange(embeddings.shape[1], dtype=torch.float32, device=embeddings.device)
+        for step in range(num_steps):
+            angles = rotation(self.rope, self.frequencies, rows[None] + step)
+            joined = torch.cat((self.enorm(shift_left(embeddings, step + 1)), self.hnorm(hidden)), dim=-1)
+            hidden = self.layer(self.eh_proj(joined), position_embeddings=angles, branches=branches)
+            hidden = self.norm(hidden)
+            steps.append(hidden)
+        return steps
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return [.., vocabulary] logits of recurrent states [.., H], in the dtype of the target's head."""
+        head = self._target_head[0]
+        logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
+        return logits
+
+
+def module_tensors(head: MtpHead) -> dict[str, Tensor]:
+    """Return the module's tensors by their published names, without copies."""
+    names, tensors = head.method.weight_names, {}
+    for path, tensor in head.state_dict().items():
+        first, _, rest = path.partition(".")
+        tensors[f"{head.method.layer_name if first == 'layer' else names.module_name(first)}.{rest}"] = tensor
+    return named_experts(tensors)
+
+
+def named_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of transformers' layers by their published names: one matrix per expert, a view of the stacked
+    ones."""
+    found = {}
+    for path, tensor in tensors.items():
+        layer, experts, part = path.partition(_EXPERTS)
+        if not experts:
+            found[path] = tensor
+            continue
+        parts = {"down_proj": tensor}
+        if part == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
+        for name, stacked in parts.items():
+            found |= {f"{layer}{_EXPERTS}{i}.{name}.weight": matrix for i, matrix in enumerate(stacked)}
+    return found
+
+
+def read_module(folder: Path) -> MtpHead:
+    """Return the module of a checkpoint, in float32 on the CPU. Raises `TrainingError` if it has none that can be
+    trained."""
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    family = _FAMILIES.get(draft_architecture(raw))
+    if family is None:
+        raise TrainingError(
+            f"target={folder}: architectures={raw.get('architectures')} has no MTP module; only {', '.join(_FAMILIES)} "
+            "have; train a head with --method eagle3"
+        )
+    try:
+        source = f"target {folder}"
+        target = family_of(raw["architectures"][0], source).read_config(raw, source)
+        method = family.method.read(str(folder), raw, target)
+        head = MtpHead(method, AutoConfig.from_pretrained(folder).get_text_config())
+        wanted = module_tensors(head)
+        tensors = {name: tensor for name, tensor, _ in checkpoint_tensors(folder)}
+        for packed in method.weight_names.packed:
+            for name in tensors.keys() - wanted.keys():
+                tensors.update(packed.pieces(name, tensors[name]) or ())
+    except ValueError as error:
+        raise TrainingError(str(error)) from None
+    if any(f"{name}_scale_inv" in tensors or tensors[name].itemsize < 2 for name in wanted.keys() & tensors.keys()):
+        raise TrainingError(f"target={folder}: its module is quantised, which cannot be trained; give one in bfloat16")
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            if name not in tensors:
+                raise TrainingError(f"target={folder}: lacks {name}; download it again")
+            tensor.copy_(tensors[name])
+    return head
+
+
+def save_module(head: MtpHead, folder: Path) -> None:
+    """Write the module alone, with its target's config.json, in the layout that `speculative.path` accepts."""
+    raw = json.loads((Path(head.method.path) / "config.json").read_text(encoding="utf-8"))
+    write_checkpoint(folder, raw, module_tensors(head), FLOAT32)
+
+
+class MtpKind(DraftKind):
+    """The target's own MTP module, trained further."""
+
+    def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
+        super().__init__(arguments, target)
+        self.refuse_head_options("mtp")
+        self.loaded = self.load(arguments.target)
+
+    def build(self, samples: Sequence[Any], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
+        return self.loaded
+
+    def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
+        assert isinstance(head, MtpHead)
+        save_module(head, folder)
+
+    def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
+        head = read_module(folder)
+        head.use_head(self.target.get_output_embeddings())
+        return head.to(self.target.device), DraftVocabulary.whole(self.target)
