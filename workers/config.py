@@ -11,10 +11,10 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Auto = Literal["auto"]
 
-# by type of device: on a GPU the most that steps are captured for (`workers.runner.graphs.graph_keys.TOKEN_BUCKETS`),
-# which keeps its products busy and takes a quarter of a GB of activations
+# by type of device: on a GPU the largest captured step (`workers.runner.graphs.graph_keys.TOKEN_BUCKETS`), which
+# saturates matrix products and takes 0.25 GB of activations
 MAX_STEP_TOKENS = {"cuda": 2048, "cpu": 512}
-# by type of device: slots that `max_running: auto` may mean; more cost captures and tables, and bring little
+# by type of device: range of slots for `max_running: auto`; more cost captures and tables, and gain little
 AUTO_SLOTS = {"cuda": (8, 256), "cpu": (8, 32)}
 
 
@@ -24,13 +24,13 @@ class ModelSource:
 
     path: folder of the target, under the same path on every node, or a name on the hub: `OWNER/NAME` or
         `OWNER/NAME@REVISION`.
-    load_format: `dummy` makes random weights, for benchmarks; it needs config.json only.
+    load_format: `dummy`: random weights, for benchmarks; needs only config.json.
     dtype: `float32`, `bfloat16` or `float16`; auto: the checkpoint's on a GPU, float32 on a CPU.
-    device: `cpu` or `cuda`; auto: GPUs where the cluster has any.
+    device: `cpu` or `cuda`; auto: GPUs if the cluster has any.
     max_model_len: tokens of prompt and answer together; none: the model's own limit.
-    seed: of dummy weights.
-    implementation: `transformers` serves through the adapter also where Aerie has a class of its own, which is faster;
-        auto: the own class where there is one.
+    seed: seed of dummy weights.
+    implementation: `transformers`: always serve through the adapter; auto: use Aerie's own class if there is one, which
+        is faster.
     """
 
     path: str = ""
@@ -46,13 +46,13 @@ class ModelSource:
 class SchedulerConfig:
     """Limits of running and queued requests, and of a step.
 
-    max_running: requests that decode together (slots); auto: as many as KV has room for at 2,048 tokens each, a power
-        of two, 8 to 256 on GPUs, 8 to 32 on CPUs.
+    max_running: requests that decode together (slots); auto: as many as fit in KV at 2,048 tokens each: a power of two,
+        8 to 256 on GPUs, 8 to 32 on CPUs.
     max_step_tokens: limit of prompt tokens per step; auto: 2048 on a GPU, 512 on a CPU. Larger steps run eagerly and
-        delay other requests, but may pay for long prompts of a mixture of experts.
+        delay other requests, but may be faster for long prompts of a mixture of experts.
     max_waiting: limit of queued requests, more get 429; none: only `max_waiting_bytes` counts.
-    itl_target_ms: milliseconds between a request's tokens to which prompts may stretch a step; auto: derived from
-        measured step times, tripled under a backlog. A number is a fixed limit; beyond it the batch grows slowly.
+    itl_target_ms: maximum inter-token latency in milliseconds to which prompt chunks may extend a step; auto: derived
+        from measured step times, tripled under a backlog. A number is a fixed limit; beyond it the batch grows slowly.
     max_waiting_bytes: host memory of queued requests, more get 429: 3 KB each and 4 bytes per prompt token; the default
         holds 15,000 requests of 3,500 tokens.
     """
@@ -72,14 +72,14 @@ class SchedulerConfig:
             raise ValueError(f"itl_target_ms={self.itl_target_ms}: must be above 0 milliseconds; or auto")
 
     def resolved(self, device_type: str) -> "SchedulerConfig":
-        """Return it with a number for `max_step_tokens`. device_type: "cpu" or "cuda"."""
+        """Return the configuration with a number for `max_step_tokens`. device_type: "cpu" or "cuda"."""
         if self.max_step_tokens != "auto":
             return self
         return replace(self, max_step_tokens=MAX_STEP_TOKENS[device_type])
 
     @property
     def step_token_limit(self) -> int:
-        """`max_step_tokens` of a configuration that is `resolved`."""
+        """`max_step_tokens` of a `resolved` configuration."""
         assert self.max_step_tokens != "auto", "only `EngineLayout.scheduler` knows what auto stands for"
         return self.max_step_tokens
 
@@ -96,13 +96,13 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class RoundShape:
-    """KV positions that a draft tree of one shape takes per request, for drafting and for verifying it.
+    """Sizes of a draft tree of one shape, per request.
 
     The scheduler reserves KV pages by these numbers alone.
 
-    width: rows verified, and KV positions from the committed length on that they write (1: plain decoding).
-    max_new_tokens: tokens that verifying it can emit, at most `width`.
-    draft_tokens: KV positions from the committed length on that drafting it writes (0: no draft).
+    width: rows verified, and KV positions after the committed length that they write (1: no speculation).
+    max_new_tokens: maximum tokens that verifying it can emit, at most `width`.
+    draft_tokens: KV positions after the committed length that drafting writes (0: no draft).
     """
 
     name: str
@@ -120,7 +120,7 @@ class RoundShape:
 
     @property
     def is_chain(self) -> bool:
-        """Whether there are drafts, and each is the child of the one before, so that all can be accepted."""
+        """Whether it has drafts and they form a chain, so that all can be accepted."""
         return 1 < self.width == self.max_new_tokens
 
     @property
@@ -135,15 +135,15 @@ PLAIN = RoundShape(name="plain", width=1, max_new_tokens=1, draft_tokens=0)
 
 @dataclass(frozen=True)
 class RoundShapes:
-    """The shapes that an engine can run; a plan names them by index. shapes[0] is plain decoding.
+    """The tree shapes that an engine can run; a plan names them by index. shapes[0] is non-speculative decoding.
 
-    default: index of the shape that requests with speculation draft; 0 without a draft.
-    adaptive: the scheduler may choose any of them, step by step (`workers.scheduling.shape_choice`); else all that
-        speculate draft the default.
-    eager: no step is captured, so a shape does not need a graph to be fast.
-    keeps_tokens: ranks hold the tokens of running requests, because drafts are copied from them.
-    model_free: no model drafts, so drafts cost nothing and are as deep as the default, whatever a round verifies; a
-        plain round drafts, too, and a text without a match has none.
+    default: index of the shape for requests with speculation; 0 without a draft.
+    adaptive: whether the scheduler chooses a shape for each step (`workers.scheduling.shape_choice`); else the default
+        is used.
+    eager: whether no step is captured, so that a shape needs no graph.
+    keeps_tokens: whether ranks hold the tokens of running requests, because drafts are copied from them.
+    model_free: whether no model drafts. Then drafts cost nothing: every round, even a non-speculative one, drafts at
+        the default depth. A text without a match has no draft.
     drafted_by: the draft's method, for metrics.
     """
 
@@ -166,12 +166,12 @@ class RoundShapes:
 
     @property
     def learns_acceptance(self) -> bool:
-        """Whether shapes are chosen by how many drafts requests accepted."""
+        """Whether shapes are chosen by observed acceptance."""
         return self.adaptive and not self.model_free
 
     @property
     def verifies_last_drafts(self) -> bool:
-        """Whether a step may verify the shape that the step before drafted, and draft another."""
+        """Whether a step may verify the shape that the previous step drafted, and draft another."""
         return self.eager and self.learns_acceptance
 
     def wider(self, one: int, other: int) -> int:
@@ -185,13 +185,13 @@ class RoundShapes:
 
     @property
     def max_kv_tokens(self) -> int:
-        """Maximum KV positions from the committed length on that a round of any shapes may write."""
+        """Maximum KV positions after the committed length that a round of any shape may write."""
         return max(*(s.width for s in self.shapes), self.max_new_tokens + max(s.draft_tokens for s in self.shapes))
 
     @property
     def max_ahead_tokens(self) -> int:
-        """Maximum KV positions from the committed length that the host knows on that two rounds in flight and a third
-        may write."""
+        """Maximum KV positions after the committed length known to the host that two rounds in flight and a third may
+        write."""
         return 2 * self.max_new_tokens + self.max_kv_tokens
 
     @property
@@ -206,13 +206,13 @@ class RoundShapes:
         return (0, self.default) if self.default else (0,)
 
     def beside_chunks(self, num_requests: int, rare_sampling: bool = False) -> tuple[int, ...]:
-        """Return the indices of the shapes that rounds of `num_requests` run beside prompt chunks, ascending.
+        """Return the indices of the shapes for rounds of `num_requests` in mixed batches, ascending.
 
-        Up to `FEW_REQUESTS` requests: the default alone, because its rows are few beside a chunk's. With more requests:
-        non-speculative decoding, and the widest shape whose rows can all be accepted, because the other rows of a tree
-        would cost more than they gain.
+        Up to `FEW_REQUESTS` requests: only the default, because its rows are few compared with a chunk's. With more
+        requests: non-speculative decoding and the widest chain, because the other rows of a tree cost more than they
+        gain.
 
-        rare_sampling: the step needs what only `unrestricted` shapes are captured for.
+        rare_sampling: whether the step has sampling options for which only `unrestricted` shapes are captured.
         """
         if not self.adaptive or num_requests <= FEW_REQUESTS:
             return (self.default,)
@@ -220,12 +220,12 @@ class RoundShapes:
         return self.unrestricted if rare_sampling or not chains else (0, chains[-1])
 
     def largest_beside_chunks(self, num_requests: int) -> int:
-        """The one of `beside_chunks` that steps with prompts are measured and planned with."""
+        """Return the shape of `beside_chunks` with which mixed batches are measured and planned."""
         return self.beside_chunks(num_requests)[-1]
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens drafted per round of a request that speculates, if it drafts the default."""
+        """Tokens drafted per round of the default shape."""
         return self.shapes[self.default].width - 1
 
 
@@ -233,9 +233,9 @@ class RoundShapes:
 class GraphCapture:
     """Capture of steps as CUDA graphs, on each rank.
 
-    limit_s: seconds that a start may spend on more than the first graphs.
-    limit_gb: device memory in GB (10^9 bytes) for all but greedy and plainly random rounds; never more than a twentieth
-        of the free memory at the start.
+    limit_s: seconds that a start may spend on graphs after the first ones.
+    limit_gb: device memory in GB (10^9 bytes) for graphs of other rounds than greedy and purely random ones; at most a
+        twentieth of the free memory at the start.
     busy_interval_s: shortest time between captures while requests run; 0 captures before every step until all graphs
         exist.
     """
@@ -254,12 +254,12 @@ class GraphCapture:
 class WorkerConfig:
     """One engine replica, without its decoding strategy.
 
-    expert_parallel: each rank holds some experts whole, instead of a slice of each.
-    cuda_graphs: capture rounds on a GPU; off only to measure what they bring.
-    graph_capture: what capturing the rarer kinds of rounds may take.
-    deterministic: on a GPU, answers that depend on nothing but their request (see `workers.runner.deterministic`).
-    measure_costs: measure at the start what steps cost; without it the scheduler has no `CostTable`.
-    debug: assert after every step that all ranks agree, and at every call of an operation its contract.
+    expert_parallel: each rank has some whole experts, instead of a slice of each.
+    cuda_graphs: capture rounds on a GPU; false only for measurements.
+    graph_capture: time and memory for capturing rarer kinds of rounds.
+    deterministic: on a GPU, an answer depends only on its request (see `workers.runner.deterministic`).
+    measure_costs: measure step times at the start; without it the scheduler has no `CostTable`.
+    debug: assert that all ranks agree after every step, and the contract at every call of an operation.
     """
 
     model: ModelSource

@@ -1,4 +1,4 @@
-"""The device and the type that a rank computes with, from what the configuration says."""
+"""Resolves a rank's device and dtype from the configuration."""
 
 import torch
 
@@ -6,8 +6,8 @@ from attention.capability import Capability
 
 
 def resolve_device(device: str, rank: int) -> torch.device:
-    """ "auto" is this process's GPU if it has one, else the CPU. A worker sees one GPU; if it sees several, its rank
-    chooses."""
+    """Return the device; "auto" is this process's GPU if it has one, else the CPU. A process that sees several GPUs
+    uses number `rank`."""
     num_gpus = torch.cuda.device_count()
     if device == "cpu" or (device == "auto" and not num_gpus):
         return torch.device("cpu")
@@ -17,13 +17,13 @@ def resolve_device(device: str, rank: int) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a GPU the one that this process's kernels and streams are on."""
+    """Make a GPU this process's current device."""
     if device.index is not None:
         torch.cuda.set_device(device)
 
 
 def resolve_dtype(dtype: str, checkpoint: torch.dtype, device: Capability) -> torch.dtype:
-    """ "auto" is the checkpoint's on a GPU and float32 on a CPU, where half types are slow."""
+    """Return the dtype; "auto" is the checkpoint's on a GPU, and float32 on a CPU, where 16-bit dtypes are slow."""
     if dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
     return torch.float32 if device.shares_host_memory else checkpoint

@@ -1,4 +1,4 @@
-"""Ctrl-C for a loop of steps, which an exception inside of a step would leave half done. Used by training and
+"""Delays Ctrl-C to the end of a step, so that no step is left incomplete. Used by training and
 `workers.runner.local_engine`."""
 
 import contextlib
@@ -10,8 +10,9 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interrupts_between_steps() -> Iterator[Callable[[], bool]]:
-    """Hold SIGINT back while this is open; the function says whether one came. A second one raises KeyboardInterrupt at
-    once. Does nothing outside of the main thread, and where SIGINT raises no KeyboardInterrupt anyway."""
+    """Delay SIGINT within the context; the yielded function returns whether one arrived. A second one raises
+    KeyboardInterrupt at once. Does nothing outside of the main thread, or if SIGINT does not raise
+    KeyboardInterrupt."""
     came = False
 
     def note(signum: int, frame: FrameType | None) -> None:

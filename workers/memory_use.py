@@ -1,31 +1,31 @@
-"""A rank's memory use: a plain value from `workers.runner.memory`, shown to the operator.
+"""A rank's memory use: a plain value from `workers.runner.memory`, for reports.
 
 Imports no torch."""
 
 from dataclasses import dataclass
 
-# default KV memory on a CPU: share of free memory, which other processes need too, and its limit
+# default KV memory on a CPU: a share of free memory, because other processes need memory, too, and its limit
 HOST_SHARE, HOST_LIMIT_BYTES = 0.1, 10**9
 
 
 class DeviceMemoryError(ValueError):
-    """A GPU has not the memory now. Unlike other refusals of a start this may pass: a process that has just been killed
-    holds its memory for a moment."""
+    """A GPU lacks memory now. Unlike other refusals of a start this may be temporary: a killed process holds its memory
+    for a moment."""
 
 
 @dataclass(frozen=True)
 class MemoryUse:
     """A rank's device memory in bytes, by use. `total` and `others` concern the whole device.
 
-    total: of the device.
+    total: memory of the device.
     others: in use at the start, by other processes and by the device's own context.
-    weights: of target and draft.
-    tables: of slots.
-    workspaces: what communication, libraries and kernels hold beside.
-    activations: of the largest step that runs without a graph.
-    graphs: what captures took, or if more are to follow at least what is kept for all of them.
-    kv: of all pages and saved states.
-    left: free once the rank was ready, its activations and what is kept for graphs not counted as free.
+    weights: weights of target and draft.
+    tables: tables of slots.
+    workspaces: buffers of communication, libraries and kernels.
+    activations: activations of the largest step that runs without a graph.
+    graphs: memory of captures; if more will follow, at least the reserve for all of them.
+    kv: all pages and saved states.
+    left: memory that was free when the rank was ready, minus its activations and the reserve for graphs.
     """
 
     total: int

@@ -2,7 +2,7 @@
 memory without NVLink multicast.
 
 `workers.distributed.tp_group.join_tp_group` connects the ranks once, before any graph is captured; `TPGroup` tries this
-first. The method depends on shape, dtype and number of ranks alone, so all ranks choose the same. All state is on the
+first. The method depends only on shape, dtype and number of ranks, so all ranks choose the same. All state is on the
 device, so it works the same in a captured graph.
 """
 
@@ -26,7 +26,7 @@ class Method(Enum):
     """A method of summing. ONE_SHOT and TWO_SHOT give the same bits on every rank.
 
     ONE_SHOT: `workers.ops.collectives.one_shot_all_reduce`, which sums in float32 in rank order.
-    TWO_SHOT: each rank sums its share of the numbers and sends it to the others (symm_mem.two_shot_all_reduce).
+    TWO_SHOT: each rank sums its share of the elements and sends it to the others (symm_mem.two_shot_all_reduce).
     """
 
     ONE_SHOT = "one-shot"
@@ -52,7 +52,8 @@ LIMITS = {
     4: Limits(one_shot=256 << 10, two_shot=16 << 20),
 }
 
-# Maximum rows of ONE_SHOT, a program each. All must fit at once, and the smallest H100 has 114 multiprocessors.
+# Maximum rows of ONE_SHOT, one program each. All programs must run at once, and the smallest H100 has 114
+# multiprocessors.
 MAX_ROWS = 112
 _MAX_WORDS = 16384  # 64-bit words that one program of ONE_SHOT holds in registers: 32 in each of 512 threads
 _OPERATORS = ("two_shot_all_reduce_", "two_shot_all_reduce_out")
@@ -97,12 +98,12 @@ class CustomAllReduce:
         addresses = [other.data_ptr() + limits.two_shot for other in regions]
         self._inboxes = torch.tensor(addresses, dtype=torch.int64).to(region.device)
         self._epochs = torch.zeros(MAX_ROWS, dtype=torch.int32, device=region.device)
-        self._inbox: Tensor | None = None  # its shape follows from the first width that is summed
+        self._inbox: Tensor | None = None  # allocated for the first width that is summed
         self._group_name = group_name
 
     def method(self, rows: int, width: int, dtype: torch.dtype) -> Method:
-        """Return the method for [rows, width] of dtype. An inbox is used with the first width only: call numbers rely
-        on it."""
+        """Return the method for [rows, width] of dtype. The inbox is used only with the first width, because call
+        numbers rely on it."""
         method = choose(self.limits, self._size, rows, width, dtype)
         if method is Method.ONE_SHOT and self._inbox is not None and self._inbox.shape[-1] != width // 2:
             return choose(Limits(0, self.limits.two_shot), self._size, rows, width, dtype)
@@ -110,14 +111,14 @@ class CustomAllReduce:
 
     def all_reduce_buffer(self, rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
         """Return a buffer [rows, width] for the next all-reduce's input, which saves a copy; None if there is no gain.
-        Its content lasts until the next call."""
+        Its content is valid until the next call."""
         if self.method(rows, width, dtype) is not Method.TWO_SHOT:
             return None
         return self._staged(rows, width, dtype)
 
     def all_reduce(self, x: Tensor) -> bool:
         """Replace x [rows, width], contiguous, with its sum over the ranks. Return False, without a change, if NCCL is
-        better. Waits on the stream until every rank has called."""
+        faster. Blocks the stream until every rank has called."""
         if x.dim() != 2:
             return False
         method = self.method(x.shape[0], x.shape[1], x.dtype)
@@ -128,8 +129,9 @@ class CustomAllReduce:
         return method is not Method.NCCL
 
     def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """Add the sum of x over the ranks to residual, in place, and return its RMSNorm [rows, width], in one launch;
-        None, without a change, if one launch cannot do it. weight: [width] of x's type or float32. All contiguous."""
+        """Add the sum of x over the ranks to residual, in place, and return its RMSNorm [rows, width], in one launch.
+        Return None, without a change, if that is not possible. weight: [width] of x's dtype or float32. All
+        contiguous."""
         if self.method(x.shape[0], x.shape[1], x.dtype) is not Method.ONE_SHOT:
             return None
         out = torch.empty_like(x)
@@ -145,7 +147,8 @@ class CustomAllReduce:
         one_shot_all_reduce(x, self._inbox, self._inboxes, self._epochs, self._rank, out, norm)
 
     def _two_shot(self, x: Tensor) -> None:
-        """Add x in place. Both operators end with a barrier, after which no rank uses this rank's staging memory."""
+        """All-reduce x in place. Both operators end with a barrier, after which no rank uses this rank's staging
+        memory."""
         if x.data_ptr() == self._staging.data_ptr():
             torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", self._group_name)
             return
@@ -165,7 +168,7 @@ def region_bytes(limits: Limits, ranks: int) -> int:
 @dataclass(frozen=True)
 class Place:
     """The process of a rank. host: differs between machines, and between containers that do not share /tmp's sockets or
-    names. torch_problem: what its torch or Triton lacks, or nothing."""
+    names. torch_problem: what its torch or Triton lacks; "" for nothing."""
 
     host: str
     gpu: str
@@ -174,7 +177,7 @@ class Place:
 
 
 def why_not(places: Sequence[Place], limits: dict[int, Limits]) -> str:
-    """Return why these ranks cannot map each other's memory; "" if they can try. In rank order."""
+    """Return why these ranks cannot map each other's memory; "" if they may try. places: in rank order."""
     if len(places) not in limits:
         return f"no measurements for {len(places)} ranks, only for {sorted(limits)}"
     problems = [f"rank {rank}: {place.torch_problem}" for rank, place in enumerate(places) if place.torch_problem]
@@ -194,17 +197,18 @@ def connect(
     group: dist.ProcessGroup, rank: int, size: int, device: torch.device, limits: dict[int, Limits] = LIMITS
 ) -> CustomAllReduce | None:
     """Return this rank's part; None on all ranks if NCCL must be used, with the reason logged once. Collective over
-    `group`, whose backend is NCCL and whose ranks all use `device`s of their own."""
+    `group`, whose backend is NCCL and whose ranks use different devices."""
     places: list[Place] = gather_objects(_place(device), group)
     reason = why_not(places, limits)
     regions: list[Tensor] = []
-    # Each step may fail on one rank alone, so none holds a collective and all ranks hear of its end before the next.
+    # Each step may fail on a single rank. So no step contains a collective, and all ranks exchange its outcome before
+    # the next.
     for step in (_map_regions, _sign_region, _check_regions):
         failure = ""
         if not reason:
             try:
                 step(regions, region_bytes(limits[size], size), group, rank, size, device)
-            except RuntimeError as error:  # no peer access, handles not shared, refused by the driver
+            except RuntimeError as error:  # no peer access, handles not shared, or refused by the driver
                 failure = f"rank {rank}: {str(error).splitlines()[0]}"
             reason = problems_of_all(failure, group)
     if not reason:
@@ -217,7 +221,7 @@ def connect(
 def _map_regions(
     regions: list[Tensor], num_bytes: int, group: dist.ProcessGroup, rank: int, size: int, device: torch.device
 ) -> None:
-    """Fill `regions`. The ranks exchange handles through the group's store, whose timeout ends a wait in vain."""
+    """Fill `regions`. The ranks exchange handles through the group's store, whose timeout bounds the wait."""
     import torch.distributed._symmetric_memory as symmetric
 
     own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)

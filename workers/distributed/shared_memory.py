@@ -1,11 +1,11 @@
-"""Sums and gathers between ranks on the CPUs of one machine, through memory that all of them map.
+"""All-reduce and all-gather between ranks on the CPUs of one machine, through shared memory.
 
-Gloo uses a thread on either side, so a sum needs four thread switches: 1 to 2 ms on two cores, 17 times per pass of the
-embedded target. Here each rank writes its numbers to memory that the others read, sets a word of its own, and waits for
-theirs: 0.2 to 0.4 ms there.
+Gloo uses a thread on either side, so an all-reduce needs four thread switches: 1 to 2 ms on two cores, 17 times per
+pass of the embedded target. Here each rank writes its data to memory that the others read, sets its word, and waits for
+the words of the others: 0.2 to 0.4 ms.
 
-`workers.distributed.tp_group.join_tp_group` connects the ranks once. Their memory has no name, so none is left behind
-when they end.
+`workers.distributed.tp_group.join_tp_group` connects the ranks once. The memory has no name, so nothing remains when
+they end.
 """
 
 import logging
@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 1 << 20  # a larger message goes in pieces
 _MAX_RANKS = 64
-_LINE = 8  # words of 64 bits in a cache line, of which each rank's word has one
+_LINE = 8  # 64-bit words per cache line; each rank's word has a line of its own
 _WORDS_BYTES = _MAX_RANKS * _LINE * 8
-_LOOKS = 2000  # at another rank's word, 0.1 ms, before a rank sleeps between them
+_LOOKS = 2000  # polls of another rank's word (0.1 ms) before a rank sleeps between polls
 _NAP_S = 5e-5
-_PATIENCE_S = 5e-3  # after which a rank that waits asks whether the other is still there
+_PATIENCE_S = 5e-3  # wait after which a rank checks whether the other process still runs
 
 
 class RankEndedError(RuntimeError):
-    """Another rank has ended, or has not come in time, while this one waited for its numbers."""
+    """Another rank has ended, or did not write its data in time."""
 
 
 class SharedMemory:
@@ -47,7 +47,7 @@ class SharedMemory:
     overwritten. A rank's word is the number of its last piece. Writes before a word are visible before the word: x86
     guarantees this, and `connect_shared_memory` checks for it.
 
-    memory: `region_bytes` of it, zero. pids: of all ranks. wait_limit_s: for what another rank has not written yet.
+    memory: `region_bytes` zero bytes. pids: of all ranks. wait_limit_s: maximum wait for another rank's data.
     """
 
     def __init__(self, rank: int, memory: mmap.mmap, pids: list[int], wait_limit_s: float) -> None:
@@ -66,8 +66,8 @@ class SharedMemory:
                 self._ends.register(descriptor, select.POLLIN)
 
     def all_reduce(self, x: Tensor) -> None:
-        """Replace x, contiguous, with its sum over the ranks, in their order and of 16-bit types in float32, so that
-        all have the same bits. Raises RankEndedError."""
+        """Replace x, contiguous, with its sum over the ranks. Sums are in rank order, and in float32 for 16-bit dtypes,
+        so that all ranks have the same bits. Raises RankEndedError."""
         wide = torch.float32 if x.is_floating_point() and x.itemsize < 4 else x.dtype
         for piece in x.view(-1).split(SLOT_BYTES // x.itemsize):  # type: ignore[no-untyped-call]
             first, *others = self._exchange(piece)
@@ -77,7 +77,7 @@ class SharedMemory:
             piece.copy_(total)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[ranks, *x.shape]: x of every rank. Raises RankEndedError."""
+        """Return [ranks, *x.shape]: x of every rank. Raises RankEndedError."""
         out = torch.empty((len(self._slots[0]), *x.shape), dtype=x.dtype)
         step = SLOT_BYTES // x.itemsize
         pieces = x.contiguous().view(-1).split(step)  # type: ignore[no-untyped-call]
@@ -87,7 +87,7 @@ class SharedMemory:
         return out
 
     def _exchange(self, piece: Tensor) -> list[Tensor]:
-        """Return every rank's numbers, at most one slot of each. Valid until the next call but one."""
+        """Return every rank's piece, of at most a slot. Valid until the next call but one."""
         self._piece += 1
         slots = self._slots[self._piece % 2]
         parts = [slot[: piece.nbytes].view(piece.dtype) for slot in slots]
@@ -104,13 +104,13 @@ class SharedMemory:
                 return
         begun_s = time.monotonic()
         while words[place] < piece:
-            time.sleep(_NAP_S)  # `sched_yield` in its place had other processes stand for a second
+            time.sleep(_NAP_S)  # with `sched_yield` instead, other processes stalled for a second
             waited_s = time.monotonic() - begun_s
             if waited_s > _PATIENCE_S:
                 self._check(rank, waited_s)
 
     def _check(self, rank: int, waited_s: float) -> None:
-        """Raises RankEndedError if it is in vain to wait on."""
+        """Raise RankEndedError if `rank` has ended or the wait exceeds its limit."""
         if waited_s > self._wait_limit_s:
             raise RankEndedError(f"rank {rank} did not come within {self._wait_limit_s:g} s")
         for descriptor, _ in self._ends.poll(0):
@@ -137,7 +137,7 @@ class Place:
 
 
 def why_not(places: list[Place]) -> str:
-    """Return the reason that these ranks, in their order, cannot share memory; "" if they may try."""
+    """Return why these ranks cannot share memory; "" if they may try. places: in rank order."""
     if len(places) > _MAX_RANKS:
         return f"there are {len(places)} ranks, more than {_MAX_RANKS}"
     problems = [f"rank {rank}: {place.problem}" for rank, place in enumerate(places) if place.problem]
@@ -149,7 +149,7 @@ def why_not(places: list[Place]) -> str:
 
 
 def connect_shared_memory(group: dist.ProcessGroup, rank: int, size: int, wait_limit_s: float) -> SharedMemory | None:
-    """This rank's part of it, or None on all ranks, with the reason logged once, where gloo must do. Collective over
+    """Return this rank's part; None on all ranks if gloo must be used, with the reason logged once. Collective over
     `group`. wait_limit_s: see `SharedMemory`."""
     problem = _problem()
     descriptor = -1
@@ -162,7 +162,7 @@ def connect_shared_memory(group: dist.ProcessGroup, rank: int, size: int, wait_l
         failure = ""
         try:
             shared = SharedMemory(rank, _mapped(places[0], size), [place.pid for place in places], wait_limit_s)
-        except OSError as error:  # /proc of another process may be out of reach
+        except OSError as error:  # /proc of another process may be inaccessible
             failure = f"rank {rank}: {error}"
         reason = problems_of_all(failure, group)
     if descriptor >= 0:

@@ -1,4 +1,5 @@
-"""The ranks that share a model. Passed to all that communicate, never global; a group of one does nothing."""
+"""`TPGroup`: the ranks that share a model, and their collectives. Passed as an argument, never global; in a group of
+one, collectives do nothing."""
 
 import socket
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class TPGroup:
     """One of `size` ranks.
 
     process_group: None if size is 1.
-    custom: faster sums of small tensors between GPUs, if any.
+    custom: faster all-reduce of small tensors between GPUs; None without.
     shared: used instead of the process group between CPUs of one machine."""
 
     rank: int
@@ -32,7 +33,7 @@ class TPGroup:
     shared: SharedMemory | None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum of x, which must be contiguous, over the ranks, in place; the same bits on every rank."""
+        """Replace x, contiguous, with its sum over the ranks, and return it; the same bits on every rank."""
         assert x.is_contiguous()
         if self.shared is not None:
             self.shared.all_reduce(x)
@@ -41,17 +42,17 @@ class TPGroup:
         return x
 
     def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
-        """Add the sum of x over the ranks to residual, in place, and return its RMSNorm, in one launch; None, without a
-        change, if one launch cannot do it. All [rows, size], contiguous."""
+        """Add the sum of x over the ranks to residual, in place, and return its RMSNorm, in one launch. Return None,
+        without a change, if that is not possible. All [rows, size], contiguous."""
         return None if self.custom is None else self.custom.add_norm(x, residual, weight, eps)
 
     def all_reduce_buffer(self, rows: int, size: int, dtype: torch.dtype) -> Tensor | None:
-        """Return a buffer [rows, size] for the next argument of `all_reduce`, which then copies less; None if any other
-        memory is as good. Read the buffer before it is written again."""
+        """Return a buffer [rows, size] for the next argument of `all_reduce`, which saves a copy; None if it would not.
+        Its content is valid until the buffer is written again."""
         return None if self.custom is None else self.custom.all_reduce_buffer(rows, size, dtype)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """[size, *x.shape]: x of every rank, in rank order."""
+        """Return [size, *x.shape]: x of every rank, in rank order."""
         if self.process_group is None:
             return x.unsqueeze(0)
         if self.shared is not None:
@@ -61,14 +62,16 @@ class TPGroup:
         return out.view(self.size, *x.shape)
 
     def all_gather_last(self, x: Tensor) -> Tensor:
-        """[..., size * n] from x [..., n], contiguous: the ranks' shards of the last dimension side by side."""
+        """Return [..., size * n] for x [..., n], contiguous: the ranks' shards, concatenated along the last
+        dimension."""
         if self.process_group is None:
             return x
         return side_by_side(self.all_gather(x))
 
 
 def side_by_side(gathered: Tensor) -> Tensor:
-    """[..., size * n] from [size, ..., n], contiguous: the ranks' shards of the last dimension side by side."""
+    """Return [..., size * n] for [size, ..., n], contiguous: the ranks' shards, concatenated along the last
+    dimension."""
     return gathered.movedim(0, -2).flatten(-2).contiguous()
 
 
@@ -79,11 +82,11 @@ SOLO = TPGroup(rank=0, size=1)
 
 
 def join_tp_group(rank: int, size: int, address: str, device: torch.device, custom_all_reduce: bool = True) -> TPGroup:
-    """Join `size` ranks that meet at `address` ("tcp://host:port", on rank 0's node): gloo on CPUs, with shared memory
-    where they are on one machine, NCCL on GPUs, with custom all-reduces of small sums where the GPUs can reach each
-    other, if `custom_all_reduce`.
+    """Join `size` ranks, which meet at `address` ("tcp://host:port", on rank 0's node). CPUs use gloo, and shared
+    memory on one machine. GPUs use NCCL, and with `custom_all_reduce` custom all-reduces of small tensors if they can
+    map each other's memory.
 
-    Raises torch.distributed's error if the others do not come within 60 s.
+    Raises torch.distributed's error if the others do not join within 60 s.
     """
     if size == 1:
         return SOLO
@@ -104,8 +107,8 @@ def join_tp_group(rank: int, size: int, address: str, device: torch.device, cust
 
 
 def _store(address: str, rank: int, size: int) -> Store:
-    """Return the store by which ranks find each other. It has no authentication, so rank 0 listens on the given address
-    only; torch would listen on every interface."""
+    """Return the store by which ranks find each other. It has no authentication, so rank 0 listens only on the given
+    address; torch would listen on every interface."""
     where = urlsplit(address)
     assert where.scheme == "tcp" and where.hostname is not None and where.port is not None, address
     listening = None
@@ -117,7 +120,7 @@ def _store(address: str, rank: int, size: int) -> Store:
 
 
 def shard_size(total: int, size: int, what: str) -> int:
-    """total / size; raises ValueError naming `what` if it does not divide."""
+    """Return total / size. Raises ValueError naming `what` if it is not whole."""
     if total % size:
         divisors = [n for n in range(1, total + 1) if total % n == 0 and n <= 64]
         raise ValueError(f"tensor_parallel={size}: does not divide {what}={total}; try one of {divisors}")

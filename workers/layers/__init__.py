@@ -1,5 +1,5 @@
-"""Tensor-parallel layers for models. Each layer cuts its shard from a whole tensor of the checkpoint. Layers know ranks
-and attention backends, but neither model configurations nor steps.
+"""Tensor-parallel layers for models. Each layer takes its shard from a whole tensor of the checkpoint. Layers know
+ranks and attention backends, but neither model configurations nor steps.
 
 linear           column- and row-parallel linear layers; `finish_weights`
 linear_method    `LinearMethod`: stores, loads and multiplies a linear layer's weight

@@ -21,12 +21,12 @@ class Attention(AttentionLayer):
     """Grouped-query attention.
 
     layer: index in the KV pool.
-    num_heads, num_kv_heads: of the model; the attributes are of this rank.
+    num_heads, num_kv_heads: heads of the model; the attributes are this rank's.
     input_size, output_size: row sizes of input and output.
     norm_eps: epsilon of the q and k norms per head (Qwen3); None without them.
     norm: class of these norms.
-    norms_projections: q and k norms are over all heads together, by `ProjectionNorm` (OLMo 2).
-    gated: multiply each head's output by the sigmoid of a gate of its size (Qwen3-Next).
+    norms_projections: q and k norms are over all heads together, see `ProjectionNorm` (OLMo 2).
+    gated: multiply each head's output by the sigmoid of a gate, elementwise (Qwen3-Next).
     value_norm: norm values per head, without a weight; needs norm_eps (Gemma 4).
     keys_as_values: no v_proj; values are the keys before norm and RoPE (Gemma 4).
     kv_layer: attend to this layer's KV; the layer then projects queries only (Gemma 4). None: its own KV.
@@ -83,7 +83,7 @@ class Attention(AttentionLayer):
 
     @property
     def head_norms(self) -> HeadNorms | None:
-        """The norms per head; the kernel that applies RoPE applies them."""
+        """The norms per head, which the RoPE kernel applies."""
         if self.q_norm is None or self._projection_norms is not None:
             return None
         k = None if self.k_norm is None else self.k_norm.weight
@@ -112,7 +112,7 @@ class Attention(AttentionLayer):
     def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Return (q, kv, gate) before RoPE and `head_norms`.
 
-        q, gate: [rows, heads, head_dim]; gate is None without.
+        q, gate: [rows, heads, head_dim]; gate is None unless `gated`.
         kv: k and v [rows, kv_heads, head_dim], or ().
         """
         heads = self.qkv(x).unflatten(1, (-1, self.head_dim))

@@ -10,7 +10,8 @@ from workers.layers.weighted import WeightedModule, WeightKey, check_shape
 
 
 class AttentionSinks(WeightedModule):
-    """The tensor `sinks` of a layer's attention, cut by heads. Name maps give it the checkpoint name of the attention.
+    """The tensor `sinks` of a layer's attention, sharded by heads. In name maps it has the checkpoint name of the
+    attention.
 
     num_heads: query heads of the model.
     sinks: [this rank's query heads] float32, as `attention.backend.Prepared.forward` takes it.

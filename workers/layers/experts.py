@@ -38,7 +38,7 @@ class Experts(WeightedModule):
     ) -> None:
         """width: intermediate size of an expert in the model.
         num_shared, biased: see `ExpertsShape`.
-        whole: this rank holds some whole experts; else a slice of each expert.
+        whole: whether this rank has some whole experts; else a slice of each expert.
         """
         super().__init__()
         hidden, held, span = Span.whole(hidden_size), Span.whole(num_experts), Span.whole(width)
@@ -61,7 +61,7 @@ class Experts(WeightedModule):
         return self.method.workspace_size()
 
     def weight_keys(self) -> Iterator[WeightKey]:
-        for expert in range(self.shape.held.total):  # of all ranks, so that all fail if the checkpoint lacks one
+        for expert in range(self.shape.held.total):  # all ranks' keys, so that all ranks fail alike
             for part in self.shape.parts:
                 for kind in self.method.kinds:
                     yield WeightKey(kind, part.name, expert)

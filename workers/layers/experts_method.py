@@ -114,7 +114,7 @@ class ExpertsMethod(nn.Module, ABC):
         """Prepare the final weights for multiplication. Called once."""
 
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
-        """Append the shared experts to the routed ones, before `finish`; `multiply` then adds their output.
+        """Append the shared experts to the routed ones, before `finish`; `multiply` then includes their output.
 
         Return False if their weights are stored or multiplied differently.
         """
@@ -126,7 +126,7 @@ class ExpertsMethod(nn.Module, ABC):
 
     @property
     def is_fused(self) -> bool:
-        """Whether `multiply` accepts experts that are already chosen (`RouterLogits.routed`)."""
+        """Whether `multiply` accepts experts that are chosen already (`RouterLogits.routed`)."""
         return False
 
     @property
@@ -136,7 +136,7 @@ class ExpertsMethod(nn.Module, ABC):
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
-        """Return this rank's part of each row's weighted sum of experts, joined ones included: [rows, hidden_size].
+        """Return this rank's part of each row's weighted sum of experts, including joined ones: [rows, hidden_size].
 
         x: [rows, hidden_size] in the model's dtype, or in the format `fp8_inputs`.
         out: memory for the result; None allocates it.

@@ -49,15 +49,14 @@ class ForwardContext:
 
     positions: [rows] int64 for rotary embedding.
     slot_mapping: [rows] int64 KV slots to write.
-    num_decode_rows, decode, chunks: of the rows that attend.
+    num_decode_rows, decode, chunks: the rows that attend.
     attending: [n] int64 rows that attend; None for all.
     last: the context of the last layer, if fewer rows attend there.
-    expanded: `chunks` with expanded keys and values, for latent layers (MLA), where that costs less than absorption.
-    states: of recurrent layers, which compute all rows; None without such layers.
-    live_mapping: [rows] int64, page 0 for padding only. None if `slot_mapping` is so too: `PrefillBatch.kept_from` and
-        window pages send live rows to page 0.
-    windowed: the context of layers whose KV is in window pages, which have their own page table; None without such
-        layers.
+    expanded: `chunks` with expanded keys and values, for MLA layers; None if the absorbed form is faster.
+    states: states of recurrent layers, which compute all rows; None without such layers.
+    live_mapping: [rows] int64, like `slot_mapping`, but only padding rows are on page 0. None if this holds for
+        `slot_mapping`; `PrefillBatch.kept_from` and window pages put other rows there.
+    windowed: the context with the page table of window pages; None without windowed layers.
     """
 
     pool: KVPool
@@ -74,7 +73,7 @@ class ForwardContext:
     windowed: "ForwardContext | None" = None
 
     def of_layer(self, layer: int) -> "ForwardContext":
-        """The context whose pages hold the layer's KV."""
+        """Return the context whose pages have the layer's KV."""
         return self.windowed if self.windowed is not None and layer in self.pool.window_layers else self
 
     def attending_rows(self, x: Tensor) -> Tensor:
@@ -83,13 +82,13 @@ class ForwardContext:
 
     @cached_property
     def token_slots(self) -> TokenSlots:
-        """Marks the padding among the rows that attend."""
+        """Return the marks of padding among the rows that attend."""
         mapping = self.slot_mapping if self.live_mapping is None else self.live_mapping
         return TokenSlots(self.attending_rows(mapping), self.pool.page_size)
 
     @cached_property
     def rounds(self) -> "ForwardContext":
-        """This context with only the rows of `decode` attending."""
+        """Return this context with only the rows of `decode` attending."""
         return replace(self, chunks=None, expanded=None)
 
     def recur(self, layer: int, rows: DeltaRows, weights: DeltaWeights) -> Tensor:
@@ -112,9 +111,9 @@ class ForwardContext:
 
         q: [rows, q_heads, head_dim].
         rows: the projections that `KVLayout.store` takes: k and v [rows, kv_heads, head_dim] for K/V heads; () if
-            `layer` is an earlier one, whose KV is stored already.
+            `layer` is an earlier layer, whose KV is stored already.
         rule, sinks: as in `attention.backend.Prepared.forward`.
-        norms: of q and the rows, applied before RoPE.
+        norms: norms of q and the rows, applied before RoPE.
         """
         context = self.of_layer(layer)
         context.plan(layer, q, rule)
@@ -162,9 +161,9 @@ def make_context(
 ) -> ForwardContext:
     """Return the context of a pass over `decode` and `chunks`.
 
-    decode_positions: [B * R] int64 rotary positions of decode rows; None if equal to their KV positions (not so in a
-        tree).
-    attending: None: all rows attend.
+    decode_positions: [B * R] int64 rotary positions of decode rows; None if equal to their KV positions (in a tree they
+        differ).
+    attending: rows that attend; None: all.
     """
     context = _context(pool, backends, decode, decode_positions, chunks, attending)
     if not pool.window_layers:
@@ -177,7 +176,7 @@ def make_context(
 
 
 def through_windows(batch: BatchT, pool: KVPool) -> BatchT:
-    """Return the batch with the page table of its window pages."""
+    """Return the batch with the page table of window pages."""
     return replace(batch, page_table=pool.window_table(batch.page_table))
 
 
@@ -189,7 +188,7 @@ def _context(
     chunks: PrefillBatch | None,
     attending: Attending | None,
 ) -> ForwardContext:
-    """Return the context of layers whose pages are in the batches' tables."""
+    """Return the context of layers without a window."""
     positions, slots, live = [], [], None
     if decode is not None:
         own_positions, own_slots = map_rows(decode, pool.page_size)

@@ -19,7 +19,7 @@ from workers.span import Span
 
 IN_PROJ = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z")
 GATES = ("in_proj_b", "in_proj_a")
-# Checkpoint names: the layer, whose own tensors `DeltaCore` loads, and two modules of it.
+# Checkpoint names of the layer, whose own tensors `DeltaCore` loads, and of two modules of it.
 _LAYER, _CONV, _NORM = "linear_attn", "linear_attn.conv1d", "linear_attn.norm"
 
 
@@ -32,9 +32,9 @@ def heads_of_rank(heads: DeltaHeads, tensor_parallel: int) -> DeltaHeads:
 
 class GatedDeltaNet(AttentionLayer):
     """layer: index in the state pool.
-    heads: of the model; the attribute is of this rank.
+    heads: heads of the model; the attribute is this rank's.
     eps: epsilon of the output norm.
-    merged: one GEMM for all input projections; False if the checkpoint quantises only some of them.
+    merged: whether one GEMM computes all input projections; False if the checkpoint quantises only some of them.
     """
 
     def __init__(

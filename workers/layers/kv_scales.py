@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 class KVScaleWeights(WeightedModule):
-    """The tensors `k_scale` and `v_scale` of a layer's attention, held as floats on the host because kernels take them
-    as arguments. 1 if the checkpoint has none. Unused unless KV is FP8.
+    """The tensors `k_scale` and `v_scale` of a layer's attention, stored as floats on the host, because kernels take
+    them as arguments. 1 if the checkpoint has none. Unused unless KV is FP8.
 
     layer: index in the KV pool.
     missing: whether the checkpoint has none.

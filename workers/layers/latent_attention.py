@@ -1,6 +1,5 @@
-"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1) in its absorbed form. Queries are
-multiplied by the up-projection of keys, so heads attend to the cached latent rows. The output is multiplied by the
-up-projection of values."""
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1) in absorbed form: the up-projection of
+keys is applied to queries, and that of values to the output, so heads attend to the cached latent rows."""
 
 import dataclasses
 
@@ -26,13 +25,13 @@ from workers.ops.latent.normed_latents import normed_latents
 from workers.ops.rotary import Angles
 from workers.span import Span
 
-LATENT_EPS = 1e-6  # of latent norms; config.json's rms_norm_eps is for the other norms
+LATENT_EPS = 1e-6  # epsilon of latent norms; config.json's rms_norm_eps is for the other norms
 
 
 class LatentUpProjection(ColumnParallelLinear):
-    """The up-projection from latent rows to keys and values (kv_b_proj), cut by heads.
+    """The up-projection from latent rows to keys and values (kv_b_proj), sharded by heads.
 
-    num_heads: of this rank. A head has `key_dim` rows for keys, then `value_dim` for values.
+    num_heads: heads of this rank. A head has `key_dim` rows for keys, then `value_dim` for values.
 
     After `finish`:
     keys_and_values: [heads * (key_dim + value_dim), latent].
@@ -61,10 +60,10 @@ class LatentUpProjection(ColumnParallelLinear):
 
 
 class LatentAttention(AttentionLayer):
-    """MLA, cut by heads; every rank holds whole latent rows.
+    """MLA, sharded by heads; every rank has whole latent rows.
 
     layer: index in the KV pool.
-    num_heads: of the model.
+    num_heads: heads of the model.
     q_rank: rank of q's low-rank projection (`q_lora_rank`); None if q is projected directly.
     latent: size of a latent row without its RoPE part (`kv_lora_rank`).
     key_dim: size of a head's keys without the RoPE part (`qk_nope_head_dim`).
@@ -99,7 +98,7 @@ class LatentAttention(AttentionLayer):
         self.q_b_proj = None if q_rank is None else ColumnParallelLinear(q_rank, {"": q_rows})
         self.kv_a_layernorm = RMSNorm(latent, LATENT_EPS)
         self.kv_b_proj = LatentUpProjection(latent, heads, key_dim, value_dim)
-        self.kv_scales = KVScaleWeights(layer)  # latent rows are k
+        self.kv_scales = KVScaleWeights(layer)  # latent rows use the scale of k
         self.o_proj = RowParallelLinear(num_heads * value_dim, hidden_size, group, "num_attention_heads")
         self._can_expand = all(size >= 16 and size.bit_count() == 1 for size in (key_dim, rotated_dim, value_dim))
 
@@ -117,7 +116,7 @@ class LatentAttention(AttentionLayer):
         normed_latents(self.qkv_a(x), None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots)
 
     def _partial(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """both: the outputs of qkv_a side by side, or their partial sums (`LinearMethod.multiply_apart`)."""
+        """both: the concatenated outputs of qkv_a, or their partial sums (`LinearMethod.multiply_apart`)."""
         rows, heads, dtype = both.shape[-2], self.num_heads, self.qkv_a.method.dtype
         expanded = context.expanded if self._can_expand else None
         absorbed = context if expanded is None else context.rounds
@@ -153,7 +152,7 @@ class LatentAttention(AttentionLayer):
         return self.o_proj.partial(values.flatten(1))
 
     def _values(self, out: Tensor) -> Tensor | Fp8Rows:
-        """Project the attention output to values, in FP8 if o_proj takes it and a head's values are one scale group.
+        """Project the attention output to values, in FP8 if o_proj accepts it and a head's values are one scale group.
 
         out: [rows, heads, latent].
         returns: [rows, heads * value_dim].

@@ -1,5 +1,5 @@
-"""Tensor-parallel linear layers. Column-parallel layers cut outputs and do not communicate. Row-parallel layers cut
-inputs and sum the outputs of ranks. A `LinearMethod` stores and multiplies the weight."""
+"""Tensor-parallel linear layers. Column-parallel layers shard outputs and do not communicate. Row-parallel layers shard
+inputs and sum outputs over ranks. A `LinearMethod` stores and multiplies the weight."""
 
 from collections.abc import Iterator, Mapping
 
@@ -67,7 +67,7 @@ class LinearBase(WeightedModule):
 
 
 class ReplicatedLinear(LinearBase):
-    """A linear layer that every rank holds whole."""
+    """A linear layer that every rank has whole."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__(LinearShape.stacked([("", Span.whole(out_features))], Span.whole(in_features)), bias)
@@ -77,9 +77,9 @@ class ReplicatedLinear(LinearBase):
 
 
 class ColumnParallelLinear(LinearBase):
-    """One or several matrices of the checkpoint, each cut along its outputs; their outputs are side by side.
+    """One or several matrices of the checkpoint, each sharded along its outputs; their outputs are concatenated.
 
-    parts: this rank's rows of each matrix, by name; {"": rows} for a single one.
+    parts: this rank's rows of each matrix, by name; {"": rows} for a single matrix.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, Span], bias: bool = False) -> None:
@@ -90,12 +90,12 @@ class ColumnParallelLinear(LinearBase):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """q_proj, k_proj and v_proj, cut by heads.
+    """q_proj, k_proj and v_proj, sharded by heads.
 
-    num_heads, num_kv_heads: of the model; the attributes are of this rank.
+    num_heads, num_kv_heads: heads of the model; the attributes are this rank's.
     gated: q_proj returns q and its gate for each head.
-    projections: that the layer has. Without v_proj, k_proj's output is also v; with q_proj alone, the layer attends to
-        another layer's KV.
+    projections: the projections that the layer has. Without v_proj, k_proj's output is also v; with only q_proj, the
+        layer attends to another layer's KV.
     """
 
     def __init__(
@@ -118,8 +118,7 @@ class QKVParallelLinear(ColumnParallelLinear):
         self._num_stored = kv_rows.size * (len(projections) - 1)
 
     def keys_values(self, x: Tensor | Fp8Rows) -> Tensor:
-        """Return what the layer computes without its queries: k, or k and v, [rows, kv_heads * head_dim] each, side by
-        side."""
+        """Return k, or k and v concatenated, [rows, kv_heads * head_dim] each, without computing q."""
         return self.method.multiply_last(x, self.bias, self._num_stored)
 
     def workspace_size(self) -> tuple[int, int]:
@@ -129,7 +128,7 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 
 class GateUpParallelLinear(ColumnParallelLinear):
-    """silu(x W_gate^T) * (x W_up^T), cut along the outputs."""
+    """silu(x W_gate^T) * (x W_up^T), sharded along the outputs."""
 
     def __init__(self, in_features: int, out_features: int, group: TPGroup, what: str) -> None:
         span = rank_span(out_features, group, what)
@@ -142,7 +141,7 @@ class GateUpParallelLinear(ColumnParallelLinear):
 
 
 class RowParallelLinear(LinearBase):
-    """y = x W^T + b with W cut along its inputs. The ranks' outputs are summed.
+    """y = x W^T + b with W sharded along its inputs. The ranks' outputs are summed.
 
     what: the configuration's name for in_features, for errors.
     """
@@ -181,7 +180,7 @@ def rank_span(total: int, group: TPGroup, what: str) -> Span:
 
 
 def kv_head_span(num_kv_heads: int, group: TPGroup) -> tuple[int, int]:
-    """Return [first, end) of this rank's KV heads. With more ranks than heads, several ranks hold the same head."""
+    """Return [first, end) of this rank's KV heads. With more ranks than heads, several ranks have the same head."""
     if num_kv_heads >= group.size:
         span = rank_span(num_kv_heads, group, "num_key_value_heads")
         return span.first, span.end

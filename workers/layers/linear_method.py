@@ -1,4 +1,4 @@
-"""`LinearMethod`: stores, cuts, loads and multiplies one linear layer's weight.
+"""`LinearMethod`: loads, shards, stores and multiplies one linear layer's weight.
 
 A layer (`workers.layers.linear`) knows this rank's rows and columns of the checkpoint's matrices. Its method knows the
 tensors that store them, for example a weight and scales. `workers.quantization.table` chooses the method.
@@ -21,7 +21,7 @@ from workers.ops.gemm.tiles import INPUT_STEP
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
-_ALIGNED_BYTES = 16  # of addresses that kernels load through tensor maps
+_ALIGNED_BYTES = 16  # alignment of addresses that kernels load through tensor maps
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -117,7 +117,7 @@ class LinearMethod(nn.Module, ABC):
         return sum(parameter.nbytes for parameter in self.parameters())
 
     def kinds_of(self, part: Part) -> tuple[str, ...]:
-        """Return the checkpoint's tensors of one part; all of `kinds` unless parts differ."""
+        """Return the kinds of tensors that the checkpoint has for one part; all of `kinds` unless parts differ."""
         return self.kinds
 
     def fill_missing(self, kind: str, part: Part) -> bool:
@@ -150,9 +150,9 @@ class LinearMethod(nn.Module, ABC):
         return self.multiply(x, bias)[:, -count:]
 
     def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
-        """Return split-K partial sums of x W^T, or None if `multiply` must be called instead.
+        """Return split-K partial sums of x W^T; None: call `multiply` instead.
 
-        The consumer adds them in order, so that the programs of the GEMM need not wait for each other.
+        The consumer adds them in order, which saves the GEMM's programs from waiting for each other.
 
         returns: [parts, rows, out_features] float32.
         """
@@ -177,7 +177,7 @@ class DenseLinearMethod(LinearMethod):
 
     @abstractmethod
     def dense_weight(self) -> Tensor:
-        """[out_features, in_features]"""
+        """Return the weight, [out_features, in_features]."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -199,7 +199,7 @@ class DenseLinearMethod(LinearMethod):
         return self._gemm.multiply_gated(x)
 
     def check(self, x: Tensor | Fp8Rows, bias: Tensor | None = None, out: Tensor | None = None) -> None:
-        """Assert what GPU kernels demand of inputs, and torch's GEMM does not, if `contracts.checked`.
+        """Assert what GPU kernels require of inputs beyond torch's GEMM, if `contracts.checked`.
 
         x: [rows, in_features], last stride 1; rows aligned to 16 bytes if in_features is a multiple of INPUT_STEP.
         bias: [out_features], contiguous.
@@ -230,7 +230,7 @@ class UnquantizedLinearMethod(DenseLinearMethod):
         super().__init__(shape)
         self.weight = nn.Parameter(torch.empty(shape.out_features, shape.in_features), requires_grad=False)
 
-        self._last: dict[int, TorchGEMM] = {}  # of `multiply_last`, by the number of columns
+        self._last: dict[int, TorchGEMM] = {}  # for `multiply_last`, by the number of columns
         self._options: GEMMOptions | None = None
 
     def dense_weight(self) -> Tensor:

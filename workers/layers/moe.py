@@ -19,12 +19,12 @@ from workers.ops.gemm.workspace import GEMMOptions
 
 class MixtureOfExperts(FeedForward, WeightedModule):
     """width: intermediate size of an expert.
-    shared_width: intermediate size of all shared experts together; 0 without. They are one MLP, cut along its width.
-        `finish` joins it to the routed experts if possible. Its weight is 1, or the sigmoid of the router's last logit
-        (`Routing.shared_gate`).
-    whole_experts: expert parallelism: each rank holds some whole experts instead of a slice of each. Every rank has all
+    shared_width: intermediate size of all shared experts together; 0 without. They are one MLP, sharded along its
+        width. `finish` joins it to the routed experts if possible. Its weight is 1, or the sigmoid of the router's last
+        logit (`Routing.shared_gate`).
+    whole_experts: expert parallelism: each rank has some whole experts instead of a slice of each. Every rank has all
         rows and computes those that chose its experts; the parts are summed.
-    activation, biased_experts: of the routed experts.
+    activation, biased_experts: properties of the routed experts.
     """
 
     def __init__(

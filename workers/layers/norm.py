@@ -27,7 +27,7 @@ class RMSNorm(WeightedModule):
         return rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor, group: TPGroup = SOLO) -> tuple[Tensor, Tensor]:
-        """Return the norm of residual + x, and `residual`, to which the sum is written.
+        """Write residual + x to `residual`. Return its norm, and `residual`.
 
         group: ranks whose parts of x are summed first.
         """
@@ -69,7 +69,7 @@ class RMSNorm(WeightedModule):
 
 
 class UnitRMSNorm(RMSNorm):
-    """RMSNorm without a weight in the checkpoint: all ones."""
+    """RMSNorm with a weight of ones, which the checkpoint lacks."""
 
     def weight_keys(self) -> tuple[WeightKey, ...]:
         return ()
@@ -124,7 +124,7 @@ class NoNorm(RMSNorm):
 class ProjectionNorm(FullPrecisionRMSNorm):
     """An RMSNorm over all heads of a projection, including those of other ranks (OLMo 2).
 
-    heads: this rank's; with more ranks than heads, several ranks hold the same head.
+    heads: this rank's heads; with more ranks than heads, several ranks have the same head.
     weight: [this rank's heads * head_dim] float32.
     """
 

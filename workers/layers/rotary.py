@@ -19,8 +19,8 @@ class RopeConfig:
         "llama3" divides those of long wavelengths (Llama 3.1 model card).
         "yarn" (arXiv 2309.00071) divides frequencies with fewer than beta_slow turns in the original length, leaves
         those with more than beta_fast turns, and blends between.
-        "proportional" (Gemma 4) rotates only the fastest dimensions, at the whole head's frequencies / `factor`.
-        "none" rotates nothing (layers of Llama 4 without RoPE).
+        "proportional" (Gemma 4) rotates only the fastest dimensions, at the whole head's frequencies / `factor`. "none"
+        rotates nothing (NoPE layers of Llama 4).
     truncate: round the bounds of YaRN's blend to whole dimensions.
     proportion: share of a head's dimensions that "proportional" rotates.
     magnitude: factor on cos and sin, so q . k is scaled by its square.
@@ -50,7 +50,8 @@ class RotaryTable:
         self._sin = (angles.sin() * rope.magnitude).to(device)
 
     def at(self, positions: Tensor) -> Angles:
-        """Return the angles at positions [rows] int64. The kernel that rotates looks them up (`KVLayout.store`)."""
+        """Return the angles at positions [rows] int64, as table and index: the RoPE kernel looks them up
+        (`KVLayout.store`)."""
         return Angles(self._cos, self._sin, positions)
 
 
@@ -89,7 +90,8 @@ def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
-    """Blend between dimensions (reference code of arXiv 2309.00071, also used by DeepSeek; not rounded in gpt-oss)."""
+    """Blend frequencies between two dimensions (reference code of arXiv 2309.00071, also used by DeepSeek; not rounded
+    in gpt-oss)."""
 
     def dimension(turns: float) -> float:
         """Return the dimension with this number of turns in the original length."""
@@ -106,5 +108,5 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """Return the scale of attention for a context `factor` times as long (arXiv 2309.00071, section 3.4)."""
+    """Return the attention scale for a context that is `factor` times as long (arXiv 2309.00071, section 3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -13,8 +13,8 @@ def with_shared(experts: Tensor, shared: Tensor) -> Tensor:
 
 
 def with_room(experts: Tensor, num_shared: int) -> Tensor:
-    """Return [experts + num_shared, rows, columns] that begins with `experts`, in the same memory if that is large
-    enough. A new tensor after loading would fragment memory, by a third of the weights for DeepSeek-V3."""
+    """Return [experts + num_shared, rows, columns] that begins with `experts`, in the same memory if it is large
+    enough. A new tensor after loading would waste a third of the weights' size by fragmentation (DeepSeek-V3)."""
     whole = (experts.shape[0] + num_shared, *experts.shape[1:])
     end = experts.storage_offset() + math.prod(whole)
     if experts.is_contiguous() and end * experts.itemsize <= experts.untyped_storage().nbytes():

@@ -1,4 +1,4 @@
-"""Embedding and logits over vocabulary shards, and reductions that exchange a few numbers instead of logits.
+"""Embedding and logits over vocabulary shards, and reductions that exchange a few values instead of logits.
 
 Shards have equal sizes. The last ones are padded if necessary, and the logits of padding are minus infinity. A shard
 may be all padding; its reductions are then minus infinity, never NaN.
@@ -86,7 +86,7 @@ class VocabShard:
 
 
 class VocabEmbedding(WeightedModule):
-    """An embedding table [vocab, hidden], cut by vocabulary. Each rank looks up its ids; the results are summed."""
+    """An embedding table [vocab, hidden], sharded by vocabulary. Each rank looks up its ids; the results are summed."""
 
     def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class LMHead(LinearBase):
     """Logits of this rank's vocabulary shard. May share the embedding's weight.
 
     divisor: divides the logits (Granite).
-    soft_cap: then replaces a logit by soft_cap * tanh(logit / soft_cap); None: does not.
+    soft_cap: then, soft_cap * tanh(logit / soft_cap) replaces each logit; None: no cap.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class LMHead(LinearBase):
         return self.scaled(hidden, self.divisor, self.soft_cap)
 
     def scaled(self, hidden: Tensor, divisor: float, soft_cap: float | None) -> Tensor:
-        """As `forward`, with another divisor and soft cap: of a draft that shares the head."""
+        """Do `forward` with another divisor and soft cap, for a draft that shares the head."""
         logits = self.method.multiply(hidden, self.bias)
         if divisor != 1.0:
             logits = logits.div_(divisor)

@@ -57,7 +57,8 @@ class WeightedModule(nn.Module, ABC):
         """
 
     def workspace_size(self) -> tuple[int, int]:
-        """Return (float32 cells, tickets) of the workspace that this module needs beside its 16-bit or FP8 GEMMs."""
+        """Return (float32 cells, tickets) of the workspace that this module needs, besides that of its 16-bit or FP8
+        GEMMs."""
         return 0, 0
 
     def finish(self, options: GEMMOptions) -> None:

@@ -1,5 +1,5 @@
-"""`ModelConfig`, the configuration of any target, and readers of those fields of config.json that families share.
-Subclasses in the families' files add the rest."""
+"""`ModelConfig`, the configuration of any target, and readers of fields of config.json that families share. Families
+subclass it."""
 
 import json
 from abc import ABC, abstractmethod
@@ -30,7 +30,7 @@ class ModelConfig(ABC):
     dtype: dtype of the checkpoint's unquantised weights.
     quant: quantisation of the linear layers.
     kv_scheme: the checkpoint's scheme for the KV cache (`workers.quantization.kv_scheme`).
-    whole_experts: each rank has some experts, whole (expert parallelism). A setting of the engine, not of the
+    whole_experts: each rank has some whole experts (expert parallelism). A setting of the engine, not of the
         checkpoint; see `with_whole_experts`.
     """
 
@@ -52,8 +52,7 @@ class ModelConfig(ABC):
 
     @property
     def served_by(self) -> str | None:
-        """Return what computes the model instead of a class of this project, for the log and `aerie plan`; None for own
-        classes."""
+        """Return the library that computes the model, for the log and `aerie plan`; None for Aerie's own classes."""
         return None
 
     def with_whole_experts(self, source: str) -> Self:
@@ -63,8 +62,8 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def check_shards(self, tensor_parallel: int, source: str) -> None:
-        """Raise ValueError, naming `source` and the sizes that work, if `tensor_parallel` ranks cannot share the
-        model."""
+        """Raise ValueError, naming `source` and the sizes that work, if the model cannot be sharded over
+        `tensor_parallel` ranks."""
 
     def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:  # noqa: B027
         """Raise ValueError, naming `source`, if the model's layers have no kernels for `device` and `dtype`. Attention
@@ -83,14 +82,14 @@ class ModelConfig(ABC):
         return ()
 
     def num_kv_heads_per_rank(self, tensor_parallel: int) -> int:
-        """Return the K/V heads of a rank; with more ranks than heads, several ranks hold each head."""
+        """Return the K/V heads of a rank; with more ranks than heads, several ranks have each head."""
         first, end = kv_head_span(self.num_kv_heads, TPGroup(0, tensor_parallel))
         return end - first
 
     @abstractmethod
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
-        """Return the input sizes of one rank's linear layers, by config.json's names. Batch-invariant GEMMs need
-        multiples of a size (`workers.runner.deterministic`)."""
+        """Return the input sizes of one rank's linear layers, by config.json's names. Batch-invariant GEMMs require
+        multiples of some size (`workers.runner.deterministic`)."""
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -99,7 +98,8 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint folder. Raises ValueError, naming the path, if it is missing or no object."""
+    """Read config.json of a checkpoint folder. Raises ValueError, naming the path, if it is missing or not an
+    object."""
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -116,8 +116,8 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
 
 
 def _other_quantization(config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Return the quantisation that older exporters store elsewhere: compressed-tensors under another key, AutoGPTQ in
-    a file of its own."""
+    """Return the quantisation settings that older exporters store elsewhere: compressed-tensors under another key,
+    AutoGPTQ in a separate file."""
     given = config.get("compression_config")
     if isinstance(given, dict):
         return given
@@ -135,8 +135,8 @@ _OUTER_FIELDS = ("architectures", "quantization_config", "tie_word_embeddings", 
 def text_part(config: dict[str, Any], source: str, text_first: bool = False) -> dict[str, Any]:
     """Return the part of config.json that describes the token decoder: text_config, or all of it.
 
-    `_OUTER_FIELDS` come from the whole model where they are not null there. text_first: except for `architectures`,
-    text_config comes first.
+    `_OUTER_FIELDS` that are not null in the whole model override the text part's. text_first: the text part's come
+    first, except `architectures`.
     """
     text = section_of(config, "text_config", source)
     if not text:
@@ -204,7 +204,7 @@ def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfi
 
 
 def rotated_dim_of(config: Mapping[str, Any], head_dim: int, source: str, default: float) -> int:
-    """Return the number of rotated dimensions of a head, which are its first ones. default: their share if config.json
+    """Return the number of rotated dimensions of a head, which are the first ones. default: their share if config.json
     has none."""
     if rope_scaling_of(config, source).get("rope_type") == "proportional":
         return head_dim  # `RopeConfig.proportion` says how many of them rotate

@@ -1,12 +1,12 @@
-"""Readers of fields of config.json, for targets and drafts. They raise ValueError for a value of the wrong kind or out
-of range, with checkpoint, field, value and rule."""
+"""Readers of fields of config.json, for targets and drafts. They raise ValueError, with checkpoint, field, value and
+rule, for a value of the wrong kind or out of range."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 MAX_SIZE = 2**31 - 1  # limit of one dimension: kernels index with int32
-MAX_LAYERS = 1000  # about eight times those of the deepest published model
+MAX_LAYERS = 1000  # about eight times the deepest published model
 MAX_EXPERTS = 4096  # limit per layer; published models have up to 512
 MAX_POSITIONS = 10**8  # ten times the longest published context
 
@@ -72,7 +72,8 @@ def section_of(config: Mapping[str, Any], key: str, source: str) -> Mapping[str,
 
 
 def ids_of(config: Mapping[str, Any], key: str, source: str) -> tuple[int, ...]:
-    """Return one token id or a list of them; () for a missing or null field. -1, which is no token's id, is kept."""
+    """Return one token id or a list of them as a tuple; () for a missing or null field. Includes -1, which is not a
+    token id."""
     value = config.get(key)
     if value is None:
         return ()

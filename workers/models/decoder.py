@@ -1,5 +1,5 @@
-"""`TargetModel`, a target as the runner and drafts see it, and `Decoder`, which own families build: embedding, layers,
-norm and vocabulary head, tensor-parallel."""
+"""`TargetModel`, the interface of targets for the runner and drafts, and `Decoder`, the base class of all families:
+embedding, layers, norm and vocabulary head, tensor-parallel."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -22,10 +22,10 @@ from workers.ops.fp8.rows import Fp8Inputs
 class DecoderOutput:
     """Output of a pass.
 
-    hidden: [n, hidden_size], after the final norm; of the n rows that attend in the last layer.
-    captured: [rows, len(capture) * hidden_size], the residual stream at the input of each layer of `capture`, side by
-        side; None if `capture` is empty. A layer number equal to the number of layers stands for the output of the last
-        layer, before the final norm.
+    hidden: [n, hidden_size] after the final norm, for the n rows that attend in the last layer.
+    captured: [rows, len(capture) * hidden_size], the concatenated residual streams at the inputs of the layers in
+        `capture`; None if `capture` is empty. The number of layers stands for the output of the last layer, before the
+        final norm.
     """
 
     hidden: Tensor

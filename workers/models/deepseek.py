@@ -42,9 +42,9 @@ _V3_DEFAULTS = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
 class DeepseekConfig(ModelConfig):
     """See `ModelConfig`.
 
-    num_kv_heads, head_dim: 1 and the size of a latent row.
+    num_kv_heads, head_dim: 1, and the size of a latent row.
     q_rank, latent, key_dim, rotated_dim, value_dim, attention_scale: see `LatentAttention`.
-    intermediate_size: of layers without experts.
+    intermediate_size: size for layers without experts.
     expert_width: intermediate size of an expert.
     shared_width: intermediate size of a layer's shared experts together.
     first_moe_layer, moe_layer_step: a layer has experts if it is not before first_moe_layer and a multiple of
@@ -110,7 +110,7 @@ class DeepseekConfig(ModelConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
-    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for unsupported settings."""
     _refuse_unsupported(config, source)
     is_v3 = architecture_of(config) == "DeepseekV3ForCausalLM"
     config = {**(_V3_DEFAULTS if is_v3 else {}), **config}
@@ -152,7 +152,7 @@ def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
 
 
 def _scale_of_yarn(config: dict[str, Any], rope: RopeConfig, source: str) -> float:
-    """Return YaRN's factor on q . k, which is beside the one on cos and sin."""
+    """Return YaRN's factor on q . k, in addition to the one on cos and sin."""
     mscale = mscale_of(rope_scaling_of(config, source), "mscale_all_dim", source)
     return yarn_magnitude(rope.factor, mscale) ** 2 if rope.kind == "yarn" else 1.0
 

@@ -22,8 +22,8 @@ def _all(config: Mapping[str, Any]) -> bool:
 class ModelFamily(Generic[ConfigT]):
     """Functions of a family.
 
-    read_config: (config.json, name of the checkpoint for errors) -> configuration. Raises ValueError for settings that
-        would be ignored.
+    read_config: (config.json, name of the checkpoint for errors) -> configuration. Raises ValueError for unsupported
+        settings.
     model: (configuration, ranks, rows of the rotary table, its device, layers to capture) -> this rank's module.
     weight_names: the checkpoint's names of the model's tensors.
     serves: whether this family serves a config.json of its architectures; the adapter gets the others.

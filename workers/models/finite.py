@@ -22,7 +22,7 @@ def check_finite(
     elsewhere: Set[str] = frozenset(),
 ) -> None:
     """Raise ValueError, naming file and tensor, if weights of `model` are NaN or infinite. Reads every weight once on
-    its device, without a copy, and waits once. Skips modules that load no tensor, which `finish` fills later.
+    its device, without a copy, with one device sync. Skips modules that load no tensor, which `finish` fills later.
 
     read: returns the checkpoint's tensors again; called only to name the wrong ones.
     elsewhere, source: see `load_weights`.

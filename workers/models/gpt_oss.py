@@ -34,8 +34,8 @@ _DEFAULT_ROPE = {
 class GptOssConfig(LlamaMoeConfig):
     """See `LlamaConfig`.
 
-    intermediate_size: of an expert; every layer has experts.
-    windows: each layer's window in tokens; None: it attends to all.
+    intermediate_size: size of an expert; every layer has experts.
+    windows: each layer's window in tokens; None: no window.
     """
 
     activation: GatedActivation
@@ -56,7 +56,7 @@ class GptOssConfig(LlamaMoeConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> GptOssConfig:
-    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for unsupported settings."""
     if not rope_scaling_of(config, source):
         config = {**config, "rope_scaling": _DEFAULT_ROPE}
     if not config.get("dtype") and not config.get("torch_dtype"):

@@ -12,8 +12,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def windows_of(
     config: dict[str, Any], num_layers: int, max_position: int, source: str, default: tuple[str, ...] | None = None
 ) -> tuple[int | None, ...]:
-    """Return each layer's window in tokens, the newest included; None: the layer attends to all tokens, also if its
-    window is `max_position` or more.
+    """Return each layer's window in tokens, including the newest; None: no window, or one of `max_position` or more.
 
     default: kinds of the layers if config.json has no `layer_types`; None: alternating, the first one sliding.
     Raises ValueError for other kinds, or if a sliding layer has no window.
@@ -34,10 +33,9 @@ def windows_of(
 def ropes_of(
     config: dict[str, Any], source: str, full_theta: float, local_theta: float
 ) -> tuple[RopeConfig, RopeConfig] | None:
-    """Return RoPE of layers without a window, and of layers with one; None if `rope_parameters` is not by kind of
-    layer.
+    """Return RoPE of layers without and with a window; None if `rope_parameters` is not by kind of layer.
 
-    full_theta, local_theta: bases of kinds whose base is not given.
+    full_theta, local_theta: default bases.
     """
     nested = section_of(config, "rope_parameters", source)
     if FULL not in nested and SLIDING not in nested:

@@ -35,8 +35,8 @@ from workers.quantization.table import read_quant_method
 class LlamaConfig(ModelConfig):
     """See `ModelConfig`.
 
-    rotated_dim: dimensions of a head that RoPE rotates; Llama rotates all.
-    qkv_bias: Qwen2 has it; so has a Llama with attention_bias, together with o_bias.
+    rotated_dim: dimensions of a head that RoPE rotates; all in Llama.
+    qkv_bias: in Qwen2; in a Llama with attention_bias together with o_bias.
     qk_norm: an RMSNorm per head on q and k (Qwen3).
     """
 
@@ -54,7 +54,7 @@ class LlamaConfig(ModelConfig):
 
     @property
     def cut_sizes(self) -> dict[str, int]:
-        """Intermediate sizes that ranks share, by config.json's names."""
+        """Sharded intermediate sizes, by config.json's names."""
         return {"intermediate_size": self.intermediate_size}
 
     def check_shards(self, tensor_parallel: int, source: str) -> None:
@@ -123,7 +123,7 @@ def _head_dim(config: dict[str, Any], hidden: int, heads: int, source: str) -> i
     if size < 2 or size % 2:
         raise ValueError(
             f"{source}: config.json: head_dim={size} (hidden_size={hidden}, num_attention_heads={heads}): must be even "
-            "and at least 2, since rotary positions turn pairs; correct it, or download the checkpoint again"
+            "and at least 2, because RoPE rotates pairs; correct it, or download the checkpoint again"
         )
     return size
 
@@ -143,7 +143,7 @@ def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) ->
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """False, so that the adapter serves the model, for other activations, MLPs with biases, other kinds of RoPE
+    """Return False, so that the adapter serves the model, for other activations, MLPs with biases, other kinds of RoPE
     (`longrope`, `dynamic`) and Qwen2's windows."""
     scalings = _ropes_in(config.get("rope_parameters") or config.get("rope_scaling"))
     kinds = {str(scaling.get("rope_type") or scaling.get("type") or "default") for scaling in scalings}
@@ -152,7 +152,7 @@ def is_served(config: Mapping[str, Any]) -> bool:
 
 
 def _has_windows(config: Mapping[str, Any]) -> bool:
-    """Whether a layer of a Qwen2 or Qwen3 has a window, by `layer_types` or else by `max_window_layers`."""
+    """Return whether a layer of a Qwen2 or Qwen3 has a window, by `layer_types` or else by `max_window_layers`."""
     full, layers = config.get("max_window_layers", 28), config.get("num_hidden_layers")
     some = isinstance(full, int) and isinstance(layers, int) and full < layers
     kinds = config.get("layer_types")
@@ -161,7 +161,7 @@ def _has_windows(config: Mapping[str, Any]) -> bool:
 
 
 def _ropes_in(scaling: Any) -> list[dict[str, Any]]:
-    """Return the settings of RoPE, which are for all layers or by kind of layer."""
+    """Return the RoPE settings, for all layers or by kind of layer."""
     found = [scaling, *scaling.values()] if isinstance(scaling, dict) else []
     return [each for each in found if isinstance(each, dict)]
 
@@ -175,8 +175,8 @@ def make_attention(
     gated: bool = False,
     norms_projections: bool = False,
 ) -> Attention:
-    """layer: index in the KV pool. input_size: hidden_size, or twice that in an EAGLE-3 head. norm, gated,
-    norms_projections: see `Attention`."""
+    """Return a layer's attention. layer: index in the KV pool. input_size: hidden_size, or twice that in an EAGLE-3
+    head. norm, gated, norms_projections: see `Attention`."""
     return Attention(
         layer,
         group,
@@ -248,7 +248,8 @@ def weight_names(config: LlamaConfig) -> NameMap:
 
 
 def text_weight_names(config: LlamaConfig) -> NameMap:
-    """Return `weight_names`, also for models of images and text: they have a prefix, and towers, which are ignored."""
+    """Return `weight_names`, also for models of images and text, whose names have a prefix and whose towers are
+    ignored."""
     names = weight_names(config)
     towers = [f"{prefix}{tower}.*" for prefix in ("", "model.") for tower in ("vision_tower", "multi_modal_projector")]
     return replace(

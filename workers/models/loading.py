@@ -1,4 +1,4 @@
-"""Loads a checkpoint folder as the target of this rank: configuration, checks and weights."""
+"""Loads a checkpoint folder as this rank's target: configuration, checks and weights."""
 
 import logging
 import time
@@ -42,7 +42,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def read_target_config(source: ModelSource, tensor_parallel: int, expert_parallel: bool = False) -> ModelConfig:
-    """Read and check the target's configuration. Raises ValueError naming what is wrong and what would work."""
+    """Read and check the target's configuration. Raises ValueError that names fault and remedy."""
     raw, name = read_config_json(source.path), f"model {source.path}"
     family = family_for(raw, name, source.implementation)
     config: ModelConfig = family.read_config(raw, name)
@@ -61,8 +61,8 @@ def read_target_config(source: ModelSource, tensor_parallel: int, expert_paralle
 
 
 def fitted_quant(quant: QuantMethod, folder: str | Path, names: NameMap) -> QuantMethod:
-    """Return the quantisation of the checkpoint's files, which may have more unquantised modules than its config.json
-    says."""
+    """Return the quantisation of the checkpoint's files, which may have more unquantised modules than config.json
+    lists."""
     return quant.fitted(lambda: frozenset(map(names.canonical_module, modules_with_weight(folder))))
 
 
@@ -76,11 +76,11 @@ def load_target(
     deterministic: bool = False,
     advance: Advance = lambda done, total: None,
 ) -> TargetModel:
-    """Load this rank's shard of the target. Raises ValueError as `fill_target`.
+    """Load this rank's shard of the target. Raises ValueError as `fill_target` does.
 
-    max_position: rows of the rotary table, more than any position in a step.
+    max_position: rows of the rotary table, an exclusive bound on positions.
     deterministic: see `finish_weights`.
-    advance: called with the number of loaded bytes, and of all.
+    advance: called with the number of loaded bytes and of all bytes.
     """
     name = f"model {source.path}"
     here = Capability.of(device)
@@ -111,7 +111,7 @@ def fill_target(
     capture: tuple[int, ...] = (),
     advance: Advance = lambda done, total: None,
 ) -> TargetModel:
-    """As `load_target`, but do not pack the weights. device: "meta" only reads and checks the headers of the files.
+    """Do `load_target` without packing the weights. device: "meta" only reads and checks the headers of the files.
 
     Raises ValueError naming file and tensor if the checkpoint is damaged, does not fit, or is not finite.
     """
@@ -135,11 +135,11 @@ def fill_target(
 def allocate(
     make: Callable[[], ModuleT], names: NameMap, quant: QuantMethod, dtype: torch.dtype, device: torch.device
 ) -> ModuleT:
-    """Build a module by `make`, give its layers the methods of the checkpoint's quantisation, and allocate its
-    parameters on `device` without filling them.
+    """Build a module with `make`, give its layers the methods of the checkpoint's quantisation, and allocate
+    uninitialised parameters on `device`.
 
-    names: of the checkpoint's tensors.
-    dtype: of parameters whose layer does not choose one.
+    names: names of the checkpoint's tensors.
+    dtype: dtype of parameters whose layer does not choose one.
     """
     with torch.device("meta"), _default_dtype(dtype):
         model = make()
@@ -150,7 +150,7 @@ def allocate(
             elif isinstance(layer, Experts):
                 modules = [names.packed_name(path, part.name, 0) for part in layer.shape.parts]
                 layer.method = quant.experts_method(modules, layer.shape)
-    # not `to_empty`, which allocates parameters only: a storage may be larger than its parameter
+    # not `to_empty`, because a storage may be larger than its parameter
     model._apply(lambda planned: _memory_for(planned, device))  # type: ignore[no-untyped-call]
     return model
 

@@ -1,4 +1,4 @@
-"""Mistral, Ministral and the text part of Mistral 3: a Llama with sliding windows in all or some layers."""
+"""Mistral, Ministral and the text part of Mistral 3: Llama layers, all or some with sliding windows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from workers.models.llama import LlamaConfig, LlamaForCausalLM, text_weight_name
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedConfig(LlamaConfig):
-    """See `LlamaConfig`. windows: each layer's window in tokens; None: it attends to all."""
+    """See `LlamaConfig`. windows: each layer's window in tokens; None: no window."""
 
     windows: tuple[int | None, ...]
 
@@ -25,8 +25,8 @@ class WindowedConfig(LlamaConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRopeConfig(WindowedConfig):
-    """See `WindowedConfig`. is_local: for each layer, whether its RoPE is local_rope; also true of layers whose window
-    is at least max_position."""
+    """See `WindowedConfig`. is_local: for each layer, whether its RoPE is local_rope; includes layers whose window is
+    max_position or more."""
 
     is_local: tuple[bool, ...]
     local_rope: RopeConfig
@@ -49,7 +49,7 @@ def read_config(config: dict[str, Any], source: str) -> WindowedConfig:
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """False, so that the adapter serves the model, for text parts of another model_type (Ministral 3)."""
+    """Return False, so that the adapter serves the model, for text parts of another model_type (Ministral 3)."""
     text = config.get("text_config")
     return not isinstance(text, dict) or text.get("model_type") == "mistral"
 

@@ -14,12 +14,12 @@ from workers.models.name_map import Packed
 from workers.ops.experts.route import Routing
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-_GROUPED_MAJORS = (9, 10)  # compute capabilities on which torch 2.13 multiplies groups without a wait
+_GROUPED_MAJORS = (9, 10)  # compute capabilities on which torch 2.13 computes grouped products without a device sync
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaMoeConfig(LlamaConfig):
-    """A Llama whose MLPs are experts, in all layers or in some."""
+    """Llama layers whose MLPs are experts, in all or some layers."""
 
     routing: Routing
 
@@ -42,8 +42,7 @@ def num_experts_of(config: dict[str, Any], source: str) -> int:
 
 
 def expert_cuts(routing: Routing, width: int, shared_width: int, whole: bool) -> dict[str, int]:
-    """Return the dimensions along which ranks share a layer's experts, by config.json's names; see
-    `MixtureOfExperts`."""
+    """Return the sharded dimensions of a layer's experts, by config.json's names; see `MixtureOfExperts`."""
     if not whole:
         return {"moe_intermediate_size": width}
     shared = {"n_shared_experts * moe_intermediate_size": shared_width} if shared_width else {}
@@ -72,8 +71,8 @@ def moe_rules(ours: str, theirs: str) -> dict[str, str]:
 def stacked_experts(
     theirs: str, num_experts: int, gate_up_name: str = "gate_up_proj", down_name: str = "down_proj"
 ) -> tuple[Packed, ...]:
-    """Return the rules of a `NameMap` for experts whose bf16 checkpoints have one matrix of all gate and up
-    projections, gate above up, and one of all down projections. theirs: the experts' name in the checkpoint.
+    """Return the rules of a `NameMap` for experts that bf16 checkpoints stack: one tensor of all gate and up
+    projections, gate first, and one of all down projections. theirs: the experts' name in the checkpoint.
     gate_up_name, down_name: the matrices' names there."""
     experts = [f"{theirs}.{i}" for i in range(num_experts)]
     gate_up = tuple(f"{each}.{part}.weight" for each in experts for part in ("gate_proj", "up_proj"))
@@ -95,7 +94,7 @@ def _stacked(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
 
 
 def outputs_first(packed: Packed, outputs: int, inputs: int) -> Packed:
-    """Return the rule for matrices of either layout; those of equal sizes have inputs first, as published."""
+    """Return the rule for matrices of either layout; square matrices have inputs first, as published."""
 
     def split(full: Tensor, kind: str) -> list[Tensor]:
         if full.dim() != 3 or set(full.shape[1:]) != {outputs, inputs}:
@@ -140,15 +139,15 @@ def _transposed(full: Tensor) -> Tensor:
 
 
 def _in_turn(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
-    """Return `parts` matrices of each expert; matrix i has rows i, i + parts, i + 2 * parts, ..."""
+    """Return `parts` matrices of each expert; matrix i has the rows i, i + parts, i + 2 * parts, ..."""
     if full.dim() < 2 or full.shape[0] != num_experts or full.shape[1] % parts:
         raise WrongTensorError(f"has shape {tuple(full.shape)}, config.json implies {num_experts} experts")
     return [expert[first::parts] for expert in full for first in range(parts)]
 
 
 def check_experts_device(device: Capability, dtype: torch.dtype, source: str) -> None:
-    """Raise ValueError, naming `source`, if experts would wait for the device in every layer: a captured step
-    cannot."""
+    """Raise ValueError, naming `source`, if experts would need a device sync in every layer, which a captured step
+    cannot do."""
     if not device.captures_graphs:
         return
     if dtype != torch.bfloat16:

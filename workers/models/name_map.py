@@ -1,4 +1,4 @@
-"""`NameMap`: a family's declaration of what the checkpoint calls the tensors of its modules."""
+"""`NameMap`: a family's names of its modules' tensors in checkpoints."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -13,17 +13,17 @@ from workers.layers.weighted import WeightKey, WrongTensorError
 
 _KIND = ".{kind}"
 _HOLE = re.compile(r"\{(\w+)\}")
-# Scales of KV in FP8, by the module that an exporter put them in: attention (compressed-tensors), a projection
-# (ModelOpt), or one inside attention (vLLM). Ours: `workers.layers.kv_scales`.
+# Names of FP8 KV scales. Exporters put them in attention (compressed-tensors), in a projection (ModelOpt), or in a
+# module inside attention (vLLM). Ours: `workers.layers.kv_scales`.
 _KV_SCALE = re.compile(r"(?:\.[kv]_proj|\.qkv_proj|\.attn)?\.([kv]_scale)$")
 _UNUSED = ("*.q_scale",)  # queries are not quantised
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A pattern of checkpoint tensors that each contain several tensors of the rules.
+    """A pattern for checkpoint tensors that pack several tensors of the rules.
 
-    name: of the checkpoint's tensor, with holes as in the rules.
+    name: name of the checkpoint's tensor, with holes as in the rules.
     parts: names of the tensors in it, as the rules have them; holes are filled as in `name`.
     split: (whole tensor, its kind; "" if the name has none) -> its parts, in order. Raises WrongTensorError if the
         shape does not fit.
@@ -34,7 +34,7 @@ class Packed:
     split: Callable[[Tensor, str], Sequence[Tensor]]
 
     def pieces(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-        """Return names and values of the parts of tensor `name`; None if the pattern does not match."""
+        """Return the names and values of the parts of tensor `name`; None if the pattern does not match."""
         match = self._pattern.fullmatch(name)
         if match is None:
             return None
@@ -42,14 +42,14 @@ class Packed:
         return list(zip(names, self.split(tensor, match.groupdict().get("kind", "")), strict=True))
 
     def holder(self, module: str) -> str | None:
-        """Return the checkpoint's module that contains the part `module`; None if this is no part. Only for patterns
-        that end with a kind; others belong to no module of the checkpoint."""
+        """Return the checkpoint's module that contains the part `module`; None if it is not a part. Only for patterns
+        that end with a kind; the others are not modules."""
         matches = (pattern.fullmatch(module) for pattern in self._modules)
         match = next((each for each in matches if each is not None), None)
         return None if match is None else self.name.removesuffix(_KIND).format_map(match.groupdict())
 
     def holding(self, tensor: str) -> str | None:
-        """Return the checkpoint's tensor that contains the part `tensor`; None if this is no part. Only for patterns
+        """Return the checkpoint's tensor that contains the part `tensor`; None if it is not a part. Only for patterns
         that do not end with a kind."""
         starts = [0, *(i for i, letter in enumerate(tensor) if letter == ".")]
         found = (self._endings.get(tensor[start:]) for start in starts)
@@ -59,8 +59,8 @@ class Packed:
 
     @cached_property
     def _endings(self) -> dict[str, re.Pattern[str]]:
-        """Return patterns of parts by the text after their last hole. A lookup, because a layer of experts has hundreds
-        of parts."""
+        """Return patterns of parts by the text after their last hole: a fast lookup, because a layer of experts has
+        hundreds of parts."""
         if self.name.endswith(_KIND):
             return {}
         return {part.rpartition("}")[2]: _pattern(part) for part in self.parts}
@@ -82,16 +82,16 @@ def _pattern(path: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class NameMap:
-    """The checkpoint's names of our modules and keys. Loading looks up the other way round.
+    """Maps our modules and keys to the checkpoint's names, and back for loading.
 
     rules: path of our module -> the checkpoint's module. Both may have holes in braces. A hole of the path matches one
-    component, which fills the hole of the same name; the key fills {part} and {expert}. The first rule that matches a
-    path is used; the tensor's kind follows after a dot:
+    component, which fills the hole of the same name; the key fills {part} and {expert}. The first matching rule is
+    used; the tensor's kind follows after a dot:
 
         "layers.{layer}.self_attn.qkv": "model.layers.{layer}.self_attn.{part}"
         "layers.{layer}.mlp.experts": "model.layers.{layer}.mlp.experts.{expert}.{part}"
 
-    aliases: (other prefix, prefix in the rules), replaced one after the other in the checkpoint's names.
+    aliases: (other prefix, prefix in the rules), replaced in order in the checkpoint's names.
     ignored: patterns (`fnmatch`) of tensors that are not loaded.
     packed: tensors that are split before they are loaded.
     """
@@ -102,8 +102,8 @@ class NameMap:
     packed: tuple[Packed, ...] = ()
 
     def module_name(self, path: str, part: str = "", expert: int | None = None) -> str:
-        """Return the checkpoint's module for our module `path`. Raises ValueError if no rule matches, or if the rule's
-        holes {part} and {expert} are not those that are given."""
+        """Return the checkpoint's module for our module `path`. Raises ValueError if no rule matches, or if the
+        arguments do not match the rule's holes {part} and {expert}."""
         template, wanted, found = self._rule(path)
         holes = dict(found)
         if part:
@@ -128,7 +128,7 @@ class NameMap:
         return f"{self._holder(module)}.{kind}" if whole is None else whole
 
     def _rule(self, path: str) -> tuple[str, Set[str], Mapping[str, str]]:
-        """Return the first rule that matches: its name, that name's holes, and the holes that the path fills. Cached,
+        """Return the first matching rule: the checkpoint's name, its holes, and the holes that the path fills. Cached,
         because a layer of experts has a thousand names."""
         if path not in self._found:
             for pattern, template in self._patterns:
@@ -149,14 +149,14 @@ class NameMap:
         return f"{self.module_name(path, key.part, key.expert)}.{key.kind}"
 
     def canonical(self, name: str) -> str:
-        """Return a name of the checkpoint as the rules spell it."""
+        """Convert a tensor name of the checkpoint to the spelling of the rules."""
         for prefix, ours in self.aliases:
             if name.startswith(prefix):
                 name = ours + name.removeprefix(prefix)
         return _KV_SCALE.sub(r".kv_scales.\1", name)
 
     def canonical_module(self, module: str) -> str:
-        """Return a module's name in the checkpoint as the rules spell it."""
+        """Convert a module name of the checkpoint to the spelling of the rules."""
         return self.canonical(f"{module}.").removesuffix(".")
 
     def ignores(self, name: str) -> bool:
@@ -176,7 +176,7 @@ class NameMap:
 
 
 def split_rows(full: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:
-    """Split a matrix into parts of sizes[i] rows; or its scales, each of which may be for several rows. what: names
+    """Split a matrix into parts of sizes[i] rows, or its scales, each of which may cover several rows. what: name of
     the parts in errors."""
     unit, rest = divmod(sum(sizes), full.shape[0]) if full.dim() and full.shape[0] else (0, 1)
     if rest or any(size % unit for size in sizes):

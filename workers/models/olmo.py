@@ -1,5 +1,5 @@
-"""OLMo 2 and 3: norms only after attention and MLP, one norm over all heads of q and one of k. OLMo 3 has windows in
-three of four layers."""
+"""OLMo 2 and 3: norms only after attention and MLP, and one norm each over all heads of q and of k. OLMo 3 has windows
+in three of four layers."""
 
 from typing import Any
 
@@ -20,11 +20,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": {"vocab_size": 50304},
     "Olmo3ForCausalLM": {"vocab_size": 50304, "sliding_window": 4096, "rope_theta": 500000.0},
 }
-_PERIOD = 4  # layers of OLMo 3 per layer without a window, which is the last of them
+_PERIOD = 4  # one layer of OLMo 3 in so many has no window: the last
 
 
 def read_config(config: dict[str, Any], source: str) -> LocalRopeConfig:
-    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for unsupported settings."""
     kind = architecture_of(config)
     config = _DEFAULTS[kind] | {"rms_norm_eps": 1e-5} | {k: v for k, v in config.items() if v is not None}
     dense = llama.read_config({**config, "rope_parameters": None, "rope_scaling": None}, source)
@@ -33,7 +33,7 @@ def read_config(config: dict[str, Any], source: str) -> LocalRopeConfig:
     windows = windows_of({**config, "layer_types": kinds}, dense.num_layers, dense.max_position, source)
     theta = _DEFAULTS[kind].get("rope_theta", 10000.0)
     ropes = ropes_of(config, source, theta, theta)
-    # older exporters scale only the angles of layers without a window
+    # older exporters scale RoPE only in layers without a window
     rope, local = ropes or (rope_of(config, source), RopeConfig(theta=dense.rope.theta))
     own = vars(dense) | {"rope": rope, "qk_norm": True}
     return LocalRopeConfig(**own, windows=windows, is_local=tuple(each == SLIDING for each in kinds), local_rope=local)

@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4: a Llama, some with windows, whose checkpoint has q, k and v in one matrix, and gate and up
-projection in another. The adapter serves variants whose angles depend on the length (`longrope`)."""
+"""Phi-3 and Phi-4: Llama layers, some with windows; checkpoints have q, k and v in one matrix, and the gate and up
+projections in another. The adapter serves variants whose RoPE depends on the length (`longrope`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,13 +23,13 @@ def is_served(config: Mapping[str, Any]) -> bool:
 
 
 def read_config(config: dict[str, Any], source: str) -> WindowedConfig:
-    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for unsupported settings."""
     windowed = mistral.read_config({"rms_norm_eps": 1e-5, **config}, source)
     return replace(windowed, rotated_dim=rotated_dim_of(config, windowed.head_dim, source, 1.0))
 
 
 def weight_names(config: WindowedConfig) -> NameMap:
-    """Return Llama's names, with q, k and v packed in one matrix, and gate and up projection in another."""
+    """Return Llama's names, with q, k and v packed in one matrix, and the gate and up projections in another."""
     llama = llama_names(config)
     kv = config.num_kv_heads * config.head_dim
 

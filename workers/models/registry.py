@@ -8,7 +8,7 @@ from workers.models.config import ModelConfig
 from workers.models.config_fields import architecture_of
 from workers.models.family import ModelFamily
 
-Family = ModelFamily[Any]  # of its own configuration
+Family = ModelFamily[Any]  # generic in its configuration
 
 # Key: config.json's "architectures". Value: the module in this folder with its FAMILY, imported on use.
 ARCHITECTURES = {
@@ -72,8 +72,8 @@ def _adapter() -> Family:
 
 
 def family_of(architecture: str, source: str) -> Family:
-    """Return the family of an architecture. Raises ValueError, with those that are served, for an unknown one. source:
-    names the model in the error."""
+    """Return the family of an architecture. Raises ValueError, with the supported ones, for an unknown architecture.
+    source: name of the model in errors."""
     if architecture in ARCHITECTURES:
         return cast(Family, import_module(f"workers.models.{ARCHITECTURES[architecture]}").FAMILY)
     if import_module(f"{_ADAPTER}.config").is_known(architecture):

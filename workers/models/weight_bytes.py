@@ -19,11 +19,11 @@ def weight_bytes(model: nn.Module, multiplies_fp8: bool, without: tuple[str, ...
     """Return the bytes of a model's weights on a GPU.
 
     model: a model on the meta device, see `workers.models.loading.allocate`.
-    multiplies_fp8: whether the device multiplies FP8, so that FP8 weights stay FP8 where possible.
+    multiplies_fp8: whether the device multiplies FP8, so that FP8 weights stay FP8 if possible.
     without: modules shared with another model.
     """
     options = GEMMOptions(fp8=multiplies_fp8, packed=True)
-    absorbed = replace(options, fp8=False, packed=False)  # MLA multiplies it head by head, in the model's dtype
+    absorbed = replace(options, fp8=False, packed=False)  # MLA multiplies these per head, in the model's dtype
     total = 0
     for path, module in model.named_modules():
         if f"{path}.".startswith(tuple(f"{other}." for other in without)):

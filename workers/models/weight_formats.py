@@ -11,8 +11,8 @@ from workers.layers.linear_method import UnquantizedLinearMethod
 
 
 def weight_formats(model: nn.Module) -> str:
-    """Return formats with the number of layers, such as "int4 in groups of 128 (144), unquantised (1)"; "" if all
-    layers are unquantised. The experts of a layer count as one."""
+    """Return formats and numbers of layers, such as "int4 in groups of 128 (144), unquantised (1)"; "" if all layers
+    are unquantised. The experts of a layer count as one."""
     counts: Counter[str] = Counter()
     for module in model.modules():
         if isinstance(module, LatentUpProjection) and not isinstance(module.method, UnquantizedLinearMethod):

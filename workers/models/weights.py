@@ -1,5 +1,5 @@
-"""Loads safetensors into parameters: finds the module of each tensor, which then takes its own share, and reports
-missing, unexpected and wrong tensors. On the meta device only headers are read; that checks a checkpoint before a start
+"""Loads safetensors into parameters: finds the module of each tensor, which loads its shard, and reports missing,
+unexpected and wrong tensors. On the meta device only headers are read, which checks a checkpoint before a start
 (`speculative.build.check_weights`)."""
 
 import json
@@ -19,8 +19,8 @@ from workers.models.name_map import NameMap
 
 INDEX = "model.safetensors.index.json"
 _NAMED_IN_ERRORS = 4
-_READ_AHEAD = 256 << 20  # bytes; more gains little, and evicts pages where memory is short
-_READ_STEP = 8 << 20  # bytes of a request
+_READ_AHEAD = 256 << 20  # bytes; more gains little, and evicts other pages if memory is short
+_READ_STEP = 8 << 20  # bytes per request
 _CPU = torch.device("cpu")
 Advance = Callable[[int, int], None]  # (bytes loaded, bytes of all files)
 # PyTorch's dtypes by their names in safetensors headers.
@@ -41,7 +41,7 @@ _TYPES = {
 
 
 class CheckpointTensor(NamedTuple):
-    """A whole tensor of a checkpoint. name: the checkpoint's. file: name of the file that contains it."""
+    """A whole tensor of a checkpoint. name: its name there. file: name of the file that contains it."""
 
     name: str
     tensor: Tensor
@@ -49,8 +49,8 @@ class CheckpointTensor(NamedTuple):
 
 
 def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[CheckpointTensor]:
-    """Yield every tensor of the folder's safetensors files, on the CPU. Files are memory-mapped, so that a rank reads
-    only what it copies.
+    """Yield every tensor of the folder's safetensors files, on the CPU. Files are memory-mapped, so a rank reads only
+    what it copies.
 
     device: "meta" yields shapes and dtypes of the headers; only lists of integers, such as a draft's token ids, have
         values.
@@ -69,19 +69,19 @@ def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Itera
 
 class _ReadAhead:
     """Asks the kernel to read files into the page cache before their tensors are copied. Page faults of a memory map
-    read little at a time, one after the other.
+    read small pieces sequentially.
 
-    Measured on a disk, 4 GB, cold, 2 loaded cores: 5.4 to 9.4 s without, 4.1 to 4.8 s with; runai-model-streamer 0.17,
-    16 threads: 4.2 to 5.8 s, and twice as long as a memory map where the page cache has the files.
+    Measured with 4 GB on disk, a cold page cache and 2 busy cores: 5.4 to 9.4 s without, 4.1 to 4.8 s with it.
+    runai-model-streamer 0.17, 16 threads: 4.2 to 5.8 s, and twice as long as a memory map with a warm page cache.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self._parts = [(path, path.stat().st_size) for path in reversed(files)]  # still to be read; the next one last
-        self._start = 0  # of the next part in its file
-        self._ahead = 0  # bytes that were asked for and not taken; less than 0 where headers were not counted
+        self._parts = [(path, path.stat().st_size) for path in reversed(files)]  # remaining parts, the next one last
+        self._start = 0  # start of the next part in its file
+        self._ahead = 0  # bytes requested and not taken yet; negative if headers were not counted
 
     def take(self, num_bytes: int) -> None:
-        """Ask for more, after `num_bytes` more were read."""
+        """Request more bytes, after `num_bytes` were read."""
         self._ahead -= num_bytes
         while self._parts and self._ahead <= _READ_AHEAD - _READ_STEP:
             path, size = self._parts[-1]
@@ -154,7 +154,7 @@ def num_checkpoint_bytes(folder: str | Path) -> int:
 
 
 def modules_with_weight(folder: str | Path) -> frozenset[str]:
-    """Return the checkpoint's names of modules with a tensor `weight`; empty without files."""
+    """Return the checkpoint's names of modules that have a tensor `weight`; empty without files."""
     folder = Path(folder)
     index = folder / INDEX
     names: list[str] = []
@@ -189,8 +189,8 @@ def load_weights(
     """Fill the parameters of `model` from a checkpoint's whole tensors.
 
     source: names the checkpoint in errors.
-    elsewhere: paths of modules that get their weights elsewhere.
-    Raises ValueError naming the tensors, and their files, that are missing, not expected, or of another shape or type.
+    elsewhere: paths of modules whose weights come from elsewhere.
+    Raises ValueError naming tensors, and their files, that are missing, unexpected, or of another shape or dtype.
     """
     wanted = wanted_tensors(model, names, elsewhere)
     loaded: set[str] = set()
@@ -223,7 +223,7 @@ def load_weights(
 
 
 def _is_unused_bias(name: str, tensor: Tensor, wanted: Container[str]) -> bool:
-    """Whether the tensor is one of AutoGPTQ's biases of zeros, which it stores for layers without a bias."""
+    """Return whether the tensor is a zero bias that AutoGPTQ stores for layers without a bias."""
     module, _, kind = name.rpartition(".")
     return (
         kind == "bias"
@@ -246,7 +246,8 @@ def wanted_tensors(
 
 
 def weighted_modules(model: nn.Module) -> list[tuple[str, WeightedModule]]:
-    """Return the modules with weights, by path. Every parameter must belong to one: others would stay uninitialised."""
+    """Return the modules with weights, by path. Every parameter must belong to one, because others would stay
+    uninitialised."""
     found = [(path, module) for path, module in model.named_modules() if isinstance(module, WeightedModule)]
     owned = {parameter for _, module in found for parameter in module.parameters()}
     orphans = [name for name, parameter in model.named_parameters() if parameter not in owned]
@@ -255,7 +256,7 @@ def weighted_modules(model: nn.Module) -> list[tuple[str, WeightedModule]]:
 
 
 def first_names(names: list[str]) -> str:
-    """Return the first names, and how many more there are, for an error."""
+    """Return the first names, and the number of further ones, for an error."""
     rest = len(names) - _NAMED_IN_ERRORS
     return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
 

@@ -1,5 +1,5 @@
 """Operations of models, sampling and slots: one module each, with contract and reference. Kernels are in modules named
 *_triton or *_cuda.
 
-`attention.ops.operation` defines what an operation is. `python -m workers.ops` prints which implementations run here.
+`attention.ops.operation` defines operations. `python -m workers.ops` prints which implementations run here.
 """

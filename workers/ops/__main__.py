@@ -16,7 +16,7 @@ def import_operations() -> None:
     for room in ROOMS:
         try:
             package = import_module(room)
-        except ModuleNotFoundError:  # a room that is not installed has no operations
+        except ModuleNotFoundError:  # a folder that is not installed has no operations
             continue
         for module in walk_packages(package.__path__, f"{room}."):
             if not module.name.endswith(("_triton", "_flashinfer", "_cuda", "__main__")):

@@ -1,6 +1,7 @@
-"""Decoder layers that add attention's output to their input and norm the sum: both become one launch.
+"""Fuses the residual addition and the following norm of decoder layers into one launch.
 
-Found by comparing results of a layer with narrow stand-ins for its modules, as in `workers.models.adapter.matching`.
+Such layers are found by comparing results, with narrow stand-ins for a layer's modules, as in
+`workers.models.adapter.matching`.
 """
 
 import inspect
@@ -17,7 +18,7 @@ from workers.layers.norm import RMSNorm
 from workers.models.adapter.matching import RandomNumbers, copied, is_close, result_of
 
 _WIDTH, _ROWS = 8, 3  # of random inputs
-# What transformers' models pass to their layers besides the hidden states.
+# Arguments that transformers' models pass to their layers besides the hidden states.
 _PASSED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings")
 
 
@@ -25,8 +26,8 @@ _PASSED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "po
 class Block:
     """h = x + attention(before(x)), then h + mlp(after(h)). Fields are names of the layer's modules.
 
-    in_tuple: attention returns a tuple, of which its output is the first.
-    passed: names of the layer's arguments that attention gets.
+    in_tuple: attention returns a tuple whose first element is its output.
+    passed: names of the layer's arguments that it passes to attention.
     """
 
     before: str
@@ -41,7 +42,7 @@ def fuse_blocks(model: nn.Module, attention_paths: Iterable[str]) -> None:
     """Replace `forward` of the layers that match.
 
     model: with Aerie's norms in their places.
-    attention_paths: of the modules that call attention.
+    attention_paths: paths of the modules that call attention.
     """
     for path in attention_paths:
         parent, _, name = path.rpartition(".")
@@ -52,7 +53,7 @@ def fuse_blocks(model: nn.Module, attention_paths: Iterable[str]) -> None:
 
 
 def match_block(layer: nn.Module, attention: str) -> Block | None:
-    """Return how the layer is a `Block`; None if it is none. attention: name of its attention module."""
+    """Return the layer as a `Block`; None if it does not match. attention: name of its attention module."""
     norms = [name for name, child in layer.named_children() if isinstance(child, RMSNorm)]
     others = [name for name, child in layer.named_children() if name not in (*norms, attention) and _has_tensors(child)]
     if len(norms) != 2 or len(others) != 1:
@@ -62,7 +63,7 @@ def match_block(layer: nn.Module, attention: str) -> Block | None:
             passed = _try(layer, Block(before, attention, after, others[0], in_tuple, ()), mlp_in_tuple=False)
             if passed is not None:
                 found = Block(before, attention, after, others[0], in_tuple, passed)
-                # a layer that takes both from its MLP does not say which of them it gets
+                # if the layer accepts both, its MLP's kind of result is unknown
                 return None if _try(layer, found, mlp_in_tuple=True) is not None else found
     return None
 
@@ -86,7 +87,7 @@ class _StandIn(nn.Module):
 
 
 def _try(layer: nn.Module, block: Block, mlp_in_tuple: bool) -> tuple[str, ...] | None:
-    """Return the names of `_PASSED` that attention gets if the layer computes what the block does, else None."""
+    """Return the names of `_PASSED` that attention gets if the layer computes the same as the block, else None."""
     random = RandomNumbers(0)
     with torch.device("cpu"), torch.no_grad():
         names = (block.before, block.attention, block.after, block.mlp)

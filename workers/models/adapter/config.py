@@ -55,16 +55,16 @@ _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 class AdapterConfig(ModelConfig):
     """See `ModelConfig`.
 
-    num_heads, num_kv_heads, head_dim: of the first layer, as in the KV cache.
+    num_heads, num_kv_heads, head_dim: those of the first layer, as in the KV cache.
     raw: config.json of the decoder, as JSON.
     calls: attention calls of a pass, in order.
     plan: transformers' tensor-parallel plan: (pattern of module paths, how ranks share the module).
-    cut: (name, size) of the sizes that ranks share.
-    experts_per_token: that routers choose for a row; 1 without experts.
+    cut: (name, size) of the sharded sizes.
+    experts_per_token: experts that routers choose for a row; 1 without experts.
     renamed, experts, parts, unused, prefixes: see `workers.models.adapter.names`.
     stacked: see `workers.models.adapter.names.stacked_experts_of`; empty if checkpoints have a tensor for each expert.
     siblings: paths of linear layers with the same input (`workers.models.adapter.siblings`).
-    layers: path of the list of layers that drafts can read (`workers.models.adapter.streams`); None: they cannot.
+    layers: path of the list of layers that drafts can read (`workers.models.adapter.streams`); None if they cannot.
     """
 
     raw: str
@@ -119,7 +119,8 @@ class AdapterConfig(ModelConfig):
 
     @property
     def _shares_attention(self) -> bool:
-        """Whether the plan cuts the output projection of every attention; some plans only cut the vocabulary."""
+        """Return whether the plan shards the output projection of every attention; some plans shard only the
+        vocabulary."""
         cut = {path.rpartition(".")[0] for path, style in self.plan if "row" in style}
         return all(re.sub(r"\.\d+(?=\.|$)", ".*", call.module) in cut for call in self.calls)
 
@@ -138,7 +139,7 @@ class AdapterConfig(ModelConfig):
 
 
 def weight_names(config: AdapterConfig) -> TransformersNames:
-    """Return what the checkpoint calls the model's tensors."""
+    """Return the names of the model's tensors in the checkpoint."""
     ignored = ("*.rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_embeddings else ()))
     return TransformersNames(
         {},
@@ -153,7 +154,7 @@ def weight_names(config: AdapterConfig) -> TransformersNames:
 
 
 def is_known(architecture: str) -> bool:
-    """Whether transformers may have a decoder of that name, alone or in a model of images and text."""
+    """Return whether transformers may have a decoder of that name, alone or in a model of images and text."""
     return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or architecture.endswith(
         "ForConditionalGeneration"
     )
@@ -223,8 +224,8 @@ def _plain_number(given: dict[str, Any]) -> Any:
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
-    """Whether the vocabulary head's weight is the embedding's. Some classes never tie them, whatever config.json says
-    (Moshi)."""
+    """Return whether the vocabulary head's weight is the embedding's. Some classes never tie them, regardless of
+    config.json (Moshi)."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
@@ -239,8 +240,7 @@ def decoder_part(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _usually_tied(kind: str) -> bool | None:
-    """Return whether a model of that model_type ties its embeddings where its config.json says nothing; None if
-    transformers does not say."""
+    """Return transformers' default of tie_word_embeddings for that model_type; None if unknown."""
     tied = getattr(CONFIG_MAPPING[kind], "tie_word_embeddings", None) if kind in CONFIG_MAPPING else True
     return tied if isinstance(tied, bool) else None
 
@@ -258,14 +258,14 @@ def transformers_config(raw: Mapping[str, Any], source: str) -> PreTrainedConfig
         config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(
             {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}
         )
-    except Exception as error:  # each class checks its fields in a way of its own
+    except Exception as error:  # classes raise different exceptions for invalid fields
         reason = " ".join(str(error).split())
         raise ValueError(f"{source}: config.json: {reason}; correct it, or download the checkpoint again") from error
     return config
 
 
 def _max_position(config: PreTrainedConfig, source: str) -> int:
-    """Return the longest text that is served in tokens: if angles depend on the length, up to where they change."""
+    """Return the maximum text length in tokens. If RoPE angles depend on the length, it ends where they change."""
     rope = getattr(config, "rope_parameters", None) or {}
     sections = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
@@ -279,13 +279,13 @@ def _max_position(config: PreTrainedConfig, source: str) -> int:
 
 
 def style_of(plan: Mapping[str, str], path: str) -> str | None:
-    """Return transformers' word for how ranks share the module `path`; None: each has it whole."""
+    """Return the plan's sharding style of the module `path`; None: replicated."""
     generic = re.sub(r"\.\d+(?=\.|$)", ".*", path)
     return plan.get(path) or plan.get(generic)
 
 
 def _cut_sizes(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, int]]:
-    """Return (name, size) of the outputs and inputs that ranks share, each once, without the vocabulary."""
+    """Return (name, size) of the sharded outputs and inputs, each once, without the vocabulary."""
     sizes: dict[str, int] = {}
     for path, module in model.named_modules():
         style = style_of(plan, path)

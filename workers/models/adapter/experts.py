@@ -1,4 +1,4 @@
-"""Aerie's experts in a transformers model, chosen by the model's router or by Aerie's."""
+"""Aerie's experts in a transformers model; the model's router or Aerie's chooses them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from workers.ops.experts.route import RouterLogits, Routing
 from workers.ops.gemm.workspace import GEMMOptions
 
 _UNLIKELY = -1e30  # logit of an expert that is not chosen; its softmax is 0
-_LEAST_WEIGHT = 1e-30  # of a chosen expert
-_MAX_GATHERED_BYTES = 1 << 28  # of gathered weights at once
+_LEAST_WEIGHT = 1e-30  # minimum weight of a chosen expert
+_MAX_GATHERED_BYTES = 1 << 28  # bound on the weights gathered at once
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class _Given:
 class GivenExperts(Experts):
     """Experts that the model's own router chooses, or a `workers.models.adapter.routers.MatchedRouter`.
 
-    experts: of transformers, with stacked weights, and their `activation`.
+    experts: transformers' module with stacked weights, and its `activation`.
     experts_per_token: experts that the router chooses for a row.
-    is_routed: the router is a `MatchedRouter`.
+    is_routed: whether the router is a `MatchedRouter`.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class GivenExperts(Experts):
         self._routing = Routing(self.shape.held.total, experts_per_token, normalise=True)
 
     def forward(self, x: Tensor, chosen: Tensor | RouterLogits, weight: Tensor | RouterLogits) -> Tensor:
-        """x: [..., hidden_size]. chosen: [rows, experts of a token] int64. weight: [rows, experts of a token], not
-        negative. Both are the router's logits if `is_routed`."""
+        """Return the weighted sum of experts. x: [..., hidden_size]. chosen: [rows, experts of a token] int64. weight:
+        [rows, experts of a token], not negative. If `is_routed`, both are the router's logits."""
         rows = x.flatten(0, -2)
         if isinstance(chosen, RouterLogits) or isinstance(weight, RouterLogits):
             assert isinstance(chosen, RouterLogits), "a router returns them in both places"
@@ -71,17 +71,17 @@ class GivenExperts(Experts):
         return self._group.all_reduce(part).view(x.shape)
 
     def finish(self, options: GEMMOptions) -> None:
-        """Pack nothing of unquantised weights that are multiplied by `_Given`."""
+        """Finish the weights, unless they are unquantised and multiplied by `_Given`."""
         if self._is_routed or not isinstance(self.method, UnquantizedExperts):
             super().finish(options)
 
 
 class GatheringExperts(Leaf):
-    """Experts of a form that Aerie has no operation for. transformers gathers the weights of each row's experts, so a
-    pass of many rows is computed in parts."""
+    """Experts for which Aerie has no operation. transformers gathers the weights of each row's experts, so a pass of
+    many rows is computed in parts."""
 
     def forward(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
-        """x: [rows, hidden_size]. chosen, weight: [rows, experts of a token]."""
+        """Return the weighted sum of experts. x: [rows, hidden_size]. chosen, weight: [rows, experts of a token]."""
         forward: Callable[..., Tensor] = super().forward
         expert_bytes = sum(tensor[0].nbytes for _, tensor in own_tensors(self))
         rows = max(1, _MAX_GATHERED_BYTES // (expert_bytes * chosen.shape[1]))

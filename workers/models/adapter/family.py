@@ -1,4 +1,4 @@
-"""The family of every decoder that transformers knows and no other family serves."""
+"""The family of every decoder of transformers that has no family of its own."""
 
 from workers.models.adapter.config import AdapterConfig, read_config, weight_names
 from workers.models.adapter.model import TransformersModel

@@ -1,5 +1,5 @@
-"""Fewer kernels than transformers' modules have: linear layers with the same input as one product, gated MLPs with
-one product before the activation, RMSNorms in one launch each."""
+"""Layers with fewer kernels than transformers' modules: linear layers with the same input as one product, and gated
+MLPs with one product before the activation."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,8 +17,8 @@ ALIGNED = 128  # rows of a part of a merged quantised layer: no block of scales 
 
 
 class Merged(ColumnParallelLinear):
-    """Linear layers of one module with the same input, as one product. It replaces the first; a `Part` replaces each of
-    the others.
+    """Linear layers of one module with the same input, as one product. It replaces the first layer; a `Part` replaces
+    each of the others.
 
     rows: this rank's outputs of each layer, by name.
     """
@@ -30,11 +30,11 @@ class Merged(ColumnParallelLinear):
 
     @property
     def weight(self) -> Tensor:
-        """[this rank's outputs, inputs] of the first layer."""
+        """Return the weight [this rank's outputs, inputs] of the first layer."""
         return self.weight_of(0)
 
     def weight_of(self, index: int) -> Tensor:
-        """Return the weight of one of the layers, unquantised: models read its dtype."""
+        """Return the unquantised weight of one of the layers, because models read its dtype."""
         assert isinstance(self.method, DenseLinearMethod)
         part = self.shape.parts[index]
         return self.method.dense_weight()[part.offset : part.offset + part.rows.size]
@@ -43,8 +43,8 @@ class Merged(ColumnParallelLinear):
         return self.output_of(0, x)
 
     def output_of(self, index: int, x: Tensor) -> Tensor:
-        """Return the output of one layer: [..., outputs], last stride 1, of x [..., in]. The first call for x computes
-        all; each output is given out once."""
+        """Return the output of one layer: [..., outputs], last stride 1, of x [..., in]. The first call for an x
+        computes all layers; each output is returned once."""
         if x is not self._x or index not in self._outputs:
             out = self.method.multiply(x.flatten(0, -2), self.bias)
             self._x = x
@@ -76,7 +76,7 @@ class Part(nn.Module):
 class GatedMLP(nn.Module):
     """activation(gate(x)) * up(x), then the down projection. Its modules have the names of the checkpoint's.
 
-    rows: this rank's outputs of the gate and up projections, or of the one that is both.
+    rows: this rank's outputs of the gate and up projections, or of the one projection that has both.
     """
 
     def __init__(
@@ -102,5 +102,6 @@ class GatedMLP(nn.Module):
 
 
 def can_merge(rows: Sequence[Span], is_quantised: bool) -> bool:
-    """Whether layers with these outputs on this rank can be one, without a block of scales of two of them."""
+    """Return whether layers with these outputs on this rank can be merged without a scale block that covers two of
+    them."""
     return not is_quantised or all(span.first % ALIGNED == span.end % ALIGNED == 0 for span in rows)

@@ -1,6 +1,7 @@
-"""Tensors that a transformers model makes of numbers in each pass: Gemma 3n calls `torch.tensor(1e-5).to(device)`.
+"""Caches tensors that a transformers model creates from numbers in each pass, as Gemma 3n does with
+`torch.tensor(1e-5)`.
 
-Such a call copies from the host, which a CUDA graph's capture does not allow. Used by `workers.models.adapter.model`.
+Copying these from the host is not allowed during CUDA graph capture. Used by `workers.models.adapter.model`.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -14,16 +15,16 @@ from torch.overrides import TorchFunctionMode
 from attention.backend import NewUnderCaptureError
 from attention.capability import Capability, is_capturing
 
-_MAX_NUMBERS = 64  # of a host tensor whose copies are kept
-_MAX_KEPT = 4096  # tensors; a model may make one for each length of a pass
+_MAX_NUMBERS = 64  # size of a host tensor whose copies are cached
+_MAX_KEPT = 4096  # cached tensors; a model may create one for each length of a pass
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor)
 
 
 class HostConstants(TorchFunctionMode):
-    """Keeps the tensors that a model makes of numbers, by the call and the numbers, for its later passes.
+    """Caches the tensors that a model creates from numbers, by call and numbers, for later passes.
 
-    device: where a tensor may not be made under a capture. Its first call there raises NewUnderCaptureError, and `make`
-        of the error makes the tensor.
+    device: the model's device. During a capture, the first call for a tensor raises NewUnderCaptureError, whose `make`
+        creates the tensor.
     Raises RuntimeError if the model changes such a tensor in place (torch hides a TypeError of `+=`).
     """
 
@@ -36,7 +37,7 @@ class HostConstants(TorchFunctionMode):
 
     @contextmanager
     def over_pass(self) -> Iterator[None]:
-        """Keep the tensors of the pass within. Without any in the first pass, later ones cost nothing."""
+        """Cache tensors of the pass within the context. If the first pass has none, later passes have no overhead."""
         if self._was_run and not self._kept:
             yield
             return
@@ -69,7 +70,7 @@ class HostConstants(TorchFunctionMode):
 
 
 def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """Return what the result of a call that copies numbers from the host depends on; None for other calls."""
+    """Return the cache key of a call that copies numbers from the host; None for other calls."""
     rest = (*args[1:], *sorted(kwargs.items()))
     if func in _FROM_NUMBERS and args and _are_numbers(args[0]):
         return func, repr(args[0]), rest, torch.get_default_dtype()
@@ -89,7 +90,7 @@ def _are_numbers(given: Any) -> bool:
 
 
 def _leaves_host(given: tuple[Any, ...]) -> bool:
-    """Whether arguments of `Tensor.to` name another device than the CPU."""
+    """Return whether arguments of `Tensor.to` name another device than the CPU."""
     devices = (each.device if isinstance(each, Tensor) else each for each in given)
     return any(not _is_host(torch.device(each)) for each in devices if isinstance(each, str | torch.device))
 
@@ -99,7 +100,7 @@ def _is_host(device: torch.device) -> bool:
 
 
 def _is_in_place(func: Any) -> bool:
-    """Whether the function changes its first argument: add_, __iadd__, __setitem__."""
+    """Return whether the function changes its first argument: add_, __iadd__, __setitem__."""
     name = func.__name__
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__int__", "__index__", "__invert__"))

@@ -23,7 +23,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of mo
 
 
 class Columns(ColumnParallelLinear):
-    """Linear layer whose outputs ranks share: x [..., in] -> [..., out].
+    """A linear layer sharded along its outputs: x [..., in] -> [..., out].
 
     gather: return the outputs of all ranks.
     """
@@ -34,7 +34,7 @@ class Columns(ColumnParallelLinear):
 
     @property
     def weight(self) -> Tensor:
-        """[this rank's outputs, inputs], of an unquantised layer: models read its dtype."""
+        """Return the weight of an unquantised layer, [this rank's outputs, inputs], because models read its dtype."""
         assert isinstance(self.method, DenseLinearMethod)
         return self.method.dense_weight()
 
@@ -46,9 +46,9 @@ class Columns(ColumnParallelLinear):
 
 
 class Rows(RowParallelLinear):
-    """Linear layer whose inputs ranks share: x [..., in] -> [..., out], summed over ranks.
+    """A linear layer sharded along its inputs: x [..., in] -> [..., out], summed over ranks.
 
-    whole_inputs: x has the inputs of all ranks.
+    whole_inputs: x is not sharded.
     """
 
     def __init__(self, linear: nn.Linear, group: TPGroup, path: str, whole_inputs: bool) -> None:
@@ -59,7 +59,7 @@ class Rows(RowParallelLinear):
         if self._columns is not None:
             x = x[..., self._columns.first : self._columns.end]
         rows = x.flatten(0, -2)
-        # not into the all-reduce buffer: a model may still need one product when it computes the next
+        # not in the all-reduce buffer, because a model may still need one product when it computes the next
         part = self.method.multiply(rows, self.bias if self.group.rank == 0 else None)
         return self.group.all_reduce(part).view(*x.shape[:-1], part.shape[-1])
 
@@ -78,7 +78,7 @@ class Embedding(VocabEmbedding):
     def __init__(self, embedding: nn.Embedding, group: TPGroup) -> None:
         super().__init__(embedding.num_embeddings, embedding.embedding_dim, group)
         self._scale = float(getattr(embedding, "scalar_embed_scale", 1.0))
-        # scalars on the host, which kernels take as arguments; rounded as transformers does
+        # scalars on the host, because kernels take them as arguments; rounded as in transformers
         self._rounded = {dtype: torch.tensor(self._scale, dtype=dtype, device="cpu") for dtype in _DTYPES}
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ class Embedding(VocabEmbedding):
 
 
 class Leaf(WeightedModule):
-    """A transformers module with tensors that no layer of Aerie replaces. Each rank loads them whole; `forward` is
-    unchanged."""
+    """A transformers module with tensors of its own that no layer of Aerie replaces. Each rank loads them whole;
+    `forward` is unchanged."""
 
     def weight_keys(self) -> Iterable[WeightKey]:
         return [WeightKey(name) for name, _ in own_tensors(self)]
@@ -108,8 +108,8 @@ class Leaf(WeightedModule):
 
 
 class LeafEmbedding(Leaf):
-    """An embedding beside that of tokens. Token ids beyond its rows get row 0, as in transformers' Gemma 3n: a client
-    may send any id of the vocabulary, and an index outside a tensor would end the rank."""
+    """A second embedding besides that of tokens. Token ids beyond its rows get row 0, as in transformers' Gemma 3n,
+    because a client may send any id of the vocabulary."""
 
     num_embeddings: int
 
@@ -130,7 +130,7 @@ class PagedAttention:
     """Attention of one layer over the pages of a context; see `workers.models.adapter.survey.attend`.
 
     layer: index in the KV pool.
-    call: with the sizes of the whole model.
+    call: sizes are those of the whole model.
     rule: see `ModelConfig.score_rule`.
     passing: holds the context of the pass.
     """
@@ -149,21 +149,21 @@ class PagedAttention:
         out = self._passing.attend(self._layer, *heads, angles, self._rule, sinks)[..., : call.value_dim]
         if not whole or self._q.size == self._q.total:
             return out.contiguous().unsqueeze(0)  # some models (AFMoE) call `view` on it
-        # the plan leaves this layer's heads whole: the model expects all, and uses only this rank's
+        # the plan does not shard this layer's heads: the model expects all, but uses only this rank's
         full = out.new_zeros(1, out.shape[0], self._q.total, call.value_dim)
         full[:, :, self._q.first : self._q.end] = out
         return full
 
 
 def _own_sinks(sinks: Tensor, mine: Span) -> Tensor:
-    """Return [heads of all ranks or of this one] as [this rank's heads] float32."""
+    """Return this rank's sinks, float32, from those of this rank or of all ranks."""
     own = sinks if sinks.shape[0] == mine.size else sinks[mine.first : mine.end]
     return own.float().contiguous()
 
 
 def _rows(heads: Tensor, mine: Span) -> Tensor:
-    """Return [1, heads of all ranks or of this one, rows, size] as [rows, this rank's heads, size], with the heads of a
-    row side by side, as attention backends need queries."""
+    """Return [rows, this rank's heads, size], with adjacent heads as attention backends need, from [1, heads of this
+    rank or of all ranks, rows, size]."""
     rows = heads[0].transpose(0, 1)
     if rows.shape[1] != mine.size:
         rows = rows[:, mine.first : mine.end]
@@ -176,9 +176,9 @@ def _padded(heads: Tensor, size: int) -> Tensor:
 
 
 class Passing:
-    """The context of the running pass, and the angles by which the KV pool rotates.
+    """The context of the running pass, and the RoPE angles for the KV pool.
 
-    sizes: of heads in the KV pool.
+    sizes: head sizes in the KV pool.
     """
 
     def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:
@@ -191,7 +191,7 @@ class Passing:
 
     @contextmanager
     def over(self, context: ForwardContext) -> Iterator[None]:
-        """Make `context` that of the calls of `attend` within."""
+        """Use `context` in all calls of `attend` within."""
         self._context = context
         try:
             yield
@@ -202,7 +202,7 @@ class Passing:
             self._rows.clear()
 
     def defer(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Return q and k as they are. Replaces a model's function that rotates them, `AttentionCall.rotary`."""
+        """Return q and k unchanged. Replaces a model's RoPE function, `AttentionCall.rotary`."""
         self._rotation = q, k, cos, sin
         return q, k
 
@@ -211,7 +211,7 @@ class Passing:
         return None if self._context is None else self._context.token_slots
 
     def deferred(self, q: Tensor, k: Tensor) -> Angles:
-        """Return the angles of the last `defer`, which was of q and k."""
+        """Return the angles of the last `defer`, which had q and k."""
         known_q, known_k, cos, sin = self._rotation
         assert known_q is q and known_k is k, "as in the survey"
         if id(cos) not in self._tables:
@@ -222,7 +222,7 @@ class Passing:
         return Angles(ours, sines, self._index(by_row=True))
 
     def still(self, size: int) -> Angles:
-        """Return angles of 0 for heads of this size, which the model has rotated. They change no bit."""
+        """Return zero angles, which change no bit, for heads of this size that the model has rotated."""
         return Angles(*self._still[size], self._index(by_row=False))
 
     def attend(
@@ -236,11 +236,11 @@ class Passing:
     ) -> Tensor:
         """See `ForwardContext.attend`."""
         assert self._context is not None, "attention is called in a pass"
-        with torch._C.DisableTorchFunction():  # tensors that attention makes are no constants of the model
+        with torch._C.DisableTorchFunction():  # tensors created in attention are not constants of the model
             return self._context.attend(layer, q, rows, angles, rule, sinks)
 
     def _index(self, by_row: bool) -> Tensor:
-        """Return [rows] int64, the number of each row or zeros; one tensor for all layers of a pass."""
+        """Return [rows] int64: row numbers, or zeros; one tensor for all layers of a pass."""
         assert self._context is not None, "attention is called in a pass"
         if by_row not in self._rows:
             positions = self._context.positions

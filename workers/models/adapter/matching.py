@@ -1,5 +1,5 @@
-"""Which modules of a transformers model Aerie's fused operations can replace: found by comparing results on random
-inputs, never by a class's name alone. `workers.models.adapter.fused` has the replacements."""
+"""Finds modules of a transformers model that Aerie's fused operations can replace, by comparing results on random
+inputs, never by class names alone. `workers.models.adapter.fused` has the replacements."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -15,15 +15,15 @@ from workers.ops.activation import ACTIVATIONS
 from workers.ops.experts.gated import GATED, GatedActivation
 from workers.ops.norm import rms_norm
 
-_ROWS, _WIDE, _NARROW = 7, 24, 16  # rows of random inputs, and widths of an MLP that stands for a larger one
+_ROWS, _WIDE, _NARROW = 7, 24, 16  # rows of random inputs, and widths of a small copy of an MLP
 _RTOL, _ATOL = 1e-4, 1e-6  # float32 rounding of sums of `_WIDE` products
-_NORMS: tuple[tuple[type[RMSNorm], float, bool], ...] = (  # class, what it adds to the weight, float32 weight
+_NORMS: tuple[tuple[type[RMSNorm], float, bool], ...] = (  # class, offset of its weight, whether the weight is float32
     (RMSNorm, 0.0, False),
     (FullPrecisionRMSNorm, 0.0, True),
     (ZeroCentredRMSNorm, 1.0, True),
 )
 _STACKED = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-_APPLY_GATE = "_apply_gate"  # method of experts that transformers computes by `experts_implementation`
+_APPLY_GATE = "_apply_gate"  # method of experts whose computation transformers' `experts_implementation` selects
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class NormMatch:
 class MLPMatch:
     """A gated MLP: down(activation(gate(x)) * up(x)).
 
-    gates: names of the gate and up projections; of the one projection that has both, gate first.
+    gates: names of the gate and up projections, or of the one projection that has both, gate first.
     down: name of the down projection.
     activation: one of `workers.ops.activation.ACTIVATIONS`.
     """
@@ -50,7 +50,7 @@ class MLPMatch:
 
 
 class RandomNumbers:
-    """Numbers on the CPU in float32, whatever torch's defaults are while a model is built."""
+    """Random float32 tensors on the CPU, regardless of torch's defaults while a model is built."""
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator("cpu").manual_seed(seed)
@@ -63,15 +63,15 @@ class RandomNumbers:
 
 
 def match_norm(module: nn.Module, dtype: torch.dtype) -> NormMatch | None:
-    """Return Aerie's norm that gives the module's results in float32, and the nearest ones in `dtype`; None if there is
-    none. module: its only parameter, if it is to match, is `weight`."""
+    """Return Aerie's norm that has the module's results in float32, and the nearest ones in `dtype`; None without a
+    match. A matching module's only parameter is `weight`."""
     weight = module._parameters.get("weight")
     alone = len(module._parameters) == 1 and not module._buffers and not module._modules
     if not alone or weight is None or weight.dim() != 1:
         return None
     size, random = weight.shape[0], RandomNumbers(0)
     with torch.device("cpu"), torch.no_grad():
-        scales = torch.logspace(-4, 2, _ROWS, dtype=torch.float32).unsqueeze(1)  # small ones show epsilon
+        scales = torch.logspace(-4, 2, _ROWS, dtype=torch.float32).unsqueeze(1)  # small scales reveal epsilon
         x = (random.normal(_ROWS, size) + 0.3) * scales
         given = 0.5 + random.uniform(size)
         expected = result_of(_with_weight(module, given), x)
@@ -97,7 +97,8 @@ def match_norm(module: nn.Module, dtype: torch.dtype) -> NormMatch | None:
 
 
 def match_gated_mlp(module: nn.Module) -> MLPMatch | None:
-    """Return how the module is a gated MLP; None if it is none. Tried with narrow projections in place of its own."""
+    """Return the module as a gated MLP; None if it does not match. Tested with narrow projections in place of its
+    own."""
     linears = {name: child for name, child in module._modules.items() if type(child) is nn.Linear}
     others = [child for name, child in module.named_children() if name not in linears]
     has_tensors = any(True for child in others for _ in (*child.parameters(), *child.buffers()))
@@ -127,7 +128,7 @@ def _is_gated(
         x = random.normal(_ROWS, _NARROW)
         inner = torch.cat([small[name](x) for name in gates], dim=-1)
         expected = small[down](ACTIVATIONS[activation].reference(inner))
-        found = result_of(narrow, x.unsqueeze(0))  # as models call it: [1, rows, hidden]
+        found = result_of(narrow, x.unsqueeze(0))  # models call it with [1, rows, hidden]
     return found is not None and is_close(expected, found.squeeze(0))
 
 
@@ -137,7 +138,7 @@ def match_experts(module: nn.Module) -> GatedActivation | None:
     if not gathers_experts(module) or any(getattr(module, name, None) is not value for name, value in _STACKED.items()):
         return None
     with torch.device("cpu"), torch.no_grad():
-        scales = torch.logspace(-2, 3, _ROWS, dtype=torch.float32).unsqueeze(1)  # large ones show limits
+        scales = torch.logspace(-2, 3, _ROWS, dtype=torch.float32).unsqueeze(1)  # large scales reveal limits
         x = RandomNumbers(0).normal(_ROWS, 2 * _WIDE) * scales
         found = result_of(getattr(module, _APPLY_GATE), x)
         if found is None or found.device != x.device:
@@ -147,7 +148,7 @@ def match_experts(module: nn.Module) -> GatedActivation | None:
 
 
 def _activations(module: nn.Module) -> Iterator[GatedActivation]:
-    """Yield the activations that experts may have; factors and limits are among their attributes."""
+    """Yield the possible activations of experts, with factors and limits from their attributes."""
     yield from GATED.values()
     numbers = {float(value) for value in vars(module).values() if type(value) in (int, float) and value > 0}
     for alpha, limit, shift in product([1.0, *sorted(numbers)], [None, *sorted(numbers)], (0.0, 1.0)):
@@ -155,7 +156,7 @@ def _activations(module: nn.Module) -> Iterator[GatedActivation]:
 
 
 def gathers_experts(module: nn.Module) -> bool:
-    """Whether the module is experts of transformers, which gathers the weights of each row's experts
+    """Return whether the module is experts for which transformers gathers the weights of each row's experts
     (`workers.models.adapter.survey.make_model`)."""
     return hasattr(type(module), _APPLY_GATE)
 
@@ -181,10 +182,10 @@ def copied(module: nn.Module) -> Any:
 
 
 def result_of(module: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
-    """Return the result of a module of transformers; None if it cannot be called so."""
+    """Return the result of a module of transformers; None if the call fails."""
     try:
         found = module(x)
-    except Exception:  # a model's own code may raise anything
+    except Exception:  # a model's own code may raise any exception
         return None
     return found if isinstance(found, Tensor) else None
 

@@ -27,7 +27,8 @@ from workers.ops.gemm.workspace import GEMMOptions
 
 
 class TransformersModel(TargetModel):
-    """See `TargetModel`. Built on the meta device. max_position is unused, because the model computes its angles."""
+    """See `TargetModel`. Built on the meta device. max_position is unused, because the model computes its own RoPE
+    angles."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class TransformersModel(TargetModel):
             capture_streams(layers, capture, self._streams.__setitem__)
 
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
-        """ids: [rows] int64. Writes the rows' KV into the context's pool."""
+        """ids: [rows] int64. Writes the rows' KV to the context's pool."""
         self._streams.clear()
         with self._passing.over(context), self._host_constants.over_pass():
             out = decoder(self.theirs)(
@@ -87,9 +88,9 @@ class TransformersModel(TargetModel):
 
 
 class _Head(nn.Module):
-    """The vocabulary head, and what the model does to logits after it.
+    """The vocabulary head, and the model's processing of logits after it.
 
-    shard: of this rank.
+    shard: this rank's vocabulary shard.
     """
 
     def __init__(self, theirs: PreTrainedModel, device: torch.device) -> None:
@@ -127,7 +128,7 @@ class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
 class _Given(nn.Module):
     @property
     def decoder(self) -> nn.Module:
-        """The decoder, where it is nested in a submodule (OPT)."""
+        """The decoder; in some models a submodule's (OPT)."""
         return self
 
     def forward(self, *ids: Any, inputs_embeds: Tensor, **others: Any) -> BaseModelOutputWithPast:
@@ -135,7 +136,7 @@ class _Given(nn.Module):
 
 
 class _Constants(WeightedModule):
-    """Computes the tensors of a model that checkpoints lack, such as the frequencies of RoPE."""
+    """Computes the model's tensors that checkpoints lack, such as RoPE frequencies."""
 
     def __init__(self, theirs: PreTrainedModel) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class _Constants(WeightedModule):
 
     def finish(self, options: GEMMOptions) -> None:
         owner: PreTrainedModel = self._theirs[0]
-        for module in owner.modules():  # each model comes before its modules
+        for module in owner.modules():  # models come before their modules
             owner = module if isinstance(module, PreTrainedModel) else owner
             if module._non_persistent_buffers_set:
                 kept = [tensor.clone() for _, tensor in own_tensors(module)]
@@ -161,11 +162,11 @@ class _Constants(WeightedModule):
                 _check_constants(module)
                 for (_, tensor), value in zip(own_tensors(module), kept, strict=True):
                     tensor.data.copy_(value)
-            keep_angles(module)  # `AdapterConfig.max_position` ends where they would change
+            keep_angles(module)  # `AdapterConfig.max_position` ends before angles change
 
 
 def _forget_constants(module: nn.Module) -> None:
-    """Overwrite the module's constants, which are uninitialised, with a mark."""
+    """Fill the module's uninitialised constants with a mark value."""
     for name in module._non_persistent_buffers_set:
         constant = module._buffers[name]
         if constant is not None and constant.dtype != torch.bool:
@@ -173,7 +174,7 @@ def _forget_constants(module: nn.Module) -> None:
 
 
 def _check_constants(module: nn.Module) -> None:
-    """Raise UnservableError for a constant that still has the mark, so was not computed."""
+    """Raise UnservableError for a constant that still has the mark value, and so was not computed."""
     for name in module._non_persistent_buffers_set:
         constant = module._buffers[name]
         if constant is None or constant.dtype == torch.bool or not Capability.of(constant.device).has_memory:

@@ -15,7 +15,7 @@ from workers.models.adapter.matching import match_experts
 from workers.models.config_fields import MAX_LAYERS
 from workers.models.name_map import NameMap
 
-OURS = "theirs."  # prefix of a transformers module path in ours
+OURS = "theirs."  # prefix of transformers' module paths in our model
 _NUM_MODULES = ("num_nextn_predict_layers", "num_mtp_layers")  # fields with the number of MTP modules
 _EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -49,8 +49,8 @@ def expert_names(found: Sequence[Any]) -> tuple[str, ...] | None:
 
 
 def stacked_experts_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """Return the modules of experts that `match_experts` knows: (path, with holes as in a `NameMap` for numbers; number
-    of experts)."""
+    """Return the modules of experts that `match_experts` matches: (path with a `NameMap`'s holes for numbers, number of
+    experts)."""
     found: dict[str, int] = {}
     for path, module in model.named_modules():
         if match_experts(module) is not None:
@@ -69,8 +69,8 @@ def part_names(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def unused_tensors(model: PreTrainedModel, config: PreTrainedConfig, num_layers: int) -> tuple[str, ...]:
-    """Return patterns (`re.search`) of tensors that published checkpoints have and the decoder does not: transformers'
-    own patterns, and MTP modules, which are stored as layers after the decoder's."""
+    """Return patterns (`re.search`) of tensors in published checkpoints that the decoder lacks: transformers' own
+    patterns, and MTP modules, which are stored as layers after the decoder's."""
     found = [*(model._keys_to_ignore_on_load_unexpected or ()), r"(^|\.)position_ids$"]
     number = next((vars(config)[name] for name in _NUM_MODULES if vars(config).get(name) is not None), 0)
     found += [rf"(^|\.)layers\.{num_layers + index}\." for index in range(min(int(number), MAX_LAYERS))]
@@ -78,7 +78,7 @@ def unused_tensors(model: PreTrainedModel, config: PreTrainedConfig, num_layers:
 
 
 def prefixes_of(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the prefix of the decoder's base, then those of the other modules beside it. Checkpoints of the base alone
+    """Return the prefix of the decoder's base module, then those of its sibling modules. Checkpoints of the base alone
     (GPT-2's) have names without a prefix."""
     base = model.base_model_prefix
     return (f"{base}.", *(f"{name}." for name, _ in model.named_children() if name != base))
@@ -95,7 +95,7 @@ class TransformersNames(NameMap):
 
     renamed: see `renamings`.
     experts: see `expert_names`.
-    parts: see `part_names`; empty for a text-only model, of which every tensor is loaded.
+    parts: see `part_names`; empty for a text-only model, whose tensors are all loaded.
     unused: see `unused_tensors`. They apply only to tensors that the decoder does not have.
     prefixes: see `prefixes_of`.
     """
@@ -109,7 +109,7 @@ class TransformersNames(NameMap):
     def module_name(self, path: str, part: str = "", expert: int | None = None) -> str:
         name = path.removeprefix(OURS)
         if expert is not None:
-            parts = self.experts or _EXPERT_PARTS  # those of stacked experts are named by `packed`
+            parts = self.experts or _EXPERT_PARTS  # for stacked experts, `packed` names them
             return f"{name}.{expert}.{parts[_EXPERT_PARTS.index(part)]}"
         return f"{name.rpartition('.')[0]}.{part}" if part else name
 

@@ -1,5 +1,5 @@
-"""Runs one rank's share of a model on the meta device: finds where transformers' plan does not fit the model, such as
-norms over heads that the plan cuts."""
+"""Dry-runs one rank's share of a model on the meta device, to find errors of transformers' tensor-parallel plan, such
+as norms over sharded heads."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from workers.models.adapter.survey import NUM_ROWS, AttentionCall, decoder, keep
 
 
 class _Shapes(TPGroup):
-    """A group of which only this rank exists: results have the right shape and no values."""
+    """A group with only this rank: results have the right shape, but no values."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x
@@ -56,7 +56,7 @@ class _Product:
         return x.new_empty(*x.shape[:-1], self._shape.out_features)
 
     def gated(self, x: Tensor) -> Tensor:
-        """Replaces the product that is followed by a gate."""
+        """Replaces the product before a gate."""
         return self(x)[..., : self._shape.out_features // 2]
 
 

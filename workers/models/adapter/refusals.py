@@ -1,4 +1,4 @@
-"""Checks by which `workers.models.adapter.config` refuses models. They raise UnservableError."""
+"""Checks that raise UnservableError for unsupported models. Called by `workers.models.adapter.config`."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from workers.models.adapter.matching import match_experts
 from workers.models.adapter.survey import AttentionCall, UnservableError, is_plain_embedding
 
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
-_FROM_PADDING = "create_position_ids_from_input_ids"  # method of embeddings that count positions so (RoBERTa)
+_FROM_PADDING = "create_position_ids_from_input_ids"  # method of embeddings that count positions from padding (RoBERTa)
 
 
 def check_class(config: PreTrainedConfig) -> None:
-    """Refuse models by their class and kinds of layers, without building them."""
+    """Check a model's class and kinds of layers, without building it."""
     made: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if made is None:
         raise UnservableError(
@@ -49,7 +49,8 @@ def check_model(model: PreTrainedModel, expert_names: tuple[str, ...] | None) ->
 
 
 def _check_ties(model: nn.Module, allowed: set[int]) -> None:
-    """Refuse parameters with two names, because a checkpoint has only one. allowed: ids of parameters that may."""
+    """Refuse parameters with two names, because a checkpoint has only one of them. allowed: ids of parameters that may
+    have two."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)

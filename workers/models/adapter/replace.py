@@ -28,12 +28,12 @@ from workers.span import Span
 
 _COLUMNS = ("colwise", "colwise_gather_output")
 _ROWS = ("rowwise", "rowwise_split_input")
-_WHOLE = (None, "replicated_with_grad_allreduce", "mla_kv_a_proj")  # the last differs in its gradient alone
+_WHOLE = (None, "replicated_with_grad_allreduce", "mla_kv_a_proj")  # the last differs only in its gradient
 
 
 def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup, passing: Passing) -> None:
     """Replace, in place, experts and their routers, gated MLPs, RMSNorms, linear layers and the token embedding; other
-    modules with tensors become a `Leaf`. Raises UnservableError for an unknown word of the tensor-parallel plan."""
+    modules with tensors become a `Leaf`. Raises UnservableError for an unknown style in the tensor-parallel plan."""
     _Replacement(model, config, group, passing).run()
 
 
@@ -105,7 +105,7 @@ class _Replacement:
         paths = [f"{path}.{name}" for name in match.gates]
         rows = [self._rows_of(each) for each in paths]
         whole_or_cut = {self._style(each) for each in paths} | {self._style(f"{path}.{match.down}")}
-        is_cut = whole_or_cut == {"colwise", "rowwise"} and len(rows) == 2  # half of one matrix would be of one part
+        is_cut = whole_or_cut == {"colwise", "rowwise"} and len(rows) == 2  # sharding would separate gate and up
         if None in rows or (self._group.size > 1 and not is_cut):
             return None
         spans = [span for span in rows if span is not None]
@@ -128,7 +128,7 @@ class _Replacement:
                 self._put(f"{parent}.{name}", Part(merged, index) if index else merged)
 
     def _rows_of(self, path: str) -> Span | None:
-        """Return this rank's outputs of a linear layer; None if ranks share its inputs, or gather its outputs."""
+        """Return this rank's outputs of a linear layer; None if its inputs are sharded or its outputs gathered."""
         linear, style, heads = self._model.get_submodule(path), self._style(path), self._kv_heads.get(path)
         assert isinstance(linear, nn.Linear), "asked of linear layers"
         if style in _WHOLE:
@@ -151,12 +151,12 @@ class _Replacement:
 
 
 def leaf_kind(module: nn.Module) -> type[Leaf]:
-    """Return the class that a module with tensors becomes, where no layer of Aerie replaces it."""
+    """Return the class for a module with tensors that no layer of Aerie replaces."""
     if is_plain_embedding(module):
         return LeafEmbedding
     return GatheringExperts if gathers_experts(module) else Leaf
 
 
 def _is_ours(module: nn.Module) -> bool:
-    """Whether the module has been replaced."""
+    """Return whether the module has been replaced."""
     return type(module).__module__.startswith("workers.")

@@ -1,5 +1,5 @@
-"""Finds attention modules that rotate queries and keys like the kernel of Aerie that stores them. That kernel then
-rotates, which saves ten launches in a layer. Found by comparing results, as in `workers.models.adapter.matching`."""
+"""Finds attention modules whose RoPE equals that of Aerie's `rope_store` kernel, by comparing results as in
+`workers.models.adapter.matching`. The kernel then applies RoPE, which saves ten launches per layer."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from attention.rotation import rotate
 from workers.models.adapter.matching import RandomNumbers
 
-_WORD = "rotary"  # in the names of transformers' functions that rotate
+_WORD = "rotary"  # in the names of transformers' RoPE functions
 _RTOL, _ATOL = 1e-4, 1e-5  # float32 rounding
 
 
 @dataclass(frozen=True)
 class _Rotation:
-    """One call of a function that rotates: function(q, k, cos, sin, *rest, **named) -> found."""
+    """One call of a RoPE function: function(q, k, cos, sin, *rest, **named) -> found."""
 
     name: str
     function: Callable[..., Any]
@@ -39,7 +39,7 @@ class _Angles:
 
 
 class RotationRecorder:
-    """Records, in the next pass of a model on the meta device, which function each attention module rotates with."""
+    """Records each attention module's RoPE function in the next pass of a model on the meta device."""
 
     def __init__(self, model: nn.Module) -> None:
         self._rotations: dict[str, list[_Rotation]] = {}
@@ -53,13 +53,13 @@ class RotationRecorder:
                 module.register_forward_hook(self._keep_angles, with_kwargs=True)
 
     def function_of(self, path: str, q: Tensor, k: Tensor) -> str | None:
-        """Return the name of the function that rotated `q` and `k`, attention's arguments in the pass, if Aerie's
-        kernel can rotate instead; None if not. path: of the attention module."""
+        """Return the name of the RoPE function of `q` and `k`, the arguments of attention, if Aerie's kernel can
+        replace it; else None. path: path of the attention module."""
         calls = self._rotations.get(path, [])
         if len(calls) != 1 or not _is_pair(calls[0].found):
             return None
         (call,) = calls
-        # attention must get what the function returned, not something made of it
+        # attention must get the function's results themselves, unmodified
         if call.found[0] is not q or call.found[1] is not k or len(call.given) < 4:
             return None
         cos, sin = call.given[2:4]
@@ -100,7 +100,7 @@ def _forward_of(module: nn.Module) -> Any:
 
 
 def _names_of(module: nn.Module) -> list[str]:
-    """Return the names of global functions that rotate, in the module's `forward`."""
+    """Return the names of global RoPE functions in the module's `forward`."""
     forward = _forward_of(module)
     if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return []
@@ -112,8 +112,7 @@ def _is_pair(found: Any) -> bool:
 
 
 def _has_equal_halves(angles: _Angles) -> bool:
-    """Whether the second half of cos and sin, over the last dimension, repeats the first: tried with random
-    frequencies."""
+    """Return whether the second half of cos and sin repeats the first, tested with random frequencies."""
     random = RandomNumbers(0)
     with torch.device("cpu"), torch.no_grad():
         module = copy.copy(angles.module)
@@ -129,7 +128,7 @@ def _has_equal_halves(angles: _Angles) -> bool:
 
 
 def _rotates_alike(call: _Rotation) -> bool:
-    """Whether the function rotates random heads as `attention.rotation.rotate` does."""
+    """Return whether the function rotates random heads like `attention.rotation.rotate`."""
     q, k, cos, sin = call.given[:4]
     if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)) or (q.dim(), cos.dim(), sin.dim()) != (4, 3, 3):
         return False
@@ -161,8 +160,8 @@ def _on_cpu(given: Any, random: RandomNumbers) -> Any:
 
 
 def _called(function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return the result; None if the function of transformers cannot be called so."""
+    """Return the result; None if the call fails."""
     try:
         return function(*given, **named)
-    except Exception:  # a model's own code may raise anything
+    except Exception:  # a model's own code may raise any exception
         return None

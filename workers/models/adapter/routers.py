@@ -1,7 +1,7 @@
-"""Routers of experts that compute what `workers.ops.experts.route` does: found by comparing results on random rows.
+"""Finds routers that compute the same as `workers.ops.experts.route`, by comparing results on random rows.
 
-A replaced router returns its logits in place of chosen experts and weights. `GivenExperts` passes them to the experts'
-operation, which chooses as in an own class.
+A replaced router returns its logits instead of chosen experts and weights. `GivenExperts` passes them to the experts'
+operation, which chooses.
 """
 
 import inspect
@@ -17,20 +17,20 @@ from workers.layers.routing import Router
 from workers.models.adapter.matching import RandomNumbers, copied
 from workers.ops.experts.route import SCORINGS, RouterLogits, Routing, TokenSlots, route
 
-_ROWS = 64  # random rows; a router that chooses otherwise does so for some of them
+_ROWS = 64  # random rows; enough to reveal a router that chooses differently
 _SPREAD = 3.0  # standard deviation of random logits
-_RTOL, _ATOL = 1e-4, 1e-6  # float32 rounding of logits, and of weights made of them
+_RTOL, _ATOL = 1e-4, 1e-6  # float32 rounding of logits and weights
 _WEIGHT, _BIAS = "weight", "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
 class RouterMatch:
-    """How a module is a router.
+    """A module as a router.
 
-    routing: chooses the same experts, with the same weights.
-    order: what the module returns, of "logits", "weight" and "chosen".
-    linear: name of the submodule that computes the logits; None if the module does.
-    given: the bias is the module's second argument, not its tensor.
+    routing: the equivalent `Routing`.
+    order: order of the module's results: "logits", "weight" and "chosen".
+    linear: name of the submodule that computes the logits; None: the module itself.
+    given: whether the bias is the module's second argument instead of its tensor.
     """
 
     routing: Routing
@@ -52,7 +52,8 @@ class MatchedRouter(Router):
             self.e_score_correction_bias = None
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor | RouterLogits, ...]:  # type: ignore[override]
-        """x: [..., hidden_size]. bias: [num_experts], if the router has none of its own."""
+        """Return the logits in place of each result. x: [..., hidden_size]. bias: [num_experts], if it is an
+        argument."""
         router = super().forward(x.flatten(0, -2), self._live())
         if bias is not None:
             router = replace(router, bias=bias.float())
@@ -72,8 +73,8 @@ class RouterShell(nn.Module):
 
 
 def find_router(block: nn.Module, experts: str) -> tuple[str, RouterMatch] | None:
-    """Return the name of the router of the experts, and how it is one. None if none matches, or if the block does more
-    with a router's results than pass them to the experts.
+    """Return the name of the experts' router, and its match. None without a match, or if the block does anything else
+    with the router's results than pass them to the experts.
 
     block: the module of transformers that calls both, on the meta device.
     experts: name of the experts in it.
@@ -87,7 +88,7 @@ def find_router(block: nn.Module, experts: str) -> tuple[str, RouterMatch] | Non
 
 
 def traits_of(block: nn.Module) -> Hashable:
-    """Return what `find_router` depends on, so that layers of one kind are searched once."""
+    """Return a key of everything that `find_router` depends on, so that layers of one kind are searched once."""
 
     def traits(module: nn.Module) -> Hashable:
         plain = [pair for pair in vars(module).items() if isinstance(pair[1], int | float | str)]
@@ -98,7 +99,7 @@ def traits_of(block: nn.Module) -> Hashable:
 
 
 def hidden_of(router: nn.Module, match: RouterMatch) -> int:
-    """Return the inputs of a router of transformers."""
+    """Return the number of inputs of a transformers router."""
     weight = _holder(router, match.linear)._parameters[_WEIGHT]
     assert weight is not None, "matched"
     return weight.shape[1]
@@ -109,7 +110,8 @@ def _holder(router: nn.Module, linear: str | None) -> nn.Module:
 
 
 def match_router(module: nn.Module, flat: bool) -> RouterMatch | None:
-    """Return how the module is a router; None if it is none. flat: it gets [rows, hidden_size], else [1, rows, ...]."""
+    """Return the module as a router; None without a match. flat: whether it gets [rows, hidden_size]; else [1, rows,
+    ...]."""
     children = [name for name, child in module.named_children() if any(True for _ in child.parameters())]
     linear = children[0] if len(children) == 1 and not module._parameters else None
     if linear is None and children:
@@ -184,7 +186,7 @@ def _kind_of(result: Tensor, results: list[Tensor]) -> str:
 
 
 def _candidates(module: nn.Module, num_experts: int, num_chosen: int, has_bias: bool) -> Iterator[Routing]:
-    """Yield the routings that the module may have; sizes and factors are among its attributes."""
+    """Yield the possible routings of the module, with sizes and factors from its attributes."""
     values = list(vars(module).values())
     factors = [1.0, *(value for value in values if isinstance(value, float) and value > 0.0 and value != 1.0)]
     sizes = {value for value in values if type(value) is int and 0 < value <= num_experts}
@@ -204,7 +206,7 @@ class _Mark:
 
 
 def _only_passes(block: nn.Module, router: str, experts: str, match: RouterMatch, flat: bool) -> bool:
-    """Whether `block` calls its experts once, with results that its router has made of rows of the shape `flat`."""
+    """Return whether `block` calls its experts once, with unmodified results of its router."""
     mark, num_experts = _Mark(), match.routing.num_experts
     calls: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""Finds linear layers of one module that get the same input, which can be computed as one product."""
+"""Finds linear layers of one module that have the same input, and so can be merged into one product."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ Group = tuple[str, ...]  # paths of linear layers, in the order of their calls
 
 @dataclass(frozen=True)
 class LinearCall:
-    """One call of a linear layer. version: number of changes in place of `x` before the call."""
+    """One call of a linear layer. version: number of in-place changes of `x` before the call."""
 
     path: str
     x: Tensor
@@ -24,7 +24,7 @@ def record_linear_calls(model: nn.Module) -> list[LinearCall]:
 
     def record(path: str, module: nn.Linear) -> None:
         def hook(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            if given:  # all models of transformers pass the input by position
+            if given:  # transformers' models pass the input by position
                 calls.append(LinearCall(path, given[0], given[0]._version, module.bias is not None))
 
         module.register_forward_pre_hook(hook)
@@ -36,8 +36,8 @@ def record_linear_calls(model: nn.Module) -> list[LinearCall]:
 
 
 def groups_of(calls: list[LinearCall]) -> tuple[Group, ...]:
-    """Return the groups of layers of one module with the same input, all of them with a bias or none. Layers that are
-    called several times in a pass are in no group."""
+    """Return the groups of layers of one module with the same input, either all with a bias or all without. Layers that
+    are called several times in a pass are in no group."""
     counts = Counter(call.path for call in calls)
     groups: dict[tuple[str, int, int, bool], list[str]] = {}
     for call in calls:  # the calls keep their inputs alive, so that ids are unique

@@ -1,4 +1,4 @@
-"""Captures what enters and leaves the layers of a transformers model, for drafts that read it (EAGLE-3)."""
+"""Captures inputs and outputs of the layers of a transformers model, for drafts that read them (EAGLE-3)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,8 +11,8 @@ Shape = tuple[int, ...]
 
 
 def record_shapes(model: nn.Module) -> dict[str, Shape]:
-    """Return a dict that the model's next pass fills: path of each module of its lists -> shape of what enters it, and
-    path + " output" -> of what leaves it. Absent where that is no tensor."""
+    """Return a dict that the model's next pass fills: path of each module of its lists -> shape of its input, and path
+    + " output" -> shape of its output. Values that are not tensors are absent."""
     shapes: dict[str, Shape] = {}
 
     def record(name: str) -> Callable[[Any], None]:
@@ -32,8 +32,8 @@ def record_shapes(model: nn.Module) -> dict[str, Shape]:
 
 
 def path_of_layers(calls: Sequence[AttentionCall], shapes: Mapping[str, Shape], hidden_size: int) -> str | None:
-    """Return the path of the list of layers, each with one of `calls`; None if there is none, or if what enters or
-    leaves a layer is not [1, rows, hidden_size].
+    """Return the path of the list of layers, each with one of `calls`; None without one, or if a layer's input or
+    output is not [1, rows, hidden_size].
 
     shapes: see `record_shapes`.
     """
@@ -48,8 +48,8 @@ def path_of_layers(calls: Sequence[AttentionCall], shapes: Mapping[str, Shape], 
 
 
 def capture_streams(layers: nn.ModuleList, capture: Sequence[int], found: Callable[[int, Tensor], None]) -> None:
-    """Call `found` in every pass, with the number of each layer of `capture` and what enters it, [1, rows,
-    hidden_size]. The number of layers stands for what leaves the last one."""
+    """Call `found` in every pass, with the number of each layer of `capture` and its input, [1, rows, hidden_size]. The
+    number of layers stands for the last layer's output."""
 
     def keep(number: int) -> Callable[[Any], None]:
         return lambda stream: found(number, stream)
@@ -71,7 +71,7 @@ def on_input(module: nn.Module, found: Callable[[Any], None]) -> None:
 
 
 def on_output(module: nn.Module, found: Callable[[Any], None]) -> None:
-    """Call `found` with the module's output, or the first of several, whenever the module has been called."""
+    """Call `found` with the module's output, or the first of several, after each call of the module."""
 
     def hook(module: nn.Module, given: Any, out: Any) -> None:
         found(out[0] if isinstance(out, tuple) else out)

@@ -18,15 +18,16 @@ from workers.models.adapter.matching import match_experts
 from workers.models.adapter.rotation import RotationRecorder
 
 ATTENTION = "aerie"  # the name of our attention among those of transformers
-LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the length of the text
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the text's length
 NUM_ROWS = 3  # tokens of a pass on the meta device
 _NEEDS_NUMBERS = ("out of meta tensor", "register_meta")  # in errors of operations that the meta device cannot run
-_MAX_REASON = 200  # letters of an error of transformers in a refusal
+_MAX_REASON = 200  # maximum length of transformers' error in a refusal
 _HARMLESS = {"dropout", "position_ids", "is_causal", "cache_position", "use_cache", "output_attentions"}
 
 
 class UnservableError(ValueError):
-    """The model would be computed wrongly. The text is the rest of a sentence that begins with the model's name."""
+    """The model is not supported, because it would be computed wrongly. The text continues a sentence that begins with
+    the model's name."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class AttentionCall:
     head_dim: size of a head of q and k.
     value_dim: size of a head of v.
     scale, window, soft_cap, sinks: see `ScoreRule`.
-    rotary: the function by which the module rotates q and k, if Aerie's kernel can (`workers.models.adapter.rotation`).
+    rotary: the module's RoPE function, if Aerie's kernel can replace it (`workers.models.adapter.rotation`).
     """
 
     module: str
@@ -57,7 +58,7 @@ class AttentionCall:
 
     @property
     def kept_dim(self) -> int:
-        """Size of a head in the KV pool: even, and equal for keys and values. The rest of a head is zeros."""
+        """Size of a head in the KV pool: even, and equal for keys and values, which are padded with zeros."""
         longest = max(self.head_dim, self.value_dim)
         return longest + longest % 2
 
@@ -73,23 +74,23 @@ def attend(
     return module.paged(q, k, v, attention_mask, **options), None  # type: ignore[operator]
 
 
-ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)  # without a function for masks, so that models make none
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend)  # without a mask function, so that models create no masks
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model on the meta device. Raises UnservableError."""
-    # experts as products of gathered weights: a loop over the chosen experts would wait for the device
+    # experts gather weights: a loop over the chosen experts would wait for the device
     options = {"experts_implementation": "batched_mm"} if hasattr(config, "_experts_implementation") else {}
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION, dtype=torch.get_default_dtype(), **options
             )
-    except Exception as error:  # classes refuse configurations by errors of any type
+    except Exception as error:  # classes refuse configurations with exceptions of any type
         raise UnservableError(f"cannot be made by transformers: {reason_of(error)}") from error
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            # with an id, some look for padding in every pass, which waits for the device. Through `vars`, because an
+            # with a padding id, some models look for padding in every pass, which syncs. Set through `vars`, because an
             # assignment checks the type
             vars(module.config)["pad_token_id"] = None
     return model.eval()
@@ -102,14 +103,14 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
     rotations = RotationRecorder(model)
     for path, module in model.named_modules():
         module.paged = _Recorder(path, module, calls, rotations)
-        keep_angles(module)  # else it reads the largest position, which has no value here
+        keep_angles(module)  # otherwise it reads the largest position, which has no value on the meta device
     ids = torch.zeros(1, NUM_ROWS, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), _marked_masks(model), HostConstants(ids.device):
             decoder(model)(input_ids=ids, position_ids=ids, use_cache=False)
     except UnservableError:
         raise
-    except Exception as error:  # a model's own code may raise anything
+    except Exception as error:  # a model's own code may raise any exception
         raise UnservableError(_why_not_run(error)) from error
     if not calls:
         raise UnservableError("has no attention that could be served")
@@ -128,8 +129,7 @@ def _why_not_run(error: Exception) -> str:
 
 
 def keep_angles(module: nn.Module) -> None:
-    """Make a module that computes RoPE angles ignore the length of the text. Some modules have a kind of RoPE for each
-    kind of layer."""
+    """Make a RoPE module ignore the text's length. Some modules have a kind of RoPE for each kind of layer."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
         module.rope_type = {layer: _kept(kind) for layer, kind in kinds.items()}  # type: ignore[assignment]
@@ -142,7 +142,7 @@ def _kept(kind: str) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the error's first line, cut to `_MAX_REASON` letters, after the error's type where that explains more."""
+    """Return the error's first line, cut to `_MAX_REASON` characters, after the error's type if that explains more."""
     lines = str(error).strip().splitlines()
     if not lines:
         return repr(error)
@@ -151,14 +151,14 @@ def reason_of(error: Exception) -> str:
 
 
 def is_plain_embedding(module: nn.Module) -> bool:
-    """Whether the module is an embedding that does nothing else, or multiplies its rows by `scalar_embed_scale`."""
+    """Return whether the module only looks up rows, perhaps multiplied by `scalar_embed_scale`."""
     is_plain = type(module).forward is nn.Embedding.forward and not hasattr(module, "embed_scale")
     return isinstance(module, nn.Embedding) and (is_plain or hasattr(module, "scalar_embed_scale"))
 
 
 def record_chosen(model: nn.Module) -> list[int]:
-    """Return a list to which the model's next pass adds the experts that a row has, for each module that
-    `match_experts` knows."""
+    """Return a list to which the model's next pass adds the number of experts per row, for each module that
+    `match_experts` matches."""
     found: list[int] = []
 
     def hook(module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -189,7 +189,7 @@ class _SlidingMask:
 
 
 def _causal(config: Any) -> None:
-    return None  # attention functions of other names than transformers' own get no mask
+    return None  # transformers passes masks only to its own attention functions
 
 
 def _sliding(config: Any) -> _SlidingMask:
@@ -200,7 +200,7 @@ def _chunked(config: Any) -> None:
     raise UnservableError("has attention by chunks, which Aerie has no operation for")
 
 
-# By transformers' functions for masks: what `_marked_masks` returns instead. For Aerie's attention they return None.
+# Results of `_marked_masks`, by transformers' mask functions, which return None for Aerie's attention.
 _MASKS: dict[str, Callable[[Any], _SlidingMask | None]] = {
     "create_causal_mask": _causal,
     "create_sliding_window_causal_mask": _sliding,
@@ -211,8 +211,8 @@ _MASK_CHANGES = ("or_mask_function", "and_mask_function", "block_sequence_ids")
 
 @contextmanager
 def _marked_masks(model: nn.Module) -> Iterator[None]:
-    """Make transformers' functions for masks return a `_SlidingMask` for a window, and raise UnservableError for masks
-    that Aerie lacks. Some models (Phi-MoE) pass the window to the mask only, not to the attention function."""
+    """Make transformers' mask functions return a `_SlidingMask` for a window, and raise UnservableError for unsupported
+    masks. Some models (Phi-MoE) pass the window only to the mask function, not to attention."""
     modules = {sys.modules[type(module).__module__] for module in model.modules()}
     theirs = [(module, name, getattr(module, name)) for module in modules for name in _MASKS if hasattr(module, name)]
 

@@ -30,7 +30,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _DEFAULTS["Gemma2"] |= {"vocab_size": 256000, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 _DEFAULTS["Gemma3"] |= {"vocab_size": 262208, "rope_theta": 1000000.0}
 _COMMON = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True}
-_PATTERN = {"Gemma2": 2, "Gemma3": 6}  # layers per layer without a window, which is the last of them
+_PATTERN = {"Gemma2": 2, "Gemma3": 6}  # one layer in so many has no window: the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"{source}: hidden_activation={activation!r} is not supported; it is one of {known}")
     if flag_of(config, "use_bidirectional_attention", source):
-        raise ValueError(f"{source}: use_bidirectional_attention=true: tokens that see later ones are not served")
+        raise ValueError(f"{source}: use_bidirectional_attention=true: tokens that see later ones are not supported")
     soft_cap = _cap(config, "attn_logit_softcapping", source)
     if kind == "Gemma3" and soft_cap is not None:
         raise ValueError(
@@ -87,7 +87,7 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that are not null, and soft caps: a soft cap of null means none, not the default."""
+    """Return the fields that are not null, and soft caps, whose null means no cap, not the default."""
     return {key: value for key, value in config.items() if value is not None or key.endswith("softcapping")}
 
 
@@ -96,8 +96,7 @@ def _cap(config: Mapping[str, Any], key: str, source: str) -> float | None:
 
 
 def _ropes(config: dict[str, Any], source: str) -> tuple[RopeConfig, RopeConfig]:
-    """Return RoPE of layers without a window, and of layers with one: by kind of layer, or from the fields of older
-    exporters."""
+    """Return RoPE of layers without and with a window, also from the fields of older exporters."""
     ropes = ropes_of(config, source, 10000.0, 10000.0)
     if ropes is not None:
         return ropes

@@ -1,5 +1,5 @@
-"""Gemma 4 (text). Its layers may have heads of two sizes, keys that are also values, KV of an earlier layer, an
-embedding each, and experts beside the MLP."""
+"""Gemma 4 (text). Its layers may have two head sizes, keys that are also values, the KV of an earlier layer, an
+embedding each, and experts in parallel with the MLP."""
 
 from dataclasses import replace
 

@@ -43,7 +43,7 @@ _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
 }
-_PERIOD = 6  # layers per layer without a window, which is the last of them
+_PERIOD = 6  # one layer in so many has no window: the last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class BesideExperts:
-    """Experts beside each MLP. width: intermediate size of an expert."""
+    """Experts in parallel with each MLP. width: intermediate size of an expert."""
 
     routing: Routing
     width: int
@@ -75,8 +75,8 @@ class Gemma4Config(LlamaConfig):
     heads: of each layer.
     windows: each layer's window in tokens; None: it attends to all.
     kinds: each layer's `layer_types`.
-    num_shared: number of last layers without KV of their own; each reads the KV of the last layer of its kind before
-        them.
+    num_shared: number of layers at the end without KV of their own; each reads the KV of the last earlier layer of its
+        kind.
     shared_width: intermediate size of the MLPs of those layers.
     input_size: size of a layer's own embedding (per-layer embedding); 0: none.
     logit_cap: see `LMHead`.
@@ -157,7 +157,7 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"{source}: hidden_activation={activation!r} is not supported; it is one of {known}")
     if config.get("use_bidirectional_attention") == "all":
-        raise ValueError(f"{source}: use_bidirectional_attention='all': tokens that see later ones are not served")
+        raise ValueError(f"{source}: use_bidirectional_attention='all': tokens that see later ones are not supported")
     dense = llama.read_config({**config, "hidden_act": "silu", "rope_parameters": None}, source)
     kinds = _kinds(config, dense.num_layers)
     windows = windows_of(config | {"layer_types": list(kinds)}, dense.num_layers, dense.max_position, source)
@@ -186,15 +186,15 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
 
 
 def _kinds(config: dict[str, Any], num_layers: int) -> tuple[str, ...]:
-    """Return each layer's kind. The last layer never has a window, whatever config.json says."""
+    """Return each layer's kind. The last layer never has a window, regardless of config.json."""
     usual = [SLIDING if (i + 1) % _PERIOD else FULL for i in range(num_layers)]
     kinds = config.get("layer_types") or usual
     return (*kinds[:-1], FULL) if isinstance(kinds, list) else (FULL,)
 
 
 def _heads(config: dict[str, Any], kinds: tuple[str, ...], source: str) -> tuple[Heads, ...]:
-    """Return each layer's heads. transformers writes sizes that differ by layer to per_layer_config; published files
-    have global_head_dim and num_global_key_value_heads."""
+    """Return each layer's heads. transformers writes sizes of each layer to per_layer_config; published files have
+    global_head_dim and num_global_key_value_heads."""
     given = section_of(config, "rope_parameters", source)
     rope = {
         kind: rope_of({"rope_parameters": _ROPES[kind] | dict(section_of(given, kind, source))}, source)

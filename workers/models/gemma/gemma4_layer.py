@@ -1,5 +1,5 @@
-"""Parts of a layer of Gemma 4: experts beside the MLP, the tail that changes the residual stream after them, and the
-embedding of each layer (per-layer embedding, PLE). Built by `workers.models.gemma.gemma4`."""
+"""Parts of a layer of Gemma 4: experts in parallel with the MLP, the tail that changes the residual stream after them,
+and the embedding of each layer (per-layer embedding, PLE). Built by `workers.models.gemma.gemma4`."""
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from workers.ops.fp8.rows import Fp8Rows
 
 
 class Gemma4Layer(SandwichLayer):
-    """A layer with experts beside its MLP, or without (None), and its `Gemma4Tail`."""
+    """A layer with experts in parallel with its MLP (None: without), and its `Gemma4Tail`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Gemma4Layer(SandwichLayer):
         out: Tensor = super()._feed_forward(normed, residual, live)
         if self.experts is None or self.post_feedforward_layernorm_1 is None:
             return out
-        out = self.post_feedforward_layernorm_1(out)  # before the experts' all-reduce takes its buffer
+        out = self.post_feedforward_layernorm_1(out)  # before the experts' all-reduce reuses its buffer
         beside: Tensor = self.experts(residual, live)
         return out + beside
 
@@ -91,7 +91,7 @@ class ExpertsBeside(nn.Module):
         self.post_norm = FullPrecisionRMSNorm(hidden_size, rms_eps)
 
     def forward(self, x: Tensor, live: TokenSlots) -> Tensor:
-        """Return the whole output [rows, hidden_size] for x [rows, hidden_size]."""
+        """Return the output, summed over ranks, [rows, hidden_size] for x [rows, hidden_size]."""
         router = self.router(self.router_norm(x), live)
         buffer = self.group.all_reduce_buffer(x.shape[0], x.shape[1], x.dtype)
         part = self.matrices.method.multiply(self.pre_norm(x), router, buffer)
@@ -100,7 +100,7 @@ class ExpertsBeside(nn.Module):
 
 
 class Gemma4Tail(LayerTail, WeightedModule):
-    """(x + norm(W (activation(G x) * input))) * layer_scalar, or without a layer's input x * layer_scalar.
+    """(x + norm(W (activation(G x) * input))) * layer_scalar, or x * layer_scalar without a layer's input.
 
     input_size: size of the layer's input; 0: none.
     layer_scalar: [1].

@@ -1,4 +1,4 @@
-"""GLM-4.5, 4.6 and 4.7: a Llama that rotates a part of each head, with DeepSeek-V3's experts after the first layers."""
+"""GLM-4.5, 4.6 and 4.7: Llama layers with partial RoPE, and DeepSeek-V3's experts after the first layers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from workers.models.name_map import NameMap
 class Glm4MoeConfig(LlamaMoeConfig):
     """See `LlamaConfig`.
 
-    intermediate_size: of layers without experts, which are those before first_moe_layer.
+    intermediate_size: size for layers without experts, which are those before first_moe_layer.
     expert_width: intermediate size of an expert.
     shared_width: intermediate size of a layer's shared experts together.
     num_mtp_layers: MTP modules in the checkpoint, after its layers.
@@ -51,7 +51,7 @@ class Glm4MoeConfig(LlamaMoeConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> Glm4MoeConfig:
-    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for unsupported settings."""
     dense = llama.read_config({"rms_norm_eps": 1e-5, **config}, source)
     width = size_of(config, "moe_intermediate_size", source)
     own = vars(dense) | {

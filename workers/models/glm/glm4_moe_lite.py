@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: a DeepSeek-V3 (`workers.models.deepseek`) whose config.json lists the layers with experts."""
+"""GLM-4.7-Flash: DeepSeek-V3's layers (`workers.models.deepseek`); config.json lists the layers with experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ _DEFAULTS = {"routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5, "n_group": 1, "
 
 
 def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
-    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for unsupported settings."""
     whole = {
         **_DEFAULTS,
         **config,

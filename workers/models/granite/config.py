@@ -17,7 +17,7 @@ from workers.ops.experts.route import Routing
 
 DENSE, _HYBRID = "GraniteForCausalLM", "GraniteMoeHybridForCausalLM"
 _SHARED = "shared_intermediate_size"
-_ATTENTION = {"attention", "full_attention"}  # how a hybrid's layer_types spell it
+_ATTENTION = {"attention", "full_attention"}  # spellings in a hybrid's layer_types
 _UNROTATED = RopeConfig(kind="proportional", proportion=0.0)
 
 
@@ -25,10 +25,10 @@ _UNROTATED = RopeConfig(kind="proportional", proportion=0.0)
 class GraniteConfig(LlamaConfig):
     """See `LlamaConfig`.
 
-    intermediate_size: of an MLP, or of an expert.
-    shared_width: intermediate size of the MLP beside the experts, or instead of them (Granite 4); 0: none.
-    routing: None: no experts.
-    rotates: whether heads are rotated; otherwise the model has no positions.
+    intermediate_size: size of an MLP, or of an expert.
+    shared_width: intermediate size of the MLP in parallel with the experts, or instead of them (Granite 4); 0: none.
+    routing: None without experts.
+    rotates: whether there is RoPE; otherwise the model ignores positions.
     """
 
     embedding_multiplier: float
@@ -74,7 +74,7 @@ class GraniteConfig(LlamaConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> GraniteConfig:
-    """Read config.json. Raises ValueError for settings that would otherwise be ignored."""
+    """Read config.json. Raises ValueError for unsupported settings."""
     architecture = architecture_of(config)
     dense = llama.read_config(config, source)
     shared = size_of(config, _SHARED, source, 1024 if architecture == _HYBRID else 0, least=0)
@@ -101,8 +101,8 @@ def _routing(config: dict[str, Any], source: str) -> Routing | None:
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """False for what `llama.is_served` leaves to the adapter, and for hybrids with recurrent layers, which the adapter
-    refuses."""
+    """Return False for models that `llama.is_served` leaves to the adapter, and for hybrids with recurrent layers,
+    which the adapter refuses."""
     kinds = config.get("layer_types", config.get("layers_block_type"))
     is_attention = isinstance(kinds, list) and _ATTENTION.issuperset(kinds)
     return llama.is_served(config) and (architecture_of(config) != _HYBRID or is_attention)

@@ -1,5 +1,5 @@
-"""Layers and tensor names of Granite: a Llama with factors on embedding, residual branches and logits; some have
-experts, and an MLP beside them."""
+"""Layers and tensor names of Granite: Llama layers with factors on embedding, residual branches and logits; some have
+experts and an MLP in parallel."""
 
 from dataclasses import replace
 
@@ -65,7 +65,7 @@ class GraniteForCausalLM(LlamaForCausalLM):
 
 
 def weight_names(config: GraniteConfig) -> NameMap:
-    """Return the names in Hugging Face's checkpoints, which stack experts, and pack gate and up projection of the
+    """Return the names in Hugging Face's checkpoints, which stack experts, and pack the gate and up projections of the
     shared MLP."""
     names = llama.weight_names(config)
     if config.architecture == DENSE:

@@ -13,9 +13,9 @@ from workers.ops.experts.route import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class Llama4Config(LlamaMoeConfig):
-    """See `LlamaConfig`. intermediate_size: of an expert and of the shared expert.
+    """See `LlamaConfig`. intermediate_size: size of an expert and of the shared expert.
 
-    rotated: for each layer, whether it has RoPE, and norms of q and k with `qk_norm`.
+    rotated: for each layer, whether it has RoPE (and with `qk_norm` norms of q and k).
     moe_layers: layers with experts.
     dense_width: intermediate size of the MLPs of other layers.
     """
@@ -44,7 +44,7 @@ class Llama4Config(LlamaMoeConfig):
 
 def read_config(config: dict[str, Any], source: str) -> Llama4Config:
     """Read the configuration of a text model, or the text_config of a model of images and text. `max_position` ends
-    where attention by chunks, or its temperature, would differ."""
+    where chunked attention or its temperature would take effect."""
     text = text_part(config, source)
     dense = llama.read_config(text, source)
     layers = dense.num_layers

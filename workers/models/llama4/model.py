@@ -1,7 +1,8 @@
-"""Llama 4's text part, for texts that one attention chunk holds: a Llama with experts, and layers without RoPE.
+"""Llama 4's text part, for texts of at most one attention chunk: Llama layers with experts, some without RoPE.
 
-A router's sigmoid multiplies the input of the chosen expert, not its output. RoPE rotates pairs of neighbours, so that
-rows of the projections of q and k are reordered when they are loaded. Weightless norms of q and k ignore the order.
+A router's sigmoid multiplies the input of the chosen expert, not its output. RoPE rotates adjacent pairs, so the rows
+of the q and k projections are reordered when they are loaded. The norms of q and k have no weights, so the order does
+not matter to them.
 """
 
 from collections.abc import Sequence
@@ -24,12 +25,12 @@ from workers.ops.experts.route import TokenSlots
 from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
 
-_OTHERS = ("vision_model.*", "model.vision_model.*")  # towers, beside those of `text_weight_names`
+_OTHERS = ("vision_model.*", "model.vision_model.*")  # towers, in addition to those of `text_weight_names`
 _BY_ROW = ("weight", "bias", "weight_scale", "weight_packed")  # kinds of tensors with a row for each output
 
 
 class InputScaledExperts(MixtureOfExperts):
-    """One expert for each row, whose input is multiplied by the sigmoid of its logit, beside a shared expert."""
+    """One expert per row, whose input is multiplied by the sigmoid of its logit, and a shared expert."""
 
     def __init__(self, config: Llama4Config, group: TPGroup) -> None:
         width = config.intermediate_size
@@ -45,7 +46,7 @@ class InputScaledExperts(MixtureOfExperts):
         return self.shared_experts.partial(x).add_(routed)
 
     def finish(self, options: GEMMOptions) -> None:
-        """Join nothing: the shared expert has another input than the routed one."""
+        """Do not join the shared expert, because its input differs from the routed one's."""
 
 
 def make_layer(config: Llama4Config, layer: int, group: TPGroup) -> DecoderLayer:
@@ -64,7 +65,7 @@ class Llama4ForCausalLM(LlamaForCausalLM):
 
 
 def weight_names(config: Llama4Config) -> NameMap:
-    """Return the names in Hugging Face's checkpoints, which stack experts of 16 bits, with inputs first."""
+    """Return the names in Hugging Face's checkpoints, which stack 16-bit experts, inputs first."""
     names = text_weight_names(config)
     layer, hidden, width = "model.layers.{layer}", config.hidden_size, config.intermediate_size
     ours, theirs = "layers.{layer}.mlp", f"{layer}.feed_forward"

@@ -31,7 +31,7 @@ LINEAR, FULL = "linear_attention", "full_attention"
 class Experts:
     """Experts of a hybrid.
 
-    routing: of routed experts.
+    routing: routing of routed experts.
     width, shared_width: intermediate sizes of an expert and of the shared expert.
     layers: layers with experts; the others have MLPs of intermediate_size.
     """
@@ -46,9 +46,9 @@ class Experts:
 class HybridConfig(LlamaConfig):
     """See `LlamaConfig`.
 
-    heads: of recurrent layers.
+    heads: heads of recurrent layers.
     recurrent: layers of the gated delta rule; the others have attention.
-    experts: None: a dense model.
+    experts: None for a dense model.
     """
 
     heads: DeltaHeads
@@ -103,8 +103,8 @@ class HybridConfig(LlamaConfig):
 
 
 def read_config(config: dict[str, Any], source: str) -> HybridConfig:
-    """Read the configuration of a Qwen3-Next, or of the text part of a Qwen3.5. Raises ValueError for settings that are
-    not supported."""
+    """Read the configuration of a Qwen3-Next, or of a Qwen3.5's text part. Raises ValueError for unsupported
+    settings."""
     has_experts = any(config.get(key) is not None for key in ("num_experts", "num_experts_per_tok"))
     if has_experts:  # a model without MLPs may have no intermediate_size
         config = {"intermediate_size": config.get("moe_intermediate_size"), **config}
@@ -172,7 +172,7 @@ def _experts(config: dict[str, Any], num_layers: int, source: str) -> Experts:
 
 
 def make_attention(config: HybridConfig, layer: int, group: TPGroup) -> Attention:
-    """layer: index in the KV pool."""
+    """Return a layer's attention. layer: index in the KV pool."""
     return llama.make_attention(config, layer, group, config.hidden_size, ZeroCentredRMSNorm, gated=True)
 
 

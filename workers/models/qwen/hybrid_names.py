@@ -6,7 +6,7 @@ from workers.models.qwen.hybrid import HybridConfig
 
 
 def shared_expert_rules(ours: str, theirs: str) -> dict[str, str]:
-    """Return the rules of a `NameMap` for experts with a gated shared one; see `layer_rules`."""
+    """Return the rules of a `NameMap` for experts with a gated shared expert; see `layer_rules`."""
     return {
         f"{ours}.mlp.router": f"{theirs}.mlp.{{part}}",
         f"{ours}.mlp.experts": f"{theirs}.mlp.experts.{{expert}}.{{part}}",

@@ -52,7 +52,7 @@ _TEXT_MODULES = ("layers", "embed_tokens", "norm")
 
 
 def _spellings(prefix: str) -> tuple[str, ...]:
-    """Return the other prefix: text models are saved alone, or in the whole model."""
+    """Return the other prefix, because text models are saved alone or in the whole model."""
     return tuple(each for each in ("model", "model.language_model") if each != prefix)
 
 

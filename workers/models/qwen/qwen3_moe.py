@@ -90,7 +90,7 @@ def weight_names(config: Qwen3MoeConfig) -> NameMap:
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """False, so that the adapter serves the model, for windows."""
+    """Return False for models with windows, so that the adapter serves them."""
     return not config.get("use_sliding_window")
 
 

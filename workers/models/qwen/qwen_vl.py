@@ -1,5 +1,5 @@
-"""Text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3. M-RoPE has three positions for a token, which are
-equal in texts without images; it is then RoPE."""
+"""Text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3. M-RoPE has three positions per token. Without
+images they are equal, so it is RoPE."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -37,7 +37,7 @@ def weight_names(config: LlamaConfig) -> NameMap:
 
 
 def with_rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with RoPE in place of M-RoPE, which older files name as a kind."""
+    """Return the fields with RoPE in place of M-RoPE, which older files list as a kind of RoPE."""
     changed = dict(text)
     for key in _ROPE:
         scaling = text.get(key)

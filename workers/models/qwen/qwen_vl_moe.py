@@ -29,8 +29,8 @@ def is_served(config: Mapping[str, Any]) -> bool:
 
 
 def weight_names(config: Qwen3MoeConfig) -> NameMap:
-    """Experts of 16 bits are stacked: gate and up projections [experts, hidden_size, 2 * width], down projections
-    [experts, width, hidden_size]; transformers 5 saves them with outputs first."""
+    """Return the names in checkpoints, which stack 16-bit experts: gate and up projections [experts, hidden_size, 2 *
+    width], down projections [experts, width, hidden_size]; transformers 5 saves them with outputs first."""
     names, hidden, width = text_weight_names(config), config.hidden_size, config.expert_width
     gate_up, down = stacked_experts(_EXPERTS, config.routing.num_experts)
     moe = qwen3_moe.weight_names(config)

@@ -8,7 +8,7 @@ from torch import Tensor
 from attention.ops.operation import Implementation, on_gpu
 from workers.ops.norm import add_rms_norm
 
-_WORD_BYTES = 4  # of two numbers, which kernels load and store together
+_WORD_BYTES = 4  # two 16-bit numbers, which kernels load and store together
 ONE_SHOT = Implementation("triton", "workers.ops.collectives.one_shot_all_reduce_triton:one_shot_all_reduce", on_gpu)
 
 
@@ -28,10 +28,10 @@ def one_shot_all_reduce(
 
     x, out, residual  [rows, width], bfloat16 or float16, contiguous; out may be x; residual is written
     weight            [width] of x's dtype or float32: see `workers.ops.norm.rms_norm`
-    inbox             [2, capacity, ranks, width / 2] int64, of this rank; zero before the first call
+    inbox             [2, capacity, ranks, width / 2] int64, this rank's inbox; zero before the first call
     inboxes           [ranks] int64, addresses of the inboxes of all ranks
     epochs            [capacity] int32, written; zero before the first call
-    capacity          maximum rows, at most the GPU's number of multiprocessors: each holds one program
+    capacity          maximum rows, at most the GPU's number of multiprocessors, each of which runs one program
     """
     _check(x, inbox, inboxes, epochs, out, norm)
     ONE_SHOT.function(x, inbox, inboxes, epochs, rank, out, norm)

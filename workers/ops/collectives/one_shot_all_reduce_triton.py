@@ -5,8 +5,8 @@ Every rank writes its row to an inbox on each rank, and sums the words in its ow
 numbers and, in its upper half, the call number. The reader polls the words themselves, so there are no flags, fences or
 barriers: the latency is one way over NVLink, at twice the bytes (as in NCCL's LL protocol: 8-byte writes arrive whole).
 
-Why no word is read too early or overwritten too soon. All calls are on one stream, in the same order on every rank, and
-an inbox is used with one width:
+No word is read or overwritten too early, for these reasons. All calls are on one stream, in the same order on every
+rank, and an inbox is used with one width:
 - A program counts its calls from 1, equally on every rank. Call e uses half e % 2 of the inbox. A word there is from
   call e - 2, or zero, until the peer's word of call e replaces it.
 - A rank writes words of call e after its call e - 1 ended. Call e - 1 had seen every peer's words of call e - 1, which
@@ -15,7 +15,7 @@ an inbox is used with one width:
   program waits for one that cannot start. Launched early, it waits for all earlier kernels before it writes
   (`attention.ops.pdl`).
 
-A rank that never calls leaves the others polling, as with NCCL. The supervision of the worker group ends them.
+If a rank never calls, the others poll forever, as with NCCL; the supervisor of the worker group kills them.
 """
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from attention.ops.pdl import pdl_wait
 
 
-@triton.jit(do_not_specialize=["rank"])  # one kernel for all ranks: the same operations in the same order
+@triton.jit(do_not_specialize=["rank"])  # one compiled kernel for all ranks: the same operations in the same order
 def _one_shot_all_reduce(
     x_ptr,
     residual_ptr,

@@ -1,7 +1,7 @@
 """Mixture of experts: from router logits to the weighted sum of each row's experts.
 
 router_gemm      a router's logits in float32
-route            chooses experts per row: torch; route_triton: one launch (kernel of a row: route_row_triton)
+route            chooses experts per row, in torch; route_triton: in one launch (kernel of one row: route_row_triton)
 norm_route       residual addition, norm and routing of one row, in one launch
 grouped          the sum of experts in torch, the reference, and checks of inputs for all implementations
 fused            the interface of the fused experts; fused_triton chooses the kernels by number of rows

@@ -68,11 +68,12 @@ def gate_up_of_few_rows(
             x_scales, gate_scales, up_scales, 1, m < rows, step, SPAN, WIDTH, IN_FP8, BY_GROUP, INTERPRETED,
         )  # fmt: skip
     if PDL:
-        # All weights have arrived. Earlier, the down projections' reads would slow these.
+        # Triggered only now, after all weights have arrived, because the down projections' reads would slow these
+        # reads.
         tl.extra.cuda.gdc_launch_dependents()
     if SPLITS > 1:
         place = tile * blocks + block
-        # outputs of a row are adjacent; rows beyond `rows` are neither written nor read
+        # outputs of a row are adjacent; rows from `rows` on are neither written nor read
         there = (m < rows)[None, :]
         cells = part_ptr + place * (SPLITS * 2 * BLOCK_N * BLOCK_M)
         cells += tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
@@ -159,7 +160,7 @@ def down_of_few_rows(
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # Experts and scales are read one step before their use, so that weight tiles are already in flight.
+    # Experts and scales are read one step ahead, so that weight tiles are already in flight.
     last = tl.maximum(mine * steps - 1, 0)
     tile = split + tl.minimum(1, last) // steps * SPLITS
     expert = tl.maximum(tl.load(used_ptr + tile, mask=tile < most, other=0), 0)
@@ -262,7 +263,7 @@ def down_of_one_row(
         scales = tl.load(w_scales_ptr + (expert * SIZE + n)[:, None] + group[None, :] * 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    there = own & is_used  # activations of unused experts were never written
+    there = own & is_used  # activations of unused experts are uninitialised
     x_row = hidden_ptr + (tile * (BLOCK_M * WIDTH) + k)[None, :]
     x = tl.load(x_row + column[:, None] * 0, mask=there, other=0.0)
     if IN_FP8:

@@ -1,13 +1,13 @@
 """Experts for up to 16 rows, in two launches: gate and up projections; down projections and the weighted sum. Most of
 the time is spent reading the weights of the used experts.
 
-Every row goes through every used expert. A tile of the tensor core has 16 rows anyway, no rows are gathered or sorted
-(at 256 rows the order alone takes 9 us, H200, `f4507f22`), and tensor maps load all tiles. A row's inner activations
-are zero in experts that it does not use, so garbage in other rows cannot reach it. A down-projection program computes
-some output columns and loops over the experts; the sum over experts stays in float32 registers.
+Every row goes through every used expert. That costs little, because a tile of the tensor core has 16 rows anyway. It
+saves gathering and sorting rows (at 256 rows sorting takes 9 us, H200, `f4507f22`), and tensor maps load all tiles. A
+row's inner activations are zero in experts that it does not use. A down-projection program computes some output columns
+and loops over the experts; the sum over experts stays in float32 registers.
 
-Results are reproducible, but a row's last bits depend on the other rows: the experts that all rows use decide which
-programs share a sum. `many_rows_triton` avoids that. FP8 activations have one scale per row and program.
+Results are reproducible, but a row's last bits depend on the other rows, because the set of used experts determines how
+sums are split. `many_rows_triton` avoids that. FP8 activations have one scale per row and program.
 """
 
 import torch

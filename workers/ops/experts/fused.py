@@ -27,7 +27,7 @@ class FusedExperts(ABC):
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:
-        """Return this rank's part of the weighted sum of each row's experts, shared ones included; zeros for padding
+        """Return this rank's part of the weighted sum of each row's experts, including shared ones; zeros for padding
         rows.
 
         x       [rows, size] in the model's dtype, or in the format `inputs`
@@ -41,8 +41,8 @@ EXPERTS = Implementation("triton", "workers.ops.experts.fused_triton:TritonExper
 
 
 def fuses(size: int, width: int, options: GEMMOptions) -> bool:
-    """Whether the kernels support experts of this input `size` and `width` per rank. They need tensor maps, so only
-    devices with FP8 run them."""
+    """Return whether the kernels support experts of this input `size` and `width` per rank. They need tensor maps, so
+    only devices with FP8 run them."""
     return options.workspace is not None and options.fp8 and fits_kernels(size, width)
 
 
@@ -51,7 +51,7 @@ def choose_experts(weights: ExpertWeights, options: GEMMOptions, dtype: torch.dt
 
     weights: final.
     options: `fuses` is true for them.
-    dtype: of results.
+    dtype: dtype of results.
     """
     assert options.workspace is not None, "options.fp8 implies a workspace"
     made: FusedExperts = EXPERTS.function(weights, options.workspace, options.deterministic, dtype)

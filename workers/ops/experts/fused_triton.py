@@ -19,9 +19,7 @@ from workers.ops.gemm.workspace import Workspace
 
 @dataclass(frozen=True)
 class TritonExperts(FusedExperts):
-    """deterministic: a row's result must not depend on other rows.
-    dtype: of results.
-    """
+    """deterministic: a row's result must not depend on other rows. dtype: dtype of results."""
 
     weights: ExpertWeights
     workspace: Workspace

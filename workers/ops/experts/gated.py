@@ -11,7 +11,7 @@ from torch import Tensor
 class GatedActivation:
     """gate * sigmoid(alpha * (gate + cubic * gate^3)) * (up + shift). The default is SwiGLU: silu(gate) * up.
 
-    limit: gate is clamped first to at most `limit`, up to -limit .. limit; None: neither.
+    limit: first, gate is clamped to at most `limit` and up to -limit .. limit; None: no clamping.
     """
 
     alpha: float = 1.0

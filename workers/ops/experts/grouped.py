@@ -1,4 +1,4 @@
-"""The weighted sum of each row's experts in torch: the reference, used where the fused kernels do not fit, and the
+"""The weighted sum of each row's experts in torch: the reference, also used if the fused kernels do not fit, and the
 contract that all implementations share."""
 
 import torch
@@ -11,7 +11,7 @@ from workers.ops.experts.route import MAX_LISTED, RouterLogits
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.span import Span
 
-_ALIGNED_BYTES = 16  # of addresses that kernels load through tensor maps, or in pieces of 16 bytes
+_ALIGNED_BYTES = 16  # alignment of addresses that kernels load through tensor maps, or 16 bytes at a time
 Biases = tuple[Tensor, Tensor]  # of all experts: gate_up [experts, 2 * width], down [experts, size]
 
 
@@ -23,11 +23,11 @@ def check_experts(
     inputs: Fp8Inputs | None,
     out: Tensor | None,
 ) -> None:
-    """Assert what kernels demand of the inputs of experts.
+    """Assert what kernels require of the inputs of experts.
 
     x: [rows, size] of `dtype`, contiguous and aligned to 16 bytes; or in FP8 as `inputs`,
         if there is one, with scales of any strides beyond MAX_LISTED rows.
-    router: of the same rows.
+    router: logits of the same rows.
     out: [rows, size] of `dtype`, contiguous; None: allocated.
     """
     if isinstance(x, Tensor):
@@ -61,10 +61,10 @@ def grouped_experts(
     """Return the weighted sum of experts: sort rows by expert, then two grouped GEMMs.
 
     gate_up, down: [experts, 2 * width, size] and [experts, size, width].
-    partly: `chosen` may hold indices after the last expert, which add nothing.
+    partly: whether `chosen` may have indices after the last expert, which contribute nothing.
 
-    In bfloat16 on compute capability 9.0 the host does not wait for the device. Elsewhere torch 2.13 multiplies expert
-    by expert and reads the row counts on the host.
+    In bfloat16 on compute capability 9.0 there is no device sync. Otherwise torch 2.13 multiplies expert by expert and
+    reads the row counts on the host.
     """
     num_rows, k = chosen.shape
     experts, order = chosen.flatten().sort(stable=True)
@@ -78,7 +78,7 @@ def grouped_experts(
     if biases is not None:
         outputs = outputs + biases[1].index_select(0, own)
     by_row = torch.empty_like(outputs).index_copy_(0, order, outputs).view(num_rows, k, -1)
-    if partly:  # rows without an expert were never written
+    if partly:  # rows without an expert are uninitialised
         by_row = by_row.masked_fill((chosen == gate_up.shape[0]).unsqueeze(-1), 0.0)
     return (by_row.float() * weight.unsqueeze(-1)).sum(1).to(x.dtype)
 

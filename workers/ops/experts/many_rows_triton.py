@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Experts for more than 16 rows: verified batches and prompts. Rows are sorted by expert into blocks (`order_triton`);
-a program multiplies one block by some columns of its expert. From 17 rows on that is faster than `few_rows_triton`,
-where every row goes through every used expert: for a layer of a DeepSeek-V3 rank, 209 instead of 226 us with 24 rows,
-321 instead of 357 with 64 (H200, `307542c2`).
+a program multiplies one block by some columns of its expert. From 17 rows on, this is faster than `few_rows_triton`:
+for a layer of a DeepSeek-V3 rank, 209 instead of 226 us with 24 rows, 321 instead of 357 us with 64 (H200, `307542c2`).
 
 Four launches: the order; gate and up projections of gathered rows; weighted down projections, one result per row and
 expert; their sum. With very many rows the last two run over spans of columns, which bounds memory.
 
-With the same kind of blocks and the same `gate_up.block_n`, a row's result depends on that row alone: sums have one
+For one kind of block and one `gate_up.block_n`, a row's result depends on that row alone, because sums have a fixed
 order and are not split.
 
-There are two kinds of blocks. The tensor core's first operand has at least 64 rows. Blocks of 64 rows are the first
-operand: a thread holds the scales of two rows instead of 16, a step takes 210 instructions per warp instead of 360, and
-three programs fit on a multiprocessor instead of one (`ba50aa9`). For shorter blocks the weights are the first operand.
+There are two kinds of blocks, because the tensor core's first operand has at least 64 rows. Blocks of 64 rows are the
+first operand; shorter blocks are the second operand, and the weights the first. As first operand, a thread holds the
+scales of two rows instead of 16, a step takes 210 instructions per warp instead of 360, and three programs fit on a
+multiprocessor instead of one (`ba50aa9`).
 """
 
 import math
@@ -45,9 +45,9 @@ from workers.ops.gemm.tiles import SHARED_BYTES
 
 _MAX_PARTIAL_BYTES = 1 << 28  # bound on scratch for the results per row and expert
 _MAX_HELD = 4  # steps of a down projection for which a program keeps its rows in registers
-_MIN_BLOCKS, _MAX_BLOCKS = 8, 28  # blocks of columns of such a program, for short blocks of rows
-_START_COST = 2.5  # cost of starting such a program, in blocks
-_MAX_RESIDENT = 5  # such programs per multiprocessor, limited by registers
+_MIN_BLOCKS, _MAX_BLOCKS = 8, 28  # blocks of columns per program, for short blocks of rows
+_START_COST = 2.5  # cost of starting a program, in blocks
+_MAX_RESIDENT = 5  # programs per multiprocessor, limited by registers
 _SUM_COLUMNS = 1024
 
 
@@ -65,7 +65,7 @@ def _sum_slots(
     PARTLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum SPAN columns from number * STEP on over slots. part_ptr: only these columns; out_ptr: [rows, SIZE]."""
+    """Sum SPAN columns, from number * STEP on, over slots. part_ptr: only these columns; out_ptr: [rows, SIZE]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -77,8 +77,8 @@ def _sum_slots(
             is_there = inside & (tl.load(chosen_ptr + row * SLOTS + slot) >= 0)
             acc += tl.load(parts + slot * SPAN, mask=is_there, other=0.0).to(tl.float32)
     else:
-        # A row uses all its experts, or none if it is padding. Padding rows load uninitialised memory and discard it,
-        # so that the loads need not wait for `chosen`. Parts are read once: evict_first keeps the newest ones cached.
+        # Padding rows have no experts; they load uninitialised memory and discard it, so that the loads need not wait
+        # for `chosen`. Parts are read once, so evict_first keeps newer data cached.
         is_live = tl.load(chosen_ptr + row * SLOTS) >= 0
         for slot in tl.static_range(SLOTS):
             part = tl.load(parts + slot * SPAN, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -89,8 +89,8 @@ def _sum_slots(
 def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
     """Return tiles whose blocks have about as many rows as an expert has under even routing, up to 64.
 
-    Set by a sweep on an H200 (`tests.bench experts`). deterministic: tiles that give a row the same result for any
-    number of rows.
+    Measured on an H200 (`tests.bench experts`). deterministic: whether a row must have the same result for any number
+    of rows.
     """
     each = rows * sizes.share
     block_m = TALL if deterministic else min(TALL, block_of(int(each * 1.25)))
@@ -109,8 +109,8 @@ def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -
 def _blocks_in_whole_waves(rows: int, block_m: int, sizes: ExpertSizes, down: ProductTiles) -> int:
     """Return the blocks of columns per down-projection program with which the last program ends soonest.
 
-    Model: a program takes one unit per block plus `_START_COST`, and shared memory bounds how many run at once. It
-    ranks tiles as a sweep over 24 to 512 rows did (DeepSeek-V3, one of eight ranks).
+    Model: a program takes one unit per block plus `_START_COST`, and shared memory limits how many run at once. It
+    ranks tiles like measurements with 24 to 512 rows (DeepSeek-V3, one of eight ranks).
     """
     columns, weight_bytes = sizes.size // down.block_n, 128 // sizes.step
     shared = (down.stages * down.block_n + block_m) * sizes.width * weight_bytes + (2 << 10)
@@ -147,7 +147,7 @@ def many_row_experts(
     try:
         order = order_by_expert(routed, weights.num_experts, tiles.block_m, weights.num_shared)
         inner = inner_rows(x, order, weights, tiles, slots)
-    except BaseException:  # usually out of memory; the engine continues to serve
+    except BaseException:  # usually out of memory, after which the engine continues
         routed.reset_count()
         raise
     return down_projected(inner, routed, order, weights, tiles, out)
@@ -176,7 +176,7 @@ def sum_slots(parts: Tensor, chosen: Tensor, out: Tensor, number: int, step: int
 
     parts: [rows * slots, columns]; results of pairs without an expert are not read.
     chosen: [rows, slots] int32.
-    partly: a row may have no expert in some slots.
+    partly: whether a row may have no expert in some slots.
     """
     rows, slots = chosen.shape
     span = parts.shape[1]

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Sorts rows by expert in one launch, so that each program of a GEMM has rows of one expert. This is a counting sort:
-the routing has counted the pairs (row, expert), and a pair's index is its rank plus its expert's first index.
+"""Sorts rows by expert in one launch, so that each program of a GEMM has rows of one expert. It is a counting sort: the
+routing has counted the pairs (row, expert), and a pair's index is its rank plus its expert's first index.
 
 Blocks of shared experts come first in the order, but programs take them interleaved with the others
-(`block_of_program`). All but the first block of an expert read its weights from L2, so such programs side by side would
-leave memory bandwidth unused.
+(`block_of_program`). All but the first block of an expert read its weights from L2, so running these at the same time
+would leave memory bandwidth unused.
 """
 
 from dataclasses import dataclass

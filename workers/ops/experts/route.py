@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NO_EXPERT = -1  # padding rows, and experts of other ranks
-MAX_LISTED = 16  # rows up to which the used experts are listed
-_ALIGNMENT = 16  # numbers; kernels are compiled for row strides that are multiples of it
+NO_EXPERT = -1  # for padding rows and experts of other ranks
+MAX_LISTED = 16  # maximum rows for which the used experts are listed
+_ALIGNMENT = 16  # elements; kernels are compiled for row strides that are multiples of this
 SCORINGS = ("softmax", "sigmoid")
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How a row's experts are chosen from its logits.
+    """The rule by which a row's experts are chosen from its logits.
 
     experts_per_token: routed experts per row.
     scoring: one of `SCORINGS`, over float32 logits.
@@ -22,9 +22,9 @@ class Routing:
     best_of_group: a group's score is the sum of its `best_of_group` highest scores.
     has_bias: scores have a bias that affects the choice but not the weights (arXiv 2412.19437, section 2.1.2).
     normalise: divide a row's weights by their sum. `scale` multiplies them afterwards.
-    shared_gate: the router has one more logit, whose sigmoid is the weight of shared experts.
+    shared_gate: whether the router has one more logit, whose sigmoid is the weight of shared experts.
     biased_logits: the router GEMM has a bias (gpt-oss).
-    scales_experts: a factor per expert multiplies the final weights (Gemma 4).
+    scales_experts: whether a factor per expert multiplies the final weights (Gemma 4).
 
     The softmax of the chosen logits alone (gpt-oss, Mixtral) is softmax scoring with `normalise`.
     """
@@ -68,7 +68,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class TokenSlots:
-    """Marks the padding rows of a pass: their KV goes to the dummy page.
+    """Marks the padding rows of a pass, by their KV slots on the dummy page.
 
     slots: [rows] int64 KV slots of the rows.
     first: the first slot after the dummy page.
@@ -84,9 +84,9 @@ class RouterLogits:
 
     values: float32 [rows, num_logits], or partial sums [parts, rows, num_logits], to be added in order.
     bias: float32 [num_experts] if the routing has one.
-    live: marks padding rows; None if there are none, or if they may use any experts.
+    live: marks padding rows; None without padding, or if it may use any experts.
     expert_scales: float32 [num_experts] if the routing scales experts.
-    routed: the chosen experts, if `workers.ops.experts.norm_route` has routed already.
+    routed: the chosen experts, if `workers.ops.experts.norm_route` has chosen them.
     """
 
     values: Tensor
@@ -97,7 +97,7 @@ class RouterLogits:
     routed: "Routed | None" = None
 
     def check(self, rows: int) -> None:
-        """Assert what the kernels demand of the logits, or of the chosen experts, of `rows` rows."""
+        """Assert what the kernels require of the logits, or of the chosen experts, of `rows` rows."""
         if self.routed is not None:
             chosen, weight = self.routed.chosen, self.routed.weight
             assert chosen.shape == weight.shape and chosen.shape[0] == rows
@@ -152,7 +152,7 @@ class Routed:
     count: Tensor | None = None
 
     def reset_count(self) -> None:
-        """Zero `count` if no kernel will order the rows. Otherwise the next launch would continue counting from it, and
+        """Zero `count`, if no kernel will sort the rows. Otherwise the next launch would continue counting from it, and
         its ranks would be out of bounds."""
         if self.count is not None:
             with contextlib.suppress(RuntimeError):  # after a failed capture, which has counted nothing

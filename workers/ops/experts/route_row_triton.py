@@ -4,13 +4,13 @@
 import triton
 import triton.language as tl
 
-LEAST = tl.constexpr(-(1 << 31))  # below every result of `_ordered` except that of a NaN
+LEAST = tl.constexpr(-(1 << 31))  # below every result of `_ordered` except NaN's
 
 
 @triton.jit
 def _ordered(x):
-    """Map float32 to integers in the same order, both zeros to one. An integer maximum over a warp is one
-    instruction."""
+    """Map float32 to integers in the same order, both zeros to the same one, because an integer maximum over a warp is
+    one instruction."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -9,7 +9,7 @@ from workers.ops.gemm.skinny_triton import skinny_gemm
 from workers.ops.gemm.tiles import FIXED_ROWS, MAX_ROWS, SkinnyGemmTiles
 from workers.ops.gemm.workspace import Workspace
 
-_MAX_ROWS = 512  # beyond, cuBLAS is used
+_MAX_ROWS = 512  # more rows use cuBLAS
 _BLOCK_N, _BLOCK_K = 64, 128  # BLOCK_K is 64 if 128 does not divide K
 _MAX_SPLITS = 16
 

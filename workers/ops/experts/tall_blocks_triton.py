@@ -2,8 +2,8 @@
 """GEMMs of `workers.ops.experts.many_rows_triton` with BLOCK_M of at least 64 (prompts). Rows are the tensor core's
 first operand, so a thread has few rows and few scales.
 
-A down-projection program computes several blocks of columns in turn for the same rows; the weights of the next block
-load while one block is multiplied and written.
+A down-projection program computes several blocks of columns for the same rows; the weights of the next block load while
+one block is multiplied and written.
 """
 
 import triton

@@ -21,7 +21,7 @@ class ExpertSizes:
     experts_per_token: routed experts per row.
     size: hidden size.
     width: intermediate size of an expert on this rank.
-    step: columns of the gate and up projections in 128 bytes.
+    step: columns per 128 bytes of the gate and up projections.
     num_elsewhere: routed experts on other ranks.
     """
 
@@ -68,11 +68,11 @@ class ExpertWeights:
 
     @property
     def num_experts(self) -> int:
-        """Experts on this rank, shared ones included."""
+        """Experts on this rank, including shared ones."""
         return self.gate_up.shape[0]
 
     def sizes(self, slots: int) -> ExpertSizes:
-        """slots: experts per row, shared ones included."""
+        """Return the sizes. slots: experts per row, including shared ones."""
         shared, routed = self.num_shared, self.num_experts - self.num_shared
         elsewhere = 0 if self.held is None else self.held.total - routed
         return ExpertSizes(routed, shared, slots - shared, self.size, self.width, self.step, elsewhere)
@@ -109,11 +109,12 @@ def fits_kernels(size: int, width: int) -> bool:
 class ProductTiles:
     """Tiles of one of the two GEMMs.
 
-    block_n: outputs per program, 64 or 128; of gate and of up projections each.
+    block_n: outputs per program, 64 or 128; for gate and up projections each.
     splits: programs that share a sum (split K).
     stages, warps: Triton's.
-    blocks: blocks of `block_n` outputs that a program computes in turn.
-    ahead: a program computes one expert of one row, and reads all weights before it waits (`attention.ops.pdl`).
+    blocks: consecutive blocks of `block_n` outputs that a program computes.
+    ahead: whether a program computes one expert of one row, and reads all weights before it waits
+        (`attention.ops.pdl`).
     """
 
     block_n: int
@@ -157,10 +158,10 @@ def block_of(rows: int) -> int:
 def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     """Return the tiles of `workers.ops.experts.few_rows_triton`, set by sweeps on an H200.
 
-    Gate and up projections are split until one program per multiprocessor fills the device; each program has about
-    140 KB in flight. For one row, down projections are many small programs, which fit beside the gate and up
-    projections and read their weights meanwhile. Such a program has one expert if one load holds all of that expert's
-    inner columns, or, in FP8, if this rank has all experts.
+    Gate and up projections are split until one program per multiprocessor fills the device; each program has about 140
+    KB in flight. For one row, down projections are many small programs, which fit on the device together with the gate
+    and up projections, and read their weights at the same time. Such a program has one expert if one load holds all of
+    that expert's inner columns, or, in FP8, if this rank has all experts.
     """
     steps = sizes.size // sizes.step
     programs = sizes.used(rows) * sizes.width / 128

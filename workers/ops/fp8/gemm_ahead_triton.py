@@ -2,15 +2,15 @@
 """y = x W^T for up to 8 rows and an FP8 weight W that fits in the shared memory of all multiprocessors. W is loaded
 before the wait of the early launch (`attention.ops.pdl`).
 
-A product with a W of 15 MB and one row takes twice as long as reading W: `fp8_gemm` reads most of W after its wait,
-although memory is idle during the short kernels before it. Here only x is read after the wait: QKV of one row takes 2.8
-us instead of 7.6. With `latent_values`, which also reads ahead, a layer of a DeepSeek-V3 rank takes 56.0 us instead of
-68.2 for one row, and 129 instead of 142 for eight (H200, `e35b429`).
+`fp8_gemm` reads most of W after its wait, although memory is idle during the short kernels before it; for one row and a
+W of 15 MB it takes twice as long as reading W. Here only x is read after the wait: QKV of one row takes 2.8 us instead
+of 7.6. With `latent_values`, which also reads ahead, a layer of a DeepSeek-V3 rank takes 56.0 us instead of 68.2 for
+one row, and 129 instead of 142 for eight (H200, `e35b429`).
 
 Loads before the wait complete one after another, so they are few and large. Scales per 128 columns need one sum per
-group. The tensor core multiplies at least 16 operand columns; one row would use one of them. So x has an operand column
-per row and group, zero outside that group, and one product returns the sums of many groups. Results equal those of
-`fp8_gemm` up to the order of sums.
+group. The tensor core multiplies at least 16 operand columns, of which one row would use only one. So x gets one
+operand column per row and group, with zeros outside that group, and one product returns the sums of many groups.
+Results equal those of `fp8_gemm` up to the order of sums.
 """
 
 import triton
@@ -74,7 +74,7 @@ def _fp8_gemm_ahead(
     if APART:
         out_ptr += split.to(tl.int64) * rows * N
     elif SPLITS > 1:
-        # outputs of a row are adjacent; rows beyond `rows` are neither written nor read
+        # outputs of a row are adjacent; rows from `rows` on are neither written nor read
         cells = part_ptr + tile * (SPLITS * BLOCK_N * ROWS) + tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
         tl.store(cells + split * (BLOCK_N * ROWS), acc, mask=there)
         if not comes_last(ticket_ptr + tile, SPLITS):

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """y = x W^T, or silu(x G^T) * (x U^T), for FP8 rows and an FP8 weight W. Called by `product_triton`.
 
-This is `skinny_gemm` with half the bytes: W's tile is the tensor core's first operand, tensor maps load tiles, and the
-last program of a tile adds its splits in order. The sum of every 128 columns is scaled and added in float32: W has a
-scale per 128 columns, and the tensor core adds FP8 products with less precision (arXiv 2412.19437, section 3.3.2).
+Like `skinny_gemm`: W's tile is the tensor core's first operand, tensor maps load tiles, and the last program of a tile
+adds its splits in order. The sum of every 128 columns is scaled and added in float32: W has a scale per 128 columns,
+and the tensor core adds FP8 products with less precision (arXiv 2412.19437, section 3.3.2).
 
-A launch that only quantises rows takes as long as a norm. So the operation that computes rows quantises them (`norm`,
-`workers.ops.latent`, a gated product). For one row, each program of this kernel quantises the columns that it reads;
-several programs write the same bits.
+A separate launch to quantise rows would take as long as a norm. So the operation that computes rows also quantises them
+(`norm`, `workers.ops.latent`, a gated product). For one row, each program of this kernel quantises the columns that it
+reads; several programs write the same bits.
 
 A row's result depends on the other rows only through the tile size that the table chooses; `fp8_fixed_rows` always uses
 the same size.
@@ -32,8 +32,8 @@ from workers.ops.gemm.workspace import Workspace
 
 @triton.jit
 def _used_here(x, INTERPRETED: tl.constexpr):
-    """Return FP8 x, which was loaded earlier, and keep it in registers until here. Otherwise the compiler moves it to
-    shared memory at the load, and waits there."""
+    """Return FP8 x, which was loaded earlier, and keep it in registers until here. Otherwise the compiler would move it
+    to shared memory right after the load, and wait for it there."""
     if not INTERPRETED:
         bits = x.to(tl.int8, bitcast=True)
         bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [bits], tl.int8, False, 4)
@@ -155,7 +155,7 @@ def _fp8_gemm(
             if GATED:
                 acc_up += part_up
     if SPLITS > 1:
-        # outputs of a row are adjacent; rows beyond `rows` are neither written nor read
+        # outputs of a row are adjacent; rows from `rows` on are neither written nor read
         there = (m < rows)[None, :]
         cells = part_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
         tl.store(cells + split * (BLOCK_N * BLOCK_M), acc, mask=there)
@@ -262,8 +262,8 @@ def fp8_gemm(
 
 
 def fp8_fixed_rows(x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, workspace: Workspace, out: Tensor) -> Tensor:
-    """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles: a row's bits depend on that row
-    alone."""
+    """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles, so that a row's bits depend on
+    that row alone."""
     tiles = fp8_gemm_tiles(FIXED_ROWS, *weight.values.shape)
     assert tiles is not None
     for first in range(0, out.shape[0], FIXED_ROWS):

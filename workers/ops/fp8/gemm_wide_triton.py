@@ -14,7 +14,7 @@ from workers.ops.fp8.tiles import Fp8Matrix, Fp8WideTiles
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
 from workers.ops.gemm.workspace import Workspace
 
-_TOGETHER = 8  # tiles of rows that run side by side, to reuse W's tiles from L2
+_TOGETHER = 8  # tiles of rows that run at the same time, to reuse W's tiles from L2
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -25,7 +25,7 @@ def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
     out       written: from `Fp8Inputs.empty`; `plain`, if not None, receives the norm before rounding to FP8
     ->        out
 
-    The kernel's results equal those of `workers.ops.norm` and `quantize_rows` to the bit.
+    The kernel's results are bitwise those of `workers.ops.norm` and `quantize_rows`.
     """
     normed = (
         rms_norm.reference(x, weight, eps) if residual is None else add_rms_norm.reference(x, residual, weight, eps)

@@ -24,7 +24,7 @@ class Fp8Product(ABC):
     @property
     @abstractmethod
     def inputs(self) -> Fp8Inputs:
-        """The FP8 format of rows that `multiply` need not quantise."""
+        """The FP8 format that `multiply` accepts."""
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -47,7 +47,7 @@ def choose_product(weight: Fp8Matrix, options: GEMMOptions, dtype: torch.dtype) 
     """Return the product with a final weight.
 
     options: with `fp8`.
-    dtype: of results, and of rows that are not in FP8; 16 bits.
+    dtype: dtype of results, and of rows that are not in FP8; 16 bits.
     """
     assert options.workspace is not None, "options.fp8 implies a workspace"
     made: Fp8Product = PRODUCT.function(weight, options.workspace, options.deterministic, dtype)

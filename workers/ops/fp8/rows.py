@@ -1,4 +1,4 @@
-"""FP8 rows, the inputs of GEMMs with FP8 weights: numbers divided by a scale per row or per group of 128 columns.
+"""FP8 rows, the inputs of GEMMs with FP8 weights: values are divided by a scale per row or per group of 128 columns.
 
 A scale is the largest magnitude divided by 448, the largest float8_e4m3fn number (arXiv 2412.19437, section 3.3.2), so
 nothing is clipped. A row's result depends on that row alone.
@@ -15,7 +15,7 @@ from attention.ops.operation import Implementation, on_gpu, operation
 
 GROUP = 128  # columns of a row that share a scale
 SMALLEST = 1e-12  # minimum magnitude for a scale, which keeps rows of zeros zero
-_ALIGNED = 16  # rows; scales stored by group are padded to a multiple, so that Triton compiles one kernel
+_ALIGNED = 16  # rows; scales stored by group are padded to a multiple of this, so that Triton compiles one kernel
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Fp8Inputs:
     """The FP8 format of rows that a layer accepts.
 
     by_group: scales per group of columns; else per row.
-    many: with more rows than this, the scales of a group are contiguous (`rows_together`).
-    plain: the layer needs the rows in the model's dtype, too.
+    many: with more rows than this, the scales of a group are contiguous (see `rows_together`).
+    plain: whether the layer also needs the rows in the model's dtype.
     """
 
     by_group: bool

@@ -68,8 +68,8 @@ def round_columns(
     FENCE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Quantise SPAN groups of columns of one row x, from group `first`; after it, this program may read them. Other
-    programs may write the same values."""
+    """Quantise SPAN groups of columns of one row x, from group `first`; this program may then read them. Other programs
+    may write the same values."""
     m = tl.arange(0, 1)
     row = m.to(tl.int64)[:, None]
     for start in tl.static_range(0, SPAN * 128, COLUMNS):

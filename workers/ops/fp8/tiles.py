@@ -21,9 +21,9 @@ _ROUNDED = 8192  # numbers quantised at once by a program: 64 per thread
 class Fp8GemmTiles:
     """Tiles for up to `block_m` rows.
 
-    block_n: rows of W per program; of gate and up each in a gated product.
+    block_n: rows of W per program; in a gated product, of gate and up each.
     splits: programs that share a sum (split K).
-    ahead: groups of W's columns read before the wait.
+    ahead: groups of W's columns read before the PDL wait.
     stages, warps: Triton's.
     """
 
@@ -46,7 +46,7 @@ class Fp8GemmTiles:
 
 @dataclass(frozen=True)
 class Fp8AheadTiles:
-    """Tiles for up to `rows` rows, with SCALE_ROWS rows of W per program, all read before the wait.
+    """Tiles for up to `rows` rows. A program has SCALE_ROWS rows of W, and reads all of them before the PDL wait.
 
     together: groups of columns per load and per product, a power of two.
     splits: programs that share a sum (split K).
