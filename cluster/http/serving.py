@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequ
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -24,21 +25,17 @@ from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, invalid, refused, timed_out
 from cluster.http.parsers.families import FAMILIES
 from cluster.http.parsers.marked import MarkedParser
-from cluster.http.parsers.output_parser import (
-    HeldReasoning,
-    OutputParser,
-    ReplyDelta,
-    joined_deltas,
-)
+from cluster.http.parsers.output_parser import HeldReasoning, ReplyDelta, joined_deltas
 from cluster.http.parsers.reasoning_tokens import ReasoningTokens
 from cluster.http.parsers.table import parser_of
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import STREAM_HEADERS
-from cluster.http.requests.edge_request import Choice, EdgeRequest
+from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.thinking_budget import within_budget
 from cluster.http.tracing import RequestTrace, Tracing
+from cluster.logs import request_id
 from cluster.transport.messages import TokenDelta
 
 logger = logging.getLogger(__name__)
@@ -60,10 +57,27 @@ class Edge:
     counts: RequestCounts = field(default_factory=RequestCounts)
     tracing: Tracing = Tracing()  # noqa: RUF009 - has no state
 
-    async def check_grammars(self, request: EdgeRequest) -> None:
-        """Raise ApiError if a grammar of the request cannot be used."""
+    async def response(
+        self,
+        http: Request,
+        request: EdgeRequest,
+        own_id: str | None,
+        reply_form: Callable[[ReplyContext], Reply],
+        reply_id: str,
+        restate: Callable[[ApiError], ApiError] = lambda error: error,
+    ) -> "GenerationResponse":
+        """Return the response to `request`, after a check of its grammars. Raises ApiError.
+
+        own_id: id of the request in the client's body; replaces that of the header.
+        reply_id: "{}" in it stands for the request's id.
+        The other arguments are those of `GenerationResponse`."""
         for grammar in request.grammars:
             await self.grammars.check(grammar)
+        if own_id is not None:
+            http.state.request_id = own_id
+            request_id.set(own_id)
+        name: str = http.state.request_id
+        return GenerationResponse(self, request, reply_form, reply_id.format(name), name, restate)
 
 
 class GenerationResponse(Response):
@@ -91,7 +105,8 @@ class GenerationResponse(Response):
         self._engine_id = f"{reply_id.partition('-')[0]}-{uuid.uuid4().hex}"  # unique
         self._request_id = request_id
         self._answers = [_answer(edge.tokenizer, request, i) for i in range(len(request.choices))]
-        self._parsers = [self._parser(choice) for choice in request.choices]
+        prompts = [request.prompt_texts[choice.prompt] if request.chat else "" for choice in request.choices]
+        self._parsers = [parser_of(request, prompt, edge.tokenizer) for prompt in prompts]
         self._reasoning_tokens = [ReasoningTokens() for _ in request.choices]
         self._held = [HeldReasoning() for _ in request.choices]
         self._reply = reply_form(
@@ -235,12 +250,6 @@ class GenerationResponse(Response):
         if budget is None or not isinstance(parser, MarkedParser) or parser.reasoning is None:
             return generate()
         return within_budget(generate, budget, parser.reasoning, request.logprobs >= 0)
-
-    def _parser(self, choice: Choice) -> OutputParser:
-        """Return the parser of one choice."""
-        request = self._request
-        prompt = request.prompt_texts[choice.prompt] if request.chat else ""
-        return parser_of(request, prompt, self._edge.tokenizer)
 
     def _parsed(self, index: int, piece: Piece) -> ReplyDelta:
         """Return the parsed delta of a piece."""

@@ -99,3 +99,21 @@ async def test_text_is_the_default_and_needs_no_set_up(caplog: pytest.LogCapture
             await client.post(TEXT, json=PROMPT, headers={"x-request-id": "mine"})
     assert "request mine ended" in caplog.messages
     assert request_id.get() == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HELLO | {"request_id": "mine"}),
+        ("/v1/completions", {"prompt": "hi", "request_id": "mine"}),
+        ("/v1/responses", {"input": "hi", "request_id": "mine"}),
+        ("/v1/messages", HELLO | {"max_tokens": 2, "request_id": "mine"}),
+        ("/generate", {"text": "hi", "rid": "mine"}),
+    ],
+)
+async def test_an_id_in_the_body_is_that_of_the_lines(written: io.StringIO, path: str, body: dict[str, Any]) -> None:
+    use_logs("json", "ingress", written)
+    failed = TokenDelta("", (), finish="error", error="broken")
+    async with in_process(FakeEngine(lambda prompt, sampling: [failed])) as client:
+        assert (await client.post(path, json=body)).status_code == 500
+    assert {line["request_id"] for line in _lines(written)} == {"mine"}

@@ -9,7 +9,7 @@ from cluster.http.parsers.json_calls import CallPart
 from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.parsers.reasoning import ReasoningReader
 from cluster.http.parsers.tool_calls import CallReader
-from cluster.http.schema.chat_reply import FunctionDelta, ToolCallDelta
+from cluster.http.schema.completions import FunctionDelta, ToolCallDelta
 
 CallIds = Callable[[str, int], str]  # arguments: a function's name and the call's number in the answer
 _ID_CHARACTERS = string.ascii_letters + string.digits

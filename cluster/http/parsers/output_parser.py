@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from cluster.http.answer import Piece
-from cluster.http.schema.chat_reply import FunctionCall, ToolCall, ToolCallDelta
+from cluster.http.schema.completions import FunctionCall, ToolCall, ToolCallDelta
 from cluster.http.schema.response import FinishReason
 
 

@@ -1,9 +1,7 @@
 """Replies of generation requests: each endpoint's document and stream events.
 
 reply           the interface of all replies; usage, and statistics of speculation
-openai          common parts of `chat` and `text`
-chat            /v1/chat/completions
-text            /v1/completions
+completions     /v1/chat/completions, /v1/completions
 responses       /v1/responses
 messages        /v1/messages
 native          SGLang's /generate

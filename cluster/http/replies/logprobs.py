@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from cluster.http.answer import Piece
 from cluster.http.prompt_scores import PromptScores, TokenScore
-from cluster.http.schema.chat_reply import ChatLogprobs, TokenLogprob, TopLogprob
+from cluster.http.schema.completions import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
 from cluster.http.schema.response import PromptToken
-from cluster.http.schema.text_reply import TextLogprobs
 from cluster.http.text.tokenizer import ChatTokenizer
 from workers.scheduling.plan import TokenLogprobs
 

@@ -9,9 +9,10 @@ from msgspec import UNSET
 from cluster.http.answer import Piece
 from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.replies.reply import ReplyContext, WholeAnswer
+from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
+from cluster.http.replies.streaming import named_event
 from cluster.http.requests.messages import error_detail, to_messages_error
-from cluster.http.schema.chat_reply import ToolCall, ToolCallDelta
+from cluster.http.schema.completions import ToolCall, ToolCallDelta
 from cluster.http.schema.messages import (
     ContentBlock,
     InputDelta,
@@ -32,16 +33,15 @@ from cluster.http.text.json_text import parsed_repaired
 _STOP_REASONS: dict[FinishReason, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessagesForm:
-    """See `cluster.http.replies.reply.Reply`. A stream has one open block at a time, the last."""
+class MessagesForm(Reply):
+    """A stream has one open block at a time, the last."""
 
     def __init__(self, context: ReplyContext) -> None:
-        self._context = context
+        super().__init__(context)
         self._num_blocks = 0
         self._open: type[ContentBlock] | None = None
 
     def first_event(self, index: int) -> bytes:
-        """See `cluster.http.replies.reply.Reply`, also for the other methods."""
         usage = self._context.usage()
         message = self._message([], MessagesUsage(usage.prompt_tokens, 0))
         return _event("message_start", message=message)
@@ -121,8 +121,7 @@ class MessagesForm:
         return MessagesReply(id=context.reply_id, model=context.model, content=content, stop_reason=None, usage=usage)
 
     def _usage(self) -> MessagesUsage:
-        usage = self._context.usage()
-        cached = 0 if usage.prompt_tokens_details is UNSET else usage.prompt_tokens_details.cached_tokens
+        usage, cached = self._context.usage(), self._context.num_cached_tokens
         return MessagesUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
@@ -136,5 +135,4 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    payload = msgspec.json.encode(MessagesEvent(kind, **fields))
-    return b"event: " + kind.encode() + b"\ndata: " + payload + b"\n\n"
+    return named_event(kind, MessagesEvent(kind, **fields))

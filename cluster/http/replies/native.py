@@ -7,18 +7,17 @@ import msgspec
 from msgspec import UNSET
 
 from cluster.http.answer import Piece
-from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.prompt_scores import TokenScore
 from cluster.http.replies.logprobs import finite
-from cluster.http.replies.reply import ReplyContext, WholeAnswer, speculation_metrics
-from cluster.http.replies.streaming import DONE, chunk_event, event
+from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer, speculation_metrics
+from cluster.http.replies.streaming import chunk_event
 from cluster.http.schema.native import NamedLogprob, NativeAnswer, NativeFinish, NativeMeta
 from workers.scheduling.plan import TokenLogprobs
 
 
-class NativeReply:
-    """See `cluster.http.replies.reply.Reply`.
+class NativeReply(Reply):
+    """Of /generate.
 
     several: the request has a list of prompts (perhaps of one), so the reply has a list of answers.
     texts: include the tokens' texts in log-probabilities.
@@ -26,7 +25,7 @@ class NativeReply:
     """
 
     def __init__(self, context: ReplyContext, several: bool, texts: bool, scored_from: int | None = None) -> None:
-        self._context = context
+        super().__init__(context)
         self._scored_from = scored_from
         self._several = several or len(context.answers) > 1
         self._texts = texts
@@ -43,12 +42,6 @@ class NativeReply:
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         self._add(index, piece, delta.content)
         return chunk_event(self._answer(index))
-
-    def end_events(self) -> bytes:
-        return DONE
-
-    def error_event(self, error: ApiError) -> bytes:
-        return event(error.body())
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         for index, answer in enumerate(answers):
@@ -86,7 +79,7 @@ class NativeReply:
         meta = NativeMeta(
             id=context.reply_id,
             finish_reason=finish,
-            prompt_tokens=len(request.prompts[request.choices[index].prompt]),
+            prompt_tokens=len(context.prompt(index)),
             completion_tokens=answer.num_tokens,
             cached_tokens=answer.cached_tokens or 0,
             e2e_latency=round(time.monotonic() - self._begin_s, 6),
@@ -107,7 +100,7 @@ class NativeReply:
         start, request = self._scored_from, self._context.request
         if start is None:
             return
-        prompt = request.prompts[request.choices[index].prompt]
+        prompt = self._context.prompt(index)
         entries = [None, *self._context.answers[index].prompt_scores][start:]
         meta.input_token_logprobs = [
             self._named(token, None if entry is None else entry.logprob)

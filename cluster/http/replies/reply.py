@@ -1,9 +1,10 @@
 """The interface of an endpoint's reply to a generation request. Called by `cluster.http.serving`; implemented by the
 other modules of this folder."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from msgspec import UNSET, UnsetType
 
@@ -11,8 +12,9 @@ from cluster.http.answer import Answer, Piece
 from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.replies.logprobs import prompt_logprobs
+from cluster.http.replies.streaming import DONE, event
 from cluster.http.requests.edge_request import EdgeRequest
-from cluster.http.schema.chat_reply import ToolCall
+from cluster.http.schema.completions import ToolCall
 from cluster.http.schema.response import (
     CachedTokens,
     PromptToken,
@@ -34,25 +36,34 @@ class WholeAnswer(NamedTuple):
     tool_calls: list[ToolCall]
 
 
-class Reply(Protocol):
+class Reply(ABC):
     """Builds the reply to one request in an endpoint's format: `document`, or the events of a stream, in this order."""
 
+    def __init__(self, context: "ReplyContext") -> None:
+        self._context = context
+
+    @abstractmethod
     def first_event(self, index: int) -> bytes:
         """Return the first event of choice `index`; b"" for none."""
 
+    @abstractmethod
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         """Return the event of a piece that is not the last; b"" if there is nothing to show. delta: what the parser
         made of the piece."""
 
+    @abstractmethod
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         """Return the last event of a choice: its last piece and its finish reason."""
 
     def end_events(self) -> bytes:
         """Return the events after all choices have ended."""
+        return DONE
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the last event of a stream that fails."""
+        return event(error.body())
 
+    @abstractmethod
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         """Return the reply to a request that does not stream. answers: one per choice."""
 
@@ -80,6 +91,10 @@ class ReplyContext:
         more = request.return_token_ids or request.return_token_origins or request.continuous_usage
         return not (more or request.logprobs >= 0)
 
+    def prompt(self, index: int) -> list[int]:
+        """Return the prompt of choice `index`."""
+        return self.request.prompts[self.request.choices[index].prompt]
+
     def origins(self, piece: Piece) -> list[TokenOrigin] | UnsetType:
         """Return the origin of each token of a piece, if requested."""
         if not self.request.return_token_origins:
@@ -103,6 +118,12 @@ class ReplyContext:
         )
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache; 0 before they are known."""
+        details = self.usage().prompt_tokens_details
+        return 0 if details is UNSET else details.cached_tokens
+
+    @property
     def num_reasoning_tokens(self) -> int:
         """Reasoning tokens of all choices so far."""
         return sum(answer.num_reasoning_tokens for answer in self.answers)
@@ -122,8 +143,9 @@ class ReplyContext:
         request = self.request
         if request.prompt_logprobs < 0:
             return None
-        prompt = request.prompts[request.choices[index].prompt]
-        return prompt_logprobs(prompt, self.answers[index].prompt_scores, request.prompt_logprobs, self.tokenizer)
+        return prompt_logprobs(
+            self.prompt(index), self.answers[index].prompt_scores, request.prompt_logprobs, self.tokenizer
+        )
 
     def metrics(self) -> RequestMetrics | UnsetType:
         """Return statistics of speculation for a reply of a single choice; UNSET for several."""

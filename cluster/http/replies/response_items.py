@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from cluster.http.schema.chat_reply import FunctionDelta, TokenLogprob, ToolCallDelta
+from cluster.http.replies.streaming import named_event
+from cluster.http.schema.completions import FunctionDelta, TokenLogprob, ToolCallDelta
 from cluster.http.schema.responses import (
     FunctionCallItem,
     ItemStatus,
@@ -110,9 +111,8 @@ class ItemEvents:
 
     def event(self, kind: str, **fields: Any) -> bytes:
         """Return the next event, numbered."""
-        payload = msgspec.json.encode(ResponseEvent(type=kind, sequence_number=self._num_events, **fields))
         self._num_events += 1
-        return b"event: " + kind.encode() + b"\ndata: " + payload + b"\n\n"
+        return named_event(kind, ResponseEvent(type=kind, sequence_number=self._num_events - 1, **fields))
 
     def whole(self, item: OutputItem) -> Iterator[bytes]:
         """Yield the events of a finished item."""

@@ -4,15 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
-from msgspec import UNSET
 
 from cluster.http.answer import Piece
 from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.replies.logprobs import chat_logprobs
-from cluster.http.replies.reply import ReplyContext, WholeAnswer
+from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.response_items import ItemEvents
-from cluster.http.schema.chat_reply import TokenLogprob, ToolCallDelta
+from cluster.http.schema.completions import TokenLogprob, ToolCallDelta
 from cluster.http.schema.response import FinishReason
 from cluster.http.schema.responses import (
     IncompleteDetails,
@@ -29,22 +28,21 @@ from cluster.http.schema.responses import (
 Keep = Callable[[Response, bytes], None]
 
 
-class ResponsesReply:
-    """See `cluster.http.replies.reply.Reply`. `document` builds the items through the same events, and discards these.
+class ResponsesReply(Reply):
+    """`document` builds the items through the same events, and discards these.
 
     body: the request.
     keep: called with the finished response and its document.
     """
 
     def __init__(self, context: ReplyContext, body: ResponsesRequest, store: bool, keep: Keep) -> None:
-        self._context = context
+        super().__init__(context)
         self._body = body
         self._store = store
         self._keep = keep
         self._items = ItemEvents()
 
     def first_event(self, index: int) -> bytes:
-        """See `cluster.http.replies.reply.Reply`, also for the other methods."""
         response = self._response("in_progress")
         return self._items.event("response.created", response=response) + self._items.event(
             "response.in_progress", response=response
@@ -129,8 +127,7 @@ class ResponsesReply:
         )
 
     def _usage(self) -> ResponseUsage:
-        usage = self._context.usage()
-        cached = 0 if usage.prompt_tokens_details is UNSET else usage.prompt_tokens_details.cached_tokens
+        usage, cached = self._context.usage(), self._context.num_cached_tokens
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
             input_tokens_details=InputTokensDetails(cached),

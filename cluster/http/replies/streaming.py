@@ -21,6 +21,11 @@ def event(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
 
+def named_event(kind: str, content: msgspec.Struct) -> bytes:
+    """Return an event of a kind."""
+    return b"event: " + kind.encode() + b"\ndata: " + _encode(content) + b"\n\n"
+
+
 def chunk_event(chunk: msgspec.Struct) -> bytes:
     """Return the event of a chunk."""
     return b"data: " + _encode(chunk) + b"\n\n"

@@ -6,13 +6,12 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET
-from pydantic import ValidationError
 
 from cluster.http.config import OutputParserName
 from cluster.http.errors import ApiError, invalid, unsupported
 from cluster.http.parsers.families import FAMILIES
 from cluster.http.requests.tools import can_switch_thinking
-from cluster.http.schema.body import validation_fault
+from cluster.http.schema.body import validated
 from cluster.http.schema.messages import (
     THREAD,
     Block,
@@ -106,10 +105,7 @@ def messages_chat(
         schema = {"name": "output", "schema": body.output_config.format.json_schema, "strict": True}
         values["response_format"] = {"type": "json_schema", "json_schema": schema}
     values |= _tools(body)
-    try:
-        return ChatCompletionRequest.model_validate(values)
-    except ValidationError as error:
-        raise validation_fault(error) from None
+    return validated(values, ChatCompletionRequest)
 
 
 def chat_messages(system: str | Sequence[TextParam] | None, turns: Sequence[MessageParam]) -> list[MessageDict]:

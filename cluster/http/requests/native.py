@@ -3,15 +3,13 @@
 import re
 from typing import Any
 
-from pydantic import ValidationError
-
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError, invalid
 from cluster.http.requests.batch import joined_request
 from cluster.http.requests.edge_request import EdgeRequest, text_request
 from cluster.http.requests.limits import check_total_scores, num_choices
 from cluster.http.requests.prompts import listed_prompts
-from cluster.http.schema.body import validation_fault, without_refused
+from cluster.http.schema.body import validated, without_refused
 from cluster.http.schema.native import DEFAULT_NEW_TOKENS, NativeRequest, NativeSampling
 from cluster.http.schema.request import CompletionRequest
 from cluster.http.text.tokenizer import ChatTokenizer
@@ -80,14 +78,12 @@ async def _request(
         raise ApiError(400, error.message, param=f"sampling_params{where}.{error.param}", code=error.code) from None
     try:
         return await text_request(_completion(body, prompt, sampling), config, tokenizer)
-    except ValidationError as error:
-        raise _to_native_error(validation_fault(error), where) from None
     except ApiError as error:
         raise _to_native_error(error, where) from None
 
 
 def _completion(body: NativeRequest, prompt: Any, sampling: NativeSampling) -> CompletionRequest:
-    """Return the equivalent completion. Raises ApiError and ValidationError."""
+    """Return the equivalent completion. Raises ApiError."""
     given = sampling.model_dump(exclude_none=True, include=set(_FIELDS))
     values = {_NAMES.get(name, name): value for name, value in given.items()}
     if (tag := values.pop("structural_tag", None)) is not None:
@@ -101,7 +97,7 @@ def _completion(body: NativeRequest, prompt: Any, sampling: NativeSampling) -> C
         if body.stream:
             raise invalid("logprob_start_len", "logprob_start_len is not available with stream: true; use -1")
         values["prompt_logprobs"] = values["logprobs"]
-    return CompletionRequest.model_validate(values)
+    return validated(values, CompletionRequest)
 
 
 def scored_from(body: NativeRequest) -> int | None:

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ValidationError
+import msgspec
+from pydantic import TypeAdapter
 
 from cluster.http.errors import ApiError, unsupported
 from cluster.http.requests.prompts import content_text
-from cluster.http.schema.body import validation_fault
+from cluster.http.schema.body import validated
 from cluster.http.schema.request import ChatCompletionRequest, SamplingFields
 from cluster.http.schema.responses import (
-    FunctionCallItem,
     InputCall,
     InputCallOutput,
     InputMessage,
@@ -20,11 +20,11 @@ from cluster.http.schema.responses import (
     Item,
     NamedFunction,
     OutputItem,
-    ReasoningItem,
     ResponsesRequest,
 )
 
 MessageDict = dict[str, Any]
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _SAME_NAMES = (
     *(SamplingFields.model_fields.keys() - {"stream_options"}),
     "chat_template_kwargs",
@@ -94,10 +94,7 @@ def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> Ch
         values["response_format"] = _response_format(body.text.format)
     if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
         values |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
-    try:
-        return ChatCompletionRequest.model_validate(values)
-    except ValidationError as error:
-        raise to_responses_error(validation_fault(error)) from None
+    return validated(values, ChatCompletionRequest)
 
 
 def to_responses_error(error: ApiError) -> ApiError:
@@ -133,17 +130,7 @@ def input_messages(items: str | Sequence[Item]) -> list[MessageDict]:
 
 def output_messages(items: Sequence[OutputItem]) -> list[MessageDict]:
     """Return the items of a reply as messages, for later turns."""
-    messages: list[MessageDict] = []
-    for item in items:
-        if isinstance(item, ReasoningItem):
-            message: MessageDict = {"reasoning_content": "".join(part.text for part in item.content)}
-        elif isinstance(item, FunctionCallItem):
-            call = {"name": item.name, "arguments": item.arguments}
-            message = {"tool_calls": [{"id": item.call_id, "type": "function", "function": call}]}
-        else:
-            message = {"content": "".join(part.text for part in item.content)}
-        _add(messages, {"role": "assistant", **message})
-    return messages
+    return input_messages(_ITEMS.validate_python(msgspec.to_builtins(items)))
 
 
 def _add(messages: list[MessageDict], message: MessageDict) -> None:

@@ -19,8 +19,7 @@ from cluster.http.schema.messages import (
     TokenCount,
 )
 from cluster.http.schema.request import ChatCompletionRequest
-from cluster.http.serving import Edge, GenerationResponse
-from cluster.logs import request_id
+from cluster.http.serving import Edge
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -39,12 +38,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         """Continues a conversation, in Anthropic's format."""
         chat = chat_of(http, body)
         request = await chat_request(chat, config, tokenizer)
-        await edge.check_grammars(request)
-        if body.request_id is not None:
-            http.state.request_id = body.request_id
-            request_id.set(body.request_id)
         reply_id = f"msg_{uuid.uuid4().hex}"
-        return GenerationResponse(edge, request, MessagesForm, reply_id, http.state.request_id, to_messages_error)
+        return await edge.response(http, request, body.request_id, MessagesForm, reply_id, to_messages_error)
 
     async def count_tokens(http: Request, body: CountTokensRequest) -> TokenCount:
         """Return the number of prompt tokens of a request to /v1/messages."""

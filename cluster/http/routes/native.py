@@ -9,8 +9,7 @@ from cluster.http.replies.reply import ReplyContext
 from cluster.http.requests.native import has_several, native_request, scored_from
 from cluster.http.routes.status import require_engine
 from cluster.http.schema.native import NativeAnswer, NativeModel, NativeRequest
-from cluster.http.serving import Edge, GenerationResponse
-from cluster.logs import request_id
+from cluster.http.serving import Edge
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -20,16 +19,11 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     async def generate(http: Request, body: NativeRequest) -> Response:
         """Continues a text, in SGLang's format."""
         request = await native_request(body, config, tokenizer)
-        await edge.check_grammars(request)
-        if body.rid is not None:
-            http.state.request_id = body.rid
-            request_id.set(body.rid)
 
         def form(context: ReplyContext) -> NativeReply:
             return NativeReply(context, has_several(body), body.return_text_in_logprobs is True, scored_from(body))
 
-        name: str = http.state.request_id
-        return GenerationResponse(edge, request, form, name, name)
+        return await edge.response(http, request, body.rid, form, "{}")
 
     async def model(http: Request) -> NativeModel:
         """The served model, in SGLang's format."""

@@ -22,7 +22,7 @@ from cluster.http.requests.responses import (
     to_responses_error,
 )
 from cluster.http.schema.responses import DeletedResponse, Response, ResponseEvent, ResponsesRequest
-from cluster.http.serving import Edge, GenerationResponse
+from cluster.http.serving import Edge
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -42,13 +42,6 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             store = False
         earlier = stored.get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
         conversation = [*(earlier.messages if earlier else ()), *input_messages(body.input)]
-        try:
-            request = await chat_request(chat_body(body, conversation), config, tokenizer)
-            await edge.check_grammars(request)
-        except ApiError as error:
-            raise to_responses_error(error) from None
-        if (own_id := body.request_id or body.rid) is not None:
-            http.state.request_id = own_id
 
         def keep(response: Response, document: bytes) -> None:
             if store:
@@ -59,7 +52,11 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         def form(context: ReplyContext) -> ResponsesReply:
             return ResponsesReply(context, body, store, keep)
 
-        return GenerationResponse(edge, request, form, f"resp_{uuid.uuid4().hex}", http.state.request_id)
+        try:
+            request = await chat_request(chat_body(body, conversation), config, tokenizer)
+            return await edge.response(http, request, body.request_id or body.rid, form, f"resp_{uuid.uuid4().hex}")
+        except ApiError as error:
+            raise to_responses_error(error) from None
 
     async def retrieve(http: Request) -> HTTPResponse:
         """A stored response. `stream=true`: as events, starting after event number `starting_after`."""

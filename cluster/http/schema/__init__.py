@@ -4,8 +4,7 @@ body               reads and validates a body; the rule for unknown fields
 request            requests to /v1/chat/completions and /v1/completions, and refused parameters
 message            conversations, tools, tool_choice
 response           replies of all routes except those below
-chat_reply         /v1/chat/completions: documents and stream events
-text_reply         /v1/completions
+completions        /v1/chat/completions and /v1/completions: documents and stream events
 responses          /v1/responses: requests, documents and stream events
 messages           /v1/messages
 native             SGLang's /generate

@@ -104,15 +104,20 @@ def checked_body(values: Mapping[str, Any], kind: type[Body], strict: bool) -> t
     if issubclass(kind, Schema):
         values = without_refused(values, kind.refused)
         _check_spelling(values, kind)
-    try:
-        body = kind.model_validate(values)
-    except ValidationError as error:
-        raise validation_fault(error) from None
+    body = validated(values, kind)
     ignored = list(unknown_fields(body))
     if strict and ignored:
         names = ", ".join(name[:100] for name in ignored[:20])
         raise invalid(ignored[0][:100], f"Unknown parameter: {names} (ingress.strict)", "unknown_parameter")
     return body, ignored
+
+
+def validated(values: Mapping[str, Any], kind: type[Body]) -> Body:
+    """Return a body of these values. Raises ApiError (400) with the first fault."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise _validation_fault(error) from None
 
 
 def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
@@ -208,7 +213,7 @@ def _bare(name: str) -> str:
 _MEDIA = ("image", "video", "audio")  # substrings of part types in all APIs
 
 
-def validation_fault(error: ValidationError) -> ApiError:
+def _validation_fault(error: ValidationError) -> ApiError:
     """Return the first fault as an ApiError."""
     fault = error.errors(include_url=False, include_input=False)[0]
     param = _path(fault["loc"])

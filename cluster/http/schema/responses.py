@@ -6,7 +6,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import Field, Tag
 
 from cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, text_or_list
-from cluster.http.schema.chat_reply import TokenLogprob
+from cluster.http.schema.completions import TokenLogprob
 from cluster.http.schema.message import MAX_TOOLS, Content, FunctionName, ReasoningEffort, Role
 from cluster.http.schema.request import REFUSED, Count, SamplingFields
 from cluster.http.schema.response import RequestMetrics, Struct
@@ -15,14 +15,19 @@ _NOT_HERE = "the whole conversation goes into input, or use previous_response_id
 _FORMS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema")
 
 
-class InputMessage(Schema):
-    """A turn. id, status, phase: from a reply that is sent back; no effect."""
+class _Item(Schema):
+    """id, status: from a reply that is sent back; no effect."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(_Item):
+    """A turn. phase: from a reply that is sent back; no effect."""
 
     type: Literal["message"] = "message"
     role: Role
     content: Content
-    id: str | None = None
-    status: str | None = None
     phase: str | None = None
 
 
@@ -31,36 +36,30 @@ class ReasoningPart(Schema):
     text: str
 
 
-class InputReasoning(Schema):
+class InputReasoning(_Item):
     """The model's reasoning in an earlier turn, as content. summary, encrypted_content: accepted without effect."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     summary: list[Any] | None = None
     encrypted_content: str | None = None
-    id: str | None = None
-    status: str | None = None
 
 
-class InputCall(Schema):
+class InputCall(_Item):
     """A call of a function in an earlier turn."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str = "{}"
-    id: str | None = None
-    status: str | None = None
 
 
-class InputCallOutput(Schema):
+class InputCallOutput(_Item):
     """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
     output: Content
-    id: str | None = None
-    status: str | None = None
 
 
 Item = Annotated[

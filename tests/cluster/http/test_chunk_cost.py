@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.http.admission import Admission
-from cluster.http.replies.chat import ChatReply
+from cluster.http.replies.completions import ChatReply
 from cluster.http.requests.edge_request import chat_request
 from cluster.http.schema.request import ChatCompletionRequest
 from cluster.http.serving import Edge, GenerationResponse

@@ -10,7 +10,7 @@ from cluster.http.config import OutputParserName
 from cluster.http.parsers.families import FAMILIES, Family
 from cluster.http.parsers.output_parser import ReplyDelta, TextParser, joined_deltas
 from cluster.http.parsers.table import PARSERS
-from cluster.http.schema.chat_reply import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
+from cluster.http.schema.completions import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process, served
 from tests.support.fake_engine import FakeEngine, says
 

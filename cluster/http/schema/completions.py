@@ -1,10 +1,52 @@
-"""Documents and stream events of /v1/chat/completions."""
+"""Documents and stream events of /v1/chat/completions and /v1/completions."""
 
 from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
 from cluster.http.schema.response import FinishReason, PromptToken, RequestMetrics, Struct, TokenOrigin, Usage
+
+
+class _Reply(Struct, kw_only=True):
+    """The fields of every document and chunk."""
+
+    id: str
+    created: int
+    model: str
+    metrics: RequestMetrics | UnsetType = UNSET
+
+
+class _Chunk(_Reply, kw_only=True):
+    """An event of a stream. usage: null in all but the last, if the request asks for it."""
+
+    usage: Usage | None | UnsetType = UNSET
+
+
+class _Choice(Struct, kw_only=True):
+    """The fields of a choice in every document.
+
+    stop_reason: the stop string or the stop token's id that ended the answer, null for the end of sequence.
+    matched_stop: SGLang's `stop_reason`; the end-of-sequence id, too, is reported.
+    """
+
+    index: int
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    matched_stop: str | int | None
+    token_ids: tuple[int, ...] | None = None
+    token_origins: list[TokenOrigin] | UnsetType = UNSET
+
+
+class _ChunkChoice(Struct, kw_only=True):
+    """The fields of a choice in every chunk; see `_Choice`."""
+
+    index: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None | UnsetType = UNSET
+    matched_stop: str | int | None | UnsetType = UNSET
+    token_ids: tuple[int, ...] | UnsetType = UNSET
+    token_origins: list[TokenOrigin] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -54,28 +96,15 @@ class AssistantMessage(Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-class ChatChoice(Struct):
-    """stop_reason: the stop string or the stop token's id that ended the answer, null for the end of sequence.
-    matched_stop: SGLang's `stop_reason`; the end-of-sequence id, too, is reported."""
-
-    index: int
+class ChatChoice(_Choice, kw_only=True):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    matched_stop: str | int | None
-    token_ids: tuple[int, ...] | None = None
-    token_origins: list[TokenOrigin] | UnsetType = UNSET
 
 
-class ChatCompletion(Struct, kw_only=True):
+class ChatCompletion(_Reply, kw_only=True):
     object: Literal["chat.completion"] = "chat.completion"
-    id: str
-    created: int
-    model: str
     choices: list[ChatChoice]
     usage: Usage
-    metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
 
@@ -113,25 +142,44 @@ class ChatDelta(Struct):
     tool_calls: tuple[ToolCallDelta, ...] | UnsetType = UNSET
 
 
-class ChatChunkChoice(Struct):
-    index: int
+class ChatChunkChoice(_ChunkChoice, kw_only=True):
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None | UnsetType = UNSET
-    matched_stop: str | int | None | UnsetType = UNSET
-    token_ids: tuple[int, ...] | UnsetType = UNSET
-    token_origins: list[TokenOrigin] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class ChatCompletionChunk(Struct, kw_only=True):
-    """An event of a stream. usage: null in all but the last, if the request asks for it."""
-
+class ChatCompletionChunk(_Chunk, kw_only=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    id: str
-    created: int
-    model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
-    metrics: RequestMetrics | UnsetType = UNSET
+
+
+class TextLogprobs(Struct):
+    """Parallel lists with an entry per token, those of an echoed prompt first; the prompt's first token has null.
+    text_offset: start of each token's text in the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(_Choice, kw_only=True):
+    text: str
+    logprobs: TextLogprobs | None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[str, PromptToken] | None] | None = None
+
+
+class Completion(_Reply, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class TextChunkChoice(_ChunkChoice, kw_only=True):
+    text: str
+    logprobs: TextLogprobs | None = None
+
+
+class CompletionChunk(_Chunk, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[TextChunkChoice]
