@@ -18,7 +18,7 @@ def _check_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> 
 
 @operation(Implementation("triton", "workers.ops.norm_triton:rms_norm", on_gpu), contract=_check_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / rms(x) * weight over the last dimension, computed in float32. The quotient is rounded to x's dtype
+    """Return x / rms(x) * weight over the last dimension, computed in float32. x / rms(x) is rounded to x's dtype
     before it is multiplied by a weight of that dtype, but not before a float32 weight.
 
     x       [..., size] in the model's dtype

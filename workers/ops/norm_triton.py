@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Row-wise kernels of `norm` and `activation`: one program per row.
 
-With the few rows of a round a kernel takes as long as its launch, 1 to 2 us in a graph; torch has six launches for a
-norm, two for an activation.
+With the few rows of a round, a kernel takes as long as its launch, 1 to 2 us in a graph; torch needs six launches for a
+norm, and two for an activation.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Checkpoints of 4-bit floats: MXFP4 and NVFP4. Weights keep their bits; activations stay in the model's dtype, even if
+"""Checkpoints of 4-bit floats: MXFP4 and NVFP4. Weights stay in 4 bits; activations stay in the model's dtype, even if
 the checkpoint would quantise them."""
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ MODELOPT_NVFP4 = Fp4Scheme("weight", "weight_scale", 16, "weight_scale_2", unuse
 class Fp4Quant(QuantMethod):
     """ignored: modules that keep the model's dtype, including their submodules: names, patterns with `*`, or "re:"
         and a regular expression.
-    only_experts: linear layers are not quantised.
+    only_experts: whether only experts are quantised.
     rounds_inputs: whether the checkpoint intends 4-bit activations.
     """
 
@@ -57,7 +57,8 @@ class Fp4Quant(QuantMethod):
 
 
 def read_mxfp4(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """Read `quant_method: mxfp4`, as gpt-oss has it: the experts only. See `workers.quantization.table.QuantReader`."""
+    """Read `quant_method: mxfp4`, as in gpt-oss: only experts are quantised. See
+    `workers.quantization.table.QuantReader`."""
     return Fp4Quant(GPT_OSS_MXFP4, list_of_names(quantization, "modules_to_not_convert", source), only_experts=True)
 
 
@@ -82,7 +83,7 @@ def read_modelopt(quantization: Mapping[str, Any], source: str) -> QuantMethod:
 
 
 def read_compressed_fp4(quantization: Mapping[str, Any], source: str) -> QuantMethod | None:
-    """Read `quant_method: compressed-tensors` with weights of 4-bit floats; None if weights are others."""
+    """Read `quant_method: compressed-tensors` with 4-bit float weights; None for other weights."""
     given = quantization.get("config_groups")
     groups = [group for group in given.values() if isinstance(group, dict)] if isinstance(given, dict) else []
     weights = [group.get("weights") or {} for group in groups]

@@ -21,14 +21,14 @@ _CODE_DEVIATION = 2.9  # standard deviation of uniformly distributed e2m1 codes
 
 @dataclass(frozen=True)
 class Fp4Scheme(PackedScheme):
-    """The tensors of a matrix [rows, columns], as last components of names.
+    """The tensors of a matrix [rows, columns]; values are the last components of their names.
 
     codes: uint8, two inputs per byte, lower bits first: [rows, columns / 2], or blocks [rows, columns / 32, 16].
     scales: [rows, columns / group]: uint8 for e8m0, or float8_e4m3fn.
     group: 32, or 16.
     matrix_scale: float32, one number; "" for none.
     divides: whether weights are divided by `matrix_scale` instead of multiplied.
-    unused: tensors that only activations of 4 bits need.
+    unused: tensors needed only for 4-bit activations.
     """
 
     codes: str
@@ -77,7 +77,7 @@ class Fp4Scheme(PackedScheme):
             return
         wanted, step = (torch.uint8, 2) if kind == self.codes else (self.scale_dtype, self.group)
         if full.dtype != wanted:
-            raise WrongTensorError(f"is {full.dtype}, not {wanted}, which config.json's quantization_config tells")
+            raise WrongTensorError(f"is {full.dtype}, not {wanted}, which config.json's quantization_config implies")
         full = full.flatten(1) if kind == self.codes and full.dim() == 3 else full
         check_shape(full, (part.rows.total, part.columns.total // step))
         columns = self.widened(part.columns)
@@ -103,8 +103,8 @@ class Fp4Scheme(PackedScheme):
 
 
 def _powers_of_two(exponents: Tensor) -> Tensor:
-    """Return e8m0 numbers in bfloat16, which holds them exactly: the exponents are its own, but for 2^-127, which is
-    denormal. Raises ValueError for a NaN."""
+    """Convert e8m0 numbers to bfloat16, which is exact: the exponents are the same, except 2^-127, which is denormal.
+    Raises ValueError for a NaN."""
     if bool((exponents == _E8M0_NAN).any()):
         raise ValueError("a scale of MXFP4 is NaN (255); download the checkpoint again")
     bits = torch.where(exponents == 0, 0x40, exponents.to(torch.int16) << 7)

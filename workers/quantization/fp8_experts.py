@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fp8Experts(DenseExperts):
-    """weights: gate_up and down of all experts, float8_e4m3fn; None after `finish` if they were dequantised.
+    """weights: gate_up and down of all experts, float8_e4m3fn; None after `finish` if dequantised.
     scales: per matrix, of all experts, float32 [experts, scales of rows, scales of columns], until `finish`.
     """
 
@@ -139,7 +139,7 @@ class Fp8Experts(DenseExperts):
         self._shared, self.scales = None, nn.ParameterDict()
 
     def _all_dequantised(self, weights: Tensor, shape: LinearShape) -> Tensor:
-        """Dequantise expert by expert: scales expanded to the size of the weights would take four times their
+        """Dequantise expert by expert, because scales expanded to the size of all weights would take four times their
         memory."""
         dense = torch.empty(weights.shape, dtype=self._dtype, device=weights.device)
         for part in shape.parts:

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 
 class Fp8Linear(DenseLinearMethod):
-    """weight: [out_features, in_features] float8_e4m3fn; None after `finish` if it was dequantised.
-    scales: float32, of each part's whole matrix.
+    """weight: [out_features, in_features] float8_e4m3fn; None after `finish` if dequantised.
+    scales: float32 scales of each part's whole matrix.
     """
 
     def __init__(self, shape: LinearShape, scheme: Fp8Scheme) -> None:
@@ -56,11 +56,12 @@ class Fp8Linear(DenseLinearMethod):
         return self.weight.numel() * (1 if is_kept else self._dtype.itemsize) + sum(int(s.nbytes) for s in self.scales)
 
     def dense_weight(self) -> Tensor:
-        """The dense weight, dequantised at each call if it stays in FP8; for layers that multiply by a part of it."""
+        """Return the dense weight, dequantised at each call if it stays in FP8; for layers that multiply by a part of
+        it."""
         return self._dequantised() if self._dense is None else self._dense
 
     def weight_and_scales(self) -> tuple[Tensor, Tensor]:
-        """Return weight and scales in the kernels' layout, unless `unreadable`."""
+        """Return weight and scales in the kernels' layout; None if `unreadable`."""
         assert self.weight is not None, "is dequantised"
         return self.weight.data, kernel_scales([scale.data for scale in self.scales], self.shape.parts, self.scheme)
 

@@ -1,6 +1,6 @@
 """FP8 checkpoints, with a scale per block of rows and columns (DeepSeek-V3, Qwen; arXiv 2412.19437, section 3.3), per
-output, or per matrix, which is stored and multiplied as one per output. Inputs are rounded with a scale per group or
-token, even if the checkpoint has a scale per tensor for them."""
+output, or per matrix (treated as one per output). Inputs are quantised with a scale per group or token, even if the
+checkpoint has a scale per tensor for them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Fp8Quant(QuantMethod):
 
     scheme: the layout of scales.
     ignored: modules that stay in bf16, including their submodules: components of names, or patterns with `*`.
-    whole_names: entries of `ignored` are whole names, or "re:" and a regular expression (compressed-tensors).
+    whole_names: whether entries of `ignored` are whole names, or "re:" and a regular expression (compressed-tensors).
     per_tensor_inputs: whether the checkpoint intends a scale per tensor for inputs.
     """
 
@@ -43,7 +43,7 @@ class Fp8Quant(QuantMethod):
     per_tensor_inputs: bool = False
 
     def ignores(self, name: str) -> bool:
-        """Whether a module of the checkpoint is not quantised."""
+        """Return whether a module of the checkpoint is not quantised."""
         if self.whole_names:
             return any(matches(entry, name) for entry in self.ignored)
         return any(contains(entry, name) or is_listed(entry, name) for entry in self.ignored)
@@ -63,7 +63,7 @@ class Fp8Quant(QuantMethod):
 
 
 def block_scheme(block: Block) -> Fp8Scheme:
-    """block: rows and columns that share a scale."""
+    """Return the scheme. block: rows and columns that share a scale."""
     return Fp8Scheme("weight_scale_inv", block)
 
 
@@ -84,7 +84,7 @@ def read_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
 
 
 def read_modelopt_fp8(settings: Mapping[str, Any], source: str) -> QuantMethod | None:
-    """Read modelopt's `quant_algo` of FP8; None for another."""
+    """Read modelopt's FP8 `quant_algo`; None for another one."""
     algorithm = settings.get("quant_algo")
     if algorithm not in ("FP8", "FP8_PER_CHANNEL_PER_TOKEN"):
         return None

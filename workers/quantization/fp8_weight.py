@@ -11,16 +11,16 @@ from workers.layers.linear_method import Part
 from workers.layers.weighted import WrongTensorError, check_shape
 
 Block = tuple[int, int]
-_SCALE_ROWS, _GROUP = 64, 128  # of the kernels: `workers.ops.fp8.gemm_triton`, `fp8.rows`
+_SCALE_ROWS, _GROUP = 64, 128  # constants of the kernels: `workers.ops.fp8.gemm_triton`, `fp8.rows`
 _DUMMY_DEVIATION = 32.0
 DUMMY_SCALE = 0.02 / _DUMMY_DEVIATION
 
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """kind: the checkpoint's name of scales.
+    """kind: the checkpoint's name for scales.
     block: rows and columns that share a scale; None for a scale per row.
-    per_matrix: the checkpoint has one scale for all rows.
+    per_matrix: whether the checkpoint has one scale for all rows.
     unused: tensors that a checkpoint may have, without effect here.
     """
 
@@ -36,7 +36,7 @@ class Fp8Scheme:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The checkpoint's tensors of a matrix."""
+        """Return the names of a matrix's tensors."""
         return ("weight", self.kind, *self.unused)
 
     def scales_of(self, full: Tensor, part: Part) -> Tensor:
@@ -55,13 +55,13 @@ class Fp8Scheme:
         return self.block or (1, part.columns.total)
 
     def num_scales(self, part: Part) -> tuple[int, int]:
-        """Number of scales of the checkpoint's whole matrix, by rows and columns."""
+        """Return the number of scales of the checkpoint's whole matrix, by rows and columns."""
         rows, columns = self.block_of(part)
         return -(-part.rows.total // rows), -(-part.columns.total // columns)
 
 
 def dequantised(weight: Tensor, scales: Tensor, part: Part, block: Block, dtype: torch.dtype) -> Tensor:
-    """Return this rank's share `weight` [rows, columns] of a part in `dtype`. scales: of the whole matrix."""
+    """Return this rank's share `weight` [rows, columns] of a part in `dtype`. scales: scales of the whole matrix."""
     rows = _scale_indices(part.rows.first, part.rows.end, block[0], scales)
     columns = _scale_indices(part.columns.first, part.columns.end, block[1], scales)
     return (weight.float() * scales.index_select(0, rows).index_select(1, columns)).to(dtype)
@@ -83,12 +83,12 @@ def kernel_scales(scales: list[Tensor], parts: tuple[Part, ...], scheme: Fp8Sche
 
 
 def _scale_indices(first: int, end: int, size: int, scales: Tensor, step: int = 1) -> Tensor:
-    """Return the index of the scale of the numbers first, first + step, ... before `end`."""
+    """Return the scale index of each of first, first + step, ... before `end`."""
     return torch.arange(first, end, step, device=scales.device) // size
 
 
 def unreadable(parts: tuple[Part, ...], scheme: Fp8Scheme) -> str | None:
-    """Return why the kernels cannot multiply by these stacked parts; None if they can."""
+    """Return why the kernels do not support these stacked parts; None if they do."""
     columns = parts[0].columns
     if columns.size % _GROUP:
         return f"{columns.size} columns on a rank are no multiple of {_GROUP}"
@@ -119,12 +119,12 @@ def rows_of(weight: Tensor, part: Part) -> Tensor:
 
 def checked(full: Tensor) -> Tensor:
     if full.dtype != FP8:
-        raise WrongTensorError(f"is {full.dtype}, not {FP8}, which config.json's quantization_config tells")
+        raise WrongTensorError(f"is {full.dtype}, not {FP8}, which config.json's quantization_config implies")
     return full
 
 
 def dummy_scale(fan_in: int) -> float:
-    """Return the scale of dummy weights that keeps results as large as inputs."""
+    """Return the scale of dummy weights for which outputs are as large as inputs."""
     return float(fan_in**-0.5 / _DUMMY_DEVIATION)
 
 

@@ -17,8 +17,8 @@ _MODELOPT_FILE = "hf_quant_config.json"
 
 
 def read_kv_scheme(folder: str | Path, config: Mapping[str, Any]) -> str | None:
-    """Return `cache.dtype` of a checkpoint: FP8_E4M3; None if it does not mention KV; or its own text, if that is not
-    supported.
+    """Return the `cache.dtype` of a checkpoint: FP8_E4M3; None if it does not mention KV; or its own text for an
+    unsupported scheme.
 
     folder: the checkpoint's folder. config: its config.json.
     """
@@ -42,7 +42,7 @@ def kv_dtype(setting: str, scheme: str | None, dtype: torch.dtype) -> torch.dtyp
 
     setting: `cache.dtype`.
     scheme: from `read_kv_scheme`.
-    dtype: of the model.
+    dtype: the model's dtype.
     Raises ValueError if the checkpoint's scheme is not supported and `setting` is `auto`.
     """
     if setting == "auto" and scheme not in (None, FP8_E4M3):
@@ -53,7 +53,7 @@ def kv_dtype(setting: str, scheme: str | None, dtype: torch.dtype) -> torch.dtyp
 
 
 def _modelopt_file(folder: str | Path) -> object:
-    """Read ModelOpt's own file, which has the KV scheme that older exports omit in config.json."""
+    """Read ModelOpt's own file, which has the KV scheme that config.json of older exports lacks."""
     try:
         return json.loads((Path(folder) / _MODELOPT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Finds the modules that entries of a quantization_config name, and reads its fields with checks."""
+"""Matches modules with entries of a quantization_config, and reads and checks its fields."""
 
 import re
 from collections.abc import Mapping
@@ -7,23 +7,25 @@ from typing import Any, NoReturn
 
 
 def contains(entry: str, name: str) -> bool:
-    """Whether an entry is the module, a module around it, or some consecutive components of its name. Dots at its ends
-    are ignored, as in "layers.0."."""
+    """Return whether an entry is the module, a module that contains it, or some consecutive components of its name.
+    Dots at the entry's ends are ignored, as in "layers.0."."""
     return f".{entry.strip('.')}." in f".{name}."
 
 
 def matches(target: str, name: str) -> bool:
-    """Whether an entry of compressed-tensors names the module: by name, or with "re:" by a pattern of its beginning."""
+    """Return whether an entry of compressed-tensors matches the module: by name, or with "re:" by a pattern for its
+    beginning."""
     return re.match(target[3:], name) is not None if target.startswith("re:") else target == name
 
 
 def is_listed(entry: str, name: str) -> bool:
-    """Whether an entry of modelopt is the module, or a module around it: a name, or a pattern with `*`."""
+    """Return whether an entry of modelopt (a name, or a pattern with `*`) matches the module or one that contains
+    it."""
     return matches(entry, name) or fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*")
 
 
 def check_pattern(pattern: str, key: str, source: str) -> None:
-    """Raise ValueError unless a pattern is a regular expression."""
+    """Raise ValueError unless `pattern` is a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -31,7 +33,7 @@ def check_pattern(pattern: str, key: str, source: str) -> None:
 
 
 def setting(quantization: Mapping[str, Any], *keys: str) -> Any:
-    """Return the first of the keys that is set; None without."""
+    """Return the value of the first of the keys that is set; None if none is."""
     return next((quantization[key] for key in keys if quantization.get(key) is not None), None)
 
 
@@ -42,7 +44,7 @@ def refuse(source: str, key: str, value: object, rule: str, remedy: str = "use t
 def bits_of(
     quantization: Mapping[str, Any], source: str, *keys: str, supported: tuple[int, ...] = (4, 8), within: str = ""
 ) -> int:
-    """within: name of the section `quantization`, for errors."""
+    """Return the number of bits. within: name of the section `quantization`, for errors."""
     bits = setting(quantization, *keys)
     if type(bits) is not int or bits not in supported:
         known = " and ".join(map(str, supported))
@@ -51,7 +53,7 @@ def bits_of(
 
 
 def group_of(quantization: Mapping[str, Any], source: str, *keys: str) -> int | None:
-    """Return the inputs of a group; None for -1, a scale per output."""
+    """Return the number of inputs per group; None for -1, a scale per output."""
     size = setting(quantization, *keys)
     if type(size) is not int or (size != -1 and size < 1):
         refuse(source, keys[0], size, "must be a number of inputs, or -1 for a scale per output", "download it again")
@@ -59,7 +61,7 @@ def group_of(quantization: Mapping[str, Any], source: str, *keys: str) -> int | 
 
 
 def flag_in(quantization: Mapping[str, Any], source: str, key: str, default: bool | None = None) -> bool:
-    """default: value of a missing or null key; None: the key is required."""
+    """Return true or false. default: for a missing or null key; None: the key is required."""
     value = quantization.get(key)
     value = default if value is None else value
     if not isinstance(value, bool):
@@ -68,7 +70,7 @@ def flag_in(quantization: Mapping[str, Any], source: str, key: str, default: boo
 
 
 def only(quantization: Mapping[str, Any], source: str, key: str, *supported: object) -> None:
-    """Refuse other values of a key than these, null and missing."""
+    """Raise ValueError unless a key has one of these values, or is null or missing."""
     value = quantization.get(key)
     given = value.lower() if isinstance(value, str) else value
     if value is not None and given not in supported:

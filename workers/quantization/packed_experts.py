@@ -1,4 +1,4 @@
-"""Stacked experts whose weights have few bits: held as the checkpoint stores them until `finish`, then packed expert by
+"""Stacked experts with low-bit weights: stored in the checkpoint's format until `finish`, then packed expert by
 expert."""
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ BIAS = "bias"
 
 
 class PackedExperts(ExpertsMethod):
-    """stored: of all experts, by part and kind; empty after `finish`.
+    """stored: tensors of all experts, by part and kind; empty after `finish`.
     biases: [experts, rows] of each part on this rank, in the model's dtype; empty without.
 
-    A rank holds whole groups of the down projection, and a width that is a multiple of 64. Its gate and up rows are
-    padded with zeros, so that inner activations there are zero.
+    A rank has whole groups of the down projection, and a width that is a multiple of 64. Gate and up rows are padded
+    with zeros, so that the inner activations there are zero.
     """
 
     def __init__(self, shape: ExpertsShape, scheme: PackedScheme) -> None:
@@ -96,7 +96,7 @@ class PackedExperts(ExpertsMethod):
             gate_up_bias = torch.cat(
                 [nn.functional.pad(bias, (first, width - first - bias.shape[1])) for bias in each], 1
             )
-            # the ranks' parts are summed
+            # because the ranks' parts are summed
             down_bias = self.biases[down.name].data.float() if down.columns.first == 0 else None
         self._weights = PackedExpertWeights(
             gate_up, weights, gate_up_bias, down_bias, shape.activation, shape.held_if_some

@@ -1,6 +1,6 @@
-"""A linear layer whose weight has few bits: held as the checkpoint stores it until `finish`, then packed for
-`workers.ops.packed`, or dequantised to the model's dtype if there is no product of few bits, or if a layer multiplies
-by a part of the weight."""
+"""A linear layer with a low-bit weight: stored in the checkpoint's format until `finish`, then packed for
+`workers.ops.packed`. It is dequantised to the model's dtype if there is no low-bit product, or if a layer multiplies by
+a part of the weight."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -57,29 +57,30 @@ class StoredMatrix(nn.Module, ABC):
 
     @abstractmethod
     def fill_dummy(self, generator: torch.Generator) -> None:
-        """Fill with random codes of which a product is as large as its inputs."""
+        """Fill with random codes for which outputs are as large as inputs."""
 
 
 class LinearLayout(ABC):
-    """Stored form of linear layers of few bits, as a plain value; its text is for the log."""
+    """Storage format of linear layers with low-bit weights, as a plain value; its text is for the log."""
 
     @property
     @abstractmethod
     def all_kinds(self) -> tuple[str, ...]:
-        """The tensors of a matrix, as last components of names."""
+        """Return the tensors of a matrix, as last components of names."""
 
     @property
     @abstractmethod
     def optional(self) -> tuple[str, ...]:
-        """Tensors that a checkpoint may lack."""
+        """Return the tensors that a checkpoint may lack."""
 
     @abstractmethod
     def stored(self, part: Part) -> StoredMatrix:
-        """Allocate this rank's share of a matrix. Raises ValueError if the matrix has no such form."""
+        """Allocate this rank's share of a matrix. Raises ValueError if the matrix cannot have this format."""
 
     @abstractmethod
     def pack(self, stored: Sequence[StoredMatrix], shape: LinearShape) -> list[PackedPart]:
-        """Return the rows of a layer; one part unless the order of inputs differs. stored: by part of `shape`."""
+        """Return the rows of a layer, in one part unless the order of inputs differs. stored: matrices by part of
+        `shape`."""
 
     @abstractmethod
     def max_inputs(self, columns: Span) -> int:
@@ -102,7 +103,7 @@ class _Product:
 
 
 class PackedLinear(DenseLinearMethod):
-    """stored: per part; empty after `finish`."""
+    """stored: matrices by part; empty after `finish`."""
 
     def __init__(self, shape: LinearShape, layout: LinearLayout) -> None:
         super().__init__(shape)
@@ -126,7 +127,7 @@ class PackedLinear(DenseLinearMethod):
         return self.shape.out_features * self.shape.in_features * self._dtype.itemsize
 
     def dense_weight(self) -> Tensor:
-        """The dense weight, dequantised at each call if it stays packed."""
+        """Return the dense weight, dequantised at each call if it stays packed."""
         if self._dense is not None:
             return self._dense
         assert self._packed, "call finish first"
@@ -199,7 +200,7 @@ class PackedLinear(DenseLinearMethod):
         return gated_mlp(x, gate_up, other, self._options, out)
 
     def _only(self) -> PackedProduct | None:
-        """The product with the whole weight, if it has the order of the inputs."""
+        """Return the product with the whole weight; None if the order of inputs differs."""
         if len(self._packed) != 1:
             return None
         part = self._packed[0].part

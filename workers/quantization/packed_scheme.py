@@ -1,6 +1,5 @@
-"""`PackedScheme`: the storage of one matrix of few bits in a checkpoint. A scheme cuts and reads the tensors of a
-matrix; the methods of layers (`packed_linear`, `packed_experts`) hold them until `finish`, then build a
-`PackedWeight`."""
+"""`PackedScheme`: the storage of one low-bit matrix in a checkpoint. A scheme shards and reads the tensors of a matrix;
+the methods of layers (`packed_linear`, `packed_experts`) keep them until `finish`, then build a `PackedWeight`."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from workers.span import Span
 
 @dataclass(frozen=True)
 class MatrixCodes:
-    """A matrix in the form of `workers.ops.packed.weight.pack`.
+    """A matrix, as arguments of `workers.ops.packed.weight.pack`.
 
     codes: uint8 [rows, columns], one code each.
     scales: [rows, columns / group].
@@ -38,7 +37,7 @@ class PackedScheme(LinearLayout):
     group: inputs that share a scale; None for a scale per output.
     kinds: the tensors of a matrix, as last components of names.
     unused: tensors that a checkpoint may have, without effect here.
-    any_float: tensors that keep the checkpoint's dtype.
+    any_float: tensors that stay in the checkpoint's dtype.
     has_zeros, has_row_scale: whether `MatrixCodes` has them.
     """
 
@@ -64,14 +63,14 @@ class PackedScheme(LinearLayout):
 
     @abstractmethod
     def storage(self, part: Part) -> dict[str, Tensor]:
-        """Allocate this rank's share of a matrix, by kind. A rank holds whole groups: `widened`.
+        """Allocate this rank's share of a matrix, by kind. A rank has whole groups, see `widened`.
 
-        Raises ValueError if the matrix has no such form.
+        Raises ValueError if the matrix cannot be stored like this.
         """
 
     @abstractmethod
     def copy(self, kind: str, part: Part, full: Tensor, out: Tensor) -> None:
-        """Copy this rank's share of `full`, the checkpoint's tensor of `kind`, to `out`, which `storage` made.
+        """Copy this rank's share of `full`, the checkpoint's tensor of `kind`, to `out`, which `storage` allocated.
 
         Raises WrongTensorError for a wrong shape or dtype.
         """
@@ -79,11 +78,11 @@ class PackedScheme(LinearLayout):
     @abstractmethod
     def read(self, stored: Mapping[str, Tensor]) -> MatrixCodes:
         """Return the matrix, with `widened` columns. stored: the tensors that `copy` filled, by kind. Raises ValueError
-        for scales that are no numbers."""
+        for NaN scales."""
 
     @abstractmethod
     def dummy(self, stored: Mapping[str, Tensor], fan_in: int, generator: torch.Generator) -> None:
-        """Fill the tensors of `storage` with random codes, scaled so that products are as large as their inputs."""
+        """Fill the tensors of `storage` with random codes, scaled so that outputs are as large as inputs."""
 
     def packed_bytes(self, rows: int, columns: int, *experts: int) -> int:
         """Return the bytes of a packed matrix, with 16-bit scales."""
@@ -111,8 +110,8 @@ class PackedScheme(LinearLayout):
         return self.packed_bytes(shape.out_features, self.max_inputs(shape.parts[0].columns))
 
     def widened(self, columns: Span) -> Span:
-        """Return `columns` extended to whole groups, which the borders of ranks may cut. A rank's inputs there must be
-        zero."""
+        """Return `columns` extended to whole groups, because a rank's boundary may split a group. Inputs of the
+        additional columns must be zero."""
         if self.group is None:
             return columns
         first, end = columns.first // self.group, -(-columns.end // self.group)
@@ -141,7 +140,7 @@ class _StoredPacked(StoredMatrix):
 
 
 def with_rows(matrix: MatrixCodes, first: int, num_rows: int) -> MatrixCodes:
-    """Return `matrix` at row `first` of `num_rows`; the other rows have scales of zero and so are zero."""
+    """Return `matrix` at row `first` of `num_rows`; the other rows are zero."""
 
     def padded(tensor: Tensor | None) -> Tensor | None:
         if tensor is None or tensor.shape[0] == num_rows:
@@ -156,7 +155,7 @@ def with_rows(matrix: MatrixCodes, first: int, num_rows: int) -> MatrixCodes:
 
 
 def packed_below(matrices: list[MatrixCodes], scheme: PackedScheme) -> PackedWeight:
-    """Pack matrices below each other."""
+    """Pack vertically stacked matrices."""
 
     def joined(tensors: list[Tensor | None]) -> Tensor | None:
         given = [tensor for tensor in tensors if tensor is not None]

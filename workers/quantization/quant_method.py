@@ -16,12 +16,12 @@ class QuantMethod(ABC):
     """A plain value, equal on every rank; part of a model's configuration."""
 
     def fallback(self, device: torch.device) -> str | None:
-        """Return the log message of a start if weights are not multiplied as the checkpoint intends, else None."""
+        """Return a log message if weights are not multiplied as the checkpoint intends, else None."""
         return None
 
     def fitted(self, with_weight: Callable[[], frozenset[str]]) -> "QuantMethod":
-        """Return the method of a checkpoint whose modules `with_weight()` have a tensor `weight`, which
-        quantization_config may not mention."""
+        """Return the method of a checkpoint in which the modules `with_weight()` have a tensor `weight`, although
+        quantization_config may not say so."""
         return self
 
     @abstractmethod
@@ -33,10 +33,10 @@ class QuantMethod(ABC):
         """
 
     def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
-        """Return the method of a layer's routed experts. names: of the first one's matrices
+        """Return the method of a layer's routed experts. names: names of the first expert's matrices
         ("model.layers.3.mlp.experts.0.gate_proj", ...).
 
-        Raises ValueError if there is none.
+        Raises ValueError if they are not supported.
         """
         raise ValueError(f"{names[0]}: experts quantised like this are not supported; use the checkpoint in bf16")
 
@@ -53,7 +53,7 @@ class Unquantized(QuantMethod):
 
 
 def all_or_none(names: Sequence[str], ignores: Callable[[str], bool]) -> bool:
-    """Whether all modules of a layer are unquantised. Raises ValueError if only some are."""
+    """Return whether all modules of a layer are unquantised. Raises ValueError if only some are."""
     left = [name for name in names if ignores(name)]
     if left and len(left) < len(names):
         raise ValueError(

@@ -15,7 +15,7 @@ from workers.quantization.separate_parts import SeparateParts
 
 
 class Scheme(ABC):
-    """A plain value, equal for modules that may be multiplied together."""
+    """A plain value, equal for modules that can be merged into one product."""
 
     @property
     @abstractmethod
@@ -40,7 +40,7 @@ class SchemeQuant(QuantMethod):
     """Chooses a scheme by a module's name.
 
     source: names the checkpoint in errors.
-    stored_plain: modules with a 16-bit weight in the files, regardless of quantization_config; see `fitted`.
+    stored_plain: modules that have a 16-bit weight in the files, regardless of quantization_config; see `fitted`.
     """
 
     source: str
@@ -59,8 +59,8 @@ class SchemeQuant(QuantMethod):
         return None if name in self.stored_plain else self.declared(name)
 
     def fitted(self, with_weight: Callable[[], frozenset[str]]) -> Self:
-        """Published lists of modules are not always complete: a module with a plain `weight` in the files is
-        unquantised if the declared scheme has no tensor of that name."""
+        """Return the method for the files: a module that has a plain `weight` there is unquantised if the declared
+        scheme has no tensor of that name, because published lists of modules may be incomplete."""
 
         def is_plain(name: str) -> bool:
             scheme = self.declared(name)

@@ -1,4 +1,4 @@
-"""A layer whose matrices are quantised differently, or in part: each has its own method."""
+"""A layer whose matrices have different quantisations, or of which only some are quantised: each has its own method."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from workers.ops.gemm.workspace import GEMMOptions
 
 
 class SeparateParts(LinearMethod):
-    """methods: one per part of `shape`, each of a shape with that part alone."""
+    """methods: one per part of `shape`, each for a shape with that part alone."""
 
     def __init__(self, shape: LinearShape, methods: Sequence[LinearMethod]) -> None:
         super().__init__(shape)

@@ -14,7 +14,7 @@ from workers.quantization.integers.gptq import read_gptq
 from workers.quantization.integers.pack_quantized import read_pack_quantized
 from workers.quantization.quant_method import QuantMethod, Unquantized
 
-# From quantization_config and what it is of, for errors.
+# Arguments: quantization_config, and the checkpoint's name for errors.
 QuantReader = Callable[[Mapping[str, Any], str], QuantMethod]
 
 
@@ -39,8 +39,8 @@ QUANT_METHODS: dict[str, QuantReader] = {
 
 
 def read_quant_method(config: Mapping[str, Any], source: str) -> QuantMethod:
-    """Return the method of a config.json. Raises ValueError that lists the supported ones for any other. source: names
-    it in errors."""
+    """Return the method of a config.json. Raises ValueError that lists the supported ones for an unsupported one.
+    source: its name in errors."""
     quantization = config.get("quantization_config")
     if not quantization:
         return Unquantized()

@@ -1,7 +1,7 @@
 """One rank: takes step plans, returns step results.
 
 worker          plan -> batch -> step -> result
-plan_batch      converts a plan to tensors; chunk_tensors: its prompt chunks
+plan_batch      converts a plan to tensors; chunk_tensors: converts its prompt chunks
 batch           a step's tensors and the order of their rows
 step_result     converts a step's output to a `StepResult`
 decoding        `DecodingStrategy`, and non-speculative decoding

@@ -22,7 +22,7 @@ Backends = dict[Mode, AttentionBackend]
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The properties of a model on one rank that matter to attention. kv_dtype: of its KV; None: `dtype`."""
+    """The properties of a model on one rank that matter to attention. kv_dtype: dtype of its KV; None: `dtype`."""
 
     config: ModelConfig
     tensor_parallel: int
@@ -87,8 +87,8 @@ def target_backends(
 
 
 def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
-    """Return the backends of rounds that read lengths on the host, as text for the log. None if there are none: then
-    rounds can be CUDA graphs, and no lengths are copied to the host."""
+    """Return the names of backends of rounds that read lengths on the host, for the log. None without such backends:
+    then rounds can be CUDA graphs, and no lengths are copied to the host."""
     readers = {
         f"{backend.name} in {mode.value}"
         for model in models
@@ -99,6 +99,6 @@ def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
 
 
 def chunks_on_device(*models: Mapping[Mode, AttentionBackend]) -> bool:
-    """Whether steps with prompt chunks can be CUDA graphs, because no backend needs the chunks on the host."""
+    """Return whether steps with prompt chunks can be CUDA graphs, because no backend needs the chunks on the host."""
     prefill = [model[Mode.PREFILL] for model in models if Mode.PREFILL in model]
     return all(registry.BACKENDS[backend.name].chunks_on_device for backend in prefill)

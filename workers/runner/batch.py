@@ -40,9 +40,9 @@ class PromptChunks:
 class PromptTargets:
     """The n prompt tokens of a step whose log-probabilities are requested.
 
-    rows: [n] int64 rows of the tokens before them, counted from the first chunk row.
+    rows: [n] int64 rows of the preceding tokens, counted from the first chunk row.
     tokens: [n] int64.
-    num_top: number of most likely tokens to return with them.
+    num_top: number of most likely tokens to return for each.
     """
 
     rows: Tensor
@@ -59,7 +59,7 @@ class StepBatch:
     shape, next_shape: indexes of the tree shapes that rounds verify and draft (`workers.config.RoundShapes`).
     draft_slots: [B + F] int64 slot of each entry that drafts, else the padding slot.
     max_kv_len: host-side bound of the KV positions that the step reads or writes.
-    needs: of all entries.
+    needs: sampling needs of all entries.
     prompt_targets: None if no prompt log-probabilities are requested. Steps with prompt targets run eagerly.
     """
 
@@ -79,7 +79,7 @@ class StepBatch:
 
     @cached_property
     def entry_slots(self) -> Tensor:
-        """[B + F] int64 slots that emit tokens."""
+        """Slots that emit tokens, [B + F] int64."""
         return self.slots if self.chunks is None else torch.cat((self.slots, self.chunks.final_slots))
 
     def rows(self, width: int) -> "RowLayout":
@@ -141,14 +141,14 @@ def joined(parts: Sequence[Tensor | None]) -> Tensor:
 class StepTensors:
     """The output of a step's entries.
 
-    tokens: [B + F, M] int64, of which the first `counts` of a row are valid.
-    counts, finish, accepted: [B + F] int64; see `StepResult`. accepted is -1 where nothing was verified.
+    tokens: [B + F, M] int64; the first `counts` of a row are valid.
+    counts, finish, accepted: [B + F] int64; see `StepResult`. accepted is -1 if nothing was verified.
     logprobs: of the emitted tokens, if requested.
     drafts: [B + F, 2, W] int64 tokens and parents of the next trees, if a request has a grammar and there is a draft.
     prompt_logprobs: of the batch's prompt targets, if any.
-    matches: [B + F, 3] int64, in engines that copy drafts from the requests' text. Three counts per entry: first tokens
-        of this step that the last proposal predicted, -1 without a proposal; length of the match that the next proposal
-        continues, 0 without one; accepted drafts that were copied.
+    matches: [B + F, 3] int64, in engines that copy drafts from the requests' text. Three counts per entry: leading
+        tokens of this step that the last proposal predicted, -1 without a proposal; length of the match from which the
+        next proposal is copied, 0 without one; accepted drafts that were copied.
     min_entropies: [B + F] int64, in engines that choose shapes by acceptance: the target's min-entropy after the newest
         token before the step, in thousandths of a nat; negative where a prompt ended.
     """

@@ -55,7 +55,7 @@ PhaseAdvance = Callable[[str, float, float, str], None]  # phase, amount done, t
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """A rank that is ready for plans. layout: complete, with numbers instead of "auto"."""
+    """A rank that is ready for plans. layout: complete, with numbers for "auto"."""
 
     worker: Worker
     layout: EngineLayout
@@ -88,7 +88,7 @@ def build_rank(
     others = choose_backends(engine.speculation.attention(worker.cache.page_size, engine.dtype, here))
     phases = _Phases(report)
     memory = RankMemory(device_memory(device), worker, engine.layout, device)
-    # the custom all-reduce has two kernels for the RMSNorm of a sum, and chooses one by the number of rows
+    # the custom all-reduce has two kernels with RMSNorm, chosen by the number of rows
     group = join_tp_group(rank, worker.tensor_parallel, address, device, custom_all_reduce=not deterministic)
     phases.done("process group joined")
     parts = load_parts(worker, engine, group, backends, memory, deterministic, phases.done, advance)
@@ -121,7 +121,7 @@ def build_rank(
     layout = replace(parts.layout, memory=memory.use(parts.layout, built.graphs, group))
     if memory.runs_steps:
         with must_fit("the largest step", "lower cache.memory_share, or stop what else allocates on this GPU"):
-            for _, plan in largest_steps(parts.layout):  # torch's allocator keeps the memory that they take
+            for _, plan in largest_steps(parts.layout):  # torch's allocator caches their memory
                 run(eager, plan)
         phases.done("largest steps again")
     if worker.measure_costs:
@@ -147,7 +147,7 @@ def load_parts(
 ) -> EngineParts:
     """Load this rank's shard of the target. Decide the number of slots and allocate them, and a KV pool of one page.
 
-    backends: of the target.
+    backends: the target's.
     done: called after each phase.
     advance: called with the progress of loading.
     """
@@ -189,7 +189,7 @@ def load_parts(
 def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int, done: PhaseDone) -> EngineParts:
     """Decide the number of KV pages, allocate them, and return the parts with the new layout.
 
-    eager: runs steps without graphs.
+    eager: whether steps run without graphs.
     num_graphs: graphs that are always captured.
     done: called after each phase.
     """
@@ -208,7 +208,7 @@ def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graph
 
 
 def attention_choices(worker: WorkerConfig, engine: EnginePlan, dtype: torch.dtype, device: Capability) -> list[Choice]:
-    """Return the configured backends of all models. dtype: of the models on `device`."""
+    """Return the configured backends of all models. dtype: dtype of the models on `device`."""
     of_kv = kv_dtype(worker.cache.dtype, engine.target.kv_scheme, dtype)
     shape = ModelShape(engine.target, worker.tensor_parallel, dtype, worker.cache.page_size, device, of_kv)
     return [

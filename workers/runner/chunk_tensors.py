@@ -18,7 +18,8 @@ def in_order(plan: StepPlan) -> list[Chunk]:
 
 
 def chunk_columns(plan: StepPlan, has_states: bool = False) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays that `prompt_chunks` and `prompt_targets` need on the device. has_states: as in the former."""
+    """Return the arrays that `prompt_chunks` and `prompt_targets` need on the device. has_states: see
+    `prompt_chunks`."""
     chunks = in_order(plan)
     ids = [unpack_i32(chunk.tokens) for chunk in chunks]
     starts = np.array([chunk.start for chunk in chunks], np.int32)
@@ -41,8 +42,8 @@ def chunk_columns(plan: StepPlan, has_states: bool = False) -> dict[str, npt.NDA
 def prompt_chunks(
     plan: StepPlan, columns: Mapping[str, Tensor], page_table: Tensor, has_states: bool = False
 ) -> PromptChunks:
-    """Return the plan's chunks on the device. columns: include those of `chunk_columns`. page_table: of all slots, with
-    the plan's changes. has_states: whether the model has recurrent layers."""
+    """Return the plan's chunks on the device. columns: includes those of `chunk_columns`. page_table: that of all
+    slots, with the plan's changes. has_states: whether the model has recurrent layers."""
     chunks = in_order(plan)
     counts = tuple(len(chunk.tokens) // 4 for chunk in chunks)
     slots, final_lengths = columns["chunk slots"], columns["final lengths"]
@@ -66,7 +67,7 @@ def prompt_chunks(
 
 
 def _state_columns(plan: StepPlan, chunks: list[Chunk]) -> dict[str, npt.NDArray[Any]]:
-    """Return, for each chunk, the first position whose KV it writes, and which state it saves where."""
+    """Return each chunk's first position whose KV is written, and the position and row of its saved state."""
     saved = {slot: (position, row) for slot, position, row in unpack_i32(plan.saved_states).reshape(-1, 3).tolist()}
     at, rows = zip(*(saved.get(chunk.slot, (-1, 0)) for chunk in chunks), strict=True)
     return {

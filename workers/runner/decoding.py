@@ -30,8 +30,8 @@ class DecodingStrategy(Protocol):
     def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
         """Run one step. Changes slots, KV pools and the strategy's own state in place.
 
-        fill_masks: copies the step's grammar masks to the device. Called after the target's pass is launched, before
-            tokens are chosen.
+        fill_masks: copies the step's grammar masks to the device. Called between the launch of the target's pass and
+            the choice of tokens.
         """
 
 
@@ -49,7 +49,7 @@ class CuttableStrategy(DecodingStrategy, Protocol):
         tensors, None, or such dataclasses."""
 
     def choose(self, batch: StepBatch, passed: Any) -> StepTensors:
-        """Run the rest of a step. passed: the result of `forward` with the same batch."""
+        """Run the rest of a step. passed: the result of `forward` for the same batch."""
 
 
 def begin_finals(slots: SlotTable, chunks: PromptChunks) -> None:

@@ -1,7 +1,7 @@
 """Total, free and peak memory of a rank's device. Used by `workers.runner.memory`.
 
-On a CPU, free memory is what the kernel can still allocate, or what is left of the limits of the process's control
-groups, if that is less: a container is killed at its own limit.
+On a CPU, free memory is the minimum of what the kernel can still allocate and what remains of the process's control
+group limits, because a container is killed at its own limit.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ class DeviceMemory(Protocol):
         """Memory in use: on a GPU by all processes, on a CPU by this one."""
 
     def peak_of(self, run: Callable[[], None]) -> int:
-        """Run `run`, and return its peak memory beyond what was in use before. On a GPU all of it is freed."""
+        """Run `run`, and return its peak memory beyond what was in use before. On a GPU, all of it is freed
+        afterwards."""
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
@@ -91,7 +92,7 @@ class HostMemory:
 
     def peak_of(self, run: Callable[[], None]) -> int:
         before = self.used()
-        with contextlib.suppress(OSError):  # without kernel support, the peak since the process's start counts
+        with contextlib.suppress(OSError):  # without kernel support, the peak since the process's start is used
             (self._proc / "self" / "clear_refs").write_text("5")  # resets the peak to the resident size
         run()
         return max(0, _field(self._proc / "self" / "status", "VmHWM:") * 1024 - before)

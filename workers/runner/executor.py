@@ -29,4 +29,4 @@ class StepExecutor(Protocol):
         """Whether `take` would return at once."""
 
     def take(self) -> StepResult:
-        """Wait for the oldest pending step and return its result, equal on all ranks. Only rank 0's is sent."""
+        """Wait for the oldest pending step and return its result, equal on all ranks. Only rank 0's result is sent."""

@@ -51,14 +51,14 @@ class Speculation(Protocol):
 
     @property
     def verified_modes(self) -> Mapping[Mode, bool]:
-        """Modes besides DECODE in which rounds run the target, and whether the masks of each branch."""
+        """Modes besides DECODE in which rounds run the target; the value says whether masks branch in that mode."""
 
     @property
     def has_synthetic_acceptance(self) -> bool:
         """Whether drafts are accepted regardless of the target's choice, for benchmarks."""
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
-        """The draft's layers with KV of their own, in pages with the target's page ids. dtype: of the model."""
+        """The draft's layers with KV of their own, in pages with the target's page ids. dtype: the model's dtype."""
 
     def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
         """Configured attention backends of the draft."""
@@ -80,8 +80,8 @@ class Speculation(Protocol):
 class EnginePlan:
     """An engine before weights are loaded: the configurations of its models, and the layout.
 
-    dtype: of weights.
-    kv_dtype: of the target's KV; `speculation` chooses the draft's.
+    dtype: dtype of weights.
+    kv_dtype: dtype of the target's KV; `speculation` chooses the draft's.
     """
 
     target: ModelConfig
@@ -91,7 +91,7 @@ class EnginePlan:
     layout: EngineLayout
 
     def target_groups(self, tensor_parallel: int) -> tuple[LayerGroup, ...]:
-        """Return the layer groups of the target's KV on a rank. Layers that keep only a window have separate groups."""
+        """Return the layer groups of the target's KV on a rank. Windowed layers have separate groups."""
         return split_windows(self.target, self.target.kv_groups(tensor_parallel, self.kv_dtype), self.layout.window)
 
 
@@ -119,7 +119,7 @@ class EngineParts:
         return self.target.states
 
     def allocate(self, layout: EngineLayout) -> None:
-        """Replace the KV pages and snapshots with empty ones, as many as the layout has."""
+        """Replace the KV pages and snapshots with empty ones, in the numbers of the layout."""
         for pool in self.pools:
             pool.allocate(layout.num_pages, layout.known_window_pages)
         if self.states is not None:
@@ -165,7 +165,7 @@ def plan_engine(
     """Compute all sizes of an engine that do not depend on the memory of its ranks.
 
     target: the result of `workers.models.loading.read_target_config`.
-    device: of the ranks, which this process need not have; None: the configured device in this process.
+    device: device of the ranks, which this process need not have; None: the configured device in this process.
     Raises ValueError if no KV page fits into `cache.memory_gb`.
     """
     device = device or Capability(resolve_device(worker.model.device, 0).type)
@@ -177,10 +177,10 @@ def plan_engine(
     window = None if recurrent else longest_window(target, of_target, max_model_len)
     of_target = split_windows(target, of_target, window)
     shapes = replace(speculation.shapes, eager=not device.captures_graphs or not worker.cuda_graphs)
-    # two rounds in flight may write beyond max_model_len
+    # two rounds in flight may write after max_model_len
     max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)
     scheduler, cache = worker.scheduler.resolved(device.type), worker.cache
-    if recurrent and cache.state_snapshots == 0:  # no request could resume from cached pages
+    if recurrent and cache.state_snapshots == 0:  # without snapshots no request could resume from cached pages
         cache = replace(cache, prefix_cache=False)
     layout = EngineLayout(
         shapes=shapes,
@@ -214,15 +214,14 @@ def plan_engine(
 
 
 def longest_window(target: ModelConfig, groups: Sequence[LayerGroup], max_model_len: int) -> int | None:
-    """Return the tokens that layers with a window keep: the longest window below `max_model_len`; longer ones mask
-    nothing. None if there is no such window."""
+    """Return the longest window below `max_model_len` in tokens; None without one. Longer windows mask nothing."""
     layers = (layer for group in groups if group.layout.kind == HeadsLayout.kind for layer in group.layers)
     windows = (target.score_rule(layer).window for layer in layers)
     return max((window for window in windows if window is not None and window < max_model_len), default=None)
 
 
 def split_windows(target: ModelConfig, groups: Sequence[LayerGroup], window: int | None) -> tuple[LayerGroup, ...]:
-    """Split the groups, so that layers with a window of at most `window` tokens are separate from the others."""
+    """Split the groups so that layers with a window of at most `window` tokens are separate."""
     if window is None:
         return tuple(groups)
     split = []

@@ -50,7 +50,7 @@ class LocalEngine:
 
         An exception or Ctrl-C aborts them. The engine stays usable.
 
-        listener: called with each output of a step. A true result aborts that output's request.
+        listener: called with each output of a step. If it returns true, that output's request is aborted.
         """
         requests = list(requests)
         waiting, running = requests[::-1], 0
@@ -79,7 +79,8 @@ class LocalEngine:
         sampling: SamplingParams | Sequence[SamplingParams],
         concurrency: int = 16,
     ) -> list[Request]:
-        """Run one request per prompt. Return the finished requests in order. sampling: for all, or one per prompt."""
+        """Run one request per prompt. Return the finished requests in order. sampling: one for all prompts, or one per
+        prompt."""
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         requests = [
             Request(f"local-{id(self):x}-{i}", list(prompt), params)
@@ -93,8 +94,8 @@ class LocalEngine:
 def local_engine(worker: WorkerConfig, plan: EnginePlan, all_graphs: bool = True) -> Iterator[LocalEngine]:
     """Run an engine while the context is open. A single rank runs in this process, several in a child process each.
 
-    all_graphs: capture all graphs at the start, regardless of `graph_capture.limit_s`, because this engine captures
-        nothing while idle.
+    all_graphs: capture all graphs at the start, regardless of `graph_capture.limit_s`, because this engine does not
+        capture while idle.
     Raises ValueError as `build_rank` does.
     """
     if all_graphs:

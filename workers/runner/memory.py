@@ -1,9 +1,9 @@
 """Divides a rank's memory while it is built. Used by `workers.runner.build`.
 
 Memory is allocated in this order: weights, tables of slots, KV pages, graphs. Before KV pages are allocated, the
-largest possible steps run on a pool of one page, and their peak is reserved. KV pages get what is left. On a CPU the
-largest steps would take many seconds and do not run; KV gets a tenth of the free memory. All ranks use the same
-numbers, the minimum over the ranks.
+largest possible steps run on a pool of one page, and their peak is reserved. KV pages get the rest. On a CPU the
+largest steps do not run, because they would take many seconds; KV gets a tenth of the free memory. All ranks use the
+minimum over the ranks.
 """
 
 import time
@@ -23,14 +23,14 @@ from workers.runner.graphs.warm_up import largest_steps, run
 from workers.runner.worker import Worker
 from workers.scheduling.plan import GraphCount
 
-GRAPH_BYTES = 8 * 10**6  # of a captured round, without its tensors; measured on an H200: 0.1 GB for 22 graphs
+GRAPH_BYTES = 8 * 10**6  # bytes of a captured round, without its tensors; measured on an H200: 0.1 GB for 22 graphs
 GRAPH_SHARE = 0.05  # limit of optional graphs, as a share of the memory that is free at the start
-_MAX_WAIT_S = 10.0  # for the memory of a killed process
+_MAX_WAIT_S = 10.0  # maximum wait until a killed process's memory is freed
 
 
 @dataclass(frozen=True)
 class StepPeaks:
-    """Peak bytes of eager steps, beyond what is always allocated. rounds: of steps without prompts."""
+    """Peak bytes of eager steps, in addition to permanent allocations. rounds: peak of steps without prompts."""
 
     rounds: int = 0
     all_steps: int = 0
@@ -40,7 +40,7 @@ class RankMemory:
     """The memory of one rank while it is built. Its methods are called in the order of their definition."""
 
     def __init__(self, memory: DeviceMemory, worker: WorkerConfig, layout: EngineLayout, device: torch.device) -> None:
-        """Must run before anything is allocated. Waits until the rank that this one replaces has freed its memory."""
+        """Must run before any allocation. Waits until the rank that this one replaces has freed its memory."""
         self._memory = memory
         self._worker = worker
         self.device = device
@@ -53,12 +53,12 @@ class RankMemory:
 
     @property
     def runs_steps(self) -> bool:
-        """Whether the largest steps run: before KV is allocated, and again after all else is allocated."""
+        """Return whether the largest steps run: before KV is allocated, and again after all other allocations."""
         return Capability.of(self.device).captures_graphs
 
     @contextmanager
     def counting_weights(self) -> Iterator[None]:
-        """Count memory that is allocated in this context as weights."""
+        """Count memory allocated in this context as weights."""
         before = self.used()
         yield
         self._weights += self.used() - before

@@ -90,7 +90,7 @@ WIDE_TILES = Fp8WideTiles(64, 64, 1, 6, 4), Fp8WideTiles(128, 64, 1, 4, 4), Fp8W
 
 @dataclass(frozen=True)
 class Fp8Matrix:
-    """A weight as the kernels read it.
+    """A weight in the kernels' layout.
 
     values: [N, K] float8_e4m3fn, contiguous, K a multiple of GROUP.
     scales: float32 [ceil(N / SCALE_ROWS), K / GROUP], or [N, 1] per output; contiguous.
@@ -107,8 +107,8 @@ class Fp8Matrix:
 def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
     """Return tiles for a weight [n, k]; None if it does not fit.
 
-    Each multiprocessor has as many bytes in flight as with the measured table of `skinny_gemm`. Tiles are half as
-    large, so there are twice as many stages, and twice as many columns before the wait.
+    Each multiprocessor has as many bytes in flight as with the measured table of `skinny_gemm`. Tiles have half the
+    bytes, so there are twice as many stages, and twice as many columns before the wait.
     """
     if rows > MAX_ROWS or k % GROUP:
         return None
@@ -116,23 +116,23 @@ def fp8_gemm_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
     tiles, groups = cdiv(n, 64), k // GROUP
     if tiles > MULTIPROCESSORS:
         ahead = _ahead(block_m, 128, groups)
-        stages, warps = (5 if ahead == 0 else 4, 4) if block_m <= 32 else (4, 8)  # two programs a multiprocessor
+        stages, warps = (5 if ahead == 0 else 4, 4) if block_m <= 32 else (4, 8)  # two programs per multiprocessor
         return Fp8GemmTiles(block_m, 128, 1, ahead, stages, warps)
-    # Double the programs up to a whole wave. With few rows continue even if some multiprocessors get two: that is
-    # better than many with none.
+    # Double the programs up to a whole wave. With few rows, continue even if some multiprocessors get two, because idle
+    # ones would be worse.
     doubled = int(0.6 * MULTIPROCESSORS) if block_m == 16 else MULTIPROCESSORS // 2
     splits = 1
     while splits * tiles <= doubled and groups % (2 * splits) == 0 and splits < MAX_SPLITS:
         splits *= 2
     ahead = _ahead(block_m, 64, groups // splits)
-    # Few rows: room for two programs, because one reads ahead while the previous GEMM runs. More rows: one program per
+    # Few rows: two programs must fit, because one reads ahead while the previous GEMM runs. More rows: one program per
     # multiprocessor, see `_split`.
     stages = 10 if block_m == 16 else max(6, _stages_alone(block_m + 64))
     return Fp8GemmTiles(block_m, 64, splits, ahead, stages, warps=4)
 
 
 def fp8_ahead_tiles(rows: int, n: int, k: int) -> Fp8AheadTiles | None:
-    """Return tiles for a weight [n, k] with scales per group; None if shared memory does not hold it, or for too many
+    """Return tiles for a weight [n, k] with scales per group; None if it does not fit in shared memory, or for too many
     rows.
 
     Chooses the fewest splits with few loads per program, because loads run one after another.
@@ -164,8 +164,8 @@ def _ahead(block_m: int, rows_of_w: int, span: int) -> int:
 def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8GemmTiles | None:
     """Return tiles for a gated product of weight [n, k], gate rows above up rows; None if it does not fit.
 
-    A program has 64 gate rows and 64 up rows. A weight with so few rows that K would be split does not fit.
-    for_fp8: 128 of each, one output group; does not fit unless programs fill the device once and sums fit in registers.
+    A program has 64 gate rows and 64 up rows. Weights with so few rows that K would be split are not supported.
+    for_fp8: 128 of each, which is one output group; None unless programs fill the device and sums fit in registers.
     """
     tiles = fp8_gemm_tiles(rows, n, k)
     if tiles is None or tiles.block_n < 128 or n // 2 % SCALE_ROWS:
@@ -183,7 +183,7 @@ def fp8_gated_tiles(rows: int, n: int, k: int, for_fp8: bool = False) -> Fp8Gemm
 def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
     """Return tiles for a weight [n, k], k a multiple of GROUP.
 
-    Set by a sweep on an H200, where two programs of 64 outputs fit on a multiprocessor (`tests.bench linear`).
+    Measured on an H200, where two programs of 64 outputs fit on a multiprocessor (`tests.bench linear`).
     """
     small, narrow, wide = WIDE_TILES
     twice = 2 * MULTIPROCESSORS
@@ -196,9 +196,9 @@ def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
 def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8WideTiles:
     """Split K while there are at most `programs` programs with at least ten steps each.
 
-    If there are then at most as many programs as multiprocessors, each has so many stages that no second program fits
-    on its multiprocessor. Programs start where those of the previous kernel end; if two fitted, some multiprocessors
-    would get two and others none.
+    With at most one program per multiprocessor, each gets so many stages that a second program does not fit. Otherwise
+    some multiprocessors would get two programs and others none, because programs start where those of the previous
+    kernel end.
     """
     groups, splits, count, stages = k // GROUP, 1, tiles.count(rows, n), tiles.stages
     while 2 * splits * count <= programs and groups % (2 * splits) == 0 and groups >= 20 * splits:
@@ -214,8 +214,8 @@ def _stages_alone(rows: int) -> int:
 
 
 def rounding_columns(weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
-    """Return the columns of one row that a program quantises at once; 0 if the GEMM does not quantise, because scales
-    are per row or the work per program would be too large."""
+    """Return the columns of one row that a program quantises at once. 0: the GEMM does not quantise, because scales are
+    per row or a program's work would be too large."""
     span = tiles.span(weight.values.shape[1]) * GROUP
     return min(int(next_power_of_2(span)), _ROUNDED) if weight.by_group and span <= 2 * _ROUNDED else 0
 

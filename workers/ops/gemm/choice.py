@@ -1,9 +1,9 @@
 """y = x W^T + b for weights of 16 or 32 bits: chooses the GEMM, once per layer, because some GEMMs pack the weight.
 
 On a CPU, oneDNN with its own blocked layout multiplies few rows 1.6 times faster than MKL (float32, 1792 x 512, 4 rows:
-0.54 against 0.88 ms on one core of a Xeon at 2.1 GHz, torch 2.13). So weights are packed once after loading, by the
-operators that torch.compile uses for frozen weights. These take about 30 us more per call, so torch multiplies small
-weights (4 rows, torch and oneDNN: 64 x 64, 4 and 23 us; 256 x 512, 36 and 85; 512 x 512, 84 and 82).
+0.54 instead of 0.88 ms on one core of a Xeon at 2.1 GHz, torch 2.13). So weights are packed once after loading, with
+the operators that torch.compile uses for frozen weights. These have an overhead of about 30 us per call, so small
+weights use torch (4 rows, torch and oneDNN: 64 x 64, 4 and 23 us; 256 x 512, 36 and 85; 512 x 512, 84 and 82).
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ from workers.ops.activation import silu_mul
 from workers.ops.gemm.tiles import INPUT_STEP, MAX_GATED_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
 from workers.ops.gemm.workspace import GEMMOptions
 
-_ROWS_HINT = 4  # rows for which oneDNN optimises its layout: those of a round
-_MIN_KEPT_WEIGHTS = 1 << 21  # with fewer, shared memory is not what limits Triton's kernels
-_MIN_PACKED_WEIGHTS = 1 << 18  # with fewer, the call costs more than the layout saves
+_ROWS_HINT = 4  # number of rows for which oneDNN optimises its layout
+_MIN_KEPT_WEIGHTS = 1 << 21  # with fewer, shared memory does not limit Triton's kernels
+_MIN_PACKED_WEIGHTS = 1 << 18  # with fewer, the call overhead exceeds the gain
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class BlockedGEMM(TorchGEMM):
         object.__setattr__(self, "weight", packed)
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        if out is not None:  # only tests of GPU paths pass one on a CPU
+        if out is not None:  # on a CPU only in tests of GPU paths
             return out.copy_(self.multiply(x, bias, None))
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, bias, "none", [], "")
         return y
@@ -83,7 +83,7 @@ def _wants_halves(weight: Tensor, options: GEMMOptions) -> bool:
 
 
 def _fills_waves(weight: Tensor, options: GEMMOptions) -> bool:
-    """Whether the weight may be G above U, for which wider tiles than those of Triton need less time."""
+    """Return whether the weight may be G above U, with a shape for which wider tiles than Triton's are faster."""
     n, k = weight.shape
     if not _wants_halves(weight, options) or n % 2:
         return False
@@ -91,7 +91,7 @@ def _fills_waves(weight: Tensor, options: GEMMOptions) -> bool:
 
 
 def _fits_one_wave(weight: Tensor, options: GEMMOptions) -> bool:
-    """Whether clusters that share a tile of the weight fill one wave."""
+    """Return whether clusters that share a tile of the weight fill one wave."""
     return _wants_halves(weight, options) and split_width(*weight.shape) is not None
 
 

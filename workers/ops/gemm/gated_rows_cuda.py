@@ -1,6 +1,6 @@
 """silu(x G^T) * (x U^T) for 129 to 256 rows, by `gated_rows.cu`, whose tiles fill the multiprocessors' waves better
-than those of Triton. Chosen by `workers.ops.gemm.choice` where it needs less time (H200, 256 rows: 12,288 outputs of
-4,096 inputs 78 us for 91, 17,408 of 5,120 150 for 199)."""
+than those of Triton. Chosen by `workers.ops.gemm.choice` where it is faster (H200, 256 rows: 12,288 outputs of 4,096
+inputs 78 instead of 91 us; 17,408 outputs of 5,120 inputs 150 instead of 199 us)."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,7 @@ def gated_rows(x: Tensor, weight: Tensor, width: int, out: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GatedRowsGEMM(SkinnyGEMM):
-    """`SkinnyGEMM`, but gated products of `fewest_gated_rows` to 256 rows are computed by `gated_rows`."""
+    """`SkinnyGEMM`, except that `gated_rows` computes gated products of `fewest_gated_rows` to 256 rows."""
 
     def __post_init__(self) -> None:
         KERNEL.compile_ahead(self.weight, self._width())

@@ -1,5 +1,5 @@
-"""y = W x + b for one row, by `one_row.cu`: all of W is in the multiprocessors' shared memory before x is there. Chosen
-by `workers.ops.gemm.choice` for weights that fit."""
+"""y = W x + b for one row, by `one_row.cu`: shared memory has all of W before x is computed. Chosen by
+`workers.ops.gemm.choice` for weights that fit."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -63,7 +63,7 @@ def _kernel(device: int, n: int, k: int, half: bool, blocks: int) -> Kernel:
 
 @dataclass(frozen=True)
 class OneRowGEMM(SkinnyGEMM):
-    """`SkinnyGEMM`, but one row is multiplied by `one_row`."""
+    """`SkinnyGEMM`, except that `one_row` multiplies a single row."""
 
     def __post_init__(self) -> None:
         (n, k), half = self.weight.shape, self.weight.dtype == torch.float16

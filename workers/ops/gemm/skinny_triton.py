@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, where reading W takes most of the time. Chosen by
+"""y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, which are bound by reading W. Chosen by
 `workers.ops.gemm.choice`.
 
-Between two cuBLAS GEMMs memory is idle: the next one starts to read when the previous kernel has ended. These programs
-are launched while earlier kernels run (`attention.ops.pdl`). With up to 16 rows they load the first columns of W to
-shared memory at once, then wait for x. Tensor maps need no registers, so a multiprocessor's whole shared memory can be
-in flight.
+Between two cuBLAS GEMMs memory is idle, because the next one starts to read only when the previous kernel has ended.
+These programs start while earlier kernels run (`attention.ops.pdl`). With up to 16 rows, they load the first columns of
+W to shared memory before they wait for x. Tensor maps need no registers, so a multiprocessor's whole shared memory can
+be in flight.
 
 W's tile [BLOCK_N, BLOCK_K] is the tensor core's first operand and fills its 64 rows; x^T of at least 16 rows is the
-second. K is split until programs fill the device. The program that finishes a tile last adds its splits in order, so
-equal inputs give equal bits. A row's result depends on the other rows only through the tile size that the table
-chooses; `fixed_rows` always uses the same size.
+second. K is split until programs fill the device. The last program of a tile adds its splits in order, so equal inputs
+give equal bits. A row's result depends on the other rows only through the tile size that the table chooses;
+`fixed_rows` always uses the same size.
 """
 
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ def _multiply(
     assert out.dtype in (x.dtype, torch.float32) and (out[0] if apart else out).is_contiguous()
     assert not apart or (out.shape[0] == tiles.splits and not gated)
     if rows == 0:
-        return  # no prompt ends in this step; tensor maps cannot be empty
+        return  # no prompt ends in this step, and tensor maps cannot be empty
     inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
     weights = TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k])
     _skinny_gemm[(triton.cdiv(n, tiles.block_n), tiles.splits, triton.cdiv(rows, tiles.block_m))](
@@ -188,8 +188,8 @@ def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: Sk
 def fixed_rows(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None
 ) -> Tensor:
-    """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles: a row's bits depend on that row
-    alone. W is read once per launch, so many rows take longer than with cuBLAS."""
+    """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles, so that a row's bits depend on
+    that row alone. W is read once per launch, so many rows take longer than with cuBLAS."""
     tiles = skinny_gemm_tiles(FIXED_ROWS, *weight.shape)
     assert tiles is not None
     if out is None:

@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def comes_last(ticket_ptr, SPLITS: tl.constexpr):
-    """Whether this is the last of SPLITS programs to store its part. The barrier orders the stores of all threads
-    before the release. ticket_ptr: one int32, zero before and after."""
+    """Return whether this is the last of SPLITS programs to store its part. The barrier orders the stores of all
+    threads before the release. ticket_ptr: one int32, zero before and after."""
     tl.debug_barrier()
     is_last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == SPLITS - 1
     if is_last:

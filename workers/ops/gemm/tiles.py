@@ -7,15 +7,15 @@ from functools import cache
 from attention.capability import MULTIPROCESSORS
 from workers.ops.blocks import cdiv, next_power_of_2
 
-MAX_ROWS = 128  # beyond, cuBLAS is faster, see tests/bench/RESULTS.md
+MAX_ROWS = 128  # with more rows cuBLAS is faster, see tests/bench/RESULTS.md
 MAX_GATED_ROWS = 256  # higher, because gated products save a kernel
 INPUT_STEP = 64  # divisor of K of all weights with tiles
-MAX_GATED_WIDTH = 192  # rows of W in a tile of `gated_rows_cuda`: two sums per thread and row are in registers
+MAX_GATED_WIDTH = 192  # rows of W in a tile of `gated_rows_cuda`; limited by registers for sums
 MIN_GATED_WIDTH = 96  # narrower tiles would read x from L2 for longer than they multiply
 MIN_SPLIT_WIDTH, MAX_SPLIT_WIDTH = 96, 256  # outputs of a tile of `split_k_cuda`
 MIN_SPLIT_INPUTS = 8192  # measured with 4,096 and 12,288
-SPLIT_FLAGS = 16  # of a tile: two programs of eight warps
-MIN_SPLIT_ROWS = 193  # fewer take `split_k_cuda` as long as 256: 160 rows 47.5 us for 35.8
+SPLIT_FLAGS = 16  # per tile: two programs of eight warps
+MIN_SPLIT_ROWS = 193  # with fewer, `split_k_cuda` takes as long as with 256: 160 rows 47.5 instead of 35.8 us
 FIXED_ROWS = 64  # per launch of `fixed_rows`
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
@@ -25,7 +25,7 @@ MAX_SPLITS = 16
 class SkinnyGemmTiles:
     """Tiles for up to `block_m` rows.
 
-    block_n: rows of W per program; of gate and up each in a gated product.
+    block_n: rows of W per program; in a gated product, of gate and up each.
     block_k: columns per step.
     splits: programs that share a sum (split K).
     ahead: whether the first step of W is read before the wait.
@@ -41,7 +41,7 @@ class SkinnyGemmTiles:
     warps: int
 
     def span(self, k: int) -> int:
-        """Columns per program, including zeros after the last."""
+        """Return the columns per program, including zeros after the last."""
         return cdiv(k, self.splits * self.block_k) * self.block_k
 
     @property
@@ -56,7 +56,7 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     block_m = max(16, next_power_of_2(rows))
     tiles = cdiv(n, 64)
     if tiles > MULTIPROCESSORS:
-        # With many rows of W, waiting for the first columns does not matter.
+        # With many rows of W, the wait for the first columns is negligible.
         if block_m == 128:
             stages = 3 if cdiv(n, 128) > MULTIPROCESSORS else 5  # two programs per multiprocessor, or one
             return SkinnyGemmTiles(block_m, 128, 64, 1, False, stages, warps=4)
@@ -67,14 +67,14 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     while 2 * splits * tiles <= MULTIPROCESSORS and k % (2 * splits * block_k) == 0 and splits < MAX_SPLITS:
         splits *= 2
     if block_m == 128 and splits * tiles < 0.9 * MULTIPROCESSORS:
-        return None  # limited by tensor cores: idle multiprocessors would cost time
+        return None  # bound by tensor cores, so idle multiprocessors would cost time
     ahead = block_m == 16 and k // splits > block_k
     return SkinnyGemmTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
 
 
 def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     """Return tiles for a gated product with weight [n, k] and up to MAX_GATED_ROWS rows; None if it does not fit. A
-    program has 64 gate rows and 64 up rows: the tensor core's first operand has 64."""
+    program has 64 gate rows and 64 up rows, the size of the tensor core's first operand."""
     tiles = skinny_gemm_tiles(min(rows, MAX_ROWS), n, k)
     if rows > MAX_GATED_ROWS or tiles is None or tiles.block_n < 128:
         return None
@@ -86,8 +86,8 @@ def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
 @cache
 def gated_width(n: int) -> int | None:
     """Return the rows of W in a tile of `gated_rows_cuda` for a gated product with N outputs; None if it is not
-    served, or takes as long with tiles of `gated_tiles`. Time grows with waves of tiles times their width. Tiles come
-    in pairs, and of equal times the widest tile reads x least often."""
+    supported, or not faster than `gated_tiles`. Time is proportional to the waves of tiles times their width. Tiles
+    come in pairs; among equal times the widest tile wins, because it reads x least often."""
     if n % 8:
         return None
 
@@ -99,22 +99,24 @@ def gated_width(n: int) -> int | None:
 
 
 def fewest_gated_rows(width: int) -> int:
-    """Return from how many rows on `gated_rows_cuda` is faster than Triton. It multiplies 256 rows however few there
-    are; measured on an H200 with 160, 192 and 256 rows (EXPERIMENTS.md)."""
+    """Return the number of rows from which on `gated_rows_cuda` is faster than Triton. It always multiplies 256 rows.
+    Measured on an H200 with 160, 192 and 256 rows (EXPERIMENTS.md)."""
     return MAX_ROWS + 1 if width >= 128 else 193
 
 
 @cache
 def split_width(n: int, k: int) -> int | None:
-    """Return the outputs of a tile of `split_k_cuda` for a weight [n, k]; None if it is not served. Four programs
-    share a tile, and all tiles are in one wave. With few inputs, exchanging sums takes longer than cuBLAS."""
+    """Return the number of outputs per tile of `split_k_cuda` for a weight [n, k]; None if it is not supported. Four
+    programs share a tile, and all tiles are in one wave. With few inputs, the exchange of sums makes it slower than
+    cuBLAS."""
     width = cdiv(cdiv(n, MULTIPROCESSORS // 4), 16) * 16
     served = n % 8 == 0 and k >= MIN_SPLIT_INPUTS and k % INPUT_STEP == 0
     return width if served and MIN_SPLIT_WIDTH <= width <= MAX_SPLIT_WIDTH else None
 
 
 def wgmma_stages(rows: int, width: int) -> int:
-    """Return how many stages of `wgmma_cuda` fit in shared memory: 64 inputs of `rows` rows of x, `width` of W."""
+    """Return the number of stages of `wgmma_cuda` that fit in shared memory. A stage has 64 inputs of `rows` rows of x
+    and `width` rows of W."""
     return min(8, SHARED_BYTES // stage_bytes(rows, width))
 
 

@@ -1,5 +1,5 @@
-"""What the CUDA kernels for up to 256 rows have in common (`gated_rows.cu`, `split_k.cu`): both multiply tiles of free
-width by wgmma, and keep stages of 64 inputs in shared memory."""
+"""Common parts of the CUDA kernels for up to 256 rows (`gated_rows.cu`, `split_k.cu`): both multiply tiles of arbitrary
+width with wgmma, from stages of 64 inputs in shared memory."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -18,13 +18,14 @@ _THREADS = 384
 
 @dataclass(frozen=True)
 class WgmmaKernel:
-    """name: of the kernel and its file. rows: of x in a program's shared memory. `width`: rows of W in a tile."""
+    """A kernel, by device and dtype. name: name of the kernel and its file. rows: rows of x in a program's shared
+    memory. `width`: rows of W in a tile."""
 
     name: str
     rows: int
 
     def source(self, width: int, half: bool) -> str:
-        """half: float16, else bfloat16."""
+        """Return the source. half: float16, else bfloat16."""
         return joined(Path(__file__).parent / f"{self.name}.cu", generated=wgmma(width, half, in_registers=False))
 
     def defines(self, width: int, half: bool) -> tuple[tuple[str, int], ...]:
@@ -37,7 +38,7 @@ class WgmmaKernel:
         )
 
     def compile_ahead(self, weight: Tensor, width: int) -> None:
-        """Compile the kernel for a weight on a Hopper GPU. Does not wait."""
+        """Start to compile the kernel for a weight on a Hopper GPU."""
         compute, half = Capability.of(weight.device).compute, weight.dtype == torch.float16
         assert compute is not None, "chosen for a Hopper GPU"
         compile_ahead(self.source(width, half), self.defines(width, half), compute)
@@ -57,5 +58,5 @@ def _loaded(kernel: WgmmaKernel, device: int, width: int, half: bool) -> Kernel:
 
 
 def fits(x: Tensor) -> bool:
-    """Whether a tensor map of x can be made."""
+    """Return whether x can have a tensor map."""
     return x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0

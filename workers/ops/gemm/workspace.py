@@ -39,8 +39,8 @@ class Workspace:
 class GEMMOptions:
     """workspace: shared by all layers of a 16-bit model on a GPU, else None.
     deterministic: a row's result must not depend on other rows (needs the workspace).
-    fp8: the device multiplies FP8 (needs the workspace).
-    packed: the device multiplies weights of few bits (`workers.ops.packed`).
+    fp8: whether the device multiplies FP8 (needs the workspace).
+    packed: whether the device multiplies 4- and 8-bit weights (`workers.ops.packed`).
     """
 
     workspace: Workspace | None = None

@@ -23,8 +23,9 @@ def expand_latents(
 
     rows    [pages, page_size, latent + rotated], contiguous; rotated a power of two, latent a multiple of 16
     tokens  [T] int64, token indices into all pages
-    ends    [chunks + 1] int32: start of each chunk's tokens, and the end of the last; results after it are undefined
-    weight  [N, latent], contiguous, of rows' dtype unless that is FP8
+    ends    [chunks + 1] int32: start of each chunk's tokens, and the last chunk's end, after which results are
+            undefined
+    weight  [N, latent], contiguous; of rows' dtype, unless that is FP8
     scale   factor on rows (`LatentKV.scale`)
     ->      [T, N]; [T, rotated]
     """

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of `workers.ops.latent.expand_latents`.
 
-Only the device knows the number of tokens. As many programs as fit on the device share the tiles, so the time of a
-captured step depends on its actual tokens, not on the maximum.
+Only the device knows the number of tokens. A grid that fills the device loops over the tiles, so the time of a captured
+step depends on its actual number of tokens, not on the maximum.
 """
 
 import torch
@@ -41,7 +41,7 @@ def _expand_latents(
         first_n = tile % tiles_n * BLOCK_N
         m = tile // tiles_n * BLOCK_M + tl.arange(0, BLOCK_M)
         live = (m < num_tokens)[:, None]
-        token = tl.load(token_ptr + m, mask=m < num_tokens, other=0)  # 0: in the dummy page
+        token = tl.load(token_ptr + m, mask=m < num_tokens, other=0)  # 0 is on the dummy page
         row = rows_ptr + token[:, None] * (LATENT + ROTATED)
         place = m.to(tl.int64)[:, None]
         if first_n == 0:

@@ -1,4 +1,4 @@
-"""Multiplies each head's rows by that head's matrix: absorbed keys, and values, of MLA."""
+"""Multiplies each head's rows by that head's matrix, for absorbed keys and for values of MLA."""
 
 import torch
 from torch import Tensor

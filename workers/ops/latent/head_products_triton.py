@@ -15,10 +15,10 @@ from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.fp8.rows_triton import scale_of
 from workers.ops.rotary import Angles
 
-FEW_ROWS = 16  # up to here tiles are narrower, for more programs
-BATCH_ROWS = 512  # up to here (verified batches) tiles have 64 rows, for more programs
+FEW_ROWS = 16  # maximum rows for narrower tiles, which give more programs
+BATCH_ROWS = 512  # maximum rows (of verified batches) for tiles of 64 rows, which give more programs
 MAX_BYTES_AHEAD = 128 << 10  # bytes of a weight read before the wait, in registers, then in shared memory
-FIXED_ROWS = 64  # its tiles are used for any number of rows with `fixed`
+FIXED_ROWS = 64  # with `fixed`, the tiles for this number of rows are always used
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -111,7 +111,7 @@ def _head_products(
 class ProductBlocks(NamedTuple):
     """Tile sizes.
 
-    m, n, k: rows, columns, and inner dimensions per step (a power of two).
+    m, n, k: rows, columns, and inner dimensions per step (powers of two).
     ahead: the whole weight is read before the wait.
     warps, stages: Triton's.
     """

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The kernel of `workers.ops.latent.latent_values` for few rows. A tensor map loads a head's matrix to shared memory
-before the wait. If loaded to registers, as in `head_products_triton`, it would be moved again after the wait."""
+before the wait. From registers, as in `head_products_triton`, it would have to be moved after the wait."""
 
 import triton
 import triton.language as tl

@@ -59,11 +59,11 @@ def normed_latents(
     both          [rows, q + latent + rotated], last stride 1; or, if q has a norm, partial sums, float32 [parts, rows,
                   q + latent + rotated], contiguous (`LinearMethod.multiply_apart`)
     q_weight      [q]; None if q has no norm
-    row_weight    [latent], of the model's dtype
+    row_weight    [latent], in the model's dtype
     angles        of the rows
     kv            written as `attention.fp8.stored`, after rounding to the model's dtype; zeros instead of NaN in the
                   latent part, and NaN in that row's rotated part (`attention.ops.nan_values`)
-    slot_mapping  [rows] int64 token indices; of rows with the same index (padding), any one is stored
+    slot_mapping  [rows] int64 token indices; if rows share an index (padding), any of them is stored
     wanted        FP8 format of the returned q; None: the model's dtype
     fence         see `Prepared.plan`; if false, the next GEMM reads its weight earlier
     ->            [rows, q]

@@ -2,12 +2,12 @@
 """y = x W^T, or silu(x G^T) * (x U^T), for 9 to 512 rows and a weight of 4 or 8 bits: blocks of 64 outputs by up to 128
 rows. `workers.ops.packed.tiles` chooses between this kernel and `stream_triton`.
 
-As in `stream_triton`, each lane loads the codes of its own part of a tensor core's first operand. Here it is wgmma's,
-64 outputs of four warps. Tensor maps load rows to shared memory, which all warps share. Weights are rounded to the
-rows' dtype with their scale, as by dequantisation, unless `BlockTiles.scaled_sums`.
+As in `stream_triton`, each lane loads the codes of its own part of a tensor core's first operand, here wgmma's: 64
+outputs over four warps. Tensor maps load rows to shared memory for all warps. Weights are multiplied by their scale and
+rounded to the rows' dtype, as in dequantisation, unless `BlockTiles.scaled_sums` is set.
 
-The order of inputs in an operand differs from that in a row (`workers.ops.packed.weight`). Either `order_rows` writes
-rows in the operand's order first, or the kernel reads rows in that order, 4 bytes at a time (`BlockTiles.direct`).
+The order of inputs in an operand differs from that in a row (`workers.ops.packed.weight`). Either `order_rows` first
+reorders the rows, or the kernel reads them in the operand's order, 4 bytes at a time (`BlockTiles.direct`).
 """
 
 import triton
@@ -83,7 +83,7 @@ def _packed_blocks(
     block = tile * (2 if PAIRED and not GATED else 1)
     codes_base = codes_ptr + block * (CHUNKS * 512 * PIECES) + i * (128 * PIECES) + index % 128
     scale_words = block * (GROUPS * 32) + g * 4 + i
-    # a block beyond the last repeats it, and is not stored
+    # a block after the last repeats the last one, and is not stored
     other = BLOCKS if GATED else tl.minimum(block + 1, BLOCKS - 1) - block
     scales_base = scales_ptr.to(tl.pointer_type(tl.int32)) + scale_words
     zeros_base = scales_base
@@ -187,8 +187,8 @@ def _packed_blocks(
 
 @triton.jit
 def _sum_of_splits(cells, there, SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """`sum_of_splits`, but many parts are loaded one after another: more registers would leave fewer programs on a
-    multiprocessor."""
+    """`sum_of_splits`, but many parts are loaded one after another, because more registers would allow fewer programs
+    per multiprocessor."""
     if SPLITS <= 4:
         acc = sum_of_splits(cells, there, SIZE, SPLITS)
     else:
@@ -221,7 +221,7 @@ def packed_blocks(
 
     x: rows of `order_rows`; if `tiles.direct`, rows in their own order, last stride 1, aligned to 16 bytes.
     weight, out: as for `workers.ops.packed.stream_triton.packed_stream`.
-    tiles: from `block_tiles` for these rows; paired if gated.
+    tiles: from `block_tiles` for this number of rows; paired if gated.
 
     Reference: `workers.ops.packed.product.packed_product`.
     """

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""PTX that turns four words of codes into two operands of a tensor core (`fragments_triton.decode`): eight words of two
+"""PTX that decodes four words of codes to two operands of a tensor core (`fragments_triton.decode`): eight words of two
 numbers each. Every step is exact, except a product with a scale, which is rounded once.
 
 int4: the four bits become the lowest of a mantissa whose exponent gives 128 + code (bfloat16) or 1024 + code (float16).
     The zero is subtracted with the same exponent.
 int8: float16 likewise. A bfloat16 mantissa has seven bits, so two numbers are added: 128 + the lower seven bits, and
     128 or 256 for the highest.
-e2m1: sign, exponent and mantissa move to their positions, and a power of two corrects the exponent. This also turns
-    subnormal numbers into normal ones.
+e2m1: sign, exponent and mantissa move to their positions, and a power of two corrects the exponent, also of subnormal
+    numbers.
 e2m1 / 2^126: without that power, for scales that include it (bfloat16).
 e2m1 moved: the same for codes with the bit order of `workers.ops.packed.experts.moved`: 11 instructions instead of 15.
 
@@ -21,7 +21,8 @@ import triton.language as tl
 
 @triton.constexpr_function
 def decode_asm(i, half, code, has_zeros, scale_type, dtype):
-    """Return the PTX. scale_type: dtype of scales to multiply by; None: none. Others: see `fragments_triton.decode`."""
+    """Return the PTX. scale_type: dtype of scales to multiply by; None: do not multiply. Other arguments: see
+    `fragments_triton.decode`."""
     is_bf16 = dtype == tl.bfloat16
     zero = f"${12 + i}" if has_zeros else None
     if code == "int4":

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
-"""Dequantises some outputs of a weight of few bits to 16 bits, for GEMMs of many rows by cuBLAS.
+"""Dequantises some outputs of a low-bit weight to 16 bits, for large-batch GEMMs with cuBLAS.
 
-A lane decodes its parts of operands (`workers.ops.packed.fragments_triton`): 8 adjacent inputs of two outputs. It
-stores 16 bytes of each. A number is rounded once without `row_scale`, else twice.
+A lane decodes its parts of operands (`workers.ops.packed.fragments_triton`), 8 adjacent inputs of two outputs, and
+stores 16 bytes of each. A number is rounded once; with `row_scale` twice.
 """
 
 import triton
@@ -83,7 +83,7 @@ def _dequantize(
 def dequantize_rows(weight: PackedWeight, first: int, out: Tensor) -> Tensor:
     """Write the weight's rows from output `first` on to `out` and return it.
 
-    weight: of a linear layer; 16-bit scales; in_features a multiple of 8.
+    weight: weight of a linear layer; 16-bit scales; in_features a multiple of 8.
     first: a multiple of 64.
     out: [outputs, in_features] bfloat16 or float16, contiguous.
 

@@ -24,8 +24,8 @@ def _add_biases(
     SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Add the biases of this program's experts, times the routing weights, to rows m and outputs n of `total`. Four
-    experts at a time, so that their reads overlap."""
+    """Add the biases of this program's experts, times the routing weights, to rows m and outputs n of `total`.
+    Processes four experts at a time, so that their reads overlap."""
     for first in range(split, most, 4 * SPLITS):
         for each in tl.static_range(4):
             block = first + each * SPLITS
@@ -66,8 +66,8 @@ def down_of_listed(
     INTERPRETED: tl.constexpr,
 ):
     """Write the weighted sum of down projections to out [rows, SIZE], of at most 8 rows. A program computes some
-    outputs of every SPLITS-th used expert. It reads its first weights and biases before the wait, because the previous
-    kernel is a fence (`attention.ops.pdl`)."""
+    outputs of every SPLITS-th used expert. It may read its first weights and biases before the wait, because the
+    previous kernel is a fence (`attention.ops.pdl`)."""
     CHUNKS: tl.constexpr = WIDTH // 64
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
@@ -111,7 +111,7 @@ def down_of_listed(
             PIECES,
         )  # fmt: skip
         expert = tl.load(used_ptr + split + tl.minimum(i + 1, steps - 1) // STEPS * SPLITS)
-        # inputs are read one step before their use, too; the first ones after the weights, because they must wait
+        # inputs are also read one step ahead; the first ones after the weights, because they must wait
         next_block = split + (i + 1) // STEPS * SPLITS
         next_chunk = (i + 1) % STEPS * WARPS_K + warp // WARPS_N
         x_base = words(hidden_ptr) + block * (4 * WIDTH) + x_at
@@ -139,7 +139,7 @@ def down_of_listed(
         one = restored(sums[q], CODE, 1)
         if bias_ptr is not None:
             live = (part < PARTS) & (m < rows) & (n < SIZE)
-            # programs without an expert have no routing weights: they load uninitialised memory and discard it
+            # programs without an expert load uninitialised routing weights, and discard them
             share = tl.load(share_ptr + split * 8 + m, mask=live & (split < num_used), other=0.0)
             one = _add_biases(
                 one + first_bias[q] * share, bias_ptr, share_ptr, used_ptr, split + SPLITS, most, m, n, live, SIZE,

@@ -61,8 +61,8 @@ def gate_up_of_blocks(
 ):
     """Write the inner activations of each block: [blocks, 8 * ROW_TILES, WIDTH].
 
-    LISTED: they are multiplied by each row's routing weight of the expert, zero for rows that do not use it. These
-    weights are stored at `share_ptr`.
+    LISTED: they are multiplied by each row's routing weight of the expert, which is zero for rows that do not use it.
+    These weights are stored at `share_ptr`.
     """
     CHUNKS: tl.constexpr = (SIZE + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
@@ -120,7 +120,7 @@ def gate_up_of_blocks(
         )  # fmt: skip
         inputs = following
     if PDL and LISTED:
-        tl.extra.cuda.gdc_launch_dependents()  # earlier, the down projections' reads would slow these
+        tl.extra.cuda.gdc_launch_dependents()  # only now, because the down projections' reads would slow these reads
     # part ROW_TILES i + j of a sum, lane (g, t), register r: output 16 i + 8 (r / 2) + g of row 8 j + 2 t + r % 2
     sums = sums_of_warps(acc, PARTS, 2, WARPS_K, SPLITS == 1, INTERPRETED)
     place, word = block * TILES + tile, index % 128
@@ -168,7 +168,7 @@ def gate_up_of_blocks(
 
 @triton.jit
 def _share(chosen_ptr, weight_ptr, expert, m, rows, SLOTS: tl.constexpr):
-    """Return the routing weight of `expert` in rows m, and whether they use it."""
+    """Return the routing weight of `expert` in rows m, and whether the rows use it."""
     share, uses = tl.zeros([m.shape[0]], tl.float32), m < 0
     for slot in tl.static_range(SLOTS):
         asked = tl.load(chosen_ptr + m * SLOTS + slot, mask=m < rows, other=-1) == expert

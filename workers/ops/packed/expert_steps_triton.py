@@ -3,7 +3,7 @@
 rows. Tensors have the layout of `workers.ops.packed.fragments_triton`.
 
 Loads of a weight have no masks, so that Triton's pipelined loops copy them to shared memory several steps ahead.
-Indices are clamped instead: rows are zero after the last input, and outputs after the last are not stored.
+Indices are clamped instead; inputs after the last are zero in rows, and outputs after the last are not stored.
 """
 
 import triton
@@ -48,8 +48,8 @@ def _load_inputs(pointers, there, waits, INTERPRETED: tl.constexpr):
     """Load 16 bytes per lane; zeros unless `there`. Inline PTX, because Triton's pipelined loops would copy its own
     loads to shared memory; L1 serves all warps.
 
-    waits: whether to wait for the previous kernel (`attention.ops.pdl`), equal in all lanes; None: no. Pipelined loops
-        would move a `gdc_wait` after the load.
+    waits: whether to wait for the previous kernel (`attention.ops.pdl`), equal in all lanes; None: do not wait. Here
+        because pipelined loops would move a `gdc_wait` after the load.
     """
     if INTERPRETED:
         return tl.load(pointers, mask=there, other=0)
@@ -186,5 +186,5 @@ def zero_sums(COUNT: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def words(ptr):
-    """Return the pointer as one to 32-bit words."""
+    """Return the pointer as a pointer to 32-bit words."""
     return ptr.to(tl.pointer_type(tl.int32))

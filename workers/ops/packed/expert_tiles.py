@@ -8,9 +8,9 @@ from workers.ops.packed.cuda.one_row_tiles import one_row_tiles
 from workers.ops.packed.weight import BITS, TILE, PackedWeight
 
 MAX_LISTED_ROWS = 1
-_ROWS_OF_ONE_TILE = 6.4  # up to so many rows per expert, one tile of 8 rows is faster than two
+_ROWS_OF_ONE_TILE = 6.4  # up to this many rows per expert, one tile of 8 rows is faster than two
 _MAX_SPLITS = 8
-_SMALL_SHARED = 48 << 10  # bytes of shared memory per program without opting in to more
+_SMALL_SHARED = 48 << 10  # bytes of shared memory that a program may use without opting in to more
 
 
 def _sums_bytes(parts: int, warps: int) -> int:
@@ -35,7 +35,7 @@ class PackedTiles:
     warps_n: warps with different outputs, 64 each; always 2 for gate and up projections, one each.
     warps_k: warps that share a sum.
     splits: programs that share a sum; for down projections of listed experts, each has some of the experts.
-    stages: of the pipeline of loads, in shared memory.
+    stages: stages of the load pipeline in shared memory.
     """
 
     row_tiles: int
@@ -45,7 +45,8 @@ class PackedTiles:
     stages: int = 4
 
     def steps(self, k: int, splits: int = 1) -> int:
-        """Return the sequential loads of a warp, of 64 inputs each. splits: programs that share the inputs."""
+        """Return the number of sequential loads of a warp, of 64 inputs each. splits: programs that share the
+        inputs."""
         return -(-k // (TILE * self.warps_k * splits))
 
     def stages_for(self, weight: PackedWeight) -> int:
@@ -70,14 +71,14 @@ class PackedExpertTiles:
 
 
 def packed_expert_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> PackedExpertTiles:
-    """Return the tiles for `rows` rows, the fastest of those measured on an H200 with routers that spread (gpt-oss-20b,
-    Qwen3.5-35B-A3B and a rank of DeepSeek-V3; `tests.bench packed_experts`). deterministic: tiles that give a row the
-    same result for any number of rows."""
+    """Return the tiles for `rows` rows: the fastest on an H200 with even routing (gpt-oss-20b, Qwen3.5-35B-A3B and a
+    rank of DeepSeek-V3; `tests.bench packed_experts`). deterministic: whether a row must have the same result for any
+    number of rows."""
     if lists_experts(rows, deterministic):
         return _listed_tiles(rows, sizes)
     chunks = sizes.width // TILE
     if deterministic or rows * sizes.share > _ROWS_OF_ONE_TILE:
-        # few warps wait for each other, so more programs per multiprocessor
+        # fewer warps wait for each other, so more programs fit per multiprocessor
         down = PackedTiles(2, 2, 2, stages=3) if chunks > 4 else PackedTiles(2, 1, _warps_k(chunks), stages=3)
         return PackedExpertTiles(PackedTiles(2, warps_k=2, stages=3), down)
     used = sizes.used(rows)
@@ -92,7 +93,7 @@ def _gate_up_tiles(programs: float, sizes: ExpertSizes) -> PackedTiles:
 
 
 def _down_tiles(programs: float, chunks: int) -> PackedTiles:
-    """As `_gate_up_tiles`. chunks: of 64 inputs."""
+    """Do `_gate_up_tiles` for down projections. chunks: number of chunks of 64 inputs."""
     is_short = chunks <= 8
     if programs < (15 if is_short else 6) * MULTIPROCESSORS:
         return PackedTiles(1, 1, _warps_k(chunks))
@@ -102,13 +103,12 @@ def _down_tiles(programs: float, chunks: int) -> PackedTiles:
 
 
 def lists_experts(rows: int, deterministic: bool) -> bool:
-    """Whether all rows go through each used expert. Otherwise rows are sorted by expert."""
+    """Return whether all rows go through each used expert. Otherwise rows are sorted by expert."""
     return rows <= MAX_LISTED_ROWS and not deterministic
 
 
 def _listed_tiles(rows: int, sizes: ExpertSizes) -> PackedExpertTiles:
-    """Return tiles with more warps the fewer programs there are, so that each multiprocessor has enough loads in
-    flight."""
+    """Return the tiles. Fewer programs get more warps each, so that each multiprocessor has enough loads in flight."""
     used, chunks = sizes.used(rows), sizes.width // TILE
     programs = used * chunks
     gate_up = PackedTiles(1, warps_k=2 if programs >= 2.5 * MULTIPROCESSORS else 4)
@@ -120,7 +120,7 @@ def _listed_tiles(rows: int, sizes: ExpertSizes) -> PackedExpertTiles:
     warps_n = 1 if splits * pairs < 0.9 * MULTIPROCESSORS else 2
     down = PackedTiles(1, warps_n, min(_warps_k(chunks), 2 if chunks <= 8 else 4), splits=splits)
     if programs < 2.5 * MULTIPROCESSORS and chunks >= 16:
-        # split sums, so that no multiprocessor has twice the work of another; more warps per block of outputs
+        # split sums, so that no multiprocessor has twice the work of another; and more warps per block of outputs
         gate_up, down = PackedTiles(1, warps_k=2, splits=2), replace(down, warps_k=8 // warps_n)
     return PackedExpertTiles(gate_up, down)
 

@@ -1,4 +1,4 @@
-"""Routed experts with weights of few bits (`workers.ops.packed.weight`)."""
+"""Routed experts with low-bit weights (`workers.ops.packed.weight`)."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,8 +27,8 @@ class PackedExpertWeights:
     down: [experts, size, width]; its `row_scale`, if any, is one number per expert.
     gate_up_bias, down_bias: float32 [experts, 2 * width] and [experts, size], or None.
     held: the experts on this rank; None: all.
-    is_raised: scales are those of `raised`.
-    is_moved: codes have the bit order of `moved`.
+    is_raised: whether scales are multiplied, see `raised`.
+    is_moved: whether codes have the bit order of `moved`.
     """
 
     gate_up: PackedWeight
@@ -47,7 +47,7 @@ class PackedExpertWeights:
         return None if scale is None else scale[:, 0].contiguous()
 
     def sizes(self, slots: int) -> ExpertSizes:
-        """slots: experts per row."""
+        """Return the sizes. slots: experts per row."""
         elsewhere = 0 if self.held is None else self.held.total - self.num_experts
         return ExpertSizes(self.num_experts, 0, slots, self.size, self.width, TILE, elsewhere)
 
@@ -66,8 +66,8 @@ class PackedExpertWeights:
 
 
 def raised(weights: PackedExpertWeights) -> PackedExpertWeights:
-    """Return the weights that the kernels multiply by. Scales of e2m1 are multiplied by 2^110, which saves a
-    multiplication of each weight (`decode_ptx`); kernels multiply sums by 2^16. Powers of two change no other bit.
+    """Return the weights with scales as kernels need them. Scales of e2m1 weights are multiplied by 2^110, which saves
+    a multiplication per weight (`decode_ptx`); kernels multiply sums by 2^16. Powers of two are exact.
 
     Raises ValueError for scales that would overflow, which no published model has.
     """
@@ -124,7 +124,7 @@ def _served_one_row(
 
 
 def unserved(weights: PackedExpertWeights, dtype: torch.dtype) -> str | None:
-    """Return why the kernels cannot multiply by these weights; None if they can."""
+    """Return why the kernels do not support these weights; None if they do."""
     if dtype != torch.bfloat16:
         return f"inputs are {dtype}"
     scales = weights.gate_up.scales.dtype
@@ -159,7 +159,7 @@ def packed_expert_products(
     router: logits of the same rows.
     out: contiguous memory for the result; None allocates it.
 
-    The reference dequantises one expert at a time, and the host waits for the device.
+    The reference dequantises one expert at a time, with device syncs.
     """
     assert not weights.is_raised, "kernels serve these"
     chosen, weight = router.choose()

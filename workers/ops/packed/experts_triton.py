@@ -116,7 +116,7 @@ def ordered_experts(
         blocks = order.experts.shape[0]
         hidden = torch.empty((blocks * tiles.block_m, weights.width), dtype=x.dtype, device=x.device)
         gate_up(x, routed, order.experts, order.pairs, weights, None, tiles.gate_up, hidden, None)
-    except BaseException:  # usually out of memory; the engine continues to serve
+    except BaseException:  # usually out of memory, after which the engine continues
         routed.reset_count()
         raise
     down, size = tiles.down, weights.size
@@ -163,8 +163,8 @@ def gate_up(
     hidden: Tensor,
     share: Tensor | None,
 ) -> None:
-    """Write the inner activations of blocks to `hidden`. experts: of the blocks. pairs: rows of blocks; None: all rows
-    in each block."""
+    """Write the inner activations of blocks to `hidden`. experts: expert of each block. pairs: rows of blocks; None:
+    all rows in each block."""
     rows, slots = routed.chosen.shape
     size, activation = weights.size, weights.activation
     assert weights.is_raised or weights.gate_up.code != "e2m1"
@@ -205,7 +205,7 @@ def gate_up(
 
 
 def _code(weights: PackedExpertWeights, weight: PackedWeight) -> str:
-    """Return the code's name in `decode_ptx`."""
+    """Return the name of the code in `decode_ptx`."""
     if weight.code != "e2m1":
         return weight.code
     return "e2m1 moved" if weights.is_moved else "e2m1 / 2^126"

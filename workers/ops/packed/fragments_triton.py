@@ -3,8 +3,8 @@
 8 rows, and scaled sums.
 
 Tensors are one-dimensional. Element 128 w + 4 l + r is register r of lane l of warp w, and lane l = 4 g + t. So the
-inline PTX sees four registers of each tensor at once, and all lanes of a warp run it together. Triton's interpreter
-does not run PTX: it computes the same from the registers of all lanes.
+inline PTX gets four registers of each tensor at once, and all lanes of a warp run it together. Triton's interpreter
+does not run PTX, so the same is computed there from the registers of all lanes.
 """
 
 import triton
@@ -28,7 +28,7 @@ def decode(
 ):
     """Return two operands, of 16 inputs each, as words of two numbers of TYPE.
 
-    codes: 4 bits: words of 8 codes; words 2 half and 2 half + 1 are used. int8: words of 4 codes of this half.
+    codes: 4-bit: words of 8 codes, of which words 2 half and 2 half + 1 are used. int8: words of 4 codes of this half.
     zeros, scales: words of two, of outputs g and g + 8; word i is used.
     SCALE_TYPE: dtype of scales to multiply by before rounding to TYPE; None: do not multiply.
     """

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Writes rows in the order of wgmma's operands, for `blocks_triton`, whose operands come by tensor maps."""
+"""Reorders rows for `blocks_triton`, which loads wgmma's operands with tensor maps."""
 
 import torch
 import triton

@@ -1,5 +1,5 @@
-"""y = x W^T + b for a weight of few bits (`workers.ops.packed.weight`); `choose_product` chooses once per layer.
-`gated_mlp` is an MLP of two of them."""
+"""y = x W^T + b for a low-bit weight (`workers.ops.packed.weight`); `choose_product` chooses the kernels once per
+layer. `gated_mlp` is an MLP of two such products."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, 
     """Return x W^T + b: [rows, out_features] in x's dtype.
 
     x: [rows, in_features] bfloat16, float16 or float32, last stride 1.
-    weight: of a linear layer, without experts.
+    weight: weight of a linear layer, without experts.
     bias: [out_features], or None.
     out: contiguous memory for the result; None allocates it.
 
@@ -31,7 +31,7 @@ def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, 
 
 
 def check_rows(x: Tensor, weight: PackedWeight, out: Tensor | None) -> None:
-    """Assert what the kernels demand of rows, so that the reference on a CPU refuses what a GPU would refuse."""
+    """Assert what the kernels require of rows, so that the reference on a CPU refuses what a GPU would refuse."""
     assert x.dim() == 2 and x.shape[1] == weight.in_features and x.stride(1) == 1
     assert x.stride(0) % 8 == 0 or weight.in_features % 8 != 0, "rows are aligned for loads of 16 bytes"
     assert out is None or (out.is_contiguous() and out.dtype == x.dtype)
@@ -39,7 +39,7 @@ def check_rows(x: Tensor, weight: PackedWeight, out: Tensor | None) -> None:
 
 @dataclass(frozen=True)
 class PackedProduct:
-    """Products with one weight by the reference; base class of the implementations."""
+    """The reference: products with one weight. Base class of the implementations."""
 
     weight: PackedWeight
 
@@ -131,8 +131,8 @@ def gated_mlp(
     """Return (silu(x G^T) * (x U^T)) D^T: [rows, outputs of `down`] in x's dtype.
 
     x: [rows, size]; see `workers.ops.packed.product.packed_product`.
-    gate_up: products with G above U. down: with D.
-    options: of both layers.
+    gate_up: the product with G above U. down: the product with D.
+    options: options of both layers.
     out: contiguous memory for the result; None allocates it.
 
     The reference calls the layers' own products, which are chosen for their shapes.

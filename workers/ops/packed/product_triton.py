@@ -25,7 +25,7 @@ from workers.ops.packed.tiles import (
 @dataclass(frozen=True)
 class TritonPackedProduct(PackedProduct):
     """workspace: at least `packed_workspace_size` for the weight's shape.
-    deterministic: a row's bits depend on that row alone.
+    deterministic: whether a row's bits must depend on that row alone.
     """
 
     workspace: Workspace
@@ -68,7 +68,7 @@ class TritonPackedProduct(PackedProduct):
         return out
 
     def _dequantized(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Multiply many rows: dequantise some outputs at a time, and let cuBLAS multiply while they are in L2."""
+        """Multiply many rows: dequantise some outputs at a time, and multiply them with cuBLAS while they are in L2."""
         n, k = self._shape
         step = outputs_at_once(n, k)
         scratch = self.workspace.part.view(x.dtype)

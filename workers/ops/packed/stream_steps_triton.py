@@ -20,7 +20,7 @@ def load_codes(base, index, chunk, has, CHUNKS: tl.constexpr, COUNT: tl.constexp
 
 @triton.jit
 def load_scales(base, t, chunk, has, K: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr):
-    """Load scales or zeros of COUNT chunks: one tensor per EACH halves of a chunk."""
+    """Load scales or zeros of COUNT chunks: one tensor per EACH half chunks."""
     scales = ()
     for half in tl.static_range(0, 2 * COUNT, EACH):
         start = chunk * 64 + 32 * half
@@ -32,7 +32,7 @@ def load_scales(base, t, chunk, has, K: tl.constexpr, GROUP: tl.constexpr, COUNT
 
 @triton.jit
 def load_inputs(base, g, t, row_stride, rows, chunk, K: tl.constexpr, ROW_TILES: tl.constexpr, COUNT: tl.constexpr):
-    """Load COUNT chunks from `chunk` on: both halves of a chunk for each 8 rows."""
+    """Load COUNT chunks of rows from `chunk` on: both halves of a chunk for each 8 rows."""
     inputs = ()
     for each in tl.static_range(COUNT):
         for j in tl.static_range(ROW_TILES):
@@ -60,7 +60,7 @@ def add_products(
     SCALE_TYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return the accumulators plus the products of chunk `each` of the loaded ones."""
+    """Return the accumulators plus the products of loaded chunk number `each`."""
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     # scales of groups of 16 differ between lanes of an operand, so weights are scaled; exact for e2m1
     OPERAND_SCALE: tl.constexpr = SCALE_TYPE if GROUP == 16 else None

@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
-"""y = x W^T, or silu(x G^T) * (x U^T), for up to 32 rows and a weight of 4 or 8 bits: streams the codes.
+"""y = x W^T, or silu(x G^T) * (x U^T), for up to 32 rows and a 4- or 8-bit weight, which is streamed.
 
-A weight of 4 bits has a quarter of the bytes, so a multiprocessor's work per byte counts four times. Here each lane
-loads 16 bytes of codes, its own part of the tensor cores' operands (`workers.ops.packed.weight`), and 16 bytes of rows
-likewise. There is no shared memory, barrier or other warp until the sums are complete. Tensors have the layout of
-`fragments_triton`.
+A 4-bit weight has a quarter of the bytes of a 16-bit one, so work per byte matters four times as much. Here each lane
+loads 16 bytes of codes, its own part of the tensor cores' operands (`workers.ops.packed.weight`), and 16 bytes of rows.
+Warps use no shared memory and no barrier until the sums are complete. Tensors have the layout of `fragments_triton`.
 
 A tensor core multiplies 16 outputs with 8 rows (m16n8k16). A mask and an exponent turn codes into 16-bit numbers, and
 an exact subtraction removes the zero. The sum of a group is multiplied by its scale in float32.
 
-The warps of a program share the inputs, and so do programs (split K); the last program adds the splits in order, so
-equal inputs give equal bits. A row's result depends on the other rows only through the tiles that the table chooses.
+The warps of a program share the inputs, and so do several programs (split K). The last program adds the splits in
+order, so equal inputs give equal bits. A row's result depends on the other rows only through the tiles that the table
+chooses.
 """
 
 import torch
@@ -180,7 +180,7 @@ def packed_stream(
     """Write x W^T + b to `out`; gated: silu(x G^T) * (x U^T), where W is G above U.
 
     x: [rows, in_features] bfloat16 or float16, last stride 1, rows at multiples of 16 bytes.
-    weight: of a linear layer, with 16-bit scales; in_features a multiple of 8.
+    weight: weight of a linear layer, with 16-bit scales; in_features a multiple of 8.
     tiles: from `stream_tiles` or `gated_tiles`, for at least as many rows.
     out: [rows, N] or [rows, N / 2], contiguous, of 16 or 32 bits.
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Sums of accumulators over the warps of a program, for `stream_triton` and the experts' kernels.
 
-Triton's sum over warps writes with a stride of 16 or 32 words, so all lanes use one bank of shared memory: it takes
-longer than the product. Here each lane writes 16 bytes next to its neighbour's, and each warp adds and stores some of
-the accumulators.
+Triton's sum over warps writes with a stride of 16 or 32 words, so all lanes use one bank of shared memory, which takes
+longer than the product. Here adjacent lanes write adjacent 16 bytes, and each warp adds and stores some of the
+accumulators.
 
 Tensors have the layout of `fragments_triton`, with warp w = WARPS_N wk + wn.
 """
@@ -84,7 +84,7 @@ def _sums_asm(count, warps_n, warps_k, paired):
         lines += [f"rem.u32 cells, warp, {warps_n};", "mad.lo.u32 there, cells, 512, there;"]
         lines += [f"div.u32 cells, warp, {warps_n};", f"rem.u32 cells, cells, {batch};"]
         lines.append(f"mad.lo.u32 there, cells, {step}, there;")
-    each = warps if paired else warps_k  # accumulators that warps add up at once
+    each = warps if paired else warps_k  # accumulators added at once
     at = 0
     for first in range(0, count, batch):
         if first:

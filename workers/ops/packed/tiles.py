@@ -1,4 +1,4 @@
-"""Tile sizes of products with weights of few bits."""
+"""Tile sizes of products with low-bit weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from workers.ops.blocks import cdiv, next_power_of_2
 from workers.ops.packed.cuda.tiles import SHARED_SUMS
 
 MAX_STREAM_ROWS = 32
-MAX_BLOCK_ROWS = 512  # beyond, dequantising and cuBLAS are faster
+MAX_BLOCK_ROWS = 512  # with more, dequantising and cuBLAS are faster
 FIXED_ROWS = 32  # per launch of deterministic products
 _MAX_CELLS = 16 << 20  # 16-bit numbers dequantised at once; they stay in L2
 _TILE = 64  # outputs, and inputs of a chunk
@@ -20,10 +20,10 @@ class StreamTiles:
     """Tiles of `workers.ops.packed.stream_triton`.
 
     row_tiles: tiles of 8 rows.
-    warps_n: warps with different outputs, 64 each; 2 for a gated product: gate and up projection.
+    warps_n: warps with different outputs, 64 each; 2 for a gated product (gate and up).
     warps_k: warps that share a sum.
     splits: programs that share a sum (split K).
-    chunks: of 64 inputs, loaded at once by a warp.
+    chunks: chunks of 64 inputs that a warp loads at once.
     """
 
     row_tiles: int
@@ -33,7 +33,7 @@ class StreamTiles:
     chunks: int
 
     def steps(self, k: int) -> int:
-        """Return the sequential loads of a warp."""
+        """Return the number of sequential loads of a warp."""
         return -(-k // (64 * self.chunks * self.warps_k * self.splits))
 
     def part_cells(self, n: int) -> int:
@@ -46,12 +46,12 @@ class StreamTiles:
 class BlockTiles:
     """Tiles of `workers.ops.packed.blocks_triton`: 64 outputs by `block_m` rows.
 
-    paired: twice as many outputs; gate and up projections of a gated product.
+    paired: twice as many outputs, for gate and up projections.
     splits: programs that share a sum (split K).
-    stages: of the pipeline.
-    chunks: of 64 inputs, multiplied at once: 1 or 2.
+    stages: stages of the load pipeline.
+    chunks: chunks of 64 inputs multiplied at once: 1 or 2.
     scaled_sums: multiply the sum of `chunks` by its scales in float32; else weights are rounded with their scale.
-    direct: read rows in their own order, 4 bytes at a time; else rows are from `order_rows`.
+    direct: read unordered rows, 4 bytes at a time; else rows are from `order_rows`.
     """
 
     block_m: int
@@ -63,11 +63,11 @@ class BlockTiles:
     direct: bool = False
 
     def span(self, k: int) -> int:
-        """Chunks per program."""
+        """Return the number of chunks per program."""
         return cdiv(cdiv(k, _TILE * self.chunks), self.splits) * self.chunks
 
     def scales_sums(self, k: int, group: int) -> bool:
-        """Whether sums are scaled: `scaled_sums`, if inputs that are multiplied at once share their scale."""
+        """Return whether sums are scaled: if `scaled_sums`, and inputs that are multiplied at once share a scale."""
         return self.scaled_sums and (group == k or group % (_TILE * self.chunks) == 0)
 
     def part_cells(self, rows: int, n: int) -> int:
@@ -81,7 +81,7 @@ class BlockPlan:
     """A rule for the `BlockTiles` of up to 64 rows: steps of 128 inputs, with `scaled_sums`.
 
     paired: as in `BlockTiles`.
-    programs: sums are split until there are at least so many.
+    programs: minimum programs, for which sums are split.
     max_direct_rows: maximum rows with `direct`.
     """
 
@@ -99,9 +99,9 @@ class BlockPlan:
         return BlockTiles(block_m, self.paired, splits, 4, 2, True, direct)
 
 
-# By rows, rounded up to a power of two, and form of the product, for int4 in groups of 128 on an H200: a layer of
-# Llama-3.1-8B takes 67, 86 and 117 us at 12, 24 and 48 rows, by the rules below 86, 98 and 223 (`tests.bench packed`).
-# Others use the rules below.
+# By rows, rounded up to a power of two, and kind of product, for int4 in groups of 128 on an H200; others use the rules
+# below. A layer of Llama-3.1-8B takes 67, 86 and 117 us at 12, 24 and 48 rows; with the rules below 86, 98 and 223 us
+# (`tests.bench packed`).
 _PLANS: dict[tuple[int, str], BlockPlan] = {
     (16, "gated"): BlockPlan(True, 480),
     (32, "gated"): BlockPlan(True, 240, max_direct_rows=0),
@@ -114,8 +114,8 @@ _PLANS: dict[tuple[int, str], BlockPlan] = {
 }
 _MEASURED_GROUP = 128  # inputs; smaller groups were not measured
 
-# By tiles of 8 rows: warps that share a sum, chunks that a warp loads at once, minimum programs. Set by sweeps on an
-# H200 and an H100 (`tests.bench linear`).
+# By tiles of 8 rows: warps that share a sum, chunks that a warp loads at once, minimum programs. Measured on an H200
+# and an H100 (`tests.bench linear`).
 _STREAM = {1: (8, 2, 240), 2: (4, 1, 240), 4: (4, 2, 240)}
 _GATED = {1: (2, 2, 380), 2: (4, 1, 380), 4: (2, 2, 380)}
 
@@ -147,7 +147,7 @@ def _row_tiles(rows: int) -> int:
 def product_tiles(
     rows: int, n: int, k: int, gated: bool, code: str = "int4", group: int = _MEASURED_GROUP
 ) -> StreamTiles | BlockTiles | None:
-    """Return tiles for a weight [n, k]; None if it is dequantised, or a gated product does not fit.
+    """Return tiles for a weight [n, k]; None if it is to be dequantised, or if a gated product does not fit.
 
     code, group: see `workers.ops.packed.weight.PackedWeight`.
     """
@@ -187,8 +187,8 @@ def gated_block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
 
 
 def _splits(tiles: int, steps: int, programs: int) -> int:
-    """Return the programs that share a sum: the smallest power of two that gives `programs` programs of at least one
-    step."""
+    """Return the number of programs that share a sum: the smallest power of two that gives `programs` programs of at
+    least one step."""
     splits = 1
     while splits * tiles < programs and 2 * splits <= steps:
         splits *= 2

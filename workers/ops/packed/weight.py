@@ -1,11 +1,11 @@
-"""`PackedWeight`: the memory layout of every weight of few bits. `pack` builds it once at load.
+"""`PackedWeight`: the memory layout of all 4- and 8-bit weights. `pack` builds it once at load.
 
     weight[n, k] = (code[n, k] - zero[n, k / group]) * scale[n, k / group] * row_scale[n]
 
 Kernels load codes directly into the registers of tensor-core operands. A tile of 64 outputs and 64 inputs is 512 (int8:
 1024) words, of which each lane of a warp reads 16 bytes at a time. They are the lane's part of the first operand of
-four m16n8k16 products with 16 outputs (int8: two). The order of inputs in these four is free if rows have the same
-order: a lane takes twice 8 adjacent inputs, so it reads 16 bytes of a row at a time.
+four m16n8k16 products with 16 outputs (int8: two). The order of inputs in these four is arbitrary, if rows have the
+same order. So a lane has two groups of 8 adjacent inputs, and reads 16 bytes of a row at a time.
 
 With lane = 4 g + t, outputs n = 64 J + 16 i + 8 h + g, and inputs k = 64 C + 32 s + 8 t + 4 r + 2 u + p:
 
@@ -60,7 +60,7 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a product reads."""
+        """Bytes of the weight that a product reads."""
         tensors = (self.codes, self.scales, self.zeros, self.row_scale)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
@@ -134,7 +134,7 @@ def empty(
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """Return [out_features, in_features] of `dtype`, with a leading dimension if there are experts.
 
-    Computed in float32 and rounded once. float32 results are exact with 16-bit scales and no `row_scale`.
+    Computed in float32 and rounded once; float32 results are exact with 16-bit scales and no `row_scale`.
     """
     n, k, count = weight.out_features, weight.in_features, weight.num_experts
     if count is not None:

@@ -1,6 +1,6 @@
-"""Draws one token per row: filters, temperature, Gumbel noise, argmax.
+"""Samples one token per row: filters, temperature, Gumbel noise, argmax.
 
-argmax(logits / temperature + Gumbel noise) is an exact draw from the softmax (the Gumbel-max trick).
+argmax(logits / temperature + Gumbel noise) is an exact sample of the softmax (the Gumbel-max trick).
 """
 
 import torch
@@ -30,7 +30,7 @@ def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = Non
     ->      [B * R] float32; [B * R] int64, the smallest column among equals. Rows with a NaN or plus infinity get
             NOT_FINITE and a value that is not finite.
 
-    The kernel computes logarithms in float32, this reference in float64: near ties they may draw different tokens.
+    The kernel computes logarithms in float32, this reference in float64, so near ties they may sample different tokens.
     """
     logits = logits.float()
     if limits is not None:

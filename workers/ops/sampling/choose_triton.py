@@ -60,7 +60,7 @@ def _choose(
     for start in range(0, PART, TILE):
         column = lane + start
         x = tl.load(x_ptr + row * x_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
-        is_finite = x < float("inf")  # false of a NaN too
+        is_finite = x < float("inf")  # also false for NaN
         if temperature > 0:
             score = noisy(x, tl.div_rn(1.0, temperature), hashed, (column + first).to(tl.int64))
             if FILTERED:
@@ -80,7 +80,7 @@ def _choose(
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
     """`workers.ops.sampling.choose.choose`."""
     rows, size = logits.shape
-    # with few rows, small parts fill the device; the result does not depend on it
+    # with few rows, small parts fill the device; results do not depend on the size
     part = 4 * TILE if rows > 8 else TILE
     parts = triton.cdiv(size, part)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

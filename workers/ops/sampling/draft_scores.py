@@ -1,9 +1,9 @@
 """Draft logits with the request's Gumbel noise, and with filtered tokens below all others.
 
-With the noise, the draft proposes the token that the target would draw. The filters decide only which tokens are
-proposed, never which are emitted, so they may be approximate and must be cheap. Tokens are counted by level, the
+With the noise, the draft proposes the token that the target is likely to sample. The filters affect only which tokens
+are proposed, not which are emitted, so they may be approximate and must be cheap. Tokens are counted by level, the
 integer part of the scaled logit (log2 of the probability, up to a constant per row). Top-k and top-p keep whole levels;
-top-p gives every token of a level the lowest mass of the level. Min-p is exact.
+top-p counts every token of a level with the lowest mass of that level. Min-p is exact.
 """
 
 import torch
@@ -89,7 +89,7 @@ def lowest_kept(summaries: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
     counts = torch.where(place >= 0, counts.gather(2, place.clamp_min(0)), 0.0).sum(1).long()
     by_count = (counts.cumsum(1) < top_k.unsqueeze(1)).sum(1)
     by_count = torch.where(top_k > 0, by_count, LEVELS)
-    # masses in units of 2^-31 of the best level's: sums of integers do not depend on the order
+    # masses in units of 2^-31 of the best level's, because integer sums do not depend on the order
     mass = torch.where(level <= by_count.unsqueeze(1), counts, 0) << (LEVELS - 1 - level)
     mass = mass.cumsum(1).float()
     by_mass = (mass < top_p.unsqueeze(1) * mass[:, -1:]).sum(1)

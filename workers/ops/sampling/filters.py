@@ -64,7 +64,7 @@ class Limits:
 
 
 def check_rows(logits: Tensor, slots: Tensor, *rest: object) -> None:
-    """The contract of operations on R rows of logits of each of B requests.
+    """Assert the contract of operations on R rows of logits of each of B requests.
 
     logits: [B * R, n], any floating dtype, last stride 1.
     slots: [B] int64, contiguous.
@@ -81,8 +81,8 @@ def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
     logits  [B * R, vocab], any floating dtype, last stride 1: R rows of each of B requests
     slots   [B] int64
 
-    The kernel sums masses in float32: the cut of top-p may differ by 1e-5 of the mass. Its limit may be any gap between
-    that of the last kept token and that of the next.
+    The kernel sums masses in float32, so the cut of top-p may differ by 1e-5 of the mass. Its limit may be any gap
+    between those of the last kept token and the next one.
     """
     rows, logits = logits.shape[0], logits.float()
     by_row = filters.of_rows(slots, rows)

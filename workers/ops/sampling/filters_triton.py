@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kernels of `workers.ops.sampling.filters`: a search over gaps instead of a sort.
 
-A gap has 24 bits. Each pass counts the tokens (top-k) or sums the masses (top-p) within seven limits, which gives three
-bits, so a search has eight passes. The split of a row into parts depends only on its size, and parts are summed in a
-fixed order, so a row's limits do not depend on other rows. Each pass first sums the results of the previous pass over
-the parts, because a kernel boundary is the only barrier. Programs return at once for rows without the filter or with a
-finished search.
+A gap has 24 bits. Each pass counts the tokens (top-k) or sums the masses (top-p) within seven limits, which determines
+three bits, so a search has eight passes. The split of a row into parts depends only on its size, and parts are summed
+in a fixed order, so a row's limits do not depend on other rows. Each pass first sums the results of the previous pass
+over the parts, because only a kernel boundary is a barrier. Programs return at once for rows without the filter or with
+a finished search.
 """
 
 import torch
@@ -54,7 +54,7 @@ def _advance(lowest, shift, needed, totals):
 
 @triton.jit
 def _settled(limit):
-    """Encode a found limit as a negative number, stored instead of a bracket's lowest limit; or decode it."""
+    """Encode or decode a found limit: a negative number that is stored in place of a bracket's lower end."""
     return -1 - limit
 
 
@@ -116,9 +116,9 @@ def _narrow(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the sums of one part within seven limits, an eighth of the bracket apart. The eighth column is the mass
-    that top-k keeps (top-p needs a share of it) in the first pass, later the number of tokens in the bracket. The
-    search ends when one token is left."""
+    """Write the sums of one part within seven limits, which divide the bracket into eighths. In the first pass the
+    eighth column is the mass that top-k keeps, of which top-p needs a share; in later passes it is the number of tokens
+    in the bracket. The search ends when one token is left."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
     slot = tl.load(slot_ptr + row // width)
@@ -187,7 +187,7 @@ def _limits(
     parts,
     PARTS: tl.constexpr,
 ):
-    """Combine the limits found by the searches with min-p's, which needs no search."""
+    """Combine the limits that the searches found with min-p's, which needs no search."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row // width)
     top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
@@ -215,7 +215,7 @@ def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
     temperature, top_p, min_p, *top_k = filters.arguments()
     head = (logits, logits.stride(0), size, slots, rows // slots.shape[0], temperature, top_p)
     peaks = torch.empty((rows, parts), dtype=torch.float32, device=device)
-    # separate tensors: a slice may be less aligned, and Triton compiles a kernel for each alignment
+    # separate tensors, because a slice may be less aligned, and Triton compiles a kernel for each alignment
     lowest = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)]
     sums = [torch.empty((rows, parts, 8), dtype=torch.float32, device=device) for _ in range(2)]
     needed = torch.empty(rows, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Gumbel noise as a hash of (seed, position, token id), so that a draw depends only on the preceding text."""
+"""Gumbel noise as a hash of (seed, position, token id), so that a sampled token depends only on the preceding text."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ class Draws:
     """Rows to sample, R for each of B requests, and the parameters of the slots.
 
     slots        [B] int64, contiguous
-    positions    [B, R] int64, of the token to be chosen; any strides
+    positions    [B, R] int64, positions of the tokens to be chosen; any strides
     temperature  [S] float32 by slot, any stride; 0 for greedy requests
     seed         [S] int64 by slot, any stride
     """
@@ -58,7 +58,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
     x = _mix(seed + position * _GOLDEN)
     x = _mix(x + token * _GOLDEN)
     uniform = ((x >> 32 & 0xFFFFFFFF).double() + 0.5) / 4294967296.0
-    # -log1p(-u) is exponential, and precise where it is small: there the noise is large
+    # -log1p(-u) is exponential, and precise near zero, where the noise is large
     return -torch.log(-torch.log1p(-uniform)).float()
 
 

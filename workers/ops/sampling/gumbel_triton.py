@@ -1,9 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Gumbel noise in Triton, for the kernels of this folder.
 
-The hash is that of `workers.ops.sampling.gumbel.gumbel_noise`. Logarithms are float32, in the reference float64, so
-results differ in the last bits. Every kernel adds this noise with the same fused multiply-add, so non-speculative
-decoding, verification and any batch draw the same tokens.
+The hash is that of `workers.ops.sampling.gumbel.gumbel_noise`. Logarithms are float32 here and float64 in the
+reference, so results differ in the last bits. Every kernel adds this noise with the same fused multiply-add, so
+non-speculative decoding, verification and any batch sample the same tokens.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def mix(x):
-    """The 64-bit finaliser of MurmurHash3."""
+    """Apply the 64-bit finaliser of MurmurHash3."""
     x = (x ^ (x >> 33 & 0x7FFFFFFF)) * -49064778989728563
     x = (x ^ (x >> 33 & 0x7FFFFFFF)) * -4265267296055464877
     return x ^ (x >> 33 & 0x7FFFFFFF)

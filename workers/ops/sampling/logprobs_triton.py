@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kernels of `workers.ops.sampling.logprobs`: one pass over the logits, then one over a few blocks.
 
-The k largest logits of a row lie in the k blocks with the largest maxima. So `topk` runs over one number per block,
-and then over k blocks.
+The k largest logits of a row are in the k blocks with the largest maxima. So `topk` runs over one number per block, and
+then over k blocks.
 """
 
 import torch

@@ -19,7 +19,7 @@ class PenaltyTables:
     penalties      [S, 3] float32: presence, frequency, repetition - 1
     min_len        [S] int64: stop tokens are forbidden at lower positions
     stop_ids       [S, n] int64; negative entries are unused
-    shapes_logits  [S] bool: whether the request has any of these
+    shapes_logits  [S] bool: whether the request has any of these settings
     """
 
     output_counts: Tensor
@@ -58,7 +58,7 @@ def apply_penalties(
 
     logits       [B * R, vocab], any floating dtype, last stride 1: R rows of each of B requests
     slots        [B] int64
-    positions    [B, R] int64 of the token to be chosen
+    positions    [B, R] int64, positions of the tokens to be chosen
     path         [B, R, W] bool: ancestors of each row and the row itself, which count as output; None without a tree
     path_tokens  [B, W] int64, tokens of the nodes; negative ones count as token 0
     ->           [B * R, vocab] float32; rows are copied unless `shapes_logits` is set for their slot

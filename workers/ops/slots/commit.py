@@ -53,7 +53,7 @@ def commit(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) 
     """Append tokens to slots. Return the number of committed tokens and the finish reason of each request.
 
     Tokens after the first stop token and beyond the length limit are dropped. Finished slots do not change. Tokens of
-    requests with `shapes_logits` are counted. A negative last token means that logits were not finite: it is dropped,
+    requests with `shapes_logits` are counted. A negative last token means that logits were not finite; it is dropped,
     and the request finishes with FINISH_NOT_FINITE.
 
     slots   [B] int64; the padding slot, which is always finished, for padding rows

@@ -17,8 +17,8 @@ def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
     """Return each row's largest logit and its column, the smallest among equals.
 
     logits   [rows, size], any floating dtype, last stride 1
-    checked  return column NOT_FINITE, and a value that is not finite, for rows with NaN or plus infinity; else any
-             column
+    checked  whether rows with NaN or plus infinity return column NOT_FINITE and a value that is not finite; else they
+             return any column
     ->       [rows] float32; [rows] int64
     """
     value, column = logits.max(-1)

@@ -29,7 +29,7 @@ def _partial(x_ptr, value_ptr, index_ptr, top_ptr, total_ptr, size, row_stride, 
         index = tl.min(tl.where(x == best, column, size), 0)
         tl.store(value_ptr + place * K + i, best)
         tl.store(index_ptr + place * K + i, index)
-        # NaN, not minus infinity: masked tokens are minus infinity, and this one would be found again
+        # NaN, not minus infinity, because masked tokens are minus infinity and this token must not be found again
         x = tl.where(column == index, float("nan"), x)
 
 
@@ -77,7 +77,7 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     parts, device = triton.cdiv(size, BLOCK), logits.device
     values = torch.empty((rows, parts, k), dtype=torch.float32, device=device)
     indices = torch.empty((rows, parts, k), dtype=torch.int32, device=device)
-    # Both are aligned to 16 bytes: Triton compiles another kernel for other alignments.
+    # Both must be aligned to 16 bytes, because Triton compiles another kernel for other alignments.
     count = triton.cdiv(rows * parts, ALIGNED) * ALIGNED
     tops, totals = torch.empty((2, count), dtype=torch.float32, device=device).unbind(0)
     best = torch.empty((rows, k), dtype=torch.float32, device=device)

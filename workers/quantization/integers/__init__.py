@@ -4,7 +4,7 @@ readers of quantization_config
     awq, gptq, auto_round, pack_quantized
 scheme          `IntScheme`: gives layers their methods
     experts
-format          `IntFormat`: the tensors of each layout, cut for a rank and read
+format          `IntFormat`: the tensors of each layout; shards and reads them
 stored          a matrix's tensors until they are packed
-packing         to `workers.ops.packed`, in the order of `input_order`
+packing         packs for `workers.ops.packed`, in the order of `input_order`
 """

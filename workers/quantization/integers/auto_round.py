@@ -18,7 +18,7 @@ _PLAIN_BITS = 16
 
 @dataclass(frozen=True)
 class AutoRound(SchemeQuant):
-    """modules: schemes of single modules, or of those whose full name matches a pattern; None: not quantised.
+    """modules: schemes of modules by name or pattern of the full name; None: not quantised.
     blocks: prefixes of the names of quantised modules; empty: all but the head.
     """
 

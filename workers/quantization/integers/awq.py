@@ -10,13 +10,13 @@ from workers.quantization.module_lists import bits_of, contains, flag_in, group_
 from workers.quantization.quant_method import QuantMethod, list_of_names
 from workers.quantization.scheme import Scheme, SchemeQuant
 
-# Not quantised unless a checkpoint says so: the vocabulary head, and projections of drafts.
+# Not quantised by default: the vocabulary head, and projections of drafts.
 UNQUANTISED = ("lm_head", "shared_head.head", "eh_proj", "fc")
 
 
 @dataclass(frozen=True)
 class Awq(SchemeQuant):
-    """left: modules that are not quantised; see `contains`."""
+    """left: unquantised modules; see `contains`."""
 
     scheme: IntScheme
     left: tuple[str, ...]

@@ -1,7 +1,7 @@
-"""Stacked experts whose weights have 4 or 8 bits.
+"""Stacked experts with 4- or 8-bit integer weights.
 
-They are packed by `workers.quantization.packed_experts`, unless inputs are in groups out of order: the order of
-the first matrices' inputs differs between experts, so a row would be gathered for each."""
+`workers.quantization.packed_experts` packs them, unless their inputs are in groups out of order: that order differs
+between experts, so each expert would need its own gathered rows."""
 
 import logging
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class IntMatrix(PackedScheme):
-    """`IntFormat` of an expert's matrix."""
+    """An expert's matrix in an `IntFormat`."""
 
     layout: IntFormat
 
@@ -90,9 +90,9 @@ class IntMatrix(PackedScheme):
 
 
 class UnorderedIntExperts(DenseExperts):
-    """Experts whose inputs are in groups out of order, dequantised to the model's dtype.
+    """Experts whose inputs are in groups out of order; they are dequantised to the model's dtype.
 
-    stored: by part; empty after `finish`.
+    stored: matrices by part; empty after `finish`.
     """
 
     def __init__(self, shape: ExpertsShape, layout: IntFormat) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints' formats of 4- and 8-bit integers: a module's tensors, a rank's share of them, and their meaning. Pure
+"""Checkpoint formats of 4- and 8-bit integers: a module's tensors, a rank's share of them, and their decoding. Pure
 functions of tensors; layers are in `workers.quantization.packed_linear` and `experts`."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ from workers.span import Span
 
 # Word w of AutoAWQ's GEMM layout has column 8 w + _AWQ_ORDER[i] in its bits 4 i to 4 i + 3.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_OUTPUTS_LAST = ("qweight", "qzeros", "scales")  # kinds whose last dimension counts outputs
+_OUTPUTS_LAST = ("qweight", "qzeros", "scales")  # kinds whose last dimension is outputs
 _OF_INPUTS = ("g_idx", "weight_g_idx")
 Layout = Literal["pack-quantized", "int-quantized", "awq", "gptq"]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """The dimension of a stored tensor that counts outputs, or inputs.
+    """The dimension of a stored tensor for outputs, or for inputs.
 
     per: outputs or inputs per element.
-    whole: every rank keeps all of it.
+    whole: whether every rank keeps all of it.
     """
 
     dim: int
@@ -37,7 +37,7 @@ class Axis:
         return -(-total // self.per)
 
     def span(self, share: Span) -> Span:
-        """Return the elements with a rank's share; the first and the last may contain more."""
+        """Return the elements that contain a rank's share; the first and the last may contain more."""
         size = self.size(share.total)
         if self.whole:
             return Span.whole(size)
@@ -46,7 +46,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a module. dtype: None for floating point of any size."""
+    """One tensor of a module. dtype: None for any floating-point dtype."""
 
     dtype: torch.dtype | None
     outputs: Axis | None
@@ -79,7 +79,7 @@ def _present(axes: Sequence[tuple[Axis | None, Span]]) -> list[tuple[Axis, Span]
 
 @dataclass(frozen=True)
 class Codes:
-    """The meaning of a part's tensors on this rank: weight = (code - zero) * scale."""
+    """The decoded tensors of a part on this rank: weight = (code - zero) * scale."""
 
     codes: Tensor
     scales: Tensor
@@ -91,10 +91,10 @@ class Codes:
 class IntFormat:
     """layout: layout of the tensors.
     bits: 4 or 8; int-quantized: 8.
-    group: number of inputs that share a scale; None: all of an output's.
-    symmetric: zeros are 8 or 128; compressed-tensors then stores none.
-    ordered: whether a tensor of indexes has the group of each input.
-    zeros_less_one: whether zeros are stored less one, as in the first version of GPTQ's layout.
+    group: number of inputs that share a scale; None: all inputs of an output.
+    symmetric: whether zeros are 8 or 128; compressed-tensors then stores none.
+    ordered: whether a tensor of indices has the group of each input.
+    zeros_less_one: whether stored zeros are one too small, as in the first version of GPTQ's layout.
     """
 
     layout: Layout
@@ -110,7 +110,7 @@ class IntFormat:
         "awq": ("qweight", "scales", "qzeros", ""),
         "gptq": ("qweight", "scales", "qzeros", "g_idx"),
     }
-    SHAPE: ClassVar[str] = "weight_shape"  # of compressed-tensors: int64 [2], which config.json implies
+    SHAPE: ClassVar[str] = "weight_shape"  # compressed-tensors' int64 [2], redundant with config.json
 
     def __str__(self) -> str:
         groups = ", a scale per output" if self.group is None else f" in groups of {self.group}"
@@ -188,8 +188,8 @@ class IntFormat:
         return {kind: tensor for kind, tensor in found.items() if kind in self.kept}
 
     def check_values(self, kind: str, full: Tensor, part: Part) -> None:
-        """Raise WrongTensorError if a tensor of indexes or of sizes does not fit: the order of inputs must give each
-        of them a group, in ascending order if the format is not `ordered`. Reads values."""
+        """Raise WrongTensorError if a tensor of indices or of sizes does not fit: each input must have a group, and
+        groups must ascend if the format is not `ordered`. Reads values."""
         if kind == self.SHAPE:
             implied = [part.rows.total, part.columns.total]
             if full.tolist() != implied:
@@ -212,7 +212,7 @@ class IntFormat:
         return word - (1 << 32) if word >= 1 << 31 else word
 
     def read_whole(self, stored: Mapping[str, Tensor]) -> Codes:
-        """Do `read` for a share of whole words and groups, regardless of the whole matrix."""
+        """Do `read` for a share of whole words and groups."""
         codes, scales = stored[self.KINDS[self.layout][0]], stored[self.scales_kind]
         if self.layout in ("pack-quantized", "int-quantized"):
             rows, columns = scales.shape[0], codes.shape[1] * self.word
@@ -221,14 +221,14 @@ class IntFormat:
         return self.read(stored, Part("", Span.whole(rows), Span.whole(columns), 0))
 
     def read(self, stored: Mapping[str, Tensor], part: Part) -> Codes:
-        """Return the meaning of this rank's tensors of a part. stored: tensors by kind, in the shapes of `tensors`."""
+        """Decode this rank's tensors of a part. stored: tensors by kind, in the shapes of `tensors`."""
         tensors = self.tensors(part)
         codes_kind, scales_kind, zeros_kind, order = self.KINDS[self.layout]
         codes = self._values(stored[codes_kind], tensors[codes_kind], part)
         scales = _by_output(stored[scales_kind], tensors[scales_kind])
         if zeros_kind in stored:
             zeros = self._values(stored[zeros_kind], tensors[zeros_kind], part)
-            if self.zeros_less_one:  # wraps, as a zero of 0 is stored as 15
+            if self.zeros_less_one:  # wraps around, because a zero of 0 is stored as 15
                 zeros = (zeros + 1) & ((1 << self.bits) - 1)
         else:
             zeros = torch.full(scales.shape, self.symmetric_zero, dtype=torch.uint8, device=scales.device)
@@ -240,7 +240,7 @@ class IntFormat:
         return Codes(codes, scales, zeros, groups)
 
     def _values(self, words: Tensor, stored: StoredTensor, part: Part) -> Tensor:
-        """Return [rows, columns or groups] uint8 of words that hold several outputs, or several inputs."""
+        """Return [rows, columns or groups] uint8, from words that pack several outputs or several inputs."""
         if self.layout == "int-quantized":
             return words.view(torch.uint8) ^ self.symmetric_zero  # from -128 to 127 to codes
         assert stored.outputs is not None and stored.inputs is not None
@@ -263,7 +263,7 @@ def unpacked(words: Tensor, bits: int, awq: bool = False) -> Tensor:
     awq: whether words have the order of AutoAWQ's GEMM layout.
     """
     words = words.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps strides of dimensions of size 1
-    values = words.view(torch.uint8)  # of a little-endian machine, as all that PyTorch's CUDA runs on are
+    values = words.view(torch.uint8)  # assumes a little-endian machine, like all with PyTorch's CUDA
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
     if awq and bits == 4:
@@ -277,9 +277,9 @@ def split_outputs(
 ) -> list[Tensor]:
     """Return the tensors of the matrices that are stacked in a checkpoint's matrix.
 
-    full: its tensor of `kind`, of any format.
+    full: the matrix's tensor of `kind`, in any format.
     rows: outputs of each matrix.
-    split: does the same for a tensor whose first dimension counts outputs, or groups of outputs.
+    split: splits a tensor whose first dimension is outputs, or groups of outputs.
     """
     if full.numel() == 1:  # a scale of the whole matrix
         return [full] * len(rows)

@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323) in the exports of AutoGPTQ, GPTQModel and AutoRound: `quant_method: gptq`."""
+"""GPTQ (arXiv 2210.17323), as exported by AutoGPTQ, GPTQModel and AutoRound: `quant_method: gptq`."""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Gptq(SchemeQuant):
-    """rules: the first match counts.
+    """rules: the first match applies.
     only: quantised modules, see `contains`; empty: all but the head.
     quantises_head: whether the vocabulary head is quantised.
     """
@@ -47,7 +47,7 @@ class Gptq(SchemeQuant):
 
 
 def gptq_scheme(bits: int, group: int | None, symmetric: bool, ordered: bool = False, v2: bool = False) -> IntScheme:
-    """ordered: `desc_act`; without groups the order of inputs has no effect."""
+    """Return the scheme. ordered: `desc_act`; without groups, the order of inputs has no effect."""
     return IntScheme(
         IntFormat("gptq", bits, group, symmetric, ordered=ordered and group is not None, zeros_less_one=not v2)
     )
@@ -95,7 +95,7 @@ def _rules(quantization: Mapping[str, Any], source: str, v2: bool) -> tuple[Rule
             continue
         changes = changes if isinstance(changes, dict) else {}
         other = {key: changes[key] for key in _OVERRIDES if changes.get(key) is not None}
-        if other.get("bits") == 16:  # AutoRound's way to leave a module out
+        if other.get("bits") == 16:  # AutoRound marks unquantised modules so
             rules.append(Rule(plain, None))
         elif other or pattern.startswith("+:"):
             rules.append(Rule(plain, _scheme({**quantization, **other}, source, v2)))

@@ -1,7 +1,7 @@
 """Orders a rank's inputs so that each scale belongs to a whole block, as `workers.ops.packed` requires.
 
-A group may have any inputs (GPTQ's desc_act, compressed-tensors' g_idx), and a rank's share may cut it. Inputs are then
-sorted by group, and each group is padded to whole blocks with inputs of weight zero.
+Groups may have arbitrary inputs (GPTQ's desc_act, compressed-tensors' g_idx), and a rank's shard may split a group.
+Inputs are then sorted by group, and each group is padded to whole blocks with inputs of weight zero.
 """
 
 import math
@@ -17,7 +17,7 @@ _STEP = 32  # blocks are multiples of it: `workers.ops.packed.weight.pack`
 class InputOrder:
     """block: inputs that share a scale.
     group_of_block: [blocks] int64 group of each block.
-    gather: [blocks * block] int64 input of each position, 0 for padding; None: inputs keep their order.
+    gather: [blocks * block] int64 input of each position, 0 for padding; None: the order is unchanged.
     is_padding: [blocks * block] bool; None without padding.
     """
 

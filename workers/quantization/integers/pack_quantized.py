@@ -1,6 +1,6 @@
-"""compressed-tensors' weights of integers, in groups of modules that may differ (`quant_method: compressed-tensors`):
-`pack-quantized`, 4 and 8 bits with 16-bit activations, and `int-quantized`, W8A8. In the latter,
-activations keep the model's dtype."""
+"""compressed-tensors' integer weights, with a scheme per group of modules (`quant_method: compressed-tensors`):
+`pack-quantized`, 4 and 8 bits with 16-bit activations, and `int-quantized`, W8A8, whose activations stay in the model's
+dtype here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,8 +27,8 @@ _PRESETS: dict[str, dict[str, Any]] = {  # of compressed-tensors 0.20, compresse
 
 @dataclass(frozen=True)
 class PackQuantized(SchemeQuant):
-    """groups: targets and their scheme. Names override patterns, and patterns the class.
-    ignored: modules that are not quantised.
+    """groups: targets and their scheme. Names have priority over patterns, and patterns over the class.
+    ignored: unquantised modules.
     """
 
     groups: tuple[tuple[str, IntScheme], ...]
@@ -48,7 +48,7 @@ class PackQuantized(SchemeQuant):
 
 
 def read_pack_quantized(quantization: Mapping[str, Any], source: str) -> QuantMethod | None:
-    """Read weights of integers; None if all weights are others. See `workers.quantization.table.QuantReader`."""
+    """Read integer weights; None if there are none. See `workers.quantization.table.QuantReader`."""
     given = quantization.get("config_groups")
     groups = {name: _expanded(name, group) for name, group in given.items()} if isinstance(given, dict) else {}
     if not any(_weights(group).get("type", "int") == "int" for group in groups.values()):
@@ -74,7 +74,7 @@ def read_pack_quantized(quantization: Mapping[str, Any], source: str) -> QuantMe
 
 
 def _expanded(name: str, group: Any) -> Mapping[str, Any]:
-    """Return a group in full; a group may be a preset's name with its targets."""
+    """Return a group in full; it may be a preset's name with targets."""
     if isinstance(group, list) and name.upper() in _PRESETS:
         return {"targets": group, "weights": {"type": "int", **_PRESETS[name.upper()]}}
     return group if isinstance(group, dict) else {}

@@ -1,4 +1,4 @@
-"""Packs the checkpoint's tensors of stacked matrices for `workers.ops.packed`, of layers and experts alike."""
+"""Packs the checkpoint's tensors of stacked matrices of layers and experts for `workers.ops.packed`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ from workers.span import Span
 
 
 def pack_parts(stored: Sequence[dict[str, Tensor]], shape: LinearShape, layout: IntFormat) -> list[PackedPart]:
-    """Return the packed rows of a layer; one part unless the order of inputs differs between matrices.
+    """Return the packed rows of a layer, in one part unless the order of inputs differs between matrices.
 
     stored: per part of `shape`, its tensors by kind (`IntFormat.tensors`).
     """
@@ -37,7 +37,7 @@ def _packed(parts: list[Codes], order: InputOrder, layout: IntFormat) -> PackedP
     codes, scales, zeros = (
         torch.cat([getattr(each, name) for each in sorted_parts]).contiguous() for name in ("codes", "scales", "zeros")
     )
-    is_symmetric = bool((zeros == layout.symmetric_zero).all())  # a wait, once per layer of a load
+    is_symmetric = bool((zeros == layout.symmetric_zero).all())  # a device sync, once per loaded layer
     weight = pack(codes, scales, None if is_symmetric else zeros, None, order.block, layout.code)
     return PackedPart(weight, None if order.gather is None else order.gather.int())
 

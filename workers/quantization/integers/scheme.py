@@ -1,5 +1,4 @@
-"""`IntScheme`: weights of 4- or 8-bit integers and 16-bit activations (W4A16, W8A16), in any of the layouts that
-`IntFormat` reads."""
+"""`IntScheme`: weights of 4- or 8-bit integers and 16-bit activations (W4A16, W8A16), in any layout of `IntFormat`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

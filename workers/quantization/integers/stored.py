@@ -11,9 +11,9 @@ _DEVIATION = {4: 4.61, 8: 73.9}  # standard deviation of uniformly distributed c
 
 
 class StoredInt(StoredMatrix):
-    """tensors: by kind, this rank's share; with a leading dimension for experts if `num_experts` is given.
+    """tensors: this rank's share, by kind; with a leading dimension for experts if `num_experts` is given.
 
-    Scales are kept in the checkpoint's type, which is known once they are loaded.
+    Scales stay in the checkpoint's dtype, which is known once they are loaded.
     """
 
     def __init__(self, layout: IntFormat, part: Part, num_experts: int | None = None) -> None:
@@ -44,7 +44,7 @@ class StoredInt(StoredMatrix):
         (parameter.data if expert is None else parameter.data[expert]).copy_(mine)
 
     def fill_dummy(self, generator: torch.Generator) -> None:
-        """Fill with random codes of which a product is as large as its inputs."""
+        """Fill with random codes for which outputs are as large as inputs."""
         columns = self.part.columns
         for kind, share in self._shares.items():
             tensor = self.tensors[kind].data
@@ -60,7 +60,7 @@ class StoredInt(StoredMatrix):
 
 
 def fill_dummy(layout: IntFormat, kind: str, tensor: Tensor, fan_in: int, generator: torch.Generator) -> None:
-    """Fill one tensor of a matrix, so that a product of random codes is as large as its inputs."""
+    """Fill one tensor of a matrix with random numbers for which outputs are as large as inputs."""
     if tensor.is_floating_point():
         tensor.fill_(fan_in**-0.5 / _DEVIATION[layout.bits])
     elif kind == layout.zeros_kind:

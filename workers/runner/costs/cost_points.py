@@ -1,5 +1,5 @@
-"""The steps whose times a start measures, in order. Pure. `cost_probe` runs them, `measured_table` builds a table of
-their times."""
+"""The steps that a start measures, in order. Pure. `cost_probe` runs them, and `measured_table` builds a table of their
+times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PointGroup:
-    """Points that are measured together. required: number of runs that no time limit prevents."""
+    """Points that are measured together. required: number of runs regardless of the time limit."""
 
     points: tuple[Point, ...]
     required: int = 0
@@ -44,7 +44,7 @@ class ProbeExtent:
 
     token_buckets: numbers of prompt tokens that steps are padded to, ascending; empty without padding.
     max_context: maximum committed tokens of a request.
-    num_kv_tokens: maximum KV tokens of all requests in a measured round.
+    num_kv_tokens: maximum KV tokens of all requests of a measured round together.
     growth: factor between measured batch sizes.
     page_size: tokens per KV page.
     """
@@ -79,7 +79,7 @@ class ProbeExtent:
 
     @property
     def chunk_tokens(self) -> tuple[int, ...]:
-        """Numbers of prompt tokens to measure: captured sizes; then eager ones, 16 tokens above and doubling."""
+        """Numbers of prompt tokens to measure: captured sizes, then eager ones, from 16 tokens more on and doubling."""
         if not self.token_buckets:
             return _ladder(min(SMALLEST_CHUNK, self.max_step_tokens), self.max_step_tokens, 8)
         last = self.token_buckets[-1]
@@ -122,14 +122,14 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
     smallest = chunks(0, sorted({tokens[0], quick}))
     before = min(extent.max_context, extent.num_kv_tokens) - long
     groups = [
-        PointGroup(alone.points, required=2),  # a first run may be slower
+        PointGroup(alone.points, required=2),  # the first run may be slower
         PointGroup(full.points, required=1),
         PointGroup(smallest.points, required=1),
         chunks(most, tokens[:1]),
         rounds([default], between),
         chunks(0, [t for t in captured if t not in (tokens[0], quick)]),
         reading([default]),
-        # eager steps launch kernels one by one, but may do more at once, so captured steps predict them badly
+        # captured steps do not predict eager ones well, which launch kernels one by one
         PointGroup(chunks(0, eager).points, required=1),
         chunks(most, [t for t in beside if t != tokens[0]]),
         rounds(others, between),
@@ -147,7 +147,7 @@ def measured_steps(extent: ProbeExtent) -> list[tuple[int, int, int, int]]:
 
 
 def expected_ms(point: Point, found: Mapping[Point, float]) -> float:
-    """Return a point's time, or if it is not measured, the longest time of a smaller point as a lower bound."""
+    """Return a point's time; if not measured, a lower bound, the longest time of a smaller point."""
     if point in found:
         return found[point]
     smaller = (

@@ -1,10 +1,10 @@
 """Measures the times of real steps, after captures and warm-up and before the first request. Used by
 `workers.runner.build`; the scheduler gets the table.
 
-Steps run on slots without requests, which have dummy lengths and pages. They are marked as finished, so that commits do
-not change them. Their tokens differ, because rows must choose different experts. Their KV goes to free pages, because
-rows on the dummy page choose no experts; a request writes a page before it reads it. Every rank runs the same steps in
-the same order, and decides by numbers gathered from all ranks, so that all ranks have the same table.
+Steps run on slots without requests, which have dummy lengths and pages and are marked as finished, so that commits do
+not change them. Their tokens differ, so that rows choose different experts. Their KV goes to free pages, because rows
+on the dummy page choose no experts; requests write a page before they read it. Every rank runs the same steps in the
+same order, and times are the maximum over ranks, so that all ranks have the same table.
 """
 
 import time
@@ -28,9 +28,9 @@ from workers.slots.slot_table import SlotTable
 
 LIMIT_S = {"cuda": 2.0, "cpu": 0.6}  # time of all measurements
 GROWTH = {"cuda": 2, "cpu": 8}  # factor between measured batch sizes
-KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests in a step; enough to measure the time of reading them
-PASSES = 3  # maximum runs of a point; the fastest counts
-_NEEDS = SamplingNeeds(random=True)  # those of most requests
+KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests in a step; enough to time their reads
+PASSES = 3  # maximum runs of a point; the fastest run counts
+_NEEDS = SamplingNeeds(random=True)  # the needs of most requests
 
 
 class Timer:
@@ -80,8 +80,8 @@ class CostProbe:
     def measure(self, groups: Sequence[PointGroup], limit_s: float) -> dict[Point, float]:
         """Return the milliseconds of each point on the slowest rank, the same on all ranks.
 
-        Runs the groups in order, up to `PASSES` times. Skips a group with which all steps together would take at least
-        `limit_s` seconds, unless it requires more runs.
+        Runs the groups in order, up to `PASSES` times. Skips groups with which the total time would reach `limit_s`
+        seconds, except for their required runs.
         """
         found: dict[Point, float] = {}
         spent_ms = 0.0
@@ -112,13 +112,14 @@ class CostProbe:
 
     def _set_dummy_requests(self, num_requests: int, context: int) -> None:
         """Reset all slots. Then give slots 0 .. num_requests - 1 `context` committed tokens each, on separate pages,
-        because a GPU caches shared ones. Pages for a round's writes follow, shared if the pool has too few."""
+        because shared pages would be read from the GPU's cache. Pages for a round's writes follow; slots share these if
+        the pool has too few."""
         slots, num_pages = self.slots, self.layout.num_pages
         slots.finished.fill_(True)
         slots.page_table.zero_()
         slots.seq_len.zero_()
         slots.bonus.zero_()
-        if self.states is not None:  # each slot replays a row, which is one of its tokens
+        if self.states is not None:  # each slot replays one row, the last of its tokens
             context = max(context, 1)
             self.states.pretend(num_requests)
         if num_requests:

@@ -10,20 +10,20 @@ from workers.scheduling.cost_table import CostTable, RoundCosts
 
 
 def table_of(found: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
-    """Return the table of measured milliseconds. Times in it never fall as work grows: where a measured time does, the
-    larger time is used for both. found: includes all required points."""
+    """Return the table of measured milliseconds. Times in it never decrease with more work: if a measured time does,
+    the larger time is used for both. found: includes all required points."""
     shapes, default = extent.shapes, extent.shapes.default
     reads = [_kv_costs(found, shape) or _kv_costs(found, default) or {1: 0.0} for shape in range(len(shapes))]
     rounds = tuple(_round_costs(found, shape, reads[shape]) for shape in range(len(shapes)))
     alone = _chunks_alone(found, extent.max_step_tokens)
     requests = sorted({p.num_requests for p in found if p.chunk_tokens})
     if extent.max_running not in requests:
-        requests = [0]  # otherwise larger numbers would be extrapolated from two neighbours
+        requests = [0]  # otherwise larger numbers would be extrapolated from two adjacent points
     beside = [shapes.largest_beside_chunks(n) for n in requests]
     rows = [_chunk_row(found, shape, n, alone) for shape, n in zip(beside, requests, strict=True)]
     padded = extent.next_to_last + 1
     if extent.token_buckets and requests[-1] > padded > requests[-2]:
-        requests.insert(-1, padded)  # captured steps from here on are padded to the maximum
+        requests.insert(-1, padded)  # larger captured steps are padded to the maximum
         rows.insert(-1, rows[-1])
         beside.insert(-1, beside[-1])
     at, source = _steps(sorted(alone), extent.token_buckets)
@@ -46,7 +46,7 @@ def _round_costs(found: Mapping[Point, float], shape: int, reads: Mapping[int, f
 
 
 def _kv_costs(found: Mapping[Point, float], shape: int) -> dict[int, float]:
-    """Return the milliseconds that a KV token adds to a round, by batch size."""
+    """Return the milliseconds that each KV token adds to a round, by batch size."""
     return {
         p.num_requests: max(0.0, ms - found[Point(shape, p.num_requests)]) / (p.num_requests * p.context)
         for p, ms in found.items()
@@ -69,8 +69,8 @@ def _chunks_alone(found: Mapping[Point, float], max_step_tokens: int) -> dict[in
 def _chunk_row(
     found: Mapping[Point, float], shape: int, num_requests: int, alone: Mapping[int, float]
 ) -> tuple[float, ...]:
-    """Return the milliseconds of mixed batches with rounds of `num_requests`, for the chunk sizes in `alone`. A size
-    that was not measured takes as much longer than the nearest smaller one as without rounds."""
+    """Return the milliseconds of mixed batches with rounds of `num_requests`, for the chunk sizes in `alone`. The
+    difference between an unmeasured size and the nearest smaller one is taken from steps without rounds."""
     known = {t: found[p] for t in alone if (p := Point(shape, num_requests, t)) in found}
     row = []
     for tokens in sorted(alone):
@@ -80,8 +80,8 @@ def _chunk_row(
 
 
 def _steps(tokens: Sequence[int], buckets: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the table's chunk sizes, and for each the index in `tokens` of the size with the same cost. A chunk costs
-    as much as the bucket that it is padded to."""
+    """Return the table's chunk sizes, and for each the index in `tokens` of the size with the same cost: a chunk costs
+    as much as the bucket to which it is padded."""
     at, source = list(tokens[:1]), [0]
     for index, (smaller, size) in enumerate(zip(tokens, tokens[1:], strict=False), 1):
         if size in buckets and smaller + 1 < size:
@@ -93,7 +93,7 @@ def _steps(tokens: Sequence[int], buckets: Sequence[int]) -> tuple[list[int], li
 
 
 def _chunk_kv_cost(found: Mapping[Point, float], alone: Mapping[int, float]) -> float:
-    """Return the milliseconds per pair of a chunk's token and a token before the chunk; 0 if not measured."""
+    """Return the milliseconds per (token of a chunk, token before the chunk); 0 if not measured."""
     costs = [
         max(0.0, ms - alone[p.chunk_tokens]) / (p.chunk_tokens * p.context)
         for p, ms in found.items()

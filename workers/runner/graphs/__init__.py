@@ -1,7 +1,7 @@
 """CUDA graphs of a rank's steps.
 
 first_graphs        chooses the graphs that a start captures, and compiles their kernels ahead
-graph_keys          which steps are captured, and which graph a batch uses
+graph_keys          defines which steps are captured, and which graph a batch uses
 capture_queue       the order of captures
 cuda_graph          captures steps and replays them
 step_capture        captures one step

@@ -1,6 +1,6 @@
 """The order in which steps are captured. Used by `workers.runner.graphs.cuda_graph`.
 
-Pure, with the same results on all ranks: steps run collectives, so all ranks must have the same graphs.
+Pure, with the same results on all ranks, because all ranks must have the same graphs: steps run collectives.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -29,7 +29,7 @@ class CaptureQueue:
     1. graphs that a start waits for;
     2. while serving, the graph whose absence has cost the most padding;
     3. the others, common steps first (`_priority`);
-    4. graphs for grammars: at a start after all others, while serving only after a request had a grammar.
+    4. graphs for grammars: at a start after all others; while serving only after the first request with a grammar.
 
     wanted: keys of all graphs, ordered so that each reuses the memory of earlier ones.
     first: keys of the graphs that a start waits for; None: those with `is_always_captured`.
@@ -44,10 +44,10 @@ class CaptureQueue:
         self._first = dict.fromkeys(key for key in wanted if key in chosen)
         self._rest = dict.fromkeys(sorted((key for key in rest if not key.needs.masked), key=_priority))
         self._masked = dict.fromkeys(key for key in rest if key.needs.masked)
-        self._missed = dict[GraphKey, int]()  # padding rows so far for lack of each graph
+        self._missed = dict[GraphKey, int]()  # padding rows so far because each graph was missing
         self._allowance = allowance
-        self._seconds = 0.0  # of captures after the first graphs
-        self._num_bytes = 0  # of captured graphs that the memory limit applies to
+        self._seconds = 0.0  # time of captures after the first graphs
+        self._num_bytes = 0  # memory of captured graphs to which the limit applies
         self.num_left_out = 0
         self._leave_out()
 
@@ -58,7 +58,7 @@ class CaptureQueue:
 
     @property
     def missed_rows(self) -> int:
-        """Padding rows so far for lack of the most missed graph."""
+        """Padding rows so far because of the most missed graph."""
         return max(self._missed.values(), default=0)
 
     def missed(self, key: GraphKey, num_rows: int) -> None:
@@ -73,7 +73,7 @@ class CaptureQueue:
         self._leave_out()
 
     def next_at_start(self) -> GraphKey | None:
-        """Return the next graph to capture at the start; None when the start need not wait for more."""
+        """Return the next graph to capture at the start; None if the start need not wait for more."""
         if self._first:
             return next(iter(self._first))
         if self._seconds >= self._allowance.limit_s:
@@ -89,7 +89,7 @@ class CaptureQueue:
         return max(self._missed, key=self._missed.__getitem__) if self._missed else next(iter(self._rest), None)
 
     def captured(self, key: GraphKey, cost: CaptureCost) -> None:
-        """Remove the next graph, `key`, which is captured now. cost: the maximum over the ranks."""
+        """Remove the next graph, `key`, after its capture. cost: the maximum over the ranks."""
         queue = self._first if self._first else self._rest
         assert key in queue, "another graph was next"
         del queue[key]

@@ -51,7 +51,7 @@ class Outcome:
     """The outcome of a job.
 
     error: why the rank must compile the kernel itself; "" otherwise.
-    is_busy: another process is compiling the kernel.
+    is_busy: whether another process is compiling the kernel.
     seconds: time of the compilation.
     """
 
@@ -94,7 +94,7 @@ def job_of(key: str, compile_kernel: Callable[[], Any]) -> KernelJob | None:
 
 
 def is_cached(key: str, compile_kernel: Callable[[], Any]) -> bool:
-    """Whether Triton's disk cache has the kernel. key, compile_kernel: as in `job_of`."""
+    """Return whether Triton's disk cache has the kernel. key, compile_kernel: as in `job_of`."""
     from triton.runtime.cache import get_cache_manager
 
     source = inspect.getclosurevars(compile_kernel).nonlocals.get("src")
@@ -142,7 +142,7 @@ def _named(function: Any) -> _Named:
 
 
 def _function(named: _Named) -> Any:
-    """Return the jitted function without wrappers such as heuristics."""
+    """Return the jitted function, without wrappers such as heuristics."""
     from triton.runtime.jit import JITFunction
 
     found = getattr(importlib.import_module(named.module), named.name)

@@ -1,5 +1,5 @@
-"""Processes that compile kernels into Triton's disk cache, from which their rank loads them. Started by `cluster`. The
-rank compiles kernels that no process can compile.
+"""Processes that compile kernels into Triton's disk cache, from which a rank loads them. Started by `cluster`. The rank
+itself compiles kernels that no process can compile.
 
 Threads would be slower: Triton (3.6) holds the GIL for a third of each compilation, and compiles launchers one by one
 when it loads kernels.
@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job, import_compiler
 
 MAX_AT_ONCE = 16  # processes; an engine has about 100 kernels of about one core-second each
-_NICENESS = 10  # there may be one process per core, which must not delay the other processes of a start
+_NICENESS = 10  # there may be one process per core, and these must not delay the other processes of a start
 _SERVER = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {} import serve; serve(sys.argv[2])"
 
 
@@ -75,7 +75,7 @@ class CompileProcesses:
         return outcome
 
     def close(self) -> None:
-        """End the processes: each after its current job, or at once if the compiler is still being imported."""
+        """End the processes, each after its current job, or at once if the compiler is still being imported."""
         for connection in self._connections:
             connection.close()
         if self._server is not None:

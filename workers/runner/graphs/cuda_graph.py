@@ -6,9 +6,9 @@ others (`workers.scheduling.capture_pacing`). A step whose graph is not captured
 runs eagerly if there is no larger graph, and in these cases:
 
 - more prompt tokens or chunks than any graph has;
-- chunks beside requests with penalties or log-probabilities;
-- chunks that ask for log-probabilities of the prompt;
-- graphs beyond the memory limit of `workers.config.GraphCapture`.
+- mixed batches with penalties or log-probabilities;
+- chunks with log-probabilities of the prompt;
+- graphs that would exceed the memory limit of `workers.config.GraphCapture`.
 """
 
 import logging
@@ -49,7 +49,7 @@ class CaptureReport:
     """The captures of a start.
 
     rounds: cost of each captured graph, in the order of capture.
-    num_left_out: graphs that were not captured: later ones, and those beyond the memory limit.
+    num_left_out: graphs that were not captured, because they come later or exceed the memory limit.
     """
 
     rounds: Mapping[GraphKey, CaptureCost]
@@ -103,12 +103,12 @@ class GraphedDecoding:
 
     @property
     def num_always_captured(self) -> int:
-        """Graphs that the memory limit does not apply to."""
+        """Number of graphs exempt from the memory limit."""
         return sum(is_always_captured(key) for key in self._keys.wanted())
 
     @property
     def token_buckets(self) -> tuple[int, ...]:
-        """Numbers of prompt tokens that steps are padded to now, ascending."""
+        """Numbers of prompt tokens to which steps are padded now, ascending."""
         return tuple(sorted({key.tokens for key in self._captured if key.tokens}))
 
     @property
@@ -140,7 +140,7 @@ class GraphedDecoding:
             self._step_capture.dry_run(key, ahead)
         if on_any_rank(ahead.num_missing > 0, group, self._slots.device):
             for key in (key for key in ordered if key not in largest):
-                ahead.load_compiled()  # otherwise later steps would find these kernels again
+                ahead.load_compiled()  # otherwise later steps would count these kernels again
                 self._step_capture.dry_run(key, ahead)
         for key in self._keys.first_masked():
             self._step_capture.dry_run(key, ahead)
@@ -173,8 +173,8 @@ class GraphedDecoding:
     def capture_next(self, group: TPGroup, clock: Callable[[], float] = time.perf_counter) -> None:
         """Capture the next waiting graph, if any. Must be called on all ranks, while no step runs.
 
-        A graph that fails on any rank is dropped on all, and its batches run as before. Raises BrokenStepError if this
-        rank failed within a collective step.
+        A graph that fails on any rank is dropped on all ranks, and its batches run as before. Raises BrokenStepError if
+        this rank failed within a collective step.
         """
         key = self._queue.next()
         if key is None:
@@ -222,8 +222,8 @@ class GraphedDecoding:
         return _entries(captured.output, batch.num_requests, captured.bucket, num_finals)
 
     def _graph_for(self, key: GraphKey) -> CapturedStep | None:
-        """Return the graph of `key`, or the smallest one that can run its batches, or None. Counts the padding. The
-        search is cached until the next capture."""
+        """Return the graph of `key`, or else the smallest one that can run its batches; None without one. Counts the
+        padding. The search is cached until the next capture."""
         if key in self._captured:
             return self._captured[key]
         if key not in self._fallbacks:

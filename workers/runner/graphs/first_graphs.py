@@ -65,13 +65,13 @@ def first_graphs(
 def compile_ahead(
     graphed: GraphedDecoding, first: frozenset[GraphKey], group: TPGroup, compilers: CompileProcesses | None
 ) -> str:
-    """Compile the kernels of the graphs `first` on all cores, instead of one by one at their launch. Return a line for
+    """Compile the kernels of the graphs `first` in parallel, instead of one by one at their launch. Return a line for
     the log."""
     report_compilations(False)  # a previous engine in this process may have turned it on
     ahead = CompileAhead(processes=compilers)
     try:
         graphed.dry_run(first, ahead, group)
-    except Exception as error:  # a compiler may raise anything; Triton's errors are not RuntimeErrors
+    except Exception as error:  # a compiler may raise any exception; Triton's are not RuntimeErrors
         logger.warning("could not compile kernels ahead; they are compiled at their first launch: %s", error)
     finally:
         ahead.close()

@@ -1,6 +1,6 @@
 """Inputs of a captured step: tensors at fixed addresses, filled from a batch before each replay.
 
-The rest is padding: the padding slot, chunks without rows on the dummy page, and rows that belong to no chunk.
+Unused entries are padding: the padding slot, chunks without rows on the dummy page, and rows that belong to no chunk.
 """
 
 import torch
@@ -11,7 +11,7 @@ from workers.runner.batch import PromptChunks, StepBatch
 from workers.sampling.sampler import SamplingNeeds
 from workers.slots.slot_table import SlotTable
 
-MAX_CHUNKS = 8  # prompt chunks of a captured step; each adds a row to the LM head and to every draft step
+MAX_CHUNKS = 8  # prompt chunks of a captured step; each adds a row to the vocabulary head and to every draft step
 
 
 class SlotInput:
@@ -23,7 +23,7 @@ class SlotInput:
         self._filled: Tensor | None = None
 
     def fill(self, slots: Tensor) -> None:
-        """Copy a batch's slots, unless it is the same tensor as last time. Slot tensors never change in place."""
+        """Copy a batch's slots, unless it is the tensor of the last call. Slot tensors never change in place."""
         if self._filled is not slots:
             self.tensor[: slots.shape[0]] = slots
             self.tensor[slots.shape[0] :] = self._padding_slot

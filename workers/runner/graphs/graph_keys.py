@@ -1,20 +1,20 @@
-"""Which steps are captured as CUDA graphs, and which graph runs a batch. Pure; used by `cuda_graph`.
+"""Defines which steps are captured as CUDA graphs, and which graph runs a batch. Pure; used by `cuda_graph`.
 
-A graph drafts the tree shape that it verifies. A round may verify a tree of any shape, whatever shape was drafted
-before (`speculative.tree_table`). So changes of shape need no graphs of their own: S shapes take S graphs per batch
-size and kind of sampling, not S squared.
+A graph drafts the tree shape that it verifies. A round may verify a tree of another shape than was drafted
+(`speculative.tree_table`). So changes of shape need no graphs of their own: S shapes take S graphs per batch size and
+kind of sampling, not S squared.
 
 Shapes other than the default and non-speculative decoding (`RoundShapes.unrestricted`) have fewer graphs:
 - Batches are padded to powers of two.
 - Greedy batches run the graphs of random sampling. That costs 0.03 of 5 ms at batch 1, and 0.1 of 10 ms at 64.
 - Batches with penalties, log-probabilities or grammars have none: the scheduler never chooses these shapes for them.
 
-Number of graphs for 64 slots, and in brackets of those added by grammars:
+Number of graphs for 64 slots, and in brackets the number added by grammars:
 
 rounds of                 alone      with prompt chunks
 no request                -          12 (4)
 non-speculative decoding  43 (21)    36 (8)
-the default shape         43 (21)    72 (16); 78 together with the chain that replaces a tree in large batches
+the default shape         43 (21) 72 (16); 78 with the chain that replaces a tree in large batches
 any other shape           14         -
 
 Graphs for many prompt tokens expand the latent rows of MLA models (`attention.expansion`).
@@ -29,16 +29,16 @@ from workers.runner.graphs.graph_inputs import MAX_CHUNKS
 from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)  # prompt tokens; see `token_buckets`
-# Minimum prompt tokens of graphs with expansion, from which on it is estimated to cost less; in a prompt's first chunk
-# it costs as much.
+# Minimum prompt tokens of graphs with expansion, from which on it is estimated to be faster (in a prompt's first chunk,
+# equally fast).
 EXPANDED_TOKENS = 384
 EXPANDED_SEEN = 16384  # maximum tokens that a step's expanded chunks attend to; bounds memory for their keys and values
 FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the mixed batches that a start waits for
-EAGER_ROWS = 1024  # rows that take about as long as an eager step takes longer than a graph
-_FEW_TOKENS = 512  # up to here mixed batches are captured for every power of two of requests
+EAGER_ROWS = 1024  # rows whose time equals the extra time of an eager step
+_FEW_TOKENS = 512  # maximum tokens of mixed batches that are captured for every power of two of requests
 GREEDY = SamplingNeeds(random=False)
 RANDOM = SamplingNeeds(random=True)
-# Steps with chunks have graphs with filters only: filters cost 0.1 ms, a step without a graph 25 ms.
+# Steps with chunks have only graphs with filters: filters cost 0.1 ms, a step without a graph 25 ms.
 CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True)
 BETWEEN_NEEDS = (RANDOM, CHUNK_NEEDS)  # for shapes between non-speculative decoding and the default
 MASKED_CHUNK_NEEDS = SamplingNeeds(random=True, filtered=True, masked=True)
@@ -52,7 +52,7 @@ class GraphKey:
     bucket: maximum requests that run a round.
     needs: sampling needs. Batches with fewer needs can use the graph, too.
     tokens: maximum prompt tokens.
-    seen: EXPANDED_SEEN if the chunks' latent rows are expanded; 0 if not.
+    seen: EXPANDED_SEEN if the chunks' latent rows are expanded, else 0.
     """
 
     shape: int
@@ -73,13 +73,13 @@ def bucket_sizes(max_running: int) -> tuple[int, ...]:
 
 
 def is_always_captured(key: GraphKey) -> bool:
-    """Whether the graph is exempt from the memory limit: greedy rounds, and random rounds without filters."""
+    """Return whether the graph is exempt from the memory limit: greedy rounds, and random rounds without filters."""
     return key.tokens == 0 and not key.needs.full_logits and not key.needs.masked
 
 
 def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
-    """Return the ascending buckets that rounds with `needs` are captured for: all, or for rarer needs powers of two and
-    the largest, so that a batch is padded to at most twice its size."""
+    """Return the ascending buckets for rounds with `needs`: all; for rarer needs only powers of two and the largest,
+    which pads a batch to at most twice its size."""
     return powers_of_two(buckets) if needs.full_logits or needs.masked else tuple(buckets)
 
 
@@ -89,11 +89,11 @@ def powers_of_two(buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
-    """Return the numbers of prompt tokens that steps are captured for.
+    """Return the captured numbers of prompt tokens.
 
-    There is no size between 16 and 64: up to 64 rows take hardly longer than 16, because reading the weights takes most
-    of the time. There is none above 2,048: twice the tokens take twice the time there, so two steps are as good. Longer
-    steps would run eagerly, and the host could handle no other step for 25 to 90 ms.
+    There is no size between 16 and 64, because 64 rows take hardly longer than 16: reading the weights dominates. There
+    is none above 2,048, because time is proportional to tokens there, so two steps are as fast. Longer steps would run
+    eagerly, which occupies the host for 25 to 90 ms.
     """
     largest = min(max_step_tokens, TOKEN_BUCKETS[-1])
     return (*(size for size in TOKEN_BUCKETS if size < largest), largest)
@@ -109,10 +109,10 @@ def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 def serves(captured: GraphKey, key: GraphKey) -> bool:
-    """Whether the graph `captured` can run all batches of `key` with more padding.
+    """Return whether the graph `captured` can run all batches of `key`, with more padding.
 
-    Chunks alone can use a graph with rounds, but rounds alone cannot use a graph with chunks. Steps with and without
-    grammar masks cannot share graphs, because a step with masks is two graphs.
+    Steps with only chunks can use a graph with rounds, but steps with only rounds cannot use a graph with chunks. Steps
+    with and without grammar masks cannot share graphs, because a step with masks is two graphs.
     """
     return (
         captured.next_shape == key.next_shape
@@ -132,7 +132,7 @@ class GraphKeys:
     shapes: tree shapes of its rounds.
     buckets: batch sizes to capture.
     tokens: numbers of prompt tokens to capture; empty if steps with prompt chunks are not captured.
-    expands: expand latent rows in steps with many prompt tokens.
+    expands: whether steps with many prompt tokens expand latent rows.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class GraphKeys:
     def first(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
         """Return the keys that a start waits for:
 
-        - steps whose time it measures (`cost_points.measured_steps`), so that graphs are measured;
+        - steps whose time it measures (`cost_points.measured_steps`);
         - mixed batches that cover most steps under load;
         - rounds of one, `FEW_REQUESTS` and all requests with filters, which many clients use;
         - greedy rounds of one request, so that their kernels are compiled before the first request.
@@ -186,8 +186,8 @@ class GraphKeys:
         return frozenset(key for key in found if key is not None)
 
     def first_masked(self) -> list[GraphKey]:
-        """Return steps with grammar masks that launch all kernels of such steps. With expansion, they include the one
-        with the most prompt tokens, because only masked steps do not expand so many."""
+        """Return steps that launch all kernels of steps with grammar masks. With expansion, they include the one with
+        the most prompt tokens, because masked steps never expand."""
         kinds = [needs for needs in CAPTURED_NEEDS if needs.masked]
         found = [self.of_rounds(self._shapes.default, 1, needs) for needs in (kinds[0], kinds[-1])]
         if self._expands and self.tokens:
@@ -199,11 +199,11 @@ class GraphKeys:
         return EXPANDED_SEEN if self._expands and tokens >= EXPANDED_TOKENS and not needs.masked else 0
 
     def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
-        """Return the sampling needs that rounds of a shape are captured for."""
+        """Return the captured sampling needs of rounds of a shape."""
         return CAPTURED_NEEDS if shape in self._shapes.unrestricted else BETWEEN_NEEDS
 
     def _buckets_of(self, shape: int, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Return the batch sizes that rounds of a shape are captured for."""
+        """Return the captured batch sizes of rounds of a shape."""
         return buckets_of(needs, self.buckets if shape in self._shapes.unrestricted else powers_of_two(self.buckets))
 
     def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
@@ -219,13 +219,13 @@ class GraphKeys:
         ] + alone
 
     def _tokens_of(self, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Return the numbers of prompt tokens that steps with `needs` are captured for. With grammars it is every third
-        one, because captures take time and such prompts are rare."""
+        """Return the captured numbers of prompt tokens of steps with `needs`. With grammars these are every third one,
+        because captures take time and such prompts are rare."""
         return self.tokens[::-1][::3][::-1] if needs.masked else self.tokens
 
     def _buckets_beside(self, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
-        """Return the batch sizes that mixed batches are captured for. With grammars it is every second power of two.
-        Without, FEW_REQUESTS is added if up to that many requests run a shape there that more requests do not."""
+        """Return the captured batch sizes of mixed batches. With grammars these are every second power of two. Without,
+        FEW_REQUESTS is added if it is the limit for a shape."""
         if needs.masked:
             return powers_of_two(self.buckets)[::-1][::2][::-1]
         sizes = buckets_beside(num_tokens, self.buckets)
@@ -235,12 +235,12 @@ class GraphKeys:
     def of(self, batch: StepBatch) -> GraphKey | None:
         """Return the key of the smallest graph that can run `batch`, captured or not; None if none can."""
         if batch.prompt_targets is not None:
-            return None  # a captured step computes only the last row of each chunk in the last layer
+            return None  # captured steps compute only the last row of each chunk in the last layer
         shape, needs = batch.shape, batch.needs
         if batch.chunks is not None:
             shape = shape if batch.num_requests else self._shapes.default
         if batch.next_shape not in (0, shape):
-            return None  # the graph drafts `shape`, for whose KV the plan may have reserved no pages
+            return None  # the graph drafts `shape`, for whose KV the plan may not have reserved pages
         if batch.chunks is None:
             return self.of_rounds(shape, batch.num_requests, needs)
         rows = batch.chunks.batch
@@ -254,7 +254,7 @@ class GraphKeys:
         if kind is None:
             return None
         bucket = _padded_size(self._buckets_of(shape, kind), num_requests)
-        # if the batch drafts nothing, all entries draft in the padding slot
+        # if the batch does not draft, all entries draft in the padding slot
         return None if bucket is None else GraphKey(shape, shape, bucket, kind)
 
     def of_chunks(
@@ -280,11 +280,12 @@ class GraphKeys:
         return min((each for each in captured if serves(each, key)), key=self._work, default=None)
 
     def padding_rows(self, key: GraphKey, used: GraphKey | None) -> int:
-        """Return the rows that the graph `used` has more than the graph `key`. used: None if the step ran eagerly."""
+        """Return the additional rows of the graph `used`, compared with the graph `key`. used: None if the step ran
+        eagerly."""
         return EAGER_ROWS if used is None else self._work(used)[0] - self._work(key)[0]
 
     def _work(self, key: GraphKey) -> tuple[int, int]:
-        """Return (rows, index of the sampling needs); the graph with the smallest is the cheapest."""
+        """Return a sort key of a graph's cost: (rows, index of the sampling needs)."""
         rows = key.bucket * self._shapes[key.shape].width + key.tokens
         return rows, CAPTURED_NEEDS.index(key.needs)
 

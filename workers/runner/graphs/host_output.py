@@ -67,7 +67,7 @@ class HostOutput:
 
     @property
     def tokens(self) -> Tensor:
-        """[n, M] int64, of which the first `counts` of a row are valid."""
+        """[n, M] int64; the first `counts` of a row are valid."""
         return self.rows[:, : self.num_tokens]
 
     @property
@@ -82,8 +82,8 @@ class HostOutput:
 
     @property
     def columns(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Tokens, count, finish and accepted [n, M + 3]; matches [n, X]; min-entropies [n, E]. In numpy, which takes a
-        tenth of torch's time for a slice."""
+        """Return tokens, count, finish and accepted [n, M + 3]; matches [n, X]; min-entropies [n, E]. As numpy arrays,
+        whose slices take a tenth of torch's time."""
         rows, matches_at = self.rows.numpy(), self.num_tokens + 3
         entropies_at = matches_at + self.num_matches
         end = entropies_at + self.num_entropies

@@ -20,13 +20,13 @@ from workers.runner.graphs.compile_processes import MAX_AT_ONCE, CompileProcesse
 
 logger = logging.getLogger(__name__)
 
-BUSY_S = 0.01  # wait before a retry, if another process is compiling the kernel
+BUSY_S = 0.01  # wait before a retry while another process compiles the kernel
 LIMIT_S = 240.0  # maximum wait for all kernels; the rest are compiled at their launch
 _THREADS = "compile"  # name prefix of compile threads
 
 
 class _CompileMode(Protocol):
-    """Triton's interface of an asynchronous mode. Triton launches the result of `submit` in place of the kernel."""
+    """Triton's interface of an asynchronous mode. Triton launches the result of `submit` instead of the kernel."""
 
     def submit(self, key: Hashable, compile_kernel: Callable[[], Any], finalize: Callable[[Any], None]) -> Any: ...
 
@@ -67,12 +67,12 @@ class CompileAhead:
 
     @property
     def num_kernels(self) -> int:
-        """Kernels that dry runs found."""
+        """Number of kernels found by dry runs."""
         return len(self._kernels)
 
     @contextlib.contextmanager
     def dry_run(self) -> Iterator[None]:
-        """In this thread, start to compile kernels that are not loaded, instead of launching them."""
+        """Within the context, this thread starts to compile kernels that are not loaded, instead of launching them."""
         with _mode(self):
             yield
 
@@ -97,7 +97,7 @@ class CompileAhead:
             outcome = self._processes.compile(job)
             if outcome.is_busy:
                 time.sleep(BUSY_S)
-                self._pool.submit(self._compile, kernel, job, compile_kernel)  # retries after the others
+                self._pool.submit(self._compile, kernel, job, compile_kernel)  # retry after the other kernels
                 return
             if outcome.error and not self._has_warned:
                 self._has_warned = True
@@ -154,7 +154,7 @@ def no_new_kernels() -> Iterator[None]:
 
 
 def report_compilations(wanted: bool) -> None:
-    """Turn on or off a warning for each kernel that is compiled or loaded at its launch, which delays requests."""
+    """Turn warnings about kernels that are compiled or loaded at their launch, which delays requests, on or off."""
     from triton import knobs
 
     knobs.compilation.listener = _report if wanted else None
@@ -173,8 +173,8 @@ def _report(*, src: Any, times: Any, cache_hit: bool, **_: object) -> None:
 
 
 def hash_compiler() -> None:
-    """Hash the compiler's files for Triton's cache keys, in a thread. Otherwise the first kernel waits a second for
-    it."""
+    """Hash the compiler's files for Triton's cache keys, in a thread. Otherwise the first kernel would wait a second
+    for it."""
 
     def read() -> None:
         with contextlib.suppress(ImportError):

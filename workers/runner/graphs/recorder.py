@@ -11,7 +11,7 @@ import torch
 from attention.backend import NewUnderCaptureError
 from workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels
 
-MAX_DRY_RUNS = 8  # dry runs of one step; each but the last stops at a missing workspace
+MAX_DRY_RUNS = 8  # maximum dry runs of one step; each except the last stops at a missing workspace
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class CudaRecorder:
         try:
             with torch.cuda.stream(self._stream):
                 function()
-        finally:  # kernels launched before an error still write
+        finally:  # kernels launched before the error may still write
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def used_bytes(self) -> int:

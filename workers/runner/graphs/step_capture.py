@@ -1,10 +1,10 @@
 """Captures one step as a CUDA graph, with a batch of padding. Used by `workers.runner.graphs.cuda_graph`.
 
-A step with grammars is two graphs, split after the target's pass, because the host fills masks during that pass. Of the
-first graph's output, small tensors stay in its memory. Large ones are copied to memory that all such graphs share.
+A step with grammars is two graphs, split after the target's pass, because the host fills masks during that pass. Small
+outputs of the first graph stay in its memory; large ones are copied to memory that all such graphs share.
 
-A capture changes no request: its rounds run in the padding slot, which is always finished, and its KV goes to the dummy
-page.
+A capture does not affect requests: its rounds run in the padding slot, which is always finished, and its KV goes to the
+dummy page.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ class Outcome(IntEnum):
     """Outcome of a rank's attempt to capture. All ranks act on the largest outcome."""
 
     CAPTURED = 0
-    MISSING = 1  # a kernel or workspace does not exist yet, and an eager run of the step creates it
+    MISSING = 1  # a kernel or workspace does not exist yet; an eager run of the step creates it
     FAILED = 2  # out of memory, or a kernel cannot be compiled: an eager run would fail, too
 
 
@@ -92,7 +92,7 @@ class StepCapture:
         self._has_states = has_states
         self._kinds_run: set[GraphKey] = set()
         self._shared: dict[tuple[str, torch.dtype], Tensor] = {}
-        self._outgrown: list[Tensor] = []  # smaller buffers, which earlier graphs still use
+        self._outgrown: list[Tensor] = []  # smaller buffers that earlier graphs still use
 
     def dry_run(self, key: GraphKey, ahead: CompileAhead) -> None:
         """Let `ahead` compile the kernels of a step, without running them."""
@@ -102,8 +102,8 @@ class StepCapture:
     def capture(self, key: GraphKey, group: TPGroup) -> CapturedStep:
         """Capture a step. Must be called on all ranks.
 
-        The first step of each kind runs eagerly before its capture, so that libraries allocate what they need. A later
-        one runs eagerly only if its first capture finds something missing.
+        The first step of each kind runs eagerly before its capture, so that libraries allocate their buffers. A later
+        one runs eagerly only if a buffer or kernel is missing in its first capture.
 
         Raises BrokenStepError if an eager run fails and there are other ranks. After any other error the ranks can
         still communicate.
@@ -195,10 +195,10 @@ def _worst_of_ranks(mine: Outcome, group: TPGroup, device: torch.device) -> Outc
 
 
 def on_any_rank(flag: bool, group: TPGroup, device: torch.device) -> bool:
-    """Whether `flag` is set on any rank of `group`. Waits for the device."""
+    """Return whether `flag` is set on any rank of `group`. Waits for the device."""
     return bool(group.all_gather(torch.tensor([flag], dtype=torch.int32, device=device)).any())
 
 
 def _kind(key: GraphKey) -> GraphKey:
-    """Return the key with sizes above 1 replaced by 1, as the kind of the step."""
+    """Return the kind of the step: the key with sizes above 1 replaced by 1."""
     return dataclasses.replace(key, bucket=min(key.bucket, 1), tokens=min(key.tokens, 1), seen=min(key.seen, 1))

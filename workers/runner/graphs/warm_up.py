@@ -15,7 +15,7 @@ WARM_UP_TOKENS = 16
 def warm_up(worker: Worker, layout: EngineLayout) -> None:
     """Run each kind of step once, so that the first request compiles nothing, and an error in a step fails the start:
 
-    - a chunk that does not end its prompt, once, because it samples nothing;
+    - a chunk that does not end its prompt (only once, because it does not sample);
     - a whole prompt and a round of every tree shape, greedy and random;
     - a whole prompt, and a prompt of one token, with filters, penalties and log-probabilities.
 
@@ -34,7 +34,7 @@ def warm_up(worker: Worker, layout: EngineLayout) -> None:
     for number, (sampling, chunks) in enumerate(kinds):
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
         plans = [_prompt(number, layout, init, chunk) for chunk in chunks]
-        if sampling is not rest:  # captures launch the kernels of rounds with these needs
+        if sampling is not rest:  # captures launch the kernels of these rounds
             plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]
         for plan in plans:
             run(worker, plan)
@@ -54,8 +54,8 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
     - "chunks", with latent rows: the longest expansion;
     - "both": the maximum number of prompt tokens, with rounds of the remaining slots.
 
-    All have filters, penalties and log-probabilities, also of prompts. They attend to the longest possible KV, which is
-    on the dummy page.
+    All have filters, penalties and log-probabilities, also of prompts. They attend to KV of maximum length, on the
+    dummy page.
     """
     num_slots, count, longest = layout.scheduler.num_slots, layout.scheduler.step_token_limit, layout.max_model_len - 2
     per_slot = max(1, min(longest, count // num_slots))
@@ -74,7 +74,7 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
 
 
 def _end(layout: EngineLayout, slot: int, count: int) -> tuple[SlotInit, Chunk]:
-    """Return the last `count` tokens of the longest prompt: see `_part`."""
+    """Return a chunk of the last `count` tokens of the longest prompt, see `_part`."""
     return _part(layout, slot, layout.max_model_len - 2 - count, count)
 
 

@@ -1,5 +1,5 @@
-"""The experts of one row by `one_row_experts.cu`: one launch, in which the down projections' weights are read while
-gate and up are multiplied."""
+"""The experts of one row, with `one_row_experts.cu`: one launch, which reads the down projections' weights while it
+multiplies gate and up."""
 
 from functools import cache
 

@@ -1,5 +1,5 @@
-"""A gated MLP with int4 weights by `gated_mlp.cu`: one launch, in which the down projection's weights are read while
-gate and up are multiplied."""
+"""A gated MLP with int4 weights, with `gated_mlp.cu`: one launch, which reads the down projection's weights while it
+multiplies gate and up."""
 
 from functools import cache
 

@@ -17,7 +17,7 @@ _MAX_STAGES = 6
 
 @dataclass(frozen=True)
 class GatedMLPTiles:
-    """size, width: of rows and of inner activations.
+    """size, width: sizes of rows and of inner activations.
     rows: 1, or for more rows 8.
     blocks: thread blocks, one for each multiprocessor.
     ranges: thread blocks that share a sum of the down projection.
@@ -41,7 +41,7 @@ class GatedMLPTiles:
 
     @property
     def columns(self) -> int:
-        """Thread blocks that have other outputs of the down projection."""
+        """Thread blocks with different outputs of the down projection."""
         return self.size // _SLICE // self.warps
 
     @property
@@ -73,7 +73,7 @@ class GatedMLPTiles:
 
 @cache
 def gated_mlp_tiles(size: int, width: int, rows: int, blocks: int) -> GatedMLPTiles | None:
-    """Return the sizes for `rows` rows; None if the kernel does not serve them."""
+    """Return the sizes for `rows` rows; None if the kernel does not support them."""
     warps = size // _QUAD
     if size % _QUAD or width % _QUAD or not 8 <= warps <= _MAX_WARPS or not 1 <= rows <= MAX_ROWS:
         return None

@@ -22,7 +22,7 @@ from workers.ops.packed.cuda.tiles import (
 )
 from workers.ops.packed.weight import TILE, PackedWeight
 
-_NAMES = {FewRowsTiles: "few_rows", WideTiles: "wide", ManyRowsTiles: "many_rows"}  # of kernels and their files
+_NAMES = {FewRowsTiles: "few_rows", WideTiles: "wide", ManyRowsTiles: "many_rows"}  # names of kernels and their files
 
 
 @cache
@@ -85,7 +85,7 @@ def packed_cuda(
 
 
 def compile_products(weight: PackedWeight) -> None:
-    """Begin to compile the kernels for every number of rows: a step would wait a second for each that is missing."""
+    """Start to compile the kernels for every number of rows. A missing one would delay a step by a second."""
     compute = Capability.of(weight.codes.device).compute
     assert compute is not None
     half = weight.scales.dtype == torch.float16
@@ -95,7 +95,7 @@ def compile_products(weight: PackedWeight) -> None:
 @cache
 def _compile_products(n: int, k: int, half: bool, zeros: bool, compute: tuple[int, int]) -> None:
     for gated in (False, True) if n > k else (False,):  # gate and up projections have more outputs than inputs
-        for rows in (1, 16, *range(32, MAX_ROWS + 1, 32)):  # of each 32, all have the same tiles
+        for rows in (1, 16, *range(32, MAX_ROWS + 1, 32)):  # each 32 rows have the same tiles
             tiles = cuda_tiles(rows, n, k, gated)
             if tiles is not None:
                 compile_ahead(source_of(tiles, half), tiles.defines(gated, half, zeros), compute)

@@ -11,7 +11,7 @@ from workers.ops.packed.weight import TILE
 
 GROUP = 32  # inputs that share a scale
 _CODES, _SCALES = 2048, 256  # bytes of 64 outputs by 64 inputs
-_STATIC_BYTES = 128  # shared memory beside the dynamic
+_STATIC_BYTES = 128  # static shared memory
 _RINGS, _MAX_DEPTH = 4, 32
 _MAX_SIZE = 4096  # each thread copies at most 16 bytes of the row
 _UNITS = (3, 4, 2)  # chunks of a unit, in order of preference
@@ -19,8 +19,8 @@ _UNITS = (3, 4, 2)  # chunks of a unit, in order of preference
 
 @dataclass(frozen=True)
 class OneRowTiles:
-    """size, width: of a row and of an expert.
-    slots, used: experts of the row; of them on this rank, at most.
+    """size, width: sizes of a row and of an expert.
+    slots, used: experts of the row, and the maximum of them on this rank.
     blocks: thread blocks, one for each multiprocessor.
     unit: chunks of 64 inputs in a unit.
     rings, depth: rings of units in shared memory, and units in each.
@@ -46,7 +46,7 @@ class OneRowTiles:
 
     @property
     def tiles(self) -> int:
-        """Pairs of gate and up tiles of which a block may compute a part."""
+        """Maximum pairs of gate and up tiles of which a block computes a part."""
         steps = self.size // TILE // self.unit
         return max(2, cdiv(cdiv(self.used * (self.width // TILE) * steps, self.blocks) - 1, steps) + 1)
 
@@ -84,8 +84,8 @@ class OneRowTiles:
 
 @cache
 def one_row_tiles(sizes: ExpertSizes, blocks: int) -> OneRowTiles | None:
-    """Return the sizes for a layer's experts; None if the kernel does not serve them. One expert gives each block a
-    unit, a block has parts of at most two tiles of outputs, and its down units fit in shared memory."""
+    """Return the sizes for a layer's experts; None if the kernel does not support them. Each block must have a unit of
+    one expert, parts of at most two tiles of outputs, and down units that fit in shared memory."""
     size, width = sizes.size, sizes.width
     if size % TILE or width % TILE or size // TILE > blocks or size > _MAX_SIZE or sizes.num_shared:
         return None

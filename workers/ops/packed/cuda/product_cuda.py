@@ -1,5 +1,5 @@
 """The implementation of `workers.ops.packed.product` by CUDA C++ kernels for Hopper (`kernels_cuda`). Triton kernels
-compute what these do not serve."""
+compute the other cases."""
 
 from dataclasses import dataclass
 

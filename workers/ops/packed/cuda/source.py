@@ -1,10 +1,10 @@
-"""Joins the sources of this folder's kernels: NVRTC compiles one string, and sources include no headers."""
+"""Joins the sources of this folder's kernels, because NVRTC compiles one string without headers."""
 
 from pathlib import Path
 
 
 def joined(*names: str | Path, generated: str = "") -> str:
-    """Return `packed.cuh` and the files of these names in this folder, or of these paths, in this order.
+    """Return `packed.cuh` and the files with these names in this folder, or these paths, in this order.
 
     generated: further device functions, between `packed.cuh` and the rest.
     """
@@ -25,7 +25,7 @@ def wgmma(columns: int, half: bool, in_registers: bool = True) -> str:
     outputs = ", ".join(f'"+f"(d[{r}])' for r in range(count))
     inputs = ", ".join(f'"r"(a[{r}])' for r in held) if in_registers else '"l"(a)'
     operand = f"{{{first}}}" if in_registers else first
-    majors = "0" if in_registers else "0, 0"  # of the operands in shared memory: both have inputs side by side
+    majors = "0" if in_registers else "0, 0"  # of the operands in shared memory, whose inputs are adjacent
     kind = "const u32 (&a)[4]" if in_registers else "u64 a"
     head = f"__device__ __forceinline__ void wgmma(float (&d)[{count}], {kind}, u64 b)"
     code = f"{name} {{{sums}}}, {operand}, %{count + len(held)}, 1, 1, 1, {majors};"

@@ -9,8 +9,8 @@ from workers.ops.packed.weight import TILE
 STEP = 128  # inputs of a stage
 _MAX_CLUSTER = 8  # portable cluster size on Hopper
 _ROW_BYTES = 256 + 64  # bytes of a row in a stage of `few_rows.cu`
-_MAX_CLUSTERS = MULTIPROCESSORS // 2  # of `many_rows.cu`, which have two programs each
-_MIN_SHARE = 4  # stages of a cluster: adding the sums of shorter ones takes longer than multiplying
+_MAX_CLUSTERS = MULTIPROCESSORS // 2  # clusters of `many_rows.cu`, of two programs each
+_MIN_SHARE = 4  # minimum stages per cluster; with fewer, adding the sums takes longer than multiplying
 SHARED_SUMS = 2 * _MAX_CLUSTERS * 128 * 256, 2 * _MAX_CLUSTERS * 8
 """Cells and tickets of the workspace of `many_rows.cu`: a tile's sums for each program, and a flag for each warp."""
 
@@ -24,7 +24,7 @@ class FewRowsTiles:
     warps_k: warps that share a sum.
     splits: programs of a cluster, which share a sum (split K).
     stages: of 128 inputs, in shared memory; a multiple of `warps_k`.
-    programs: per multiprocessor.
+    programs: programs per multiprocessor.
     """
 
     row_tiles: int
@@ -63,8 +63,8 @@ class FewRowsTiles:
 
 @dataclass(frozen=True)
 class WideTiles:
-    """Tiles of `wide.cu`: 256 outputs by `block_m` rows. At 17 to 32 rows, gated or with more outputs than inputs, a
-    layer's products take 91.3 us, with `many_rows.cu` 94.6.
+    """Tiles of `wide.cu`: 256 outputs by `block_m` rows. Used for 17 to 32 rows, gated or with more outputs than
+    inputs: a layer's products take 91.3 us, instead of 94.6 with `many_rows.cu`.
 
     splits: programs of a cluster, which share a sum (split K).
     """
@@ -77,7 +77,7 @@ class WideTiles:
     stages = 4  # of 128 inputs, in shared memory
 
     def shared_bytes(self, zeros: bool) -> int:
-        """Zeros need no more memory, because stages start at multiples of 1,024 bytes."""
+        """Return the shared memory. Zeros need no more, because stages start at multiples of 1,024 bytes."""
         stage = 256 * self.block_m + 64 * self.outputs + 1024
         return max(self.stages * stage, 4 * self.outputs * self.block_m) + 16 * self.stages
 
@@ -145,10 +145,10 @@ def _common(gated: bool, half: bool, zeros: bool, shared_bytes: int) -> tuple[tu
     return ("GATED", int(gated)), ("HALF", int(half)), ("ZEROS", int(zeros)), ("SHARED_BYTES", shared_bytes)
 
 
-# (warps_n, warps_k, stages, programs) by row_tiles and form of the product, for int4 in groups of 128 on an H200. A
-# layer of Llama-3.1-8B with norms takes 49.6 us with Triton's kernels and 47.6 with these at 1 row, 57.5 and 54.5 at 8,
-# 72.3 and 61.2 at 16, 95.4 and 84.6 at 32. Triton's kernels compute what is not listed: up to 8 rows, the other
-# products are faster alone and slower in a layer (52.6 at 1 row, 60.9 at 8).
+# (warps_n, warps_k, stages, programs) by row_tiles and kind of product, for int4 in groups of 128 on an H200. A layer
+# of Llama-3.1-8B with norms takes, with Triton's kernels and with these, 49.6 and 47.6 us at 1 row, 57.5 and 54.5 at 8,
+# 72.3 and 61.2 at 16, 95.4 and 84.6 at 32. Triton's kernels compute the unlisted cases: up to 8 rows, these kernels are
+# faster alone there, but slower in a layer (52.6 at 1 row, 60.9 at 8).
 _FEW_ROWS: dict[tuple[int, str], tuple[int, int, int, int]] = {
     (1, "gated"): (2, 4, 8, 2),
     (2, "gated"): (2, 4, 8, 2),
@@ -157,19 +157,19 @@ _FEW_ROWS: dict[tuple[int, str], tuple[int, int, int, int]] = {
     (2, "more inputs"): (1, 8, 24, 1),
     (4, "as many"): (1, 8, 8, 1),
 }
-_PROGRAMS = 90  # sums are split until there are at least so many
+_PROGRAMS = 90  # sums are split until there are at least this many programs
 
 # `many_rows.cu`: microseconds of 128 inputs by block_m, of storing a tile of 256 rows, and of adding one sum of such a
-# tile; fitted to 80 products of Llama-3.1-8B, 128 to 1,200 rows. Its layer takes 136 us at 128 rows, 285 at 384, 504 at
-# 700, 621 at 1,024 and 1,230 at 2,048 (bf16 143, 268, 456, 607 and 1,198).
+# tile; fitted to 80 products of Llama-3.1-8B, 128 to 1,200 rows. A layer takes 136 us at 128 rows, 285 at 384, 504 at
+# 700, 621 at 1,024 and 1,230 at 2,048 (bf16: 143, 268, 456, 607 and 1,198).
 _STEP_US = {64: 0.68, 96: 0.76, 128: 0.84, 192: 1.08, 256: 1.31}
 _TILE_US, _SUM_US = 6.1, 1.3
 _MANY_ROWS = [ManyRowsTiles(block_m, stages) for block_m, stages in ((64, 8), (96, 6), (128, 5), (192, 3), (256, 3))]
-MAX_ROWS = 4096  # at 8,192, dequantising and cuBLAS take 3 % less
+MAX_ROWS = 4096  # at 8,192 rows, dequantising and cuBLAS take 3 % less time
 
 
 def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> Tiles | None:
-    """Return tiles for a weight [n, k]; None if the kernels do not serve it or other kernels are faster."""
+    """Return tiles for a weight [n, k]; None if the kernels do not support it or other kernels are faster."""
     if k % STEP or (gated and n % (2 * TILE)) or rows > MAX_ROWS:
         return None
     bucket, steps = max(8, next_power_of_2(rows)), k // STEP
@@ -189,7 +189,7 @@ def cuda_tiles(rows: int, n: int, k: int, gated: bool) -> Tiles | None:
 
 
 def _wide_splits(tiles: int, steps: int) -> int:
-    """Return the programs that share a sum. Clusters of more than two leave some multiprocessors idle, so fewer fit."""
+    """Return the number of programs that share a sum. Clusters of more than two leave some multiprocessors idle."""
     splits = 1
     for more in (2, 3, 4, 6):
         if more * tiles <= (128 if more == 2 else 100) and 2 * more <= steps:
