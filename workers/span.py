@@ -1,4 +1,4 @@
-"""`Span`: the share of something numbered that one rank holds."""
+"""`Span`: one rank's contiguous share of rows, columns, heads or experts."""
 
 from dataclasses import dataclass
 
@@ -20,5 +20,5 @@ class Span:
         return Span(0, total, total)
 
     def times(self, size: int) -> "Span":
-        """The span of rows, for things of `size` rows each, such as heads."""
+        """Return the span in rows, if each item (such as a head) has `size` rows."""
         return Span(self.first * size, self.end * size, self.total * size)

@@ -137,8 +137,8 @@ class RankMemory:
         self._in_use = self.used()
 
     def use(self, layout: EngineLayout, graphs: GraphCount, group: TPGroup) -> MemoryUse:
-        """Return the memory use of this rank, which is ready. `left` is the minimum over the ranks. Frees memory that
-        torch's allocator caches."""
+        """Return the memory use of this rank, once it is ready. `left` is the minimum over the ranks. Frees torch's
+        cached memory."""
         free = self._memory.free()
         after_kv = max(0, self.used() - self._in_use)
         for_graphs = max(after_kv, self._for_graphs) if graphs.num_waiting else after_kv
@@ -173,7 +173,7 @@ class RankMemory:
         return int(group.all_gather(own).min())
 
     def _fitting_pages(self, available: int, layout: EngineLayout, activations: int, graphs: int) -> str:
-        """Return the end of an error text: how many KV pages fit, into what, and the remedy."""
+        """Return the end of an error text: the number of KV pages that fit, and the remedy."""
         counts = layout.pages_in(available)
         cache, kv_gb = self._worker.cache, max(0, layout.kv_bytes(counts)) / 1e9
         return (
@@ -211,7 +211,8 @@ def wait_until_free(
 
 @contextmanager
 def must_fit(what: str, remedy: str) -> Iterator[None]:
-    """Turn a GPU's out-of-memory error into a DeviceMemoryError that names `what` needed the memory, and the remedy."""
+    """Convert a GPU's out-of-memory error to a DeviceMemoryError that names `what` needed the memory, and the
+    remedy."""
     try:
         yield
     except torch.OutOfMemoryError:

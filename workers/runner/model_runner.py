@@ -1,5 +1,5 @@
-"""One forward pass over a decode batch and prompt chunks, of a model with its KV pool and attention backends. Used by
-decoding strategies, which decide the order of passes."""
+"""Runs one forward pass of a model over a decode batch and prompt chunks, with its KV pool and attention backends. Used
+by decoding strategies, which decide the order of passes."""
 
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -39,7 +39,7 @@ class ModelRunner(Generic[ModelT]):
 
 @dataclass(frozen=True)
 class TargetRunner(ModelRunner[TargetModel]):
-    """The target. states: of its recurrent layers; None without any."""
+    """Runs the target. states: states of its recurrent layers; None without such layers."""
 
     states: StatePool | None = None
 
@@ -53,9 +53,9 @@ class TargetRunner(ModelRunner[TargetModel]):
     ) -> DecoderOutput:
         """Run the target.
 
-        ids: [rows] int64, those of `decode` first.
-        every_row: return hidden states of all chunk rows; else only of each chunk's last row. An attention layer at the
-            end then computes only these rows.
+        ids: [rows] int64, the rows of `decode` first.
+        every_row: return hidden states of all chunk rows; else only of each chunk's last row. The last layer then
+            computes only these rows, if it has attention.
         """
         context = self.context(decode, decode_positions, chunks)
         if self.states is not None:

@@ -1,5 +1,5 @@
-"""Converts a plan to a strategy's batch. One copy brings the plan's arrays to the device. New requests are written to
-their slots there. Used by `workers.runner.worker`."""
+"""Converts a plan to a strategy's batch. The plan's arrays go to the device in one copy, and new requests are written
+to their slots. Used by `workers.runner.worker`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -33,9 +33,9 @@ def entries_of(plan: StepPlan) -> tuple[int, ...]:
 class PlanBatches:
     """Builds the batches of one rank.
 
-    grammars: of the engine's slots; None if its requests have none.
-    pools: the KV of target and draft.
-    states: of the target's recurrent layers, if it has any.
+    grammars: grammars of the engine's slots; None in engines without grammars.
+    pools: KV pools of target and draft.
+    states: states of the target's recurrent layers; None without such layers.
     group: the engine's ranks.
     """
 
@@ -56,11 +56,11 @@ class PlanBatches:
         self._draft_slots = _SlotIds("draft slots", slots.device)
 
     def of(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> StepBatch:
-        """Write the plan's new requests to their slots, and return the batch. Makes at most one copy to the device, and
-        does not wait for it. A plan with new requests takes a collective over the group.
+        """Write the plan's new requests to their slots, and return the batch. Makes at most one copy to the device,
+        which is asynchronous. A plan with new requests needs a collective over the group.
 
         entries: `entries_of(plan)`.
-        failed: gets the requests whose parameters raise an error, by number.
+        failed: receives the requests whose parameters raise an error, by number.
         """
         table, padding = self._slots, self._slots.padding_slot
         drafting = plan.drafting or bytes(len(entries))
@@ -79,8 +79,8 @@ class PlanBatches:
             _enter_pages(pool, sent)
         table.enter(plan, sent)
         if plan.inits and self._group.size > 1:
-            # A request that failed on one rank must emit nothing on all, or the ranks would emit different tokens.
-            # NCCL's gather takes about 20 us; the request's prompt takes milliseconds.
+            # A request that failed on one rank must emit nothing on any rank, because all ranks must emit the same
+            # tokens. NCCL's gather takes about 20 us; the request's prompt takes milliseconds.
             of_ranks = self._group.all_gather(sent["failed inits"])
             table.finished[sent["init slots"]] = of_ranks.any(0)
         if self._states is not None:
@@ -123,7 +123,7 @@ class PlanBatches:
 
 
 def _page_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-    """Return what `_enter_pages` needs: pages to zero, and window pages to attach."""
+    """Return the arrays that `_enter_pages` needs: pages to zero, and window pages to attach."""
     columns: dict[str, npt.NDArray[Any]] = {}
     if plan.cleared_pages:
         columns["cleared pages"] = unpack_i32(plan.cleared_pages).astype(np.int64)
@@ -146,8 +146,8 @@ def _enter_pages(pool: KVPool, columns: Mapping[str, Tensor]) -> None:
 
 
 def _state_columns(plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-    """Return what `_enter_states` needs besides the new slots: the snapshots that requests resume from, and the states
-    that rounds save."""
+    """Return the arrays that `_enter_states` needs besides the new slots: snapshots to resume from, and states to save
+    in rounds."""
     columns: dict[str, npt.NDArray[Any]] = {}
     resumed = [(init.state_row, init.slot) for init in plan.inits if init.state_row >= 0]
     if resumed:
@@ -174,7 +174,7 @@ def _enter_states(states: StatePool, columns: Mapping[str, Tensor]) -> None:
 
 
 class _SlotIds:
-    """Slot numbers on the device, cached, because most steps run the same requests as the step before."""
+    """Cached slot numbers on the device, because most steps run the same requests as the previous step."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self._name = name
@@ -182,7 +182,7 @@ class _SlotIds:
         self._tensor = torch.empty(0, dtype=torch.int64, device=device)
 
     def columns(self, slots: tuple[int, ...]) -> dict[str, npt.NDArray[Any]]:
-        """Return the array that `on_device` needs; none if the slots are cached."""
+        """Return the array that `on_device` needs; empty if the slots are cached."""
         return {} if slots == self._last else {self._name: np.array(slots, np.int64)}
 
     def on_device(self, slots: tuple[int, ...], columns: Mapping[str, Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 @dataclass(frozen=True)
 class Ready:
-    """Message of a rank that is built. A rank that cannot be built sends the reason, a str, instead."""
+    """Sent by a rank that is built. A rank that cannot be built sends the reason, a str."""
 
     layout: EngineLayout
     costs: CostTable | None
@@ -29,7 +29,7 @@ class Ready:
 class RankProcesses:
     """Implements `workers.runner.executor.StepExecutor`. Plans go to every rank; the result of rank 0 is returned.
 
-    layout: of the built ranks, rank 0's at first.
+    layout: layout of the built ranks.
     Raises ValueError if a rank cannot be built.
     """
 
@@ -103,7 +103,7 @@ def _run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str,
         built = build_rank(worker, engine, rank, address)
     except ValueError as error:
         pipe.send(str(error))
-        pipe.poll(None)  # waits to be killed, because an exit would raise errors in the other ranks
+        pipe.poll(None)  # wait to be killed, because an exit would raise errors in the other ranks
         return
     executor = built.worker
     pipe.send(Ready(built.layout, executor.costs, executor.graphs))

@@ -29,11 +29,11 @@ class PendingStep:
     """A submitted step whose result has not been taken.
 
     emitted: None if the plan was a capture.
-    num_logprobs: `SamplingParams.logprobs` of each entry, kept because the slot may have a new request by now.
+    num_logprobs: `SamplingParams.logprobs` of each entry, stored because the slot may have a new request by now.
     started_s: `time.perf_counter` at the submission.
     ended_s: `time.perf_counter` at the end; None if the device may still run the step.
-    failed: by entry.
-    failed_requests: by request number.
+    failed: failures by entry.
+    failed_requests: failures by request number.
     scored_requests: numbers of the requests with log-probabilities of prompt chunks, in the order of their rows.
     """
 
@@ -49,8 +49,8 @@ class PendingStep:
     def result(self, events: MaskEvents, graphs: GraphCount, ended_s: float, previous_end_s: float) -> StepResult:
         """Return the result. The output must be on the host.
 
-        events: of grammars.
-        graphs: after this step.
+        events: events of grammars.
+        graphs: graph counts after this step.
         ended_s, previous_end_s: `time.perf_counter` at the end of this step and of the previous one.
         """
         plan, emitted = self.plan, self.emitted
@@ -91,7 +91,7 @@ class PendingStep:
 def _prompt_logprobs(pending: PendingStep, ranking: PromptRanking) -> tuple[PromptLogprobs, ...]:
     """Return log-probabilities of prompt chunks. A request whose conversion fails is added to the step's failures.
 
-    ranking: on the host, of the chunks with log-probabilities, in the order of `in_order`.
+    ranking: of the chunks with log-probabilities, in the order of `in_order`, on the host.
     """
     found, first = {}, 0
     scored = [chunk for chunk in in_order(pending.plan) if chunk.logprobs >= 0]

@@ -27,7 +27,7 @@ from workers.structured_output.slot_grammars import MaskEvents, SlotGrammars
 
 
 class RanksDisagreeError(RuntimeError):
-    """Ranks emitted different tokens: a bug, or broken hardware. Raised in debug mode only."""
+    """Ranks emitted different tokens: a bug, or broken hardware. Raised only in debug mode."""
 
 
 class LateCaptures(Protocol):
@@ -45,7 +45,7 @@ class LateCaptures(Protocol):
 
 
 class Worker:
-    """Implements `workers.runner.executor.StepExecutor`. costs: set after the measurement, if there is one."""
+    """Implements `workers.runner.executor.StepExecutor`. costs: set after their measurement, if any."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class Worker:
         if self._grammars is not None and batch.needs.masked:
             self._grammars.ran(entries, emitted)
         scored = tuple(self._slots.facts[chunk.slot].number for chunk in in_order(plan) if chunk.logprobs >= 0)
-        ended_s = time.perf_counter() if emitted.copied is None else None  # on a CPU the step has ended
+        ended_s = time.perf_counter() if emitted.copied is None else None  # on a CPU the step has ended by now
         self._pending.append(
             PendingStep(plan, emitted, num_logprobs, started_s, failed, failed_requests, scored, ended_s)
         )
@@ -138,7 +138,7 @@ class Worker:
         return pending.result(events, self.graphs, self._last_end_s, previous_end_s)
 
     def _assert_ranks_agree(self, tensors: StepTensors) -> None:
-        """Compare the step's output over the ranks. Costs a gather and a wait for the device, so in debug mode only."""
+        """Compare the step's output over the ranks. Needs a gather and a device sync, so only in debug mode."""
         own = torch.cat((_mask_invalid(tensors), tensors.counts.unsqueeze(1), tensors.finish.unsqueeze(1)), dim=1)
         of_ranks = self._group.all_gather(own)
         different = (of_ranks != of_ranks[0]).flatten(1).any(1)

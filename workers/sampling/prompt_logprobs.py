@@ -1,5 +1,4 @@
-"""Log-probabilities of prompt tokens, in blocks of rows, so that memory does not grow with the prompt. Used by decoding
-strategies."""
+"""Computes log-probabilities of prompt tokens, in blocks of rows, which bounds memory. Used by decoding strategies."""
 
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ class PromptRanking:
     """Log-probabilities and ranks of n prompt tokens.
 
     logprobs: [n] float32, nats.
-    ranks: [n] int32, 1 for the likeliest token.
+    ranks: [n] int32, 1 for the most likely token.
     top_ids: [n, k] int32, the k most likely tokens, best first.
     top: [n, k] float32, their log-probabilities.
     """
@@ -29,7 +28,8 @@ class PromptRanking:
 
 
 def rank_prompt(head: LMHead, hidden: Tensor, tokens: Tensor, num_top: int) -> PromptRanking:
-    """Rank tokens [n] int64, n >= 1, by the logits of hidden [n, H], the rows that they follow. Equal on all ranks."""
+    """Rank tokens [n] int64, n >= 1, by the logits of hidden [n, H], the preceding rows. The result is equal on all
+    ranks."""
     rows = max(1, BLOCK_BYTES // (4 * head.shard.vocab_size))
     pairs = zip(torch.split(hidden, rows), torch.split(tokens, rows), strict=True)
     blocks = [_rank(head, *pair, num_top) for pair in pairs]

@@ -1,9 +1,9 @@
 """Chooses the next token of each row of a pass, the same on all ranks.
 
-A sampled token is argmax(logits / temperature + Gumbel noise), an exact draw from the softmax. The noise is a hash of
+A sampled token is argmax(logits / temperature + Gumbel noise), an exact sample of the softmax. The noise is a hash of
 (seed, position, token id), so a token depends only on the text before it. A draft token is accepted if it equals the
 sampled one. A request therefore gets the same tokens with and without speculation, alone and in a batch, and after
-preemption. GPUs and CPUs may draw near ties differently, because their logarithms differ in the last bits.
+preemption. GPUs and CPUs may differ in near ties, because their logarithms differ in the last bits.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ class SamplingNeeds:
 
     @property
     def full_logits(self) -> bool:
-        """Whether each rank needs the logits of the whole vocabulary. Otherwise a reduction over shards suffices."""
+        """Whether each rank needs the logits of the whole vocabulary; otherwise a reduction over shards suffices."""
         return self.filtered or self.shaping or self.num_logprobs >= 0
 
     @property
@@ -68,8 +68,8 @@ class SamplingNeeds:
         )
 
 
-# Needs that rounds are captured for. A step uses the first that covers its own, so only steps with a grammar use one
-# with masks, which takes two graphs. Penalties and log-probabilities cost one pass over the logits each. The last two
+# Captured sampling needs. A step uses the first that covers its own, so only steps with a grammar use one with masks,
+# which takes two graphs. Penalties and log-probabilities cost one pass over the logits each; the last two entries
 # compute both, also for requests that need only one.
 CAPTURED_NEEDS = (
     SamplingNeeds(False),
@@ -88,7 +88,7 @@ class Rows:
     """Rows to sample: R for each of B requests.
 
     slots: [B] int64.
-    positions: [B, R] int64 of the token to be chosen.
+    positions: [B, R] int64, positions of the tokens to be chosen.
     path: [B, R, W] bool, the tree nodes that are a row's ancestors or the row itself; None without a tree.
     path_tokens: [B, W] int64, the nodes' tokens, which the slot's `output_counts` does not include yet.
     """
@@ -164,18 +164,19 @@ class Sampler:
         return Sampled(tokens.view(shape), raw.view(*shape, -1) if needs.num_logprobs >= 0 else None)
 
     def min_entropies(self, logits: Tensor) -> Tensor:
-        """Return min-entropies, the negative logarithm of a row's largest probability: [rows] int64, thousandths of a
-        nat, the same on every rank, undefined for rows with NaN. logits: [rows, shard size], this rank's."""
+        """Return the min-entropy (negative logarithm of the largest probability) of each row: [rows] int64, in
+        thousandths of a nat, the same on every rank, undefined for rows with NaN. logits: [rows, shard size], this
+        rank's."""
         return (self._shard.topk_log_softmax(logits, 1)[0][:, 0] * -1000.0).long()
 
     def perturb(self, logits: Tensor, rows: Rows, ids: Tensor, filtered: bool, group: TPGroup) -> Tensor:
         """Return draft logits with the noise that `sample` adds, so that the draft proposes the token that the target
-        would draw.
+        is likely to sample.
 
         logits: [B * R, n].
         ids: [n] or [B * R, n], their token ids.
-        filtered: put tokens that the request's filters exclude below all others.
-        group: the ranks that hold the other tokens of the draft's vocabulary.
+        filtered: whether tokens that the request's filters exclude rank below all others.
+        group: the ranks over which the draft's vocabulary is sharded.
         """
         filters, summary = self._slots.filters, None
         if filtered:
@@ -188,7 +189,7 @@ class Sampler:
         apply_masks(logits, rows.slots, self._masks.index, self._masks.words, first)
 
     def _draw_sharded(self, logits: Tensor, rows: Rows) -> Tensor:
-        """Return [B * R] int64 token ids, drawn over all ranks."""
+        """Return [B * R] int64 token ids, sampled over all ranks' shards."""
         return self._shard.best_of_ranks(*choose(logits, self._draws(rows), self._shard.first))
 
     def _draws(self, rows: Rows) -> Draws:

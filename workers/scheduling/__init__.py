@@ -2,27 +2,27 @@
 
 In the order of one step:
 
-1. A request comes.
+1. A request arrives.
    request          one request, and its output
    queues           admission, waiting and active requests, and the moves between them
 2. The scheduler makes a plan.
    scheduler        builds a plan with the parts below; applies its result one step later
-   rounds           which requests decode, with which tree shape, on which pages
-   prefill          which prompt chunks run, and which requests get a slot
-   shared_prefixes  prompts that wait for the pages of one that is being computed
-   slot_lengths     lengths of each slot's request, as the host knows them
+   rounds           chooses the requests that decode, their tree shape and pages
+   prefill          chooses prompt chunks, and the requests that get a slot
+   shared_prefixes  lets prompts wait for a common prefix that another prompt computes
+   slot_lengths     host-side lengths of each slot's request
    slot_pages       slots, their page tables, and the pages that steps in flight may write
-   state_saves      when states of recurrent layers are saved, and where
-   capture_pacing   when another CUDA graph is captured while the engine serves
-3. Time decides how much a plan holds.
-   cost_table       milliseconds of steps, as the start measured them
-   timing           what steps take now: the table, corrected by every step that ran
-   latency_budget   how long a step may take, and so how many prompt tokens it carries
-4. Acceptance and time decide the tree shape.
-   shape_choice     the shape that rounds verify and draft
+   state_saves      chooses when and where states of recurrent layers are saved
+   capture_pacing   decides when a serving engine captures another CUDA graph
+3. Predicted time limits the size of a plan.
+   cost_table       milliseconds of steps, measured at the start
+   timing           current times of steps: the table, corrected by every step that ran
+   latency_budget   limits the time of a step, and so its prompt tokens
+4. Acceptance and time determine the tree shape.
+   shape_choice     chooses the shape that rounds verify and draft
    shape_rates      expected tokens and milliseconds of each shape
    shape_probes     steps of other shapes, to measure their acceptance and time
-   acceptance       how many drafts of each shape are expected to be accepted
+   acceptance       expected accepted drafts of each shape
 5. Ranks execute the plan, and their result is applied.
    plan             `StepPlan` and `StepResult`
    sequence         state of a request, and of a step in flight

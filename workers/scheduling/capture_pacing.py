@@ -1,8 +1,8 @@
 """Decides when a serving engine captures another CUDA graph. Pure; used by `workers.scheduling.scheduler`.
 
-A capture blocks the ranks for 30 to 200 ms. So it waits for 0.5 s without requests, after which it is unlikely to delay
-one. If requests never pause, it runs once steps have lost as much time to padding, for lack of that graph, as the
-capture takes. So captures never cost more than they could have saved, whatever arrives later.
+A capture blocks the ranks for 30 to 200 ms. So it waits for 0.5 s without requests, after which it rarely delays one.
+If requests never pause, it runs once steps have lost as much time to padding, because of the missing graph, as the
+capture takes. So captures never cost more than they could have saved.
 """
 
 import math
@@ -20,7 +20,7 @@ class CapturePacing:
     clock: returns seconds.
     graphs: the ranks' last report.
     in_flight: a capture is planned and has no result yet.
-    row_ms: milliseconds that a row adds to a step; None if unknown, where any padding justifies a capture.
+    row_ms: milliseconds that a row adds to a step; None if unknown: then any padding justifies a capture.
     """
 
     def __init__(self, busy_interval_s: float, clock: Callable[[], float]) -> None:
@@ -37,8 +37,8 @@ class CapturePacing:
         self._since_s = self._clock()
 
     def is_due(self, is_idle: bool) -> bool:
-        """Whether the next plan must be a capture. It is sent when no step is in flight. is_idle: there are no
-        requests."""
+        """Return whether the next plan must be a capture, which is sent when no step is in flight. is_idle: whether
+        there are no requests."""
         now_s = self._clock()
         if not is_idle:
             self._last_request_s = now_s
@@ -52,7 +52,7 @@ class CapturePacing:
 
     @property
     def _is_missed(self) -> bool:
-        """Whether padding has cost as much as capturing the next graph."""
+        """Return whether padding has cost as much time as capturing the next graph."""
         graphs, row_ms = self.graphs, self.row_ms
         return graphs.missed_rows > 0 and (row_ms is None or graphs.missed_rows * row_ms >= graphs.capture_ms)
 

@@ -1,5 +1,6 @@
 """Measured times of steps: a plain value that `workers.runner.costs.cost_probe` measures and ranks send to the
-scheduler. Prompt tokens per step and tree shapes depend on it alone, so both can be tested without a GPU."""
+scheduler. The choice of prompt tokens per step and of tree shapes depends only on it, so it can be tested without a
+GPU."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -15,8 +16,8 @@ class RoundCosts(msgspec.Struct, frozen=True, array_like=True):
     """Times of rounds that verify and draft one shape, without prompt chunks.
 
     num_requests: measured batch sizes, ascending.
-    ms: milliseconds of a round of that many requests with almost no KV.
-    ms_per_kv_token: added per KV token of the whole batch, by batch size.
+    ms: milliseconds of a round with each batch size and almost no KV.
+    ms_per_kv_token: additional milliseconds per KV token of the whole batch, by batch size.
     """
 
     num_requests: tuple[int, ...]
@@ -35,12 +36,12 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     """Times of all kinds of steps.
 
     rounds: by index of the shape; index 0 is non-speculative decoding.
-    chunk_requests: measured numbers of requests that run rounds beside a chunk, ascending from 0.
+    chunk_requests: measured numbers of requests in mixed batches, ascending from 0.
     chunk_tokens: measured prompt tokens of the chunk, ascending.
     chunk_ms: [chunk_requests][chunk_tokens] milliseconds of the whole step.
     default: index of the default shape.
-    ms_per_chunk_kv: attention time per pair of a chunk's token and a token before the chunk.
-    beside: shape of the rounds in `chunk_ms`, by chunk_requests; empty: the default everywhere.
+    ms_per_chunk_kv: attention time per (token of a chunk, token before the chunk).
+    beside: shape of the rounds in `chunk_ms`, by chunk_requests; empty: always the default.
     """
 
     rounds: tuple[RoundCosts, ...]
@@ -77,9 +78,9 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     def chunk_added_ms(self, shape: int, num_requests: int) -> list[float]:
         """Milliseconds that a chunk adds to a round of `shape` with `num_requests` requests, by `chunk_tokens`.
 
-        Between two measured numbers of requests there are two estimates: interpolate the added time, or, if `shape` was
-        measured there, interpolate the whole step and subtract this round. The smaller one counts. In a large mixture
-        of experts a chunk reads nearly all experts anyway, so a small round beside it costs far less than alone.
+        Between two measured numbers of requests, it is the smaller of two estimates: interpolate the added time; or, if
+        `shape` was measured there, interpolate the whole step and subtract this round. In a large mixture of experts a
+        chunk reads nearly all experts, so a small round costs far less in a mixed batch than alone.
         """
         at = self.chunk_requests
         right = min(bisect_left(at, num_requests), len(at) - 1)
@@ -96,15 +97,16 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
 
 
 def default_itl_target_ms(costs: CostTable, step_ms: Callable[[int, int, int, int], float] | None = None) -> float:
-    """Return "auto" of `SchedulerConfig.itl_target_ms`: the milliseconds to which prompt chunks may stretch a step.
+    """Return the "auto" value of `SchedulerConfig.itl_target_ms`: the milliseconds to which prompt chunks may extend a
+    step.
 
     step_ms: current time of a step with (shape, requests, KV tokens, prompt tokens); None: `costs.step_ms`.
 
     The larger of two times:
-    - the slowest step with `TARGET_CHUNK_TOKENS` prompt tokens (or the maximum) beside up to half of all requests. That
-      many tokens keep a GPU busy; smaller chunks would delay prompts more than they help running requests.
-    - `TARGET_ROUNDS` times the slowest round beside prompts, so that prompts get half of each step. With less, prompts
-      of a large mixture of experts would queue up, because its rounds are slow from eight requests on.
+    - the slowest mixed batch with `TARGET_CHUNK_TOKENS` prompt tokens (or the maximum) and up to half of all requests.
+      That many tokens keep a GPU busy; smaller chunks would delay prompts more than they help running requests.
+    - `TARGET_ROUNDS` times the slowest round of mixed batches, so that prompts get half of each step. With less,
+      prompts of a large mixture of experts would queue up, because its rounds are slow from eight requests on.
 
     H200, chain of 3: 26 ms for Llama-3.1-8B with 128 slots; 51 ms for one of eight ranks of DeepSeek-V3 with 64.
     """
@@ -119,8 +121,8 @@ def default_itl_target_ms(costs: CostTable, step_ms: Callable[[int, int, int, in
 
 
 def _interpolated(at: Sequence[int], values: Sequence[float], x: float) -> float:
-    """Interpolate `values` at ascending points `at` linearly: constant before the first point, extrapolated from the
-    last two after them."""
+    """Interpolate `values` at ascending points `at` linearly; constant before the first point, extrapolated after the
+    last."""
     if x <= at[0] or len(at) == 1:
         return values[0]
     right = min(bisect_left(at, x), len(at) - 1)
@@ -132,7 +134,7 @@ def largest_within(limit_ms: float, sizes: Sequence[int], ms: Sequence[float], m
     """Return the largest size, at most `max_size`, whose milliseconds are within the limit; 0 if the first of `sizes`
     is not.
 
-    sizes, ms: ascending sizes and their ascending milliseconds; linear in between, extrapolated from the last two.
+    sizes, ms: ascending sizes and their ascending milliseconds, interpolated and extrapolated linearly.
     """
     num_fitting = bisect_right(ms, limit_ms)
     if num_fitting == 0:

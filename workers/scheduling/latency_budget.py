@@ -1,4 +1,4 @@
-"""Limits the time of a step, and with it the step's prompt tokens and the growth of the batch.
+"""Limits the time of a step, and so its prompt tokens and the growth of the batch.
 
 Used by the scheduler; pure. The constants were chosen by simulation (`tests.support.simulation.load` and `closed_loop`;
 figures in tests/bench/RESULTS.md)."""
@@ -11,17 +11,17 @@ from workers.config import SchedulerConfig
 from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
 
-MIN_SHARE = 0.25  # of the target that prompts get however long rounds are
-MAX_STRETCH = 3.0  # a backlog stretches a step to at most this multiple of the target, for "auto"
-BACKLOG_SHARE = 0.5  # a stretched step takes at most this share of the time of all pending prompts
-_MANY_STEPS = 8  # full steps of pending prompts that count as a backlog which stretches steps fully
+MIN_SHARE = 0.25  # minimum time for prompts, as a share of the target, however long rounds are
+MAX_STRETCH = 3.0  # for "auto", a backlog extends a step to at most this multiple of the target
+BACKLOG_SHARE = 0.5  # an extended step takes at most this share of the time of all pending prompts
+_MANY_STEPS = 8  # backlog, in full steps of prompts, that extends steps fully
 PATIENCE = 4.0  # `patience_s` as a multiple of the prompt's own time
 MAX_PATIENCE = 6.0  # bound on `patience_s`, as a multiple of the target, while few prompts are pending
 QUEUE_PATIENCE = 2.0  # bound on `patience_s`, as a multiple of the time of all pending prompts, if that is larger
 MIN_MASK_WAIT_MS = 5.0
-GROWTH_SHARE = 0.1  # of the target: by so much may a joining request make rounds longer than the mean gap
-PATIENT_TARGETS = 800.0  # a wait of that many targets doubles the mean gap in that limit
-SHAPE_SHARE, SHAPE_GAPS = 0.25, 1.25  # limit of a slower shape: shares of the target and of the mean gap, added
+GROWTH_SHARE = 0.1  # share of the target by which a joining request may make rounds longer than the mean gap
+PATIENT_TARGETS = 800.0  # wait, in targets, that doubles the mean gap in that limit
+SHAPE_SHARE, SHAPE_GAPS = 0.25, 1.25  # limit of a slower shape: sum of shares of target and mean gap
 _ROUNDING_MS = 1e-6
 
 
@@ -43,8 +43,8 @@ class LatencyBudget:
     """The ITL target as limits of step times.
 
     step_time: predicts step times.
-    target_ms: maximum time of a step with prompt tokens while few prompts wait.
-    limit_ms: maximum however many wait.
+    target_ms: maximum time of a step with prompt tokens if few prompts wait.
+    limit_ms: maximum time with any number of waiting prompts.
     max_step_tokens: maximum prompt tokens of a step.
     """
 
@@ -55,7 +55,7 @@ class LatencyBudget:
 
     @classmethod
     def of(cls, config: SchedulerConfig, step_time: StepTime) -> "LatencyBudget":
-        """Return the configured budget. Only "auto" may be stretched by a backlog, not a numeric target."""
+        """Return the configured budget. A backlog may extend steps only with "auto", not with a numeric target."""
         target_ms = config.itl_target_ms
         if target_ms != "auto":
             return cls(step_time, target_ms, target_ms, config.step_token_limit)
@@ -64,7 +64,7 @@ class LatencyBudget:
 
     @property
     def may_stretch(self) -> bool:
-        """Whether a backlog may stretch steps beyond the target."""
+        """Return whether a backlog may extend steps beyond the target."""
         return self.limit_ms > self.target_ms
 
     def updated(self) -> "LatencyBudget":
@@ -81,7 +81,7 @@ class LatencyBudget:
         return (whole * self._chunk_ms(longest) if whole else 0.0) + self._chunk_ms(rest)
 
     def tokens_per_s(self, rounds: StepRounds) -> float:
-        """Return the prompt tokens per second beside these rounds while many are pending."""
+        """Return the prompt tokens per second in mixed batches with these rounds, if many are pending."""
         step = self.step(rounds, self.max_step_tokens * _MANY_STEPS)
         step.take(step.room(self.max_step_tokens, 0), 0)
         ms = self.step_time.ms(step.planned(rounds))
@@ -90,17 +90,17 @@ class LatencyBudget:
     def patience_s(self, num_tokens: int, backlog_tokens: int) -> float:
         """Return the seconds from a prompt's arrival to its deadline, with `backlog_tokens` prompt tokens pending.
 
-        They are a multiple of the prompt's own time, so that short prompts pass long ones, with a bound, so that later
-        prompts cannot pass forever. The bound grows with the backlog: a long prompt waits for most of it anyway, and a
-        short one that passes adds little.
+        It is a multiple of the prompt's own time, so that short prompts pass long ones, with a bound, so that later
+        prompts cannot pass forever. The bound grows with the backlog, because a long prompt waits for most of it
+        anyway, and a short one that passes adds little.
         """
         bound_ms = max(MAX_PATIENCE * self.target_ms, QUEUE_PATIENCE * self.prompt_ms(backlog_tokens))
         return min(PATIENCE * self.prompt_ms(num_tokens), bound_ms) / 1000
 
     def mask_wait_ms(self, expected_ms: float) -> float:
-        """Return the milliseconds that a step of `expected_ms` may wait for grammar masks: what is left of the target,
-        but at least a quarter and at most half of the target. Ranks wait up to half as long again for a process that
-        does not answer."""
+        """Return the milliseconds that a step of `expected_ms` may wait for grammar masks: the rest of the target, but
+        at least a quarter and at most half of it. Ranks wait up to 1.5 times as long for a process that does not
+        answer."""
         target_ms = self.target_ms
         return max(MIN_MASK_WAIT_MS, min(target_ms / 2, max(target_ms / 4, target_ms - expected_ms)))
 
@@ -109,11 +109,12 @@ class LatencyBudget:
 
         With rounds, the largest of three times:
         - the target;
-        - `BACKLOG_SHARE` of the time of the backlog, up to `limit_ms`: longer steps have a smaller share of rounds;
+        - `BACKLOG_SHARE` of the time of the backlog, up to `limit_ms`, because longer steps have a smaller share of
+          rounds;
         - the rounds and `MIN_SHARE` of the target.
 
         Without rounds no request waits for its next token, so the limit is `limit_ms`. With "auto" the step may also
-        finish a backlog that would exceed it by less than the smallest step.
+        complete a backlog that exceeds it by less than the smallest step.
         """
         if rounds.num_requests == 0:
             all_ms = self.prompt_ms(backlog_tokens)
@@ -125,15 +126,15 @@ class LatencyBudget:
         return max(self.target_ms, stretched_ms, rounds_ms + MIN_SHARE * self.target_ms)
 
     def growth_limit_ms(self, mean_gap_ms: float, waited_s: float) -> float:
-        """Return the maximum milliseconds of rounds, with its own, that a request may join. For numeric targets: "auto"
-        is above all measured rounds.
+        """Return the maximum milliseconds of rounds, including its own, that a request may join. Only for numeric
+        targets, because "auto" is above all measured rounds.
 
         mean_gap_ms: shortest mean gap between tokens of a running request; 0 if unknown.
         waited_s: seconds that the request has waited.
 
         Above the target, rounds may be slightly longer than the mean gap, which then grows with them. So the batch
-        grows slowly to any size, and no gap is many times the others of its answer. The limit rises with the wait, so
-        that no request starves.
+        grows slowly, and no gap of an answer is many times the others. The limit rises with the wait, so that no
+        request starves.
         """
         waited = waited_s * 1000 / (PATIENT_TARGETS * self.target_ms)
         return max(self.target_ms, GROWTH_SHARE * self.target_ms + (1.0 + waited) * (mean_gap_ms or self.target_ms))
@@ -170,7 +171,7 @@ class StepBudget:
         self._step_time = step_time
         self._rounds = Step(*rounds)
         self._limit_ms = limit_ms
-        self._pairs = 0  # pairs of a chunk's token and a token before the chunk
+        self._pairs = 0  # number of (token of a chunk, token before the chunk)
         self._offered = self._wanted = 0  # last result and argument of `room`
         self._is_full = False
 
@@ -184,7 +185,7 @@ class StepBudget:
         """Take a chunk of `count` tokens. context: tokens of the prompt before it."""
         self.tokens += count
         self._pairs += count * context
-        # then no small piece of the next prompt fills the rest
+        # so that no small piece of the next prompt fills the rest
         self._is_full = count == self._offered < self._wanted
 
     def planned(self, rounds: StepRounds) -> Step:
@@ -194,7 +195,7 @@ class StepBudget:
 
     def _fitting(self, count: int, context: int) -> int:
         """Return how many of `count` tokens keep the step within its limit. The step's first prompt gets at least the
-        smallest measured chunk, because smaller chunks cost as much."""
+        smallest measured chunk, because smaller ones cost as much."""
         step_time = self._step_time
         if count <= 0 or step_time is None:
             return count

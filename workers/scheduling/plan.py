@@ -1,4 +1,4 @@
-"""The messages between scheduler and ranks: one `StepPlan` down and one `StepResult` up per step.
+"""The messages between scheduler and ranks: one `StepPlan` to all ranks, and one `StepResult` from rank 0, per step.
 
 Encoded as msgpack by `msgspec`: array-like structs, and int32 arrays as little-endian bytes (`pack_i32`). A plan for
 128 running requests is under 1 KB. Ranks execute plans in the order of `step`. The scheduler reads the result of a step
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
 FINISH_NOT_FINITE = 3  # NaN or infinite logits; the rank turns it into a `Failure`
-MAX_STOP_TOKEN_IDS = 64  # per request, end-of-sequence ids included: a row of a device tensor
+MAX_STOP_TOKEN_IDS = 64  # per request, including end-of-sequence ids; the size of a device tensor's row
 
 
 def pack_i32(values: Sequence[int] | npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bytes:
@@ -37,7 +37,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     kind, text: "json_schema", a schema checked by `workers.structured_output.json_schema`; "regex"; "ebnf", whose first
         rule is `root`; "choice", a JSON list of strings; "structural_tag", a JSON object in xgrammar's format.
     end_token_ids: the model's end-of-sequence ids; allowed only where the text may end.
-    any_whitespace: allow any whitespace between parts of JSON; else exactly one space after each comma and colon.
+    any_whitespace: whether any whitespace is allowed between parts of JSON; else exactly one space after each comma and
+        colon.
     """
 
     kind: GrammarKind
@@ -51,16 +52,16 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     temperature 0, top_k 1 or top_p 0: greedy; ties go to the lowest id.
     top_k, top_p, min_p: filters after temperature, in this order; 0, 1 and 0 turn them off. top_p and min_p apply to
-        the distribution that top_k leaves. Tokens that tie with the last one kept are kept
+        the distribution that top_k leaves. Tokens that tie with the last kept one are kept
         (`workers.ops.sampling.filters`).
-    seed: 64 bits. A token depends on (seed, position, logits) alone, so it is the same with and without speculation.
-    presence_penalty, frequency_penalty: as OpenAI defines them.
-    repetition_penalty: over prompt and output, as Hugging Face defines it.
+    seed: 64 bits. A token depends only on (seed, position, logits), so it is the same with and without speculation.
+    presence_penalty, frequency_penalty: OpenAI's.
+    repetition_penalty: Hugging Face's, over prompt and output.
     logit_bias: token id -> bias.
     stop_token_ids: end the request; include the model's end-of-sequence ids unless the request ignores them. Not chosen
         before `min_tokens` output tokens.
-    logprobs: -1: none; 0: of the chosen token; k: also of the k most likely tokens. They are of the model's
-        distribution before penalties, grammar and temperature.
+    logprobs: -1: none; 0: of the chosen token; k: also of the k most likely tokens. They are computed before penalties,
+        grammar and temperature.
     grammar: tokens that it forbids are never chosen.
     cache_salt: requests share cached pages only with requests of the same salt; does not affect tokens.
     prompt_logprobs: as logprobs, for the prompt's tokens after the first. Unless -1, the prompt does not use the prefix
@@ -92,13 +93,13 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_rare(self) -> bool:
-        """Whether sampling needs more than temperature and filters, so that not all shapes have graphs for it."""
+        """Whether sampling needs more than temperature and filters, for which not all shapes have graphs."""
         shaped = self.needs_token_counts or self.logit_bias or self.min_tokens
         return bool(shaped or self.logprobs >= 0 or self.grammar is not None)
 
 
 class SlotInit(msgspec.Struct, frozen=True, array_like=True):
-    """A request enters a slot. Sent in the plan with its first prompt chunk.
+    """A request that enters a slot. Sent in the plan with its first prompt chunk.
 
     num_cached: tokens that need not be computed; the first chunk starts after them.
     prompt_len: length of the prompt. Chunks of a resumed request also contain its earlier output.
@@ -106,8 +107,8 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     prompt: its tokens, int32; empty unless sampling needs token counts, or drafts are copied from them.
     output: its tokens so far, int32; empty unless needed for counts, a grammar or copied drafts.
     number: the request's number, the same each time it enters a slot.
-    state_row: in models with recurrent layers the row of the state after `num_cached` tokens, which is copied to the
-        slot before the rest of the plan runs; -1: none, the request starts at position 0.
+    state_row: with recurrent layers, the row of the state after `num_cached` tokens, which is copied to the slot before
+        the plan runs; -1: the request starts at position 0.
     """
 
     slot: int
@@ -125,12 +126,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """A prompt chunk of a slot, from position `start`.
 
     tokens: int32 bytes.
-    next_token: the prompt token after the chunk, for the draft; -1 for the last chunk, after which the step samples the
-        first output token.
+    next_token: the prompt token after the chunk, for the draft; -1 for the last chunk, after which the first output
+        token is sampled.
     logprobs: -1: none; k: the result has log-probabilities of the prompt tokens after each of `tokens`, with the k most
         likely tokens. There is at least one such token.
-    kept_from: the first position whose KV is written. Earlier tokens are computed for the states of recurrent layers
-    only.
+    kept_from: the first position whose KV is written; earlier tokens only advance recurrent states.
     """
 
     slot: int
@@ -147,39 +147,39 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step on every rank: page-table changes, slot initialisation, then one target pass over rounds and chunks.
+    """One step of all ranks: page-table changes, slot initialisation, then one target pass over rounds and chunks.
 
-    The plan decides everything; ranks decide nothing by the requests in their slots. Built by `Scheduler`. Below,
-    "From" names the part of it that writes a field, and "->" the reader.
+    All decisions are in the plan; ranks make none. Built by `Scheduler`. Below, "From" names the part of it that writes
+    a field, and "->" the reader.
 
-    epoch: of the worker group. -> `RankChannel`, which drops plans of another epoch
-    step: its number, one more than that of the plan before. -> the result
+    epoch: number of the worker group. -> `RankChannel`, which drops plans of another epoch
+    step: its number, one more than the previous plan's. -> the result
     slots: int32, slots of the requests that run a round. -> `PlanBatches`
-    shape: index of the tree shape to verify. Of a tree drafted in a larger shape, the nodes of this shape are verified.
-        From `ShapeChoice`. -> the strategy, `GraphKeys`
+    shape: index of the tree shape to verify; larger drafted trees are cut to it. From `ShapeChoice`. -> the strategy,
+        `GraphKeys`
     next_shape: index of the tree shape to draft; 0: none. From `ShapeChoice`. -> as shape
-    drafting: uint8 per entry of the result (rounds, then last chunks): 1 where a tree of `next_shape` is drafted, else
-        only draft KV of committed tokens is written; empty: all 0. Without a draft model (`RoundShapes.model_free`)
-        rounds of shape 0 draft, too. -> `PlanBatches`
-    max_kv_len: host-side bound above all positions that this step reads or writes. From `PlanBuilder`. -> attention
-        backends
+    drafting: uint8 per entry of the result (rounds, then last chunks). 1: draft a tree of `next_shape`; 0: only write
+        the draft's KV of committed tokens; empty: all 0. Without a draft model (`RoundShapes.model_free`) rounds of
+        shape 0 draft, too. -> `PlanBatches`
+    max_kv_len: exclusive host-side bound on the positions that this step reads or writes. From `PlanBuilder`. ->
+        attention backends
     page_updates: int32 triples (slot, index in its page table, page), at most one per entry of a table. Page 0, the
-        dummy page, replaces a page that was taken back. From `SlotPages`. -> `SlotTable`
-    cleared_pages, cleared_window_pages: int32, pages to zero before the step: they may hold NaN, which remains NaN
-        when attention multiplies it by zero. From `SlotPages`. -> `KVPool`
+        dummy page, replaces a page that was taken away. From `SlotPages`. -> `SlotTable`
+    cleared_pages, cleared_window_pages: int32, pages to zero before the step, because they may hold NaN. From
+        `SlotPages`. -> `KVPool`
     inits: requests that enter slots. From `PlanBuilder`. -> `SlotTable`, `SlotGrammars`
-    chunks: prompt chunks. From `PrefillPlanner`. -> `PlanBatches`; `PlanTiming` reads whether there are any
+    chunks: prompt chunks. From `PrefillPlanner`. -> `PlanBatches`; `PlanTiming` checks for any
     grammars: grammars of waiting requests, to compile ahead. From `GrammarQueue`. -> `SlotGrammars`
     ended: int32, numbers of requests with grammars that have ended since the last plan, with or without a slot. From
         `GrammarQueue`. -> `SlotGrammars`
     mask_wait_ms: milliseconds that this step may wait for the masks of its requests. -> `SlotGrammars`
     saved_states: int32 triples (slot, position, row), at most one per slot. The state of recurrent layers after exactly
-        `position` tokens is written to that row, by the slot's chunk in this plan, or else by its first round that
-        begins at or after the position. From `StateSaves`. -> `PlanBatches`
+        `position` tokens is saved to that row, by the slot's chunk in this plan, or else by its first round at or after
+        the position. From `StateSaves`. -> `PlanBatches`
     window_updates: int32 pairs (page, window page): from this plan on, layers with a window use the window page for
         this page; 0, the dummy page, for none. From `WindowPages`. -> `KVPool`
-    capture: instead of a step, all ranks capture the same graph. Sent while nothing is in flight; its result has no
-        entries. From `CapturePacing`. -> `GraphedDecoding`
+    capture: all ranks capture the same graph instead of running a step. Sent while nothing is in flight; the result has
+        no entries. From `CapturePacing`. -> `GraphedDecoding`
     """
 
     epoch: int
@@ -205,7 +205,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):
     """CUDA graphs of a rank.
 
-    missed_rows: rows of padding so far in steps that the next graph would have run without them.
+    missed_rows: padding rows so far that the next graph would have saved.
     capture_ms: mean milliseconds of a capture.
     """
 
@@ -228,7 +228,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     little-endian bytes.
 
     logprobs: float32 [n], in nats.
-    ranks: int32 [n], one more than the number of likelier tokens.
+    ranks: int32 [n], one more than the number of more likely tokens.
     top_ids, top_logprobs: int32 and float32 [n * k], the k most likely tokens per position, best first.
     """
 
@@ -245,7 +245,8 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """Why one request must end, told to its client. is_invalid: it asks for the impossible (HTTP 400), else 500."""
+    """The reason why one request must end, for its client. is_invalid: the request is impossible (HTTP 400), else HTTP
+    500."""
 
     message: str
     is_invalid: bool = False
@@ -258,25 +259,24 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """The output of a step. Its n entries are in the order of `StepPlan.slots`, then of the plan's last chunks. Built
     by `PendingStep`. "->" names the readers of a field besides `StepResults`.
 
-    epoch, step: of the plan. -> the coordinator, which drops results of another epoch
-    counts: int32 [n], tokens emitted per entry. On all ranks, 0 for a slot that had already finished, for a request
-        with a late mask, and for a request whose parameters failed on one rank.
+    epoch, step: those of the plan. -> the coordinator, which drops results of another epoch
+    counts: int32 [n], tokens emitted per entry; 0 for a slot that had already finished, a request with a late mask, and
+        a request whose parameters failed on any rank.
     tokens: int32, ragged by counts.
     finish: uint8 [n], FINISH_*.
-    accepted: int32 [n], draft tokens accepted before truncation by a stop; -1 where the entry did not verify drafts
-        (prompt chunk, plain round, speculation off). -> `Survival`, statistics
+    accepted: int32 [n], draft tokens accepted before truncation by a stop; -1 if the entry did not verify drafts. ->
+        `Survival`, statistics
     logprobs: by entry, one per emitted token; only for requests with log-probabilities.
     prompt_logprobs: one for each chunk of the plan with log-probabilities, in their order.
     elapsed_s: seconds from the plan's arrival on this rank to the end of the step. -> the coordinator, the worker loop
-    took_s: those of them after the end of the step before it: what the step itself took. -> `StepTime`
-    failed: by entry, why that request ends; its output of this step must not be shown. From `SlotGrammars`, and for
-        logits that are not finite.
-    failed_requests: by request number, why a request ends that may have no entry here. From `SlotGrammars`,
-        `PlanBatches`.
+    took_s: the part of them after the end of the previous step: the time of the step itself. -> `StepTime`
+    failed: by entry, why that request ends; its output of this step is dropped. From `SlotGrammars`, and for logits
+        that are not finite.
+    failed_requests: by request number, why a request ends, which may have no entry. From `SlotGrammars`, `PlanBatches`.
     masks_ready: int32, numbers of requests whose late mask is ready now. From `SlotGrammars`.
-    grammars_ready: int32, grammars that are compiled now, as numbers in the order in which plans of this epoch
-        announced them. From `SlotGrammars`. -> `GrammarQueue`
-    graphs: after this step. From `GraphedDecoding`. -> `CapturePacing`
+    grammars_ready: int32, grammars that are compiled now, as numbers in the order of their announcement by plans of
+        this epoch. From `SlotGrammars`. -> `GrammarQueue`
+    graphs: graph counts after this step. From `GraphedDecoding`. -> `CapturePacing`
     matches: int32 [n, 3], `StepTensors.matches`; empty in engines that do not copy drafts. -> `MatchSurvival`
     min_entropies: int32 [n], `StepTensors.min_entropies`; empty in engines without them. -> `Difficulty`
     """

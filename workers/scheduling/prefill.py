@@ -1,4 +1,4 @@
-"""Chooses the prompt chunks of a step, and admits requests."""
+"""Chunked prefill: chooses the prompt chunks of a step, and admits requests."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -16,8 +16,8 @@ from workers.scheduling.stats import SchedulerStats
 from workers.scheduling.timing.step import Prediction, Step
 
 MAX_PASSED = 64  # waiting requests that a step examines for admission
-MAX_ASKED = 8  # waiting requests for whose common prefixes a step of a hybrid model plans saved states
-MASK_WAIT_MS = 250.0  # without costs
+MAX_ASKED = 8  # waiting requests whose common prefixes get saved states in a step of a hybrid model
+MASK_WAIT_MS = 250.0  # used without costs
 _ORDER = attrgetter("order")
 
 
@@ -26,14 +26,13 @@ class PrefillPlanner:
     first.
 
     A prompt's deadline is its arrival plus `LatencyBudget.patience_s` (plus 0 without a budget: first come, first
-    served). It is set once. A prompt passes another only if its deadline is earlier, so it arrived before that one's
-    deadline: no prompt starves.
+    served). It is set once. Only prompts that arrive before another one's deadline can pass it, so no prompt starves.
 
-    Requests are admitted in this order, too, each with its first chunk. If one has no room, all later ones wait. A
-    request whose grammar is not compiled does not block others, so a younger request may be admitted first. No request
-    waits for pages forever: an admitted request has room for its whole prompt beside all promised pages, and pages are
-    taken from the youngest. So the oldest request, once admitted, can take every page and finish. While it waits, later
-    arrivals cannot pass its deadline, and running requests end; then it is admitted.
+    Requests are also admitted in this order, each with its first chunk. If one has no room, all later ones wait; but a
+    request whose grammar is not compiled does not block others. No request waits for pages forever. An admitted request
+    has room for its whole prompt in addition to all promised pages, and pages are taken from the youngest, so the
+    oldest admitted request can take every page and finish. The oldest waiting request is admitted once running requests
+    end, because later arrivals cannot pass its deadline.
 
     A numeric ITL target also limits the growth of the batch (`LatencyBudget.growth_limit_ms`).
 
@@ -77,10 +76,10 @@ class PrefillPlanner:
     def plan(
         self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds, usual_shape: int | None = None
     ) -> StepBudget:
-        """Add prompt chunks of admitted and new requests beside `rounds`, while slots, pages and budget last. Return
-        the budget, from which they are taken.
+        """Add prompt chunks of admitted and new requests to `rounds`, as long as slots, pages and budget allow. Return
+        the budget after these chunks.
 
-        drafted: the shape drafted after a prompt's last chunk, if its request speculates.
+        drafted: the shape to draft after a prompt's last chunk, if its request speculates.
         usual_shape: index of the shape that later rounds are expected to verify; None: that of `rounds`.
         """
         queues, budget = self._queues, self._step_budget(rounds)
@@ -103,8 +102,7 @@ class PrefillPlanner:
             else:
                 break
         if self._slot_pages.saves is not None:
-            # the save of a state at the end of a common prefix must be planned before the chunk that passes this
-            # position
+            # saving a state at the end of a common prefix must be planned before the chunk that passes this position
             for sequence in islice(queues.waiting, MAX_ASKED):
                 if sequence.number not in builder.held:
                     self.shared.must_wait(sequence, builder)
@@ -114,8 +112,8 @@ class PrefillPlanner:
     def _next_waiting(self, admitted: Sequence | None, builder: PlanBuilder, rounds: StepRounds) -> Sequence | None:
         """Return the first waiting request that can be admitted, unless `admitted` has an earlier deadline.
 
-        Skips requests whose grammar or mask is not ready, because rounds beside them would wait, and requests whose
-        prefix this plan computes for another request.
+        Skips requests whose grammar or mask is not ready, because the step's rounds would wait for it, and requests
+        whose prefix this plan computes for another request.
         """
         for sequence in islice(filter(self._queues.may_be_admitted, self._queues.waiting), MAX_PASSED):
             if admitted is not None and admitted.order < sequence.order:
@@ -128,8 +126,8 @@ class PrefillPlanner:
         return None
 
     def _may_grow(self, sequence: Sequence, builder: PlanBuilder, rounds: StepRounds) -> bool:
-        """Whether a request may join the rounds. Where rounds exceed a numeric target, one request joins per step, so
-        that the time of each batch size is known before the next."""
+        """Return whether a request may join the rounds. If rounds exceed a numeric target, one request joins per step,
+        so that the time of each batch size is known before the next."""
         budget, queues = self.budget, self._queues
         if budget is None or budget.may_stretch or not queues.active or sequence.max_len <= len(sequence.tokens) + 1:
             return True
@@ -210,8 +208,8 @@ class PrefillPlanner:
             self._queues.preempt_youngest(builder)
 
     def _admit(self, sequence: Sequence, builder: PlanBuilder, budget: StepBudget) -> bool:
-        """Give a waiting request a slot if the pool has room for its whole prompt beside all promised pages, and the
-        step for its first chunk. Return whether it did."""
+        """Give a waiting request a slot, if the pool has room for its whole prompt in addition to all promised pages,
+        and the step for its first chunk. Return whether it did."""
         if sequence.not_before >= builder.oldest_in_flight:
             return False  # results from before its preemption are still in flight
         slot_pages, request = self._slot_pages, sequence.request

@@ -32,7 +32,7 @@ class RoundPlanner:
         self._shape_choice = shape_choice
         self.choose_shape = choose_shape
         self._last_slots = (-1, 0)  # `num_changes` and number of slots when the next two were computed
-        self._speculates = self._is_rare = False  # any of these slots wants drafts; needs `rare_sampling`
+        self._speculates = self._is_rare = False  # any speculates; any needs `rare_sampling`
 
     def shapes(
         self, slots: Slots, kv_tokens: int, step_time: StepTime | None, budget: LatencyBudget | None = None
@@ -51,8 +51,8 @@ class RoundPlanner:
         """Return the index of the shape that the next rounds draft.
 
         slots: [n] slots that run a round.
-        kv_tokens: committed tokens of all of them together.
-        budget: limits the time of a slower shape than the last; None without costs.
+        kv_tokens: total committed tokens of these slots.
+        budget: limits the time of a shape that is slower than the last; None without costs.
         """
         if self.choose_shape is not None:
             return self.choose_shape(self._shapes)
@@ -78,7 +78,7 @@ class RoundPlanner:
         return choice.choose(load, step_time)
 
     def usual(self, shape: int) -> int:
-        """Return the shape that later rounds are expected to have: this step's, unless that is a probe's."""
+        """Return the expected shape of later rounds: this step's, unless it is a probe's."""
         usual, is_probe = self._shape_choice.usual, self._shape_choice.reason is Reason.PROBE
         return usual if is_probe and usual is not None else shape
 
@@ -96,11 +96,11 @@ class RoundPlanner:
             slots = slot_pages.round_slots()
 
     def load(self, slots: Slots, shape: int, next_shape: int = 0, kv_tokens: int | None = None) -> StepRounds:
-        """Return the rounds of these slots as `LatencyBudget` takes them: of the wider shape, since rounds that verify
-        one shape and draft another take no longer. kv_tokens: see `kv_tokens`; None: not known."""
+        """Return the rounds of these slots for `LatencyBudget`: with the wider shape, because rounds that verify one
+        shape and draft another take no longer. kv_tokens: see `kv_tokens`; None: unknown."""
         tokens = self.kv_tokens(slots) if kv_tokens is None else kv_tokens
         return StepRounds(self._shapes.wider(shape, next_shape), len(slots), tokens)
 
     def kv_tokens(self, slots: Slots) -> int:
-        """Return the committed tokens of these slots together."""
+        """Return the total committed tokens of these slots."""
         return int(self._slot_pages.committed[slots].sum())

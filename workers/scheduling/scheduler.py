@@ -42,8 +42,8 @@ class Scheduler:
     """Continuous batching with chunked prefill and any number of steps in flight.
 
     Each step runs a round of every running request (`RoundPlanner`) and, within a latency budget (`LatencyBudget`),
-    prompt chunks by deadline (`PrefillPlanner`). When pages run out, the youngest request is preempted. So the oldest
-    can take every page, and `submit` has checked that the pool suffices for it.
+    prompt chunks by deadline (`PrefillPlanner`). If pages run out, the youngest request is preempted. So the oldest can
+    take every page, which suffices (see `submit`).
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Scheduler:
         lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`).
         choose_shape: replaces `ShapeChoice`; called once per step for the index of the shape.
         num_snapshots: saved states that each rank's state pool has room for; None without recurrent layers.
-        window: sizes of the layers that keep KV of a window only; None without such layers.
+        window: sizes of windowed layers; None without such layers.
         """
         self._config = config
         self.cache = cache
         self._clock = clock
         self._shapes = shapes
         self.num_slots = config.num_slots  # maximum number of running requests
-        self.num_draft_tokens = shapes.num_draft_tokens  # per speculative round; 0 without a draft
+        self.num_draft_tokens = shapes.num_draft_tokens  # tokens per speculative round; 0 without a draft
         self.shape_choice = ShapeChoice(shapes, config.num_slots)
         windows = None if window is None else WindowPages(window, num_pages, cache.page_size, cache.prefix_cache)
         self.allocator = PageAllocator(num_pages, windows)
@@ -176,7 +176,7 @@ class Scheduler:
     def flush_prefix_cache(self) -> int:
         """Empty the prefix cache. Return the number of pages that it had. Steps may be in flight.
 
-        Raises UnfinishedError, and changes nothing, if there are requests, which would fill it again.
+        Raises UnfinishedError, and changes nothing, if there are requests, because these would fill it again.
         """
         if self.num_running or self.num_waiting:
             raise UnfinishedError(f"{self.num_running} requests run and {self.num_waiting} wait")
@@ -192,7 +192,7 @@ class Scheduler:
         """Return all active requests to the queue with their output, because the worker group and its KV are lost.
 
         Forgets plans in flight. Steps count from 0 in the new `epoch`; results of other epochs are dropped. If a step
-        was in flight, the requests run again one at a time (`RequestQueues.suspects`). Return them, oldest first.
+        was in flight, the requests are resumed one at a time (`RequestQueues.suspects`). Return them, oldest first.
         """
         had_step = bool(self._in_flight)
         self._in_flight.clear()
@@ -204,7 +204,7 @@ class Scheduler:
         return self.queues.requeue(had_step)
 
     def schedule(self) -> StepPlan | None:
-        """Return the next plan; None if nothing can run before another result or request comes."""
+        """Return the next plan; None if nothing can run before another result or request arrives."""
         if self.captures.is_due(is_idle=not self.num_running and not self.num_waiting):
             return None if self._in_flight else self._plan_capture()
         slot_pages = self.slot_pages
@@ -278,7 +278,7 @@ class Scheduler:
         return in_flight
 
     def apply(self, result: StepResult) -> list[RequestOutput]:
-        """Apply the result of the oldest plan in flight, if of this epoch. Return outputs of requests with news."""
+        """Apply the oldest result, unless it is of another epoch. Return the outputs of requests that changed."""
         if result.epoch != self.epoch:
             self.stats.num_stale_results += 1
             return []
@@ -293,7 +293,7 @@ class Scheduler:
         return outputs
 
     def _plan_capture(self) -> StepPlan:
-        """Return a plan to capture a graph. Called with nothing in flight; no other plan follows before its result."""
+        """Return a plan to capture a graph. Called with nothing in flight; no other plan is sent before its result."""
         self._in_flight.append(InFlightStep.without_requests(self._next_step))
         self.captures.in_flight = True
         self._next_step += 1

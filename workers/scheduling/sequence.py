@@ -17,9 +17,10 @@ class Sequence:
     deadline_s: its priority among prompts (`workers.scheduling.prefill`).
     num_cached: tokens found in the prefix cache on arrival; 0 without costs.
     computed: tokens that are cached or in planned chunks.
-    kept: tokens whose KV was cached at its last admission. Computing them again, for states, writes no KV.
-    probation: steps with new tokens that it must still complete before another suspect may run; 0 if it is no suspect.
-    not_before: the last step planned before its preemption; it is admitted again after that step's result.
+    kept: tokens whose KV was cached at its last admission; recomputing them for states writes no KV.
+    probation: steps with new tokens that it must still complete before another suspect may run; 0 if it is not a
+        suspect.
+    not_before: the last step planned before its preemption; it may be admitted again after that step's result.
     """
 
     __slots__ = (
@@ -54,7 +55,7 @@ class Sequence:
         self.computed = self.kept = 0
         self.not_before = -1
         self.probation = 0
-        self.pages_missing = (-1, 0)  # (insertions into the cache, pages it needed) when it last did not fit
+        self.pages_missing = (-1, 0)  # (number of cache insertions, missing pages) when it last did not fit
         self.max_len = len(request.prompt) + request.sampling.max_tokens
         self.submitted_s = now
         self.first_token_s = -1.0
@@ -74,20 +75,20 @@ class Sequence:
 
 
 class InFlightStep:
-    """A planned step without an applied result. Its first `num_rounds` sequences run a round, the n - num_rounds others
+    """A planned step without an applied result. Its first `num_rounds` sequences run a round, the other n - num_rounds
     their last chunk.
 
-    slots, numbers: [n] slots of the sequences, and the sequences' numbers.
+    slots, numbers: [n] slots and numbers of the sequences.
     max_new_tokens: maximum tokens that a round emits.
     shape: index of the shape that the rounds verify.
-    drafted: [num_rounds] shape that each round's tree was drafted in.
+    drafted: [num_rounds] shape in which each round's tree was drafted.
     num_drafted: [n] tokens that the step drafts for each sequence.
     reason: why the rounds have this shape (`Reason`).
     with_prompt_logprobs: sequences with prompt log-probabilities in this step, in the plan's order.
     load: the step's work, for `StepTime`.
     match_classes: [num_rounds] `MatchSurvival.classes`; None in engines that do not copy drafts.
     expected: predicted time; None without costs.
-    is_change: the rounds draft another shape than they verify, so that their time is of neither.
+    is_change: whether the rounds draft another shape than they verify, so that their time is neither shape's.
     """
 
     __slots__ = (
@@ -158,9 +159,9 @@ class PlanBuilder:
     inits, chunks: as in `StepPlan`.
     last_chunks: sequences whose prompt ends in this plan, in the order of their chunks.
     with_prompt_logprobs: sequences with prompt log-probabilities in this plan.
-    max_kv_len: bound above the positions that the chunks read or write.
-    preempted: the plan preempted a request, so it admits none.
-    admits: False once a new request had no room.
+    max_kv_len: exclusive bound on the positions that the chunks read or write.
+    preempted: whether the plan has preempted a request; then it admits none.
+    admits: False after a new request had no room.
     held: numbers of waiting requests whose prefix this plan computes for another request.
     num_planned: tokens of the plan's chunks, by slot.
     """

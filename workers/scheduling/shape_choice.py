@@ -1,7 +1,7 @@
-"""Chooses the tree shape that a step drafts, and verifies if it can: the one with the most tokens per millisecond.
+"""Chooses the tree shape that a step drafts, and verifies if possible: the one with the most tokens per millisecond.
 
-The scheduler calls `choose` once per step and reports accepted drafts; `StepTime` predicts how long steps take. The
-plan carries the choice to the ranks. Pure: time is counted in steps, and equal calls give equal answers.
+The scheduler calls `choose` once per step and reports accepted drafts; `StepTime` predicts how long steps take. Pure:
+time is counted in steps, and equal calls have equal results.
 """
 
 import math
@@ -20,36 +20,36 @@ from workers.scheduling.timing.step_time import StepTime
 
 __all__ = ["Load", "Reason", "ShapeChoice"]
 
-# steps between evaluations: EVALUATE_EVERY after a change of shape, growing by EVALUATE_LATER each time up to the
+# steps between evaluations: EVALUATE_EVERY after a change of shape, then longer by EVALUATE_LATER each time, up to the
 # larger of EVALUATE_EVERY and EVALUATE_EVERY_MS of rounds
 EVALUATE_EVERY = 8
 EVALUATE_LATER = 1.5
 EVALUATE_EVERY_MS = 64.0
-CHANGING_EVERY_MS = 16.0  # limit instead while another shape seems better, a probe runs or the batch has changed
+CHANGING_EVERY_MS = 16.0  # the limit while another shape seems better, a probe runs, or the batch has changed
 # Each round adds EVALUATING_SHARE of its time, and IDLE_SHARE of its time beyond BUSY_MS, to the host time that
 # evaluations may take. It starts at FIRST_EVALUATIONS_MS, and after FIRST_EVALUATED steps is at most
 # EVALUATIONS_AHEAD_MS.
 EVALUATION_MS = 0.45  # one evaluation with cold caches; measured on an H200's host
 EVALUATING_SHARE = 1 / 256
 IDLE_SHARE = 1 / 32
-BUSY_MS = 1.5  # the host's work for a round: in a longer round the host is idle, unless it computes the round
+BUSY_MS = 1.5  # the host's work per round; in longer rounds a GPU's host is idle
 FIRST_EVALUATED = 200
 FIRST_EVALUATIONS_MS = 12 * EVALUATION_MS
 EVALUATIONS_AHEAD_MS = 4 * EVALUATION_MS
-LEARN_EVERY_MS = 1.0  # milliseconds of rounds between recorded steps: a record takes 2 microseconds of the host
-FIRST_RECORDS = 32  # first steps, which are all recorded
-CHANGE_ABOVE = 1 / 128  # share of the time that a better shape must save
-PROMPTS_WEIGHT = 1 / 32  # weight of the newest step in the estimated probability that prompt chunks come again
-FIRST_PROMPT_PROBABILITY = 1 / 8  # the same before any step
+LEARN_EVERY_MS = 1.0  # milliseconds of rounds between recorded steps; a record takes 2 us of the host
+FIRST_RECORDS = 32  # number of first steps, which are all recorded
+CHANGE_ABOVE = 1 / 128  # minimum share of time that a better shape must save
+PROMPTS_WEIGHT = 1 / 32  # weight of the newest step in the estimated probability of prompt chunks
+FIRST_PROMPT_PROBABILITY = 1 / 8  # initial value of that probability
 
 
 class ShapeChoice:
     """Chooses each step's tree shape.
 
-    reason: why the last choice was made.
+    reason: reason for the last choice.
     expected: tokens per millisecond at the last evaluation, by shape name; empty before the first.
-    rates: of the last evaluation; None before the first.
-    usual: the shape of the last step, or the one that a probe replaced; None before the first choice.
+    rates: rates of the last evaluation; None before the first.
+    usual: the shape of the last step, or the one replaced by a probe; None before the first choice.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -61,9 +61,9 @@ class ShapeChoice:
         self.usual: int | None = None
         self._shapes = shapes
         self._all = tuple(range(len(shapes)))
-        self._current = shapes.default  # runs in every step that may run it
-        self._beside: int | None = None  # runs beside prompt chunks, and between chunks that follow each other closely
-        self._prompt_probability = FIRST_PROMPT_PROBABILITY  # that a step has prompt chunks after one without
+        self._current = shapes.default  # runs in every step that supports it
+        self._beside: int | None = None  # runs in mixed batches, and between frequent mixed batches
+        self._prompt_probability = FIRST_PROMPT_PROBABILITY  # that chunks follow a step without
         self._had_prompts = True
         self.rates: Rates | None = None
         self._step_time: StepTime | None = None
@@ -85,8 +85,8 @@ class ShapeChoice:
         return 0.0 if self.rates is None else growth * max(self.rates.ms)
 
     def count_step(self, shape: int, has_nats: bool) -> bool:
-        """Count a step that verified `shape`. Return whether it is to be reported to `record`: one step per
-        `LEARN_EVERY_MS`, all of the first ones and all of probes. has_nats: the step's min-entropies are known."""
+        """Count a step that verified `shape`. Return whether to report it to `record`: one step per `LEARN_EVERY_MS`,
+        all of the first ones, and all of probes. has_nats: whether the step's min-entropies are known."""
         if not self._shapes.learns_acceptance or (not shape and not has_nats):
             return False
         if self.rates is not None and shape == self._current:
@@ -124,7 +124,8 @@ class ShapeChoice:
             self._matches.observe(slots, numbers, classes, counts, matches)
 
     def choose(self, load: Load, step_time: StepTime | None) -> int:
-        """Return the index of the shape that the next step drafts; `verified_shape` says which one it verifies."""
+        """Return the index of the shape that the next step drafts; `verified_shape` determines the one that it
+        verifies."""
         num_requests = len(load.slots)
         if not self._shapes.adaptive or step_time is None:
             self.reason = Reason.STATIC
@@ -132,7 +133,7 @@ class ShapeChoice:
         if not self._had_prompts:
             self._prompt_probability += PROMPTS_WEIGHT * (load.with_prompts - self._prompt_probability)
         self._had_prompts = load.with_prompts
-        if num_requests == 0:  # draft after a prompt what the request's first round will verify
+        if num_requests == 0:  # after a prompt, draft the shape that the first round will verify
             self.reason = Reason.PROMPTS
             if self._shapes.eager:
                 return self._current
@@ -161,8 +162,8 @@ class ShapeChoice:
         return shape
 
     def _is_evaluation_due(self, load: Load, step_time: StepTime) -> bool:
-        """Whether to evaluate the shapes now. Evaluations are frequent at the start and after a change, when estimates
-        move fast. Their share of the host's time is bounded."""
+        """Return whether to evaluate the shapes now. Evaluations are frequent at the start and after a change, when
+        estimates change fast. Their share of the host's time is bounded."""
         num_requests = len(load.slots)
         if self.rates is None or step_time is not self._step_time:
             return True
@@ -179,14 +180,14 @@ class ShapeChoice:
         return batch_changed and self._step - self._evaluated >= CHANGING_EVERY_MS / round_ms
 
     def _evaluate(self, load: Load, step_time: StepTime) -> None:
-        """Evaluate all shapes, and change the current one if that saves enough. The best shape has the smallest loss.
-        It is the best beside prompt chunks, too, because a chunk adds the same time to rounds of any shape."""
+        """Evaluate all shapes, and change the current one if that saves enough. The best shape has the smallest loss,
+        also in mixed batches, because a chunk adds the same time to rounds of any shape."""
         self._evaluations_ms -= EVALUATION_MS
         if self._step > FIRST_EVALUATED:
             self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS)
         self._acceptance.age(self._num_plain)
         self._num_plain = 0
-        # copied texts change too often to predict all times anew
+        # copied texts change too often to predict all times again
         keeps_times = self._matches is not None and self._probes.is_idle and len(load.slots) == self._num_requests
         timed = self.rates if keeps_times and self._step - self._timed < EVALUATE_EVERY else None
         self._timed = self._step if timed is None else self._timed
@@ -211,8 +212,8 @@ class ShapeChoice:
         self._until_evaluation = int(self._interval)
 
     def _has_lost_enough(self, rates: Rates, best: int) -> bool:
-        """Whether to change to the best shape: the current one has lost as much time as the change costs. Noise in the
-        estimates therefore causes no changes."""
+        """Return whether to change to the best shape: if the current one has lost as much time as the change costs. So
+        noise in the estimates causes no changes."""
         round_ms = rates.ms[self._current]
         saved = (rates.loss(self._current) - rates.loss(best)) / round_ms
         num_steps = max(1, min(self._step - self._evaluated, _steps_between(round_ms)))
@@ -222,8 +223,8 @@ class ShapeChoice:
     def _without_probe(self, load: Load, rates: Rates) -> tuple[int, Sequence[int]]:
         """Return the best of the shapes that this step may run, and these shapes.
 
-        A step with prompt chunks may run the shapes that are captured with chunks. The steps between two chunks keep
-        that shape if changing to the current shape and back would cost more than they lose.
+        Mixed batches may run the shapes that are captured with chunks. The steps between two mixed batches keep their
+        shape if changing to the current shape and back would cost more than it saves.
         """
         num_requests, is_restricted = len(load.slots), load.with_prompts and not self._shapes.eager
         if is_restricted:
@@ -274,8 +275,8 @@ class ShapeChoice:
         allowed: Sequence[int],
         is_evaluated: bool,
     ) -> int:
-        """Return this step's shape: `shape`, or the probe's. A probe's first round verifies what the shape before it
-        drafted, or nothing."""
+        """Return this step's shape: `shape`, or the probe's. A probe's first round verifies drafts of the previous
+        shape, or none."""
         probes = self._probes
         if probes.current is not None:
             if probes.advance(rates, shape, allowed, self._step):

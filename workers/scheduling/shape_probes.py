@@ -1,7 +1,7 @@
 """Probes (exploration): a few steps of a shape that seems worse than the best, to measure its acceptance or time.
 
-Used by `workers.scheduling.shape_choice`. Pure: time is counted in steps. Each step adds to a credit of time that
-probes may cost. So every shape is measured sooner or later, and together they cost a bounded share of the time.
+Used by `workers.scheduling.shape_choice`. Pure: time is counted in steps. Each step adds to a credit of time for
+probes. So every shape is measured eventually, and all probes together cost a bounded share of the time.
 """
 
 import math
@@ -16,28 +16,28 @@ from workers.scheduling.shape_rates import Acceptance, Rates, informed_shapes
 from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
 
-FIRST_RESULTS = 3  # steps from a shape's first round until the host has its result
+FIRST_RESULTS = 3  # steps from a shape's first round to its result on the host
 PROBING_SHARE = 1 / 150  # credit per step for probes of promising or untimed shapes, as a share of the step's time
 OLD_SHARE = 1 / 500  # credit per step for probes of shapes without recent results
-FIRST_ROUNDS = 3  # rounds of time that probes may cost beyond the credit
+FIRST_ROUNDS = 3  # rounds of time that probes may cost in excess of the credit
 MAX_ROUNDS = 6.0  # bound on the credit, in rounds of time
-PAID_SHARE = 1 / 2  # share of the cost of a probe's first rounds that must be in credit before it starts
+PAID_SHARE = 1 / 2  # share of the cost of a probe's first rounds that the credit must cover before it starts
 PROBE_AGE = 128  # steps without results after which a shape is probed again
-MAX_PROBE_STEPS = 16  # longest probe of a shape that stays promising
+MAX_PROBE_STEPS = 16  # maximum steps of a probe whose shape stays promising
 TIMED_STEPS = 2  # steps that measure a shape's time
-FREE_PROBES = 3  # timing probes that are not charged, per shape and batch size
+FREE_PROBES = 3  # free timing probes per shape and batch size
 
 
 @dataclass
 class Probe:
     """One probe.
 
-    min_steps: steps that it runs in any case.
-    max_steps: maximum steps. After min_steps it ends as soon as its shape is no longer promising.
+    min_steps: minimum steps.
+    max_steps: maximum steps; after min_steps the probe ends as soon as its shape is no longer promising.
     steps: steps so far.
-    is_old: it started because the shape had no recent results.
-    is_free: it is not charged, because the shape has hardly run at this batch size.
-    budget: rounds of time that it may cost. After min_steps it ends when that is spent.
+    is_old: whether it started because the shape had no recent results.
+    is_free: whether it is not charged, because the shape has hardly run at this batch size.
+    budget: rounds of time that it may cost; after min_steps the probe ends when they are spent.
     """
 
     shape: int
@@ -56,16 +56,16 @@ class ShapeProbes:
         num_shapes = len(shapes)
         self.current: Probe | None = None
         self._informs = informed_shapes(survival, num_shapes)
-        # the first step of a probe only drafts its shape if a step may verify another
+        # the first step of a probe only drafts its shape, if a step may verify another shape than it drafts
         self._timed_steps = TIMED_STEPS + shapes.verifies_last_drafts
-        # last step that measured each shape's acceptance, as of the last change of shape
+        # last step that measured each shape's acceptance, before the last change of shape
         self._informed = np.full(num_shapes, -PROBE_AGE, np.int64)
         self._last_step, self._last_shape = -PROBE_AGE, 0
-        # time that probes may cost now, in rounds; negative after a probe that cost more
+        # credit for probes, in rounds; negative after a probe that cost more
         self._credit = self._old_credit = 0.0
         self._num_pace_changes = 0
         self._num_free: Counter[tuple[int, int]] = Counter()  # free probes so far, by shape and log2 of the batch size
-        self._ended: deque[tuple[int, Probe]] = deque()  # not charged yet, with the step from which each is
+        self._ended: deque[tuple[int, Probe]] = deque()  # uncharged, each with the step from which on it can be charged
 
     @property
     def is_idle(self) -> bool:
@@ -93,7 +93,7 @@ class ShapeProbes:
         if probe is None:
             return False
         if probe.shape == shape:
-            self.current = None  # it has become the best
+            self.current = None  # the probed shape has become the best
             return False
         is_spent = probe.steps * rates.min_loss(probe.shape) >= probe.budget * rates.ms[shape]
         is_over = probe.steps >= probe.min_steps and (is_spent or not rates.is_promising(probe.shape))
@@ -103,8 +103,8 @@ class ShapeProbes:
         return False
 
     def end(self, step: int) -> bool:
-        """End the current probe. Return whether there was one. It is charged once its last results are there, which
-        tell how long its rounds took."""
+        """End the current probe. Return whether there was one. It is charged once its last results, with the time of
+        its rounds, have arrived."""
         if self.current is None:
             return False
         self._ended.append((step + FIRST_RESULTS, self.current))
@@ -134,18 +134,18 @@ class ShapeProbes:
     ) -> bool:
         """Start a probe if one is due. Return whether it did. In this order:
 
-        - A shape that has never run at this batch size is timed at once, because nothing else shows how wrong the
-          measured table is. So is a shape that has hardly run and may still be the best.
+        - A shape that has never run at this batch size is timed at once, because the measured table may be wrong. So is
+          a shape that has hardly run and may still be the best.
         - A shape whose time is uncertain is timed if the credit covers that.
-        - A promising shape is probed if the credit covers its first rounds, and until the credit is spent: else one
-          probe of a tree would cost what the next thousand steps may spend.
+        - A promising shape is probed if the credit covers its first rounds, until the credit is spent; otherwise one
+          probe of a tree could cost the credit of a thousand steps.
         - A shape without recent results is probed once its own credit covers that.
 
-        with_prompts: the step has prompt chunks, and so does not show the time of a shape's rounds alone.
+        with_prompts: whether the step has prompt chunks, so that it does not show the time of a shape's rounds alone.
         """
         if self._ended or not step_time.is_settled:
             return False
-        if step_time.num_pace_changes != self._num_pace_changes:  # the debt may have been computed from wrong times
+        if step_time.num_pace_changes != self._num_pace_changes:  # the debt may be based on wrong times
             self._num_pace_changes, self._credit = step_time.num_pace_changes, max(self._credit, 0.0)
         others = [other for other in allowed if other != shape]
         round_ms = rates.ms[shape]
@@ -170,8 +170,8 @@ class ShapeProbes:
         return False
 
     def _can_pay(self, rates: Rates, shape: int, left_ms: float) -> bool:
-        """Whether the credit covers `PAID_SHARE` of the probe's first rounds, or is at its bound. Where a change of
-        shape is free, it only must not be spent."""
+        """Return whether the credit covers `PAID_SHARE` of the probe's first rounds, or is at its maximum. If changes
+        of shape are free, it must only be positive."""
         if rates.changes_are_free or self._credit >= MAX_ROUNDS:
             return left_ms > 0.0
         return PAID_SHARE * FIRST_RESULTS * rates.min_loss(shape) < left_ms

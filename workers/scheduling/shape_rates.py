@@ -1,4 +1,4 @@
-"""Expected tokens and milliseconds of a round of every tree shape at the current load, with their uncertainty.
+"""Estimates tokens and milliseconds of a round of every tree shape at the current load, with their uncertainty.
 
 `workers.scheduling.shape_choice` computes them every few steps; pure.
 """
@@ -18,26 +18,26 @@ from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
 
 PROMISING_ABOVE = 1 / 40  # a shape is promising if its upper bound exceeds the best rate by this share
-UPPER_ERRORS = 1.5  # standard errors of its time that a shape's upper bound is above its estimate
-# A shape that is not the best with its time so many standard errors lower is not timed free of charge. The second value
-# holds where changes of shape are free, so that a probe costs less.
+UPPER_ERRORS = 1.5  # standard errors of its time between a shape's estimate and upper bound
+# A shape gets a free timing probe only if it would be the best with its time this many standard errors lower. The
+# second value is for free changes of shape, where a probe costs less.
 RULED_OUT_ERRORS, FREE_RULED_OUT_ERRORS = 2.0, 3.0
 TIMED_ERROR = 0.12  # a shape's time is uncertain above this relative error
-# Share of a round of the embedded pair on a CPU that drafting takes: 0.2 for EAGLE-3's trees, 0.3 for block drafts.
+# Share of drafting in a round, measured with the embedded pair on a CPU: 0.2 for EAGLE-3's trees, 0.3 for block drafts.
 DRAFTING_SHARE = 1 / 4
-CHANGE_SHARE = 1 / 12  # of a round that the first one after a change takes longer; measured on an H200's host
+CHANGE_SHARE = 1 / 12  # extra time of the first round after a change; measured on an H200's host
 
 
 class Reason(StrEnum):
     """Why a step has its shape."""
 
-    STATIC = "static"  # no choice: not adaptive, or no costs are known
-    NOT_WANTED = "not_wanted"  # no request wants drafts
+    STATIC = "static"  # no choice: not adaptive, or costs are unknown
+    NOT_WANTED = "not_wanted"  # no request speculates
     BEST = "best"  # most tokens per millisecond
-    PROMPTS = "prompts"  # the best of those that run beside prompt chunks
-    SAMPLING = "sampling"  # the best of those that are captured for every kind of sampling
-    TARGET = "target"  # a better one would exceed the ITL target
-    PROBE = "probe"  # to learn what it would accept, or how long it takes
+    PROMPTS = "prompts"  # the best of the shapes for mixed batches
+    SAMPLING = "sampling"  # the best of the shapes captured for every kind of sampling
+    TARGET = "target"  # a better shape would exceed the ITL target
+    PROBE = "probe"  # to measure its acceptance or time
 
 
 class Acceptance(Protocol):
@@ -57,13 +57,13 @@ class Load(NamedTuple):
 
     slots: [n] slots of the requests that run a round.
     numbers: [num_slots] number of the request in each slot.
-    speculative: [num_slots] whether it wants drafts.
-    kv_tokens: committed tokens of the n requests together.
-    with_prompts: prompt chunks may run beside the rounds.
-    speculates: at least one of the n requests wants drafts.
+    speculative: [num_slots] whether the request speculates.
+    kv_tokens: total committed tokens of the n requests.
+    with_prompts: whether prompt chunks may run with the rounds.
+    speculates: whether any of the n requests speculates.
     limit_ms: a shape slower than the last one may be chosen only if its rounds take at most this.
-    rare_sampling: at least one of them needs sampling that only `RoundShapes.unrestricted` shapes are captured for.
-    verifies: [n] whether a round of the request is in flight that verifies drafts; None: none is.
+    rare_sampling: whether any of them needs sampling for which only `RoundShapes.unrestricted` shapes are captured.
+    verifies: [n] whether a round of the request in flight verifies drafts; None: none does.
     """
 
     slots: Ints
@@ -81,12 +81,12 @@ class Load(NamedTuple):
 class Rates:
     """Estimates of a round of every shape; one list item per shape.
 
-    tokens: expected tokens of a round, all requests together.
+    tokens: expected tokens of a round, over all requests.
     ms: expected milliseconds of a round.
     upper: upper confidence bound on tokens per millisecond.
     errors: standard deviation of the logarithm of a round's time relative to the current shape's.
     best: highest expected tokens per millisecond of any shape.
-    changes_are_free: a change of shape costs nothing, because drafts do not depend on the shape that ran before.
+    changes_are_free: whether a change of shape costs nothing, because drafts do not depend on the previous shape.
     verifies_last_drafts: see `RoundShapes`.
     """
 
@@ -108,8 +108,7 @@ class Rates:
         shapes: RoundShapes,
         timed: "Rates | None" = None,
     ) -> "Rates":
-        """Evaluate all shapes. current: the shape that `errors` are relative to. timed: the times of these rates are
-        used."""
+        """Evaluate all shapes. current: the shape to which `errors` are relative. timed: rates whose times are used."""
         slots, num_requests = load.slots, len(load.slots)
         expected, upper_tokens = survival.expected_tokens(slots, load.numbers[slots], load.speculative[slots])
         tokens = expected.tolist()
@@ -133,18 +132,18 @@ class Rates:
         )
 
     def loss(self, shape: int) -> float:
-        """Milliseconds by which a round of `shape` is slower than its tokens would be at the best rate (its regret)."""
+        """Return the regret of a round of `shape`: its milliseconds, minus those of its tokens at the best rate."""
         return self.ms[shape] - self.tokens[shape] / self.best
 
     def min_loss(self, shape: int) -> float:
-        """Lower bound on `loss`, at least 0, which probes are charged with. An uncertain time counts one standard error
-        lower, so that a probe which other processes slowed down is not charged for that."""
+        """Return a lower bound on `loss`, at least 0, with which probes are charged. An uncertain time counts one
+        standard error lower, so that a probe is not charged for delays by other processes."""
         least_ms = self.ms[shape] * math.exp(-max(0.0, self.errors[shape] - TIMED_ERROR))
         return max(0.0, least_ms - self.tokens[shape] / self.best)
 
     def change_loss(self, shape: int, other: int) -> float:
-        """Milliseconds that a change from one shape to the other and back costs: one round of the larger shape verifies
-        the fewer drafts of the smaller one or, with `verifies_last_drafts`, drafts may be thrown away."""
+        """Return the milliseconds that a change from one shape to the other and back costs: one round of the larger
+        shape verifies only the drafts of the smaller one; with `verifies_last_drafts`, drafts may be discarded."""
         if self.changes_are_free or shape == other:
             return 0.0
         if not self.verifies_last_drafts:
@@ -154,32 +153,33 @@ class Rates:
         return thrown_away_ms + CHANGE_SHARE * self.ms[fast]
 
     def pays_once_drafted(self, shape: int, other: int) -> bool:
-        """Whether drafts of `shape` that are there give more tokens per millisecond than a round of `other` does."""
+        """Return whether verifying existing drafts of `shape` gives more tokens per millisecond than a round of
+        `other`."""
         rate = self.tokens[shape] / (self.ms[shape] * (1.0 - DRAFTING_SHARE))
         return rate >= self.tokens[other] / self.ms[other]
 
     def min_loss_shape(self, shapes: Sequence[int]) -> int:
-        """Return the one of `shapes` with the smallest loss."""
+        """Return the shape with the smallest loss in `shapes`."""
         return min(shapes, key=self.loss)
 
     def is_promising(self, shape: int) -> bool:
-        """Whether the shape may well turn out better than the best one."""
+        """Return whether the shape's upper bound is well above the best rate."""
         return self.upper[shape] > (1.0 + PROMISING_ABOVE) * self.best
 
     def has_uncertain_time(self, shape: int) -> bool:
-        """Whether the shape's time is uncertain."""
+        """Return whether the shape's time is uncertain."""
         return self.errors[shape] > TIMED_ERROR
 
     def may_be_best(self, shape: int) -> bool:
-        """Whether the shape would be the best one with its time `RULED_OUT_ERRORS` standard errors lower."""
+        """Return whether the shape would be the best with its time `RULED_OUT_ERRORS` standard errors lower."""
         num_errors = FREE_RULED_OUT_ERRORS if self.changes_are_free else RULED_OUT_ERRORS
         return self.tokens[shape] / self.ms[shape] * math.exp(num_errors * self.errors[shape]) > self.best
 
 
 def verified_shape(shapes: RoundShapes, rates: Rates | None, drafted: int, next_shape: int) -> int:
-    """Return the index of the shape to verify in a step that drafts `next_shape`, where trees of `drafted` wait.
+    """Return the index of the shape to verify in a step that drafts `next_shape`, after trees of `drafted`.
 
-    With `verifies_last_drafts` it has no more nodes than were drafted, and drafts that pay are not thrown away.
+    With `verifies_last_drafts` it has at most as many nodes as were drafted, and useful drafts are not discarded.
     """
     if not shapes.verifies_last_drafts or drafted == next_shape:
         return next_shape

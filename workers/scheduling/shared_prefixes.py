@@ -9,12 +9,12 @@ from workers.scheduling.sequence import PlanBuilder, Sequence
 
 
 class SharedPrefixes:
-    """Finds common prefixes with prompts whose pages are not in the prefix cache yet, because they enter it only when
-    the prompt ends.
+    """Finds common prefixes with prompts that are being computed, whose pages enter the prefix cache only when the
+    prompt ends.
 
-    A request waits only in steps that compute a part of its prompt for another request. That request comes before it
-    and has taken all the budget that it can use, so waiting never takes longer than computing that part would. If the
-    other request is aborted or preempted, the waiting one computes the rest.
+    A request waits only in steps that compute a part of its prompt for another request. That request has priority and
+    has taken all the budget that it can use, so waiting takes no longer than computing that part. If the other request
+    is aborted or preempted, the waiting one computes the rest.
     """
 
     def __init__(self, queues: RequestQueues) -> None:
@@ -30,7 +30,7 @@ class SharedPrefixes:
         self._by_page.clear()
 
     def admitted(self, sequence: Sequence) -> None:
-        """Record that a request is admitted, so that its prompt is computed from now on."""
+        """Record that a request is admitted; its prompt is computed from now on."""
         for page, found in self._by_page.items():
             if key := self._key(sequence, page):
                 found[key].append(sequence)
@@ -47,13 +47,13 @@ class SharedPrefixes:
         self._by_page.clear()
 
     def must_wait(self, sequence: Sequence, builder: PlanBuilder) -> bool:
-        """Whether this plan computes a part of the prompt for another request. If not, insert the part that others have
-        computed already into the prefix cache."""
+        """Return whether this plan computes a part of the prompt for another request. If not, insert the part that
+        others have already computed into the prefix cache."""
         cache = self._slot_pages.cache
         if cache is None or sequence.request.wants_prompt_logprobs:
             return False
         size, saves = cache.page_size, self._slot_pages.saves
-        # resuming may need more than cached pages: a state, or a window
+        # resuming may also need a state or a window
         may_lack = saves is not None or self._slot_pages.windows is not None
         salt = sequence.request.sampling.cache_salt
         cached = cache.num_cached(sequence.tokens, salt) // size
@@ -61,7 +61,7 @@ class SharedPrefixes:
             common = min((_common(other, sequence) - cache.lookahead) // size, (len(sequence.tokens) - 1) // size)
             before = other.computed - builder.num_planned.get(other.slot, 0)
             now, after = (min(common, tokens // size) for tokens in (before, other.computed))
-            if saves is not None:  # without a state at the end of the pages, they cannot be used
+            if saves is not None:  # without a state at their end, the pages cannot be used
                 is_worth = saves.is_worth_waiting((common - cached) * size)
                 if not is_worth or not saves.want(other.slot, common * size, before, other.computed):
                     continue
@@ -91,7 +91,7 @@ class SharedPrefixes:
         yield from (other for step, other in self._ended if step >= builder.oldest_in_flight)
 
     def _key(self, sequence: Sequence, page: int) -> bytes:
-        """Return salt and tokens of one page of a prompt; b"" if the prompt does not fill it."""
+        """Return the salt and tokens of one page of a prompt; b"" if the prompt does not fill the page."""
         cache = self._slot_pages.cache
         assert cache is not None
         start, end = page * cache.page_size, (page + 1) * cache.page_size + cache.lookahead

@@ -1,7 +1,7 @@
-"""Lengths of each slot's request, as the host knows them: arrays by slot. Base of `workers.scheduling.slot_pages`.
+"""Host-side lengths of each slot's request, as arrays by slot. Base of `workers.scheduling.slot_pages`.
 
-Plan n + 1 is made before result n is read, so the host's lengths are one step old. A slot has its known committed
-length and bounds on what rounds in flight add to it.
+Plan n + 1 is built before result n is read, so the host's lengths are one step old. Each slot has its last known
+committed length, and bounds on the tokens that rounds in flight add.
 """
 
 import numpy as np
@@ -12,11 +12,11 @@ from workers.config import RoundShape
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int64]
 
-MEAN_GAPS = 256  # minimum gaps in the mean of a request that has had so many
+MEAN_GAPS = 256  # minimum number of gaps in a request's mean, once it has had so many
 
 
 class SlotLengths:
-    """Arrays by slot.
+    """The lengths of all slots, as arrays by slot.
 
     committed: KV tokens known on the host, without the newest token.
     num_tokens: known prompt and output tokens.
@@ -27,9 +27,9 @@ class SlotLengths:
     decoding: whether it runs rounds.
     speculative: whether it uses drafts.
     rare_sampling: `SamplingParams.is_rare`.
-    drafted: index of the shape that the last plan drafted; 0: none.
-    last_token_s: time at which its newest tokens came.
-    gaps_since_s, num_gaps: start and number of the gaps between its tokens that `mean_gap_ms` averages.
+    drafted: index of the shape drafted by the last plan; 0: none.
+    last_token_s: time of its newest tokens.
+    gaps_since_s, num_gaps: start and number of the gaps between tokens that `mean_gap_ms` averages.
     number: the number of the slot's request, -1 without one; results for another number are stale.
     num_changes: increases when a slot is taken, starts to decode, or is freed.
     """
@@ -58,14 +58,14 @@ class SlotLengths:
         self.min_pending[slot] += 1
 
     def round_slots(self) -> Slots:
-        """Return the slots that run a round, ascending: those that decode and are not certain to end in a step in
+        """Return the slots that run a round, ascending: those that decode and will not certainly end in a step in
         flight."""
         return np.flatnonzero(self.decoding & (self.num_tokens + self.min_pending < self.max_len))
 
     def round_ends(self, slots: Slots, shape: RoundShape, next_shape: RoundShape) -> Int64s:
         """Return [n]: the end of the positions that each slot's next round may write. It verifies `shape` and, if the
         request speculates, drafts `next_shape`."""
-        last = self.max_len[slots] - 1  # no request commits more
+        last = self.max_len[slots] - 1  # maximum committed length of a request
         start = np.minimum(self.committed[slots] + self.max_pending[slots], last)
         committed = np.minimum(start + shape.max_new_tokens, last)
         drafted_ends = np.where(self.speculative[slots], committed + next_shape.draft_tokens, 0)
@@ -78,12 +78,12 @@ class SlotLengths:
         self.min_pending[slots] += 1
 
     def take_tokens(self, rounds: Slots, first: Slots, now_s: float) -> None:
-        """Record tokens that came at `now_s`.
+        """Record tokens that arrived at `now_s`.
 
         rounds: slots whose requests had tokens before.
         first: slots whose requests got their first token.
 
-        At twice `MEAN_GAPS` gaps, the older half of them is dropped, as if all had been equally long.
+        At twice `MEAN_GAPS` gaps, half of them are dropped, as if all were equally long.
         """
         for slots in (rounds, first):
             self.last_token_s[slots] = now_s
@@ -94,8 +94,8 @@ class SlotLengths:
         self.num_gaps[many] //= 2
 
     def mean_gap_ms(self) -> float:
-        """Return the shortest mean gap between a running request's tokens, over its newest `MEAN_GAPS` to twice as many
-        gaps, or all if there are fewer; 0 without gaps."""
+        """Return the shortest mean gap between tokens of any running request; 0 without gaps. The mean is over its
+        newest `MEAN_GAPS` to twice as many gaps, or all if there are fewer."""
         slots = np.flatnonzero(self.decoding & (self.num_gaps > 0))
         if len(slots) == 0:
             return 0.0
@@ -103,7 +103,7 @@ class SlotLengths:
         return float(means_s.min()) * 1000
 
     def clear_lengths(self, slot: int) -> None:
-        """Clear the slot, which has no request any more."""
+        """Clear the slot, whose request has left."""
         self.num_changes += 1
         lengths = (self.committed, self.num_tokens, self.max_len, self.max_pending, self.min_pending, self.num_pages)
         for values in (*lengths, self.decoding, self.speculative, self.rare_sampling, self.drafted, self.num_gaps):

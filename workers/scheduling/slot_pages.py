@@ -15,15 +15,15 @@ from workers.scheduling.state_saves import StateSaves
 
 
 class SlotPages(SlotLengths):
-    """Lengths and a page list per slot.
+    """The lengths and page list of each slot.
 
-    pages: by slot.
-    cache_salt: by slot, see `SamplingParams`.
+    pages: pages by slot.
+    cache_salt: salt by slot, see `SamplingParams`.
     saves: saved states of recurrent layers; None without such layers, or without a prefix cache.
-    windows: windows of the slots; None in a model without layers that attend over one.
+    windows: windows of the slots; None without windowed layers.
 
-    A page may be freed while steps in flight still write to it: ranks execute plans in order, and its next owner comes
-    in a later plan. Cached pages are below the committed length, where no step writes again.
+    A page may be freed while steps in flight still write to it, because ranks execute plans in order, and its next
+    owner is in a later plan. Cached pages are below the committed length, where no step writes.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SlotPages(SlotLengths):
             self.windows.slide(self.pages, self.committed, self.num_tokens)
 
     def fit_rounds(self, slots: Slots, ends: Int64s) -> int:
-        """Give each slot pages for the positions below its end, and take back pages after it. Evicts cached pages if
+        """Give each slot pages for the positions below its end, and take away pages after it. Evicts cached pages if
         needed.
 
         Return the number of missing pages; if it is not 0, no slot got any.
@@ -134,7 +134,7 @@ class SlotPages(SlotLengths):
         return 0
 
     def pages_for(self, num_positions: int) -> int:
-        """Pages that hold `num_positions` positions."""
+        """Return the number of pages for `num_positions` positions."""
         return (num_positions + self.page_size - 1) >> self._shift
 
     def prompt_pages_missing(self, more_tokens: int) -> int:
@@ -153,7 +153,7 @@ class SlotPages(SlotLengths):
         return min(self.pages_for(num_tokens + more_tokens), self.windows.max_per_slot) <= room
 
     def room(self, slot: int) -> int:
-        """Return the number of positions that the slot has pages for, or could get pages for."""
+        """Return the number of positions for which the slot has pages or could get them."""
         available = self.allocator.num_available
         if self.windows is not None:
             available = min(available, self.windows.pages.num_available)
@@ -171,8 +171,8 @@ class SlotPages(SlotLengths):
         return missing
 
     def share(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int | None = None) -> None:
-        """Insert a running slot's committed pages into the prefix cache. Where the cache already has a page, the slot
-        uses that one from the next plan on, and its own is freed.
+        """Insert a running slot's committed pages into the prefix cache. If the cache already has a page, the slot uses
+        that one from the next plan on, and its own is freed.
 
         tokens: all known tokens of the slot's request.
         num_pages: insert only the first `num_pages` pages; None: all. They must not include pages that the plan under
@@ -196,7 +196,8 @@ class SlotPages(SlotLengths):
 
     def release(self, slot: int, tokens: npt.NDArray[np.int32], num_committed: int, has_ended: bool = False) -> None:
         """Free the slot and its pages. Full pages below `num_committed` go to the prefix cache, with the states saved
-        at their ends. has_ended: the ranks have ended the request, so steps in flight commit nothing more of it."""
+        at their ends. has_ended: whether the ranks have ended the request, so that steps in flight commit nothing
+        more."""
         table = self.pages[slot]
         if self.windows is not None:
             self.windows.leave(slot, table)
@@ -211,7 +212,7 @@ class SlotPages(SlotLengths):
                 self.saves.leave(slot, tokens, len(kept), starts, self.cache_salt[slot])
         self.allocator.release(table)
         self._clear(slot)
-        # Its table is not read any more. It is emptied when the slot gets a new request, perhaps in the same plan.
+        # Its table is no longer read, and is emptied when the slot gets a new request, perhaps in the same plan.
         self._updates = {entry: page for entry, page in self._updates.items() if entry[0] != slot}
 
     def spoil(self, slot: int, tokens: npt.NDArray[np.int32], salt: bytes) -> None:

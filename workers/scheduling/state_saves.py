@@ -1,4 +1,4 @@
-"""Chooses which states of running requests are saved, at which positions and in which rows.
+"""Chooses which recurrent states of running requests are saved, at which positions and in which rows.
 
 Owned by `SlotPages` in models with recurrent layers. Called by the scheduler and its parts while they build a plan.
 
@@ -6,14 +6,14 @@ A prompt's state is saved
 - at the last page boundary before its end, where the same prompt can resume;
 - at a fork, the page boundary before the first token that differs from another prompt's;
 - in between, every `PROMPT_INTERVALS` intervals: after the last end of a turn in the chunk, because prompts often
-  differ from there on, or at the chunk's end. So the second prompt with the same beginning recomputes little.
+  differ from there on, or at the chunk's end. So a second prompt with the same prefix recomputes little.
 An answer's state is saved once per interval, so that the next turn of a conversation resumes near the answer's end. The
-state before it is released once the new one is certain to be written. If no second row is free, it is overwritten.
+previous state is released once the new one is certain to be written; without a second free row, it is overwritten.
 
-Nothing is read from the device. A chunk's step writes a prompt's state. An answer's state is written by the first round
-that begins at or after its position, because a round's recurrent state includes only what earlier rounds accepted. The
-host's lengths are one step old, so each new position is beyond everything that steps in flight can reach. When the
-request leaves its slot, a row is kept only if the state in it is certain.
+Nothing is read from the device. The step of a chunk saves a prompt's state. An answer's state is saved by the first
+round that begins at or after its position, because a round's recurrent state includes only tokens accepted by earlier
+rounds. The host's lengths are one step old, so each new position is beyond the reach of steps in flight. When the
+request leaves its slot, a row is kept only if its state is certain.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from workers.scheduling.plan import pack_i32
 
 Int64s = npt.NDArray[np.int64]
 PROMPT_INTERVALS = 8  # intervals between two states of a long prompt
-FORK_INTERVALS = 1  # minimum intervals that resuming at a fork must save, because saving there cuts a chunk in two
+FORK_INTERVALS = 1  # minimum intervals that resuming at a fork must save, because saving there splits a chunk
 ANSWER_SHARE = 0.5  # maximum share of the snapshot rows for running answers
 
 
@@ -35,9 +35,9 @@ ANSWER_SHARE = 0.5  # maximum share of the snapshot rows for running answers
 class _SlotSaves:
     """Saved states of one request.
 
-    wanted: prompt positions whose state is to be saved, ascending, each with its kind.
+    wanted: prompt positions whose state should be saved, ascending, each with its kind.
     last: the newest position with a state, in the prefix cache or planned.
-    planned: rows and kinds of states that planned steps save, by position; not in the prefix cache yet.
+    planned: rows and kinds of states saved by planned steps, by position; not in the prefix cache yet.
     row: snapshot row for its answer; -1 for none.
     """
 
@@ -52,10 +52,10 @@ class StateSaves:
 
     interval: tokens between saved states of an answer, a multiple of the page size.
     target: position of the answer's newest planned state; 0 for none.
-    folded: number of tokens that the recurrent state is known to include: the length at which the newest round with a
-        known result began.
+    folded: known number of tokens that the recurrent state includes: the length at the start of the newest round with a
+        known result.
     saved: position of the answer's state before `target`; 0 for none.
-    former: row of that state; -1 if it is in the row of `target`, which overwrites it.
+    former: row of that state; -1 if it is the row of `target`, which overwrites it.
     """
 
     def __init__(self, cache: PrefixCache, num_slots: int, interval: int) -> None:
@@ -92,12 +92,12 @@ class StateSaves:
         self._slots[slot] = _SlotSaves(wanted, match.num_saved, {})
 
     def is_worth_waiting(self, num_tokens: int) -> bool:
-        """Whether a state at a fork that saves `num_tokens` tokens is worth one more step of the prompt."""
+        """Return whether a state at a fork that saves `num_tokens` tokens is worth one more step of the prompt."""
         return num_tokens >= FORK_INTERVALS * self.interval
 
     def chunk_tokens(self, slot: int, start: int, count: int) -> int:
-        """Return the length of a chunk of at most `count` prompt tokens from `start`. A chunk saves one state, so one
-        with several wanted positions ends at the first of them."""
+        """Return the length of a chunk of at most `count` prompt tokens from `start`. A chunk saves one state, so a
+        chunk with several wanted positions ends at the first one."""
         passed = [position for position in self._slots[slot].wanted if start < position <= start + count]
         return passed[0] - start if len(passed) > 1 else count
 
@@ -124,7 +124,7 @@ class StateSaves:
             self._save(slot, after_turn if after_turn >= earliest else border, SnapshotKind.CHUNK)
 
     def want(self, slot: int, position: int, start: int, end: int) -> bool:
-        """Ask for a state at `position` of this slot's prompt, where another request would resume. Return whether one
+        """Request a state at `position` of this slot's prompt, where another request would resume. Return whether one
         is or will be saved there.
 
         position: a page boundary.
@@ -141,7 +141,7 @@ class StateSaves:
         planned = self._this_plan.pop(slot, None)
         if planned is None:
             return self._save(slot, position, SnapshotKind.FORK)
-        del saves.planned[planned[0]]  # a chunk saves one state: the one that the other request waits for
+        del saves.planned[planned[0]]  # a chunk saves only one state: the one that the other request waits for
         self._put(slot, position, planned[1], SnapshotKind.FORK)
         return True
 
@@ -182,8 +182,8 @@ class StateSaves:
         return packed
 
     def inserted(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int, salt: bytes) -> None:
-        """Attach states to the first `num_pages` pages of the slot's `tokens`, which the prefix cache has now: those
-        that plans before the one being built save at these pages' ends."""
+        """Attach the states that earlier plans save to the first `num_pages` pages of the slot's `tokens`, which the
+        prefix cache has now."""
         planned, new = self._slots[slot].planned, self._this_plan.get(slot)
         for position in [p for p in planned if p <= num_pages * self._size and (new is None or new[0] != p)]:
             self._cache.attach(tokens, position, *planned.pop(position), salt)
@@ -196,11 +196,11 @@ class StateSaves:
         starts: tuple[int, int] | None,
         salt: bytes,
     ) -> None:
-        """Free a slot's rows, after attaching the states that are still of use.
+        """Free a slot's rows, after attaching the states that are still useful.
 
         num_pages: pages of its `tokens` that the prefix cache has; 0 if nothing of the request may be cached.
-        starts: length at which its next round in flight begins, and the maximum length at which the last one does; None
-            without rounds in flight.
+        starts: length at the start of its next round in flight, and the maximum length at the start of the last one;
+            None without rounds in flight.
         """
         self.inserted(slot, tokens, num_pages, salt)
         saves = self._slots.pop(slot)
@@ -215,11 +215,11 @@ class StateSaves:
     def _leave_answer(
         self, slot: int, row: int, tokens: npt.NDArray[np.int32], end: int, starts: tuple[int, int], salt: bytes
     ) -> None:
-        """Attach the answer's newest state that is certain and not after position `end`; give its other rows back."""
+        """Attach the answer's newest certain state up to position `end`; give its other rows back."""
         target, saved, former = int(self.target[slot]), int(self.saved[slot]), int(self.former[slot])
         is_written = target <= max(int(self.folded[slot]), starts[0])
         held = {former: saved, row: target if is_written else 0}
-        if former < 0 and not is_written and starts[1] < target:  # no round can have overwritten the state before it
+        if former < 0 and not is_written and starts[1] < target:  # no round can have overwritten the previous state
             held[row] = saved
         held = {row: position for row, position in held.items() if row >= 0}
         newest = max((position for position in held.values() if position <= end), default=0)

@@ -1,4 +1,4 @@
-"""An engine's counters. Each is declared once; its annotation has its meaning and its Prometheus export.
+"""An engine's counters. Each counter's annotation has its meaning and its Prometheus export.
 
 The scheduler fills them, `cluster.transport.messages.EngineStats` carries them, `cluster.http.metrics` exports them.
 Times are in seconds of the scheduler's clock, from `submit` on.
@@ -16,7 +16,7 @@ import numpy.typing as npt
 _SHORT_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 _FIRST_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _LONG_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0)
-_STEP_TOKENS = (1.0, *(float(8 << power) for power in range(12)))  # to 16,384, as vLLM's
+_STEP_TOKENS = (1.0, *(float(8 << power) for power in range(12)))  # up to 16,384, as in vLLM
 _TOKENS = tuple(float(step * 10**power) for power in range(5) for step in (1, 2, 5))
 
 
@@ -24,7 +24,7 @@ _TOKENS = tuple(float(step * 10**power) for power in range(5) for step in (1, 2,
 class Metric:
     """Prometheus export of a number: `Annotated[int, Metric(...)]`.
 
-    name: as in vLLM if vLLM has the metric; counters without the suffix `_total`.
+    name: vLLM's name if vLLM has the metric; for counters without the suffix `_total`.
     help: its meaning.
     kind: its Prometheus type.
     label: name of the label for the keys of a mapping, or for the positions of a tuple.
@@ -39,7 +39,7 @@ class Metric:
 class Histogram(msgspec.Struct, array_like=True):
     """A Prometheus histogram.
 
-    counts[i]: observations <= bounds[i] and above the bound before; the last count is of those above all bounds.
+    counts[i]: observations <= bounds[i] and above the previous bound; the last count is for those above all bounds.
     total: sum of the observations.
     """
 
@@ -80,7 +80,7 @@ class SchedulerStats(msgspec.Struct):
     num_stale_results: dropped results of an older worker group.
     accepted_histogram: [k] rounds that accepted k draft tokens.
     num_draft_tokens: drafted tokens, verified or not.
-    tokens_by_shape, steps_by_shape, expected_tokens_per_ms: by name of the shape (`workers.config.RoundShape`).
+    tokens_by_shape, steps_by_shape, expected_tokens_per_ms: by the shape's name (`workers.config.RoundShape`).
     steps_by_reason: by `workers.scheduling.shape_choice.Reason`.
     inter_token_s: time between two steps with tokens; one observation per request and step.
     time_per_output_token_s: one observation per finished request.

@@ -30,7 +30,7 @@ _FINISH = {FINISH_STOP: FinishReason.STOP, FINISH_LENGTH: FinishReason.LENGTH}
 
 
 class StepResults:
-    """Applies results in the order of their plans. step_time: gets the times of steps; None without costs."""
+    """Applies results in the order of their plans. step_time: receives the times of steps; None without costs."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class StepResults:
         self.step_time: StepTime | None = None
 
     def apply(self, step: InFlightStep, result: StepResult, newest: int) -> list[RequestOutput]:
-        """Apply the result of `step`. Return an output for each request with news. newest: number of the last plan."""
+        """Apply the result of `step`. Return an output for each request that changed. newest: number of the last
+        plan."""
         counts = unpack_i32(result.counts)
         finish = np.frombuffer(result.finish, np.uint8)
         assert len(counts) == len(finish) == len(step.sequences), "a result has other entries than its plan"
@@ -100,7 +101,7 @@ class StepResults:
             outputs.append(
                 RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason, num_drafted=drafted)
             )
-        if self._shapes.model_free:  # count verified drafts only: without a match, nothing was copied
+        if self._shapes.model_free:  # count only verified drafts, because without a match nothing is copied
             self._stats.num_draft_tokens += sum(num_drafted)
         else:
             self._stats.num_draft_tokens += int((step.num_drafted if all_ran else step.num_drafted[counts > 0]).sum())
@@ -139,8 +140,8 @@ class StepResults:
         now: float,
         outputs: list[RequestOutput],
     ) -> npt.NDArray[np.bool_]:
-        """Preempt requests whose masks are late; they resume once the ranks report the masks. A request without a
-        grammar could not enter on another rank: end it, and add to `outputs`. Return [n]: True for the entries of
+        """Preempt requests whose masks are late; they resume once the ranks report the masks. End requests without a
+        grammar, which failed to enter on another rank, and add to `outputs`. Return [n]: True for the entries of
         both."""
         queues = self._queues
         late: npt.NDArray[np.bool_] = (counts == 0) & (self._slot_pages.number[step.slots] == step.numbers)
@@ -155,7 +156,7 @@ class StepResults:
         return late
 
     def _take_masks(self, result: StepResult) -> None:
-        """Let requests go on whose masks are ready."""
+        """Resume requests whose masks are ready."""
         for number in unpack_i32(result.masks_ready).tolist() if result.masks_ready else ():
             if self._queues.find_number(number) is not None:
                 self._queues.grammars.has_mask(number)
@@ -169,8 +170,8 @@ class StepResults:
             self._slot_pages.share(sequence.slot, sequence.known_tokens())
 
     def _advance(self, step: InFlightStep, counts: npt.NDArray[np.int32], now: float) -> list[int]:
-        """Update lengths by a result. Return each entry's committed length before it, up to which a request that ends
-        in this step is cached."""
+        """Update lengths by a result. Return each entry's committed length before it; a request that ends in this step
+        is cached up to there."""
         slot_pages, slots, num_rounds = self._slot_pages, step.slots, step.num_rounds
         before: list[int] = slot_pages.committed[slots].tolist()
         emitted = counts
@@ -209,7 +210,7 @@ class StepResults:
         return num_drafted + [0] * (len(accepted) - count)
 
     def _observe(self, step: InFlightStep, counts: npt.NDArray[np.int32], matches: npt.NDArray[np.int32]) -> None:
-        """Report to the shape choice how many copied drafts were right, and the newest matches."""
+        """Report the number of right copied drafts and the newest matches to the shape choice."""
         slots, known = step.slots, np.full(len(step.sequences), -1, np.int64)
         if step.match_classes is not None:
             known[: step.num_rounds] = np.where(step.drafted > 0, step.match_classes, -1)

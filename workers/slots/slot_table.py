@@ -1,7 +1,7 @@
 """State of the running requests on the device: one row per slot.
 
 The last row is the padding slot. It is always finished, and its page table is zeros (the dummy page). The host never
-reads the tables. `SlotTable.facts` keeps what the host needs from each slot's `SlotInit`.
+reads the tables. `SlotTable.facts` has the parts of each slot's `SlotInit` that the host needs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class SlotFacts:
-    """What the host knows about the request in a slot. number: see `SlotInit`."""
+    """Host-side properties of the request in a slot. number: see `SlotInit`."""
 
     sampling: SamplingParams
     number: int = -1
@@ -43,7 +43,7 @@ class SlotFacts:
 
     @property
     def is_filtered(self) -> bool:
-        """Whether filters may exclude tokens from the draw."""
+        """Whether filters may exclude tokens."""
         s = self.sampling
         return self.is_random and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
 
@@ -58,7 +58,7 @@ class SlotFacts:
 class Commit:
     """Tokens that a commit emitted.
 
-    tokens: [B, M] int64, of which the first `counts` of a row are valid.
+    tokens: [B, M] int64; the first `counts` of a row are valid.
     counts, finish: [B] int64; finish is one of FINISH_*.
     """
 
@@ -68,7 +68,7 @@ class Commit:
 
 
 class SlotTable:
-    """All tensors have num_slots + 1 rows. Comments in the constructor say what each holds.
+    """All tensors have num_slots + 1 rows. Comments in the constructor describe them.
 
     max_tokens: maximum tokens of a request in engines with `RoundShapes.keeps_tokens`; 0 in others.
     """
@@ -96,8 +96,9 @@ class SlotTable:
         self.finished, self.shapes_logits = self._flags.unbind(1)
         self.finished[:] = True
         self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_TOKEN_IDS)
-        self.tokens = filled(0, torch.int32, max_tokens)  # prompt and output by position, the newest token included
-        # [rows, vocab], for requests that change logits. Allocated now, because captured steps hold the addresses.
+        self.tokens = filled(0, torch.int32, max_tokens)  # prompt and output by position, including the newest token
+        # [rows, vocab], for requests that change logits. Allocated at the start, because captured steps hold the
+        # addresses.
         self.output_counts = filled(0, torch.int32, vocab_size)
         self.in_prompt = filled(False, torch.bool, vocab_size)
         self.bias = filled(0.0, torch.float32, vocab_size)
@@ -124,12 +125,12 @@ class SlotTable:
 
     @property
     def num_bytes(self) -> int:
-        """Size of all tables; on the meta device, the size that they would have."""
+        """Bytes of all tables; on the meta device, the bytes that they would have."""
         tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids, self.tokens)
         return sum(table.nbytes for table in (*tables, self.output_counts, self.in_prompt, self.bias))
 
     def columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays that `enter` needs on the device; none if the plan has no new requests or pages."""
+        """Return the arrays that `enter` needs on the device; empty if the plan has no new requests or pages."""
         columns: dict[str, npt.NDArray[Any]] = {}
         if plan.inits:
             columns |= _init_columns(plan.inits)
@@ -149,7 +150,7 @@ class SlotTable:
         if plan.inits:
             slots = columns["init slots"]
             # A new request starts with dummy pages, so that its page table never refers to another request's pages.
-            self.page_table.index_fill_(0, slots, 0)  # an assignment would copy the 0 from the host and wait
+            self.page_table.index_fill_(0, slots, 0)  # an assignment would copy the 0 from the host, synchronously
             self.seq_len[slots] = columns["init cached"]
             self._ints[slots] = columns["init ints"]
             self._floats[slots] = columns["init floats"]
@@ -166,14 +167,14 @@ class SlotTable:
 
     def _init_shaping(self, slot: int, columns: Mapping[str, Tensor]) -> None:
         """Write the output counts, prompt tokens and biases of a request that changes its logits. The host sends token
-        ids. They are counted by operations whose output size is known, so that the host does not wait."""
+        ids. They are counted by operations of known output size, which need no device sync."""
         output, prompt, biased, bias = (columns[f"{name} of {slot}"] for name in _SHAPING)
         self.output_counts[slot].zero_().scatter_add_(0, output, torch.ones_like(output, dtype=torch.int32))
         self.in_prompt[slot].zero_().scatter_(0, prompt, True)
         self.bias[slot].zero_().scatter_(0, biased, bias)
 
     def commit(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> Commit:
-        """See `workers.ops.slots.commit`. The KV of the root and of all valid tokens but the last must be in the
+        """See `workers.ops.slots.commit`. The KV of the root and of all valid tokens except the last must be in the
         pool."""
         return Commit(tokens, *commit(slots, tokens, counts, self.commit_tables))
 

@@ -23,8 +23,8 @@ _TORCH: dict[np.dtype[Any], torch.dtype] = {
 
 
 def upload(columns: Columns, device: torch.device) -> dict[str, Tensor]:
-    """Copy arrays (int64, int32, float32 or bool, any shape) to `device`. There is one asynchronous copy, because each
-    copy through pinned memory takes the host tens of microseconds, whatever its size."""
+    """Copy arrays (int64, int32, float32 or bool, any shape) to `device`. Makes one asynchronous copy, because each
+    copy through pinned memory takes tens of microseconds of the host, regardless of its size."""
     if not columns or Capability.of(device).shares_host_memory:
         return {name: torch.from_numpy(np.array(array)) for name, array in columns.items()}
     kinds: dict[np.dtype[Any], list[str]] = {}

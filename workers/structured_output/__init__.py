@@ -2,17 +2,17 @@
 
 On a rank:
 
-json_schema      JSON schemas that can be enforced completely, rewritten for the compiler; others are refused by keyword
+json_schema      rewrites JSON schemas for the compiler; refuses those that it cannot enforce completely
 schema_keywords  supported JSON schema keywords and the constraints on each
 compiler         compiles a grammar for a model's vocabulary
 mask_table       grammar masks of a step: the allowed tokens of each row, on the device
 guide_table      automata on the device that propose draft tokens under a grammar
-slot_grammars    masks and guides of the requests in a rank's slots, and the ranks' agreement on them
+slot_grammars    masks and guides of the requests in a rank's slots; makes all ranks agree on them
 held_requests    requests that wait because another rank's mask was late
 host_link        connection to the process that fills the rank's masks
 mask_messages    messages on this connection
 framing          msgpack messages on a stream socket
 faults           errors of grammars
 
-`mask_process` has the modules of that process, and of the processes that try grammars.
+`mask_process` has the modules of that process, and of processes that try grammars.
 """

@@ -1,8 +1,8 @@
-"""Compiles grammars for a model's vocabulary, by xgrammar. Imports it, and so torch: only processes forked by
+"""Compiles grammars for a model's vocabulary with xgrammar, which imports torch. Only processes forked by
 `workers.structured_output.mask_process.template_process` import this module.
 
-A compiled grammar gives the allowed tokens of each of its states. Special tokens are never allowed, with two
-exceptions: the grammar's end tokens, and special tokens in structural tags.
+A compiled grammar has states, and the allowed tokens of each. Special tokens are never allowed, except the grammar's
+end tokens and special tokens in structural tags.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from workers.structured_output.faults import InvalidGrammarError, VocabularyErro
 from workers.structured_output.mask_process.token_texts import TokenTexts
 
 CACHE_BYTES = 256 << 20  # cache of compiled grammars; a large schema takes 10 MB with 128,256 tokens
-# Spaces between the parts of JSON. Without a bound some models write spaces until max_tokens.
+# Maximum spaces between the parts of JSON. Without a bound some models write spaces until max_tokens.
 MAX_WHITESPACE = 32
-MAX_FAULT_CHARS = 400  # of an error, which quotes the grammar
+MAX_FAULT_CHARS = 400  # maximum length of an error, which quotes the grammar
 
 
 class Vocabulary:
     """The tokens of the model in `folder`. Raises VocabularyError.
 
-    vocab_size: size of the model's logits, at least the tokenizer's vocabulary; 0: the latter.
+    vocab_size: size of the model's logits, at least the tokenizer's vocabulary; 0: that of the tokenizer.
     """
 
     def __init__(self, folder: str | Path, vocab_size: int = 0) -> None:
@@ -40,7 +40,8 @@ class Vocabulary:
         self._known: dict[tuple[tuple[int, ...], bool], xgrammar.TokenizerInfo] = {}
 
     def tokens(self, end_token_ids: tuple[int, ...], with_special: bool) -> xgrammar.TokenizerInfo:
-        """Return xgrammar's tokens for grammars with these end tokens. with_special: texts may have special tokens."""
+        """Return xgrammar's tokens for grammars with these end tokens. with_special: whether texts may have special
+        tokens."""
         key = end_token_ids, with_special
         if key not in self._known:
             words, kind = _words(self.tokenizer, self.size, with_special)
@@ -54,7 +55,7 @@ class GrammarCompiler:
     """Compiles grammars for a vocabulary.
 
     num_threads: threads that compile one grammar.
-    caches: cache compiled grammars; the library then warns only once about each.
+    caches: whether to cache compiled grammars; the library then warns only once about each.
     """
 
     def __init__(self, vocabulary: Vocabulary, num_threads: int = 1, caches: bool = True) -> None:
@@ -67,7 +68,7 @@ class GrammarCompiler:
         faults = RuntimeError, ValueError, TypeError, LookupError
         try:
             if self._remembers and not _may_have_token_ids(grammar):
-                # xgrammar 0.2.8 fails here, with caches alone, on a pattern such as [a-z]{1,200} within a JSON schema
+                # with caches, xgrammar 0.2.8 fails here on a pattern such as [a-z]{1,200} in a JSON schema
                 with contextlib.suppress(*faults):
                     return compiled(self._compiler(grammar, True), grammar)
             return compiled(self._compiler(grammar, False), grammar)
@@ -94,10 +95,10 @@ class GrammarCompiler:
 
 
 def _may_have_token_ids(grammar: Grammar) -> bool:
-    """Return whether a grammar may name tokens by their ids, as `Token(5)` and {"type": "token", "token": 5} do.
+    """Return whether a grammar may name tokens by id, such as `Token(5)` or {"type": "token", "token": 5}.
 
-    xgrammar 0.2.8 caches the masks of a rule by a hash in which ids have no part: after a request that allows token 5
-    alone, the cache allows the same token to one that asks for token 6.
+    xgrammar 0.2.8 caches the masks of a rule by a hash that ignores ids: after a request that allows only token 5, the
+    cache allows the same token for one with token 6.
     """
     return grammar.kind in ("ebnf", "structural_tag") and "token" in grammar.text.lower()
 
@@ -125,8 +126,8 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.C
 
 
 def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
-    """Bound the whitespace of the JSON schemas in a structural tag, as outside of tags. A schema's own bound is kept. A
-    tag cannot forbid whitespace in a JSON schema, so the schema is replaced with its grammar."""
+    """Bound the whitespace of the JSON schemas in a structural tag, as outside of tags. A schema's own bound has
+    priority. A tag cannot forbid whitespace in a JSON schema, so the schema is replaced with its grammar."""
     if isinstance(part, list):
         return [_with_bounded_whitespace(each, any_whitespace) for each in part]
     if not isinstance(part, dict):
@@ -142,7 +143,7 @@ def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
 
 
 def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> tuple[list[str], xgrammar.VocabType]:
-    """Return every token as the vocabulary spells it ("" without a text), and how the vocabulary spells bytes."""
+    """Return the vocabulary's spelling of every token ("" without a text), and of bytes."""
     vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     if all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
         kind = xgrammar.VocabType.BYTE_FALLBACK
@@ -162,8 +163,8 @@ def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> tuple[l
 
 
 def _first_line(error: Exception) -> str:
-    """Return xgrammar's message without time and source location. Where it quotes one byte of a character, the binding
-    raises UnicodeDecodeError, which has the message."""
+    """Return xgrammar's message without time and source location. If it quotes one byte of a character, the binding
+    raises UnicodeDecodeError, which contains the message."""
     text = error.object.decode(errors="replace") if isinstance(error, UnicodeDecodeError) else str(error)
     lines = [line for line in text.splitlines() if line.strip()] or [type(error).__name__]
     line = lines[0].partition(".cc:")[2].partition(": ")[2] or lines[0]

@@ -1,4 +1,4 @@
-"""Errors of grammars. Imports nothing, so that processes without the compiler can use them."""
+"""Errors of grammars. Imports nothing, for processes without the compiler."""
 
 
 class InvalidGrammarError(ValueError):

@@ -1,4 +1,4 @@
-"""msgpack messages on a stream socket, each preceded by its length in four bytes."""
+"""Sends msgpack messages over a stream socket, each after its length in four bytes."""
 
 import socket
 from typing import TypeVar
@@ -16,7 +16,7 @@ def send(to: socket.socket, message: msgspec.Struct) -> None:
 
 def receive(of: socket.socket, kind: type[T]) -> T | None:
     """Wait for one message; None if the peer has closed. Raises TimeoutError if the socket has a timeout and no message
-    has begun."""
+    has started."""
     head = _read(of, 4)
     raw = _read(of, int.from_bytes(head, "little")) if len(head) == 4 else b""
     return msgspec.msgpack.decode(raw, type=kind) if raw else None

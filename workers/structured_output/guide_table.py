@@ -1,7 +1,7 @@
-"""Draft guides: for each request with a grammar a small automaton on the device, which proposes draft tokens.
+"""Draft guides: a small automaton on the device for each request with a grammar, which proposes draft tokens.
 
-Each node of the tree that a step verifies has a state. The bonus token and each drafted token lead to the next state.
-Without a state, drafts are unconstrained. A guide never decides which token is chosen. Written by
+Each node of a verified tree has a state. The bonus token and each drafted token lead to the next state. Without a
+state, drafts are unconstrained. A guide never affects which token is chosen. Written by
 `workers.structured_output.mask_process.draft_guide`, read by `speculative.drafts.guidance`.
 """
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-NOWHERE = -1  # no guide, state, token or mask
+NOWHERE = -1  # marks no guide, state, token or mask
 MAX_STATES = 64
 MAX_EDGES = 256  # powers of two, for the kernels
 _NO_ORIGIN = -2  # origin of an unused edge: neither a state nor `NOWHERE`
@@ -22,11 +22,11 @@ _NO_ORIGIN = -2  # origin of an unused edge: neither a state nor `NOWHERE`
 class GuideTable:
     """Guides of a step's requests, packed in the order of the step. All tensors are int32.
 
-    index: [num_slots + 1], the guide of each slot, or `NOWHERE`.
+    index: [num_slots + 1], guide of each slot, or `NOWHERE`.
     blocks: [num_slots, block_size(width)], one row per guide; the following tensors are views of it.
-    nodes: [num_slots, width], the state of each node of the tree.
-    forced: [num_slots, MAX_STATES], the token to propose in a state; other proposals need an edge.
-    other: [num_slots, MAX_STATES], the state after a token without an edge.
+    nodes: [num_slots, width], state of each node of the tree.
+    forced: [num_slots, MAX_STATES], token to propose in a state; other proposals need an edge.
+    other: [num_slots, MAX_STATES], state after a token without an edge.
     rows: [num_slots, MAX_STATES], index of the mask with the allowed tokens of a state.
     origins, tokens, targets: [num_slots, MAX_EDGES], origin state, token and target state of each edge; at most one
         edge per state and token.
@@ -48,7 +48,7 @@ class GuideTable:
 
     @property
     def width(self) -> int:
-        """Nodes of a tree."""
+        """Number of nodes of a tree."""
         return width_of(self.blocks)
 
 
@@ -82,7 +82,7 @@ class GuideBlock:
         self._nodes[node] = state
 
     def add_state(self, forced: int = NOWHERE, row: int = NOWHERE, stays: bool = False) -> int:
-        """Add a state. stays: a token without an edge leads back to it. Returns the state, or `NOWHERE`."""
+        """Add a state. stays: whether a token without an edge leads back to it. Returns the state, or `NOWHERE`."""
         state = self.num_states
         if state == MAX_STATES:
             return NOWHERE
@@ -95,7 +95,7 @@ class GuideBlock:
     def add_edges(
         self, origins: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], targets: npt.NDArray[np.int32]
     ) -> None:
-        """All [n]."""
+        """Add edges. All arguments are [n]."""
         since = self._num_edges
         count = min(len(tokens), MAX_EDGES - since)
         for part, given in ((self._origins, origins), (self._tokens, tokens), (self._targets, targets)):
@@ -108,7 +108,7 @@ class GuideBlock:
             self._origins[edge], self._tokens[edge], self._targets[edge] = origin, token, target
 
     def add_forced_states(self, tokens: npt.NDArray[np.int32]) -> int:
-        """States that each force one of tokens [n], which have room. Returns the first."""
+        """Add a state for each of tokens [n], which it forces; all must fit. Returns the first."""
         since = self.num_states
         self.num_states += len(tokens)
         self._forced[since : self.num_states] = tokens
@@ -119,10 +119,10 @@ _PARTS = [MAX_STATES] * 3 + [MAX_EDGES] * 3
 
 
 def block_size(width: int) -> int:
-    """Numbers of one guide for trees of so many nodes."""
+    """Return the size of one guide, in int32 numbers, for trees of `width` nodes."""
     return width + sum(_PARTS)
 
 
 def width_of(blocks: Tensor) -> int:
-    """The nodes of a tree, of blocks [n, block_size]."""
+    """Return the number of nodes of a tree, from blocks [n, block_size]."""
     return blocks.shape[1] - sum(_PARTS)

@@ -1,4 +1,4 @@
-"""Requests with a grammar on one rank, and those whose mask was late without a report that it is ready. Used by
+"""Tracks requests with a grammar on one rank, and those whose late mask no report will announce. Used by
 `workers.structured_output.slot_grammars`."""
 
 import time
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.scheduling.plan import Grammar
 
-FIRST_RETRY_S = 0.02  # before a held request is scheduled again; doubled each time
+FIRST_RETRY_S = 0.02  # delay before a held request is scheduled again; doubled each time
 MAX_RETRY_S = 0.64
 
 
@@ -44,9 +44,9 @@ class GrammarRequest:
 
     number: the scheduler's number of the request.
     output: emitted tokens.
-    is_over: its last token was emitted.
-    is_held: a mask was late; the request emits nothing more in this slot.
-    is_gone: the request was ended, failed or admitted again; its tokens are not followed any more.
+    is_over: whether its last token was emitted.
+    is_held: whether a mask was late; then the request emits nothing more in this slot.
+    is_gone: whether the request was ended, failed or admitted again; then its tokens are no longer followed.
     """
 
     number: int
@@ -58,13 +58,13 @@ class GrammarRequest:
 
 
 class HeldRequests:
-    """Says when to schedule late requests again whose masks this rank's process will not report.
+    """Decides when to schedule late requests again whose masks this rank's process will not report:
 
-    - Requests that another rank held: they had their masks on this rank and emitted nothing. The scheduler hears from
-      rank 0 only, and rank 0's process has nothing to report. `take` finds them.
+    - Requests that another rank held: they had their masks on this rank, but emitted nothing. The scheduler gets
+      reports only from rank 0, whose process has nothing to report. `take` finds them.
     - Requests of a step that this rank's process did not answer in time (`add`).
 
-    The delay doubles each time, since the process may need long.
+    The delay doubles each time, because the process may take long.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class HeldRequests:
         self._steps.append((emitted, [(i, request) for i, request in entries if not request.is_held]))
 
     def take(self, emitted: HostOutput) -> None:
-        """Look for held requests in a step's result, which is on the host."""
+        """Find held requests in a step's result, which is on the host."""
         if not self._steps or self._steps[0][0] is not emitted:
             return
         _, entries = self._steps.popleft()
@@ -104,5 +104,5 @@ class HeldRequests:
         return due
 
     def forget(self, number: int) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
         self._num_held.pop(number, None)

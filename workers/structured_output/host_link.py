@@ -23,8 +23,8 @@ from workers.structured_output.mask_table import MaskTable
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 1.0  # before the next start, after one has failed
-_SILENT_S = 5.0  # without an answer after a deadline: the process is stuck, and is killed
+RETRY_S = 1.0  # delay before the next start after a failed one
+_SILENT_S = 5.0  # time without an answer after a deadline, after which the process is killed
 _SEND_TIMEOUT_S = 0.5
 _BUFFER_BYTES = 1 << 20
 
@@ -33,7 +33,7 @@ class HostLink:
     """Sends orders to the process and reads its answers, within given time limits.
 
     generation: number of processes started; a new one has received no earlier orders.
-    fault: why there is no process, if starting one has failed for good.
+    fault: why there is no process, if starting one failed permanently.
     """
 
     def __init__(self, folder: str, vocab_size: int, table: MaskTable) -> None:
@@ -50,7 +50,7 @@ class HostLink:
         self._processes: list[_Process] = []  # one at most
         weakref.finalize(self, _end, self._processes)
         self._sequence = 0
-        self._answer_due_s: float | None = None  # of an order whose answer was not waited for
+        self._answer_due_s: float | None = None  # of an order whose answer did not arrive in time
 
     def begin(self, end_token_ids: tuple[int, ...] = ()) -> None:
         """Start the process unless it runs. Does not wait."""
@@ -74,9 +74,9 @@ class HostLink:
             self.lost(f"it does not read: {error}")
 
     def ask(self, order: Order, wait_s: float) -> Filled | None:
-        """Send an order with fills and wait for its answer; None if there is none in time.
+        """Send an order with fills and wait for its answer; None if it does not arrive in time.
 
-        After half of `wait_s` the step drops the request whose mask is being filled, after `wait_s` all requests
+        After half of `wait_s`, the step drops the request whose mask is being filled; after `wait_s`, all requests
         without a mask.
         """
         if self._answer_due_s is not None and not self._take_overdue():
@@ -170,7 +170,7 @@ class HostLink:
         return filled
 
     def _take_overdue(self) -> bool:
-        """Return whether the answer that came too late for its step has arrived."""
+        """Return whether the answer that was too late for its step has arrived."""
         assert self._answer_due_s is not None
         if self._orders is not None and self._readable(0):
             self._answer_due_s = None

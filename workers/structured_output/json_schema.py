@@ -1,10 +1,9 @@
-"""Rewrites JSON schemas for the compiler; refuses those that it would not enforce whole.
+"""Rewrites JSON schemas for the compiler; refuses those that it would not enforce completely.
 
-xgrammar (0.2.8) drops keywords that it does not know, and some beside others, in silence or with a line on stderr.
-Nothing that it would drop passes here: a schema is rewritten so that all of it is enforced, or refused with the keyword
-and the remedy. What is accepted may be narrower than what the schema allows, never wider: properties that it does not
-name do not occur, a pattern describes the whole string, keywords of one type imply that type. Called by the HTTP edge;
-plain values, no torch.
+xgrammar (0.2.8) drops unknown keywords, and some combinations, silently or with a line on stderr. Here a schema is
+rewritten so that all of it is enforced, or refused with keyword and remedy. The enforced language may be narrower than
+the schema, never wider: unnamed properties do not occur, a pattern describes the whole string, keywords of one type
+imply that type. Called by the HTTP edge; plain values, no torch.
 """
 
 import json
@@ -31,7 +30,8 @@ from workers.structured_output.schema_keywords import (
 
 
 def checked_schema(schema: Any, max_depth: int) -> str:
-    """The schema for the compiler, as JSON. max_depth: of nested schemas. Raises UnsupportedSchemaError."""
+    """Return the schema for the compiler, as JSON. max_depth: maximum nesting of schemas. Raises
+    UnsupportedSchemaError."""
     return json.dumps(_Writer(schema, max_depth).root(), ensure_ascii=False, separators=(",", ":"))
 
 
@@ -59,13 +59,13 @@ class _Writer:
         return definitions | self._without_definitions(schema, path, depth)
 
     def _is_silent(self, schema: Schema, key: str, path: str) -> bool:
-        """Whether a keyword demands nothing. Raises for one that is not enforced."""
+        """Return whether a keyword requires nothing. Raises for a keyword that is not enforced."""
         if key in ANNOTATIONS or key in DEFINITIONS or key.startswith("x-"):
             return True
         if (key, schema[key]) in (("uniqueItems", False), ("nullable", False)):
             return True
         if key == "strict" and isinstance(schema[key], bool):
-            return True  # OpenAI's word for functions, often written into their parameters
+            return True  # OpenAI's keyword for functions, often put into their parameters
         if key == "format" and not self._may_be_text(schema):
             return True  # int32, double: OpenAPI's names for what `type` says
         if key not in ENFORCED:
@@ -92,7 +92,7 @@ class _Writer:
     def _reference(self, schema: Schema, path: str) -> Schema:
         check_alone(schema, "$ref", path, allowed=())
         target, seen = schema["$ref"], set[str]()
-        while True:  # a reference to a reference to itself describes nothing
+        while True:  # a reference that leads to itself describes nothing
             found = self._resolved(target, path)
             if target in seen:
                 raise UnsupportedSchemaError(path, "$ref", f"{target!r} leads to itself")
@@ -116,7 +116,7 @@ class _Writer:
         return definitions[name]
 
     def _enum(self, schema: Schema, path: str, keyword: str) -> Schema:
-        """Its values of the type that stands beside it."""
+        """Return the schema with only those values that have its `type`."""
         check_alone(schema, keyword, path, allowed=("type", "enum", "const"))
         values = schema["enum"]
         if not isinstance(values, list):
@@ -132,8 +132,8 @@ class _Writer:
         return {"enum": values}
 
     def _union(self, schema: Schema, name: str, path: str, depth: int) -> Schema:
-        """anyOf, oneOf, or allOf of one schema; a type beside it is written into each of its schemas. Whether the
-        schemas of oneOf exclude each other the compiler finds out."""
+        """Return the union of anyOf, of oneOf, or of an allOf with one schema, with the outer `type` in each member.
+        The compiler checks whether the members of oneOf exclude each other."""
         check_alone(schema, name, path, allowed=("type",))
         branches = schema[name]
         if not isinstance(branches, list) or not branches:
@@ -161,7 +161,7 @@ class _Writer:
         return types
 
     def _typed(self, schema: Schema, path: str, depth: int) -> Schema:
-        """A schema by types: one for each, since the compiler reads keywords beside one type alone."""
+        """Return a union with one schema per type, because the compiler reads keywords only beside a single type."""
         if "type" in schema:
             types = self._types(schema, path)
         else:
@@ -180,7 +180,7 @@ class _Writer:
         found: Schema = {"type": kind} | {key: schema[key] for key in schema if key in OF_TYPE[kind]}
         match kind:
             case "string":
-                if "pattern" in found:  # then a format only tells what the pattern is of, as zod writes it
+                if "pattern" in found:  # with a pattern, the format is only its name, as zod writes it
                     found.pop("format", None)
                 check_string(found, path)
             case "number" | "integer":
@@ -211,7 +211,7 @@ class _Writer:
 
     @staticmethod
     def _of_2020(found: Schema, path: str) -> Schema:
-        """A tuple of drafts before 2020-12, whose prefixItems are items and whose items are additionalItems."""
+        """Convert a tuple of drafts before 2020-12, where prefixItems are called items, and items additionalItems."""
         if "prefixItems" in found:
             raise UnsupportedSchemaError(path, "prefixItems", "beside a list of items; leave one of the two out")
         others = {key: value for key, value in found.items() if key not in ("items", "additionalItems")}

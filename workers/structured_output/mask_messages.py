@@ -14,11 +14,11 @@ class Begin(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Entered(msgspec.Struct, frozen=True, array_like=True):
-    """A request was admitted to a slot, for the first time or again.
+    """A request that was admitted to a slot, perhaps again.
 
     request: the scheduler's number.
     output: emitted tokens, int32.
-    tolerates_violations: restart the grammar when a token violates it.
+    tolerates_violations: whether a token that violates the grammar restarts it.
     """
 
     request: int
@@ -54,7 +54,7 @@ class Fill(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Order(msgspec.Struct, frozen=True, array_like=True):
-    """Work for the process, carried out in the order of the fields. Only `fills` are answered, with `Filled`.
+    """Work for the process, done in the order of the fields. Only `fills` are answered, with `Filled`.
 
     prepared: grammars of waiting requests, by number, to compile.
     dropped: requests that have ended.
@@ -75,9 +75,9 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
     """The answer to an order with fills.
 
     rows: index of the first mask of each fill, or `LATE`.
-    failures: of requests whose masks cannot be filled, by index in `Order.fills`.
+    failures: failures of requests whose masks cannot be filled, by index in `Order.fills`.
     num_rows: number of masks filled.
-    num_forced: accepted drafts within forced texts, among the tokens of `Order.advanced`.
+    num_forced: accepted drafts within forced texts in `Order.advanced`.
     took_s: seconds of work.
     """
 
@@ -90,18 +90,19 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deadline(msgspec.Struct, frozen=True, array_like=True):
-    """The step of order `sequence` drops the request whose mask is being filled; with `closes`, all unfilled ones."""
+    """The step of order `sequence` drops the request whose mask is being filled; with `closes`, all unfilled
+    requests."""
 
     sequence: int
     closes: bool
 
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """A report outside of answers.
+    """A report that is not an answer.
 
     ready: late requests whose next mask is filled now.
     failures: late requests whose mask cannot be filled.
-    prepared: numbers of `Order.prepared` that are compiled, or cannot be.
+    prepared: numbers of `Order.prepared` that are compiled, or cannot be compiled.
     """
 
     ready: list[int] = []

@@ -21,10 +21,10 @@ from workers.structured_output.guide_table import NOWHERE, GuideTable, block_siz
 
 logger = logging.getLogger(__name__)
 
-HELD = -2  # in the index: the slot's mask is missing, so the slot emits no token in this step
+HELD = -2  # `index` of a slot whose mask is missing, and which emits no token in this step
 NUM_SPARE = 4  # masks per slot for positions after its tree
 MAX_RUNNING = 256  # entries for requests whose masks are being filled, after the table in shared memory
-_ALIGNMENT = 4  # int32 numbers: kernels are compiled for addresses divisible by 16
+_ALIGNMENT = 4  # int32 numbers, because kernels are compiled for addresses divisible by 16
 
 
 class MaskTable:
@@ -67,8 +67,8 @@ class MaskTable:
             self.host_guides.index.fill_(NOWHERE)
 
     def upload(self, num_rows: int) -> None:
-        """Copy the index, the guides and the first `num_rows` masks to the device, in a stream of its own. The current
-        stream waits for the copy, the host does not."""
+        """Copy the index, the guides and the first `num_rows` masks to the device, on a separate stream, for which the
+        current stream waits. Asynchronous for the host."""
         if self._stream is None:
             return
         size = self.shape.before_words + num_rows * self.shape.columns
@@ -118,14 +118,15 @@ class TableShape:
 
 
 def _pin(owner: MaskTable, tensor: Tensor, device: torch.device) -> None:
-    """Pin memory for asynchronous copies, and unpin it when `owner` is deleted: another table may get its address."""
+    """Pin memory for asynchronous copies, and unpin it when `owner` is deleted, because another table may get its
+    address."""
     runtime, address = torch.cuda.cudart(), tensor.data_ptr()  # type: ignore[no-untyped-call]
     failed = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
     if not failed:
         weakref.finalize(owner, runtime.cudaHostUnregister, address)
         return
     logger.warning("the memory of grammar masks could not be pinned; their steps are slower: CUDA error %d", failed)
-    with contextlib.suppress(RuntimeError):  # clear CUDA's pending error: the next torch call raises it
+    with contextlib.suppress(RuntimeError):  # clear CUDA's pending error, which the next torch call would raise
         torch.zeros(1, device=device)
 
 

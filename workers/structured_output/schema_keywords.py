@@ -1,4 +1,4 @@
-"""The keywords of JSON Schema that are enforced, by type, and what is demanded of each by itself. Read by
+"""The enforced keywords of JSON Schema, by type, and the constraints on each alone. Read by
 `workers.structured_output.json_schema`; plain values, no torch."""
 
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 
-# Describe a schema and demand nothing of an instance (JSON Schema 2020-12, Validation, sections 7 to 9).
+# Annotations, which do not restrict instances (JSON Schema 2020-12, Validation, sections 7 to 9).
 ANNOTATIONS = frozenset(
     {
         "title",
@@ -76,13 +76,14 @@ REMEDIES = {
 Schema = dict[str, Any]
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _STEP = Decimal("0.000001")
-MAX_WHOLE_BOUND, MAX_FRACTIONAL_BOUND = 2**53, 2**33  # what a double has exactly, with six decimals
-_PREFIX = re.compile(r"\^([A-Za-z0-9_/-]+)(?:\.\*\$?)?")  # a pattern that says how a name begins
+MAX_WHOLE_BOUND, MAX_FRACTIONAL_BOUND = 2**53, 2**33  # bounds that a double represents exactly, with six decimals
+_PREFIX = re.compile(r"\^([A-Za-z0-9_/-]+)(?:\.\*\$?)?")  # a pattern that gives a name's prefix
 _HALF = re.compile(r"(?<!\\)(?:\\\\)*(\\u\{?[dD][89a-fA-F][0-9a-fA-F]{2}\}?)")
 
 
 class UnsupportedSchemaError(ValueError):
-    """A schema that is not enforced whole. keyword: which part of it; "" for its size. path: where, as a pointer."""
+    """A schema that is not completely enforced. keyword: the unsupported part; "" for its size. path: its JSON
+    pointer."""
 
     def __init__(self, path: str, keyword: str, reason: str) -> None:
         super().__init__(f"{keyword + ' ' if keyword else ''}at {path or '#'}: {reason}")
@@ -91,7 +92,7 @@ class UnsupportedSchemaError(ValueError):
 
 
 def check_alone(schema: Mapping[str, Any], keyword: str, path: str, allowed: tuple[str, ...]) -> None:
-    """Raises for what stands beside a keyword and is not enforced there."""
+    """Raise for keywords beside `keyword` that are not enforced there."""
     for key in schema:
         if key != keyword and key not in allowed:
             raise UnsupportedSchemaError(path, key, f"beside {keyword} it is not enforced; leave one of the two out")
@@ -104,8 +105,8 @@ def check_counts(schema: Schema, names: tuple[str, ...], path: str) -> None:
 
 
 def pattern_fault(pattern: Any) -> str | None:
-    r"""Return why a regular expression is refused; None if it is not. An escape that is half of a surrogate pair, as
-    JavaScript writes \ud83d\ude00, becomes invalid UTF-8 in the compiler."""
+    r"""Return why a regular expression is refused; None if it is not. Escaped halves of surrogate pairs, such as
+    JavaScript's \ud83d\ude00, become invalid UTF-8 in the compiler."""
     found = _HALF.search(pattern) if isinstance(pattern, str) else None
     return f"{found[1]} is half of a character; write the character itself" if found else None
 
@@ -130,9 +131,9 @@ def check_string(schema: Schema, path: str) -> None:
 
 
 def check_patterns(names: Mapping[str, Any], patterns: Iterable[str], path: str) -> None:
-    """Raise if one name may be described twice, by `properties` and patterns: the compiler takes one of the two.
+    """Raise if one name may be described twice, by `properties` and patterns, because the compiler would use only one.
 
-    Patterns are only read as far as they give a prefix, because searching with a client's pattern may take for ever.
+    Only the prefixes of patterns are compared, because a search with a client's pattern may take forever.
     """
     for pattern in patterns:
         check_pattern(pattern, "patternProperties", path)
@@ -159,8 +160,8 @@ def check_number(schema: Schema, kind: str, path: str) -> None:
 
 
 def _check_bounds(schema: Schema, path: str) -> None:
-    """Raise for bounds that the compiler rounds: xgrammar 0.2.8 writes them with six decimals of a double, and where no
-    such number is between them it takes the empty text."""
+    """Raise for bounds that the compiler rounds: xgrammar 0.2.8 writes them with six decimals of a double, and allows
+    the empty text if no such number is between them."""
     bounds = {name: Decimal(repr(schema[name])) for name in _BOUNDS if name in schema}
     for name, bound in bounds.items():
         limit = MAX_WHOLE_BOUND if bound == bound.to_integral_value() else MAX_FRACTIONAL_BOUND
@@ -184,7 +185,7 @@ def check_values(values: Any, keyword: str, path: str) -> None:
 
 
 def check_repeats(schema: Schema, path: str) -> None:
-    """Raise for a least number of properties with free names: the same name twice would count as two."""
+    """Raise for a minimum number of properties with free names, because a repeated name would count twice."""
     if schema.get("minProperties", 0) > 1 and not (
         "properties" in schema
         and "patternProperties" not in schema
@@ -196,7 +197,7 @@ def check_repeats(schema: Schema, path: str) -> None:
 
 
 def is_of(value: Any, kind: str) -> bool:
-    """Whether a JSON value has a JSON Schema type."""
+    """Return whether a JSON value has a JSON Schema type."""
     match kind:
         case "boolean":
             return isinstance(value, bool)
@@ -204,7 +205,7 @@ def is_of(value: Any, kind: str) -> bool:
             return value is None
         case "integer":
             if isinstance(value, float):
-                return value.is_integer()  # False for infinity, which JSON may write as 1e999
+                return value.is_integer()  # false for infinity, which JSON may write as 1e999
             return isinstance(value, int) and not isinstance(value, bool)
         case "number":
             return isinstance(value, int | float) and not isinstance(value, bool)

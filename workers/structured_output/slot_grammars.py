@@ -1,9 +1,9 @@
-"""Masks and draft guides of the requests with a grammar, on one rank.
+"""Manages the masks and draft guides of the requests with a grammar, on one rank.
 
-Each rank has a process that follows the grammars (`workers.structured_output.mask_process.mask_host`). All ranks emit
-the same tokens, so all processes compute the same masks and guides. A step's masks are filled while the target model
-runs: the previous step's tokens are copied to the host meanwhile. A mask may be late on some ranks only; `agree` makes
-all ranks hold the same requests. Used by `workers.runner.worker`.
+Each rank has a process that tracks the grammars (`workers.structured_output.mask_process.mask_host`). All ranks emit
+the same tokens, so all processes compute the same masks and guides. A step's masks are filled while the target runs,
+after the previous step's tokens have been copied to the host. A mask may be late only on some ranks; `agree` makes all
+ranks hold the same requests. Used by `workers.runner.worker`.
 """
 
 import time
@@ -25,7 +25,7 @@ from workers.structured_output.host_link import HostLink
 from workers.structured_output.mask_messages import LATE, Advanced, Entered, Fill, Filled, Order
 from workers.structured_output.mask_table import HELD, MaskTable
 
-MAX_GUIDED_NODES = 256  # per step: each takes about 20 us on the host, while the target model runs
+MAX_GUIDED_NODES = 256  # per step; each takes about 20 us on the host, while the target runs
 MIN_GUIDED_NODES = 4  # per tree
 MAX_CRASHES = 2  # crashes of the mask process while it fills masks of one request
 
@@ -47,12 +47,11 @@ class MaskEvents:
 class SlotGrammars:
     """The grammars of an engine's slots on one rank.
 
-    folder: the model's; its tokenizer is read with the first grammar.
-    tolerates_violations: restart the grammar of a request that violates it. For synthetic acceptance, which ignores
-        masks.
-    fill_s, num_fills: seconds that steps have waited for masks, and the number of these steps.
-    work_s: seconds that the process has worked for them.
-    num_forced: accepted drafts within texts that grammars forced.
+    folder: the model's folder; its tokenizer is read with the first grammar.
+    tolerates_violations: whether a violated grammar is restarted, for synthetic acceptance, which ignores masks.
+    fill_s, num_fills: seconds that steps waited for masks, and the number of these steps.
+    work_s: seconds that the process worked for them.
+    num_forced: accepted drafts within forced texts.
     """
 
     def __init__(self, folder: str, vocab_size: int, masks: MaskTable, tolerates_violations: bool = False) -> None:
@@ -101,7 +100,8 @@ class SlotGrammars:
         self._link.tell(Order(0, prepared, tuple(dropped), tuple(entered)))
 
     def events(self, taken: HostOutput) -> MaskEvents:
-        """Return the reports since the last call. taken: of the step whose result is being taken; on the host."""
+        """Return the reports since the last call. taken: output of the step whose result is being taken, on the
+        host."""
         self._held.take(taken)
         events, self._events = self._events, MaskEvents()
         events.ready += self._held.due()
@@ -112,7 +112,7 @@ class SlotGrammars:
                 events.compiled += notice.prepared
                 for number in notice.prepared:
                     self._prepared.pop(number, None)
-            if self._link.fault:  # admit the waiting requests: each fails with the reason
+            if self._link.fault:  # admit the waiting requests, each of which fails with this reason
                 events.compiled += self._prepared
                 self._prepared.clear()
         return events
@@ -155,7 +155,7 @@ class SlotGrammars:
             row = LATE if filled is None else filled.rows[place]
             masks.host_index[slot] = HELD if row == LATE else row
             if filled is None and not self._link.fault:
-                self._held.add(requests[slot])  # the process may have filled it for an answer that came too late
+                self._held.add(requests[slot])  # the process may have filled it, but answered too late
             requests[slot].is_held |= row == LATE
             if masks.host_guides is not None and row != LATE:
                 masks.host_guides.index[slot] = place
@@ -167,7 +167,7 @@ class SlotGrammars:
     def agree(self, group: TPGroup, finished: Tensor) -> None:
         """Hold a request on all ranks if one rank holds it, and use a guide only if it is the same on all ranks.
 
-        finished: [num_slots + 1] bool, on the device. Held slots are set: they emit nothing from this step on.
+        finished: [num_slots + 1] bool, on the device. Held slots are set, so they emit nothing from this step on.
         """
         masks = self.masks
         held = masks.index == HELD
@@ -182,7 +182,7 @@ class SlotGrammars:
         masks.index.masked_fill_(held, FREE)
 
     def ran(self, entries: Sequence[int], emitted: HostOutput) -> None:
-        """Record a launched step. entries: its slots."""
+        """Record a launched step. entries: slots of its entries."""
         mine = [(i, self._by_slot[slot]) for i, slot in enumerate(entries) if slot in self._by_slot]
         self._unread.append((emitted, mine))
         self._held.add_step(emitted, mine)
@@ -220,7 +220,7 @@ class SlotGrammars:
         return advanced
 
     def _ask(self, advanced: list[Advanced], fills: tuple[Fill, ...], wait_s: float) -> Filled | None:
-        """Return the process's answer; None if it does not come in time."""
+        """Return the process's answer; None if it does not arrive in time."""
         began_s, generation = time.perf_counter(), self._generation
         if not fills or not self._has_process(wait_s):
             return None
@@ -230,7 +230,7 @@ class SlotGrammars:
         return self._link.ask(Order(0, advanced=tuple(advanced), fills=fills), max(left_s, wait_s / 2))
 
     def _has_process(self, wait_s: float = 0.0) -> bool:
-        """Return whether a process runs. A new one receives all requests and grammars first."""
+        """Return whether a process runs. A new process first receives all requests and grammars."""
         if not self._link.is_up(wait_s):
             return False
         if self._generation != self._link.generation:

@@ -308,7 +308,7 @@ def test_impossible_requests_are_refused_at_submission():
     with pytest.raises(RequestTooLargeError, match="need 11 KV pages, the pool has 10: shorten"):
         sim.submit([1] * 25, max_tokens=12)
     fits = sim.submit([1] * 24, max_tokens=10)
-    with pytest.raises(ValueError, match="a request of this id runs already"):
+    with pytest.raises(ValueError, match="a request with this id runs already"):
         sim.scheduler.submit(Request(fits.request_id, [1], SamplingParams(max_tokens=1)))
     with pytest.raises(ValueError, match="prompt: has no tokens"):
         sim.submit([])

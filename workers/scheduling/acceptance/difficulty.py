@@ -1,7 +1,7 @@
-"""Predicts the acceptance of a request's drafts from how certain the target is of its text. Used by `survival`.
+"""Predicts the acceptance of a request's drafts from the target's certainty. Used by `survival`.
 
-Drafts are accepted more often where the target is certain. Every round reports that certainty, with drafts or without,
-so rounds without drafts can show that speculation would pay for a request. Pure; arrays are indexed by slot.
+Drafts are accepted more often where the target is certain of the next token. Rounds without drafts report that
+certainty, too, and so can show that speculation would pay for a request. Pure; arrays are indexed by slot.
 """
 
 import math
@@ -14,30 +14,29 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-MAX_NATS = 6.0  # larger min-entropies count as this
-# windows of the decayed means: after that many rounds or steps a value's weight is 1 / e
-REQUEST_WINDOW = 24.0  # of a request's own mean, in its rounds
-RECENT_WINDOW = 64.0  # of the mean over all requests, in steps
-DRAFTED_WINDOW = 2048.0  # of a family's mean, in its rounds with drafts
-REQUEST_PRIOR = 8.0  # weight, in rounds, of the mean over all requests in a request's own mean
-FAMILY_PRIOR = 32.0  # weight, in rounds, of the mean over all families in a family's mean
-# First estimate of the slope: the log odds of acceptance that a request loses with each nat of its running mean. Whole
-# answers of the embedded pair lose 2.0 to 2.4 with each nat of their own mean.
+MAX_NATS = 6.0  # larger min-entropies are clipped to this
+# windows of the decayed means, after which a value's weight is 1 / e
+REQUEST_WINDOW = 24.0  # rounds, for a request's own mean
+RECENT_WINDOW = 64.0  # steps, for the mean over all requests
+DRAFTED_WINDOW = 2048.0  # rounds with drafts, for a family's mean
+REQUEST_PRIOR = 8.0  # prior weight, in rounds, of the mean over all requests in a request's own mean
+FAMILY_PRIOR = 32.0  # prior weight, in rounds, of the mean over all families in a family's mean
+# First estimate of the slope: the decrease of a request's log odds of acceptance per nat of its running mean. For whole
+# answers of the embedded pair it is 2.0 to 2.4 per nat of their own mean.
 SLOPE = 1.8
 SLOPE_ERROR = 0.4  # standard error of SLOPE
-RESIDUAL_VARIANCE = 0.4  # variance of requests' log odds that min-entropy does not explain
+RESIDUAL_VARIANCE = 0.4  # variance of requests' log odds not explained by min-entropy
 MAX_SLOPE = 5.0
 MAX_LOG_ODDS = 2.2  # bound on `log_odds`, either way
-MIN_INFORMATION = 0.5  # added to a request's variance, which is 0 if all its drafts or none were accepted
+MIN_INFORMATION = 0.5  # added to a request's variance, which is 0 if all or none of its drafts were accepted
 
 
 class Difficulty:
     """Corrects the log odds of acceptance by the target's min-entropy, -log(largest probability), in nats.
 
-    Keeps decayed means of the min-entropy: of each request; of all recent requests; and, for each family of shapes
-    (`Survival.family`), of its rounds with drafts. A request whose mean is d nats above a family's mean has its log
-    odds lowered by slope * d. The slope is fitted to ended requests (linear regression by a Kalman filter of one
-    state).
+    Keeps decayed means of the min-entropy: of each request, of all recent requests, and for each family of shapes
+    (`Survival.family`) of its rounds with drafts. If a request's mean is d nats above a family's mean, its log odds
+    decrease by slope * d. The slope is fitted to ended requests (linear regression by a Kalman filter with one state).
 
     slope: log odds lost per nat.
     """
@@ -48,15 +47,15 @@ class Difficulty:
         self._by_slot = np.zeros((2, num_slots))  # sums of nats and of rounds, decayed, as in the two below
         self._recent = np.zeros(2)
         self._drafted = np.zeros((2, num_families))
-        self._used = np.zeros((num_families, num_slots))  # differences in nats that `log_odds` last used
-        # of each request's rounds with drafts: variance of the hits times difference used, and variance
+        self._used = np.zeros((num_families, num_slots))  # differences in nats last used by `log_odds`
+        # sums over each request's rounds with drafts: variance of the hits times the difference used; variance
         self._weighed = np.zeros((2, num_slots))
 
     def count(self, steps: Sequence[tuple[int, Ints, Ints, Floats]], current: Ints) -> None:
-        """Add the rounds of some steps, in their order, to the means.
+        """Add the rounds of some steps, in order, to the means.
 
-        steps: (family, slots, numbers, nats) of each step. family: of the shape that was verified; -1 without drafts.
-            slots: [n]. numbers: [n] numbers of the requests that had these slots. nats: [n] min-entropies, NaN where
+        steps: (family, slots, numbers, nats) of each step. family: family of the verified shape; -1 without drafts.
+            slots: [n]. numbers: [n] numbers of the requests that had these slots. nats: [n] min-entropies, NaN if
             unknown.
         current: [num_slots] numbers of the requests that have the slots now; only their own means are updated.
         """
@@ -75,13 +74,14 @@ class Difficulty:
         self._by_slot += total, rounds
 
     def log_odds(self, slots: Ints) -> Floats:
-        """Return [families, n]: what to add to a family's log odds of acceptance for the request in each slot."""
+        """Return [families, n]: the correction of a family's log odds of acceptance for the request in each slot."""
         self._used[:, slots] = difference = self._difference(slots)
         added: Floats = np.clip(-self.slope * difference, -MAX_LOG_ODDS, MAX_LOG_ODDS)
         return added
 
     def weigh(self, family: int, variance: Floats) -> None:
-        """Record how much rounds with drafts of a family tell about the slope. variance: [num_slots] of their hits."""
+        """Record how informative a family's rounds with drafts are about the slope. variance: [num_slots] variance of
+        their hits."""
         self._weighed += variance * self._used[family], variance
 
     def ended(self, slots: Ints, family: int, excess: Floats, information: Floats) -> None:
@@ -92,8 +92,8 @@ class Difficulty:
         excess: [n] accepted drafts of each request minus the number expected with its `log_odds`.
         information: [n] expected variance of that number; 0 for a request without drafts, which is skipped.
 
-        The excess is explained by the differences that the expected number was computed with (`weigh`), which may be
-        far from those that the requests ended with.
+        The excess is explained by the differences used for the expected number (`weigh`), not by those at the end,
+        which may be far from these.
         """
         weighed, total = self._weighed[:, slots]
         difference = np.where(total > 0.0, weighed / np.maximum(total, 1e-9), self._difference(slots)[family])

@@ -1,9 +1,8 @@
 """Estimates the acceptance of drafts that are copied from the request's own text, by length of the match.
 
-As `survival`, with two differences. Estimates differ by the length of the newest match that the host knows; no match is
-a class of its own. That match is two steps old. If the round in flight verifies drafts, they use the match up, so that
-rounds after it are classes of their own. Rounds without drafts count, too, because ranks propose tokens all the same
-and report how many were right.
+Like `survival`, with two differences. First, estimates are by class: the length of the newest match that the host knows
+(two steps old), or no match, and whether the round in flight verifies drafts, which use that match up. Second, rounds
+without drafts count, too, because ranks propose tokens anyway and report how many were right.
 """
 
 import numpy as np
@@ -12,15 +11,15 @@ import numpy.typing as npt
 from workers.config import RoundShapes
 from workers.scheduling.acceptance.survival import ENGINE_WINDOW, MARGIN, Bools, Floats, Ints, odds_and_bounds
 
-CLASS_STARTS = (1, 3, 6, 12)  # lengths of matches, in tokens, at which a class begins; class 0: no match
+CLASS_STARTS = (1, 3, 6, 12)  # match lengths, in tokens, at which classes begin; class 0: no match
 NUM_LENGTHS = len(CLASS_STARTS) + 1
-# probability of a class's first draft before any round: without drafts in flight, and with them
+# initial probability of a class's first draft: without drafts in flight, and with them
 FIRST_CHANCES = (0.05, 0.3, 0.5, 0.65, 0.8, 0.05, 0.2, 0.3, 0.5, 0.8)
-PRIOR = 4.0  # weight, in rounds, of that probability, or of the estimate of the draft before, in an estimate
-REQUEST_WINDOW = 64.0  # drafts after which a request's own estimate has forgotten all but 1 / e
-REQUEST_PRIOR = 8.0  # weight, in drafts, of the engine's estimate in a request's own
-ESTIMATE_SHARE = 1 / 128  # new rounds, as a share of all, from which on the engine's estimates are computed anew
-# Steps whose reports are counted together, because many take no longer than one: an evaluation counts at least
+PRIOR = 4.0  # prior weight, in rounds, of that probability, or of the previous draft's estimate
+REQUEST_WINDOW = 64.0  # drafts after which the weight in a request's own estimate is 1 / e
+REQUEST_PRIOR = 8.0  # prior weight, in drafts, of the engine's estimate in a request's own
+ESTIMATE_SHARE = 1 / 128  # share of new rounds from which on the engine's estimates are recomputed
+# Steps whose reports are counted together, which takes no longer than counting one: an evaluation counts at least
 # COUNT_EVERY.
 COUNT_EVERY, MAX_REPORTS = 4, 64
 MAX_RATIO = 20.0  # bound on a request's odds relative to the engine's, either way
@@ -29,8 +28,8 @@ MAX_RATIO = 20.0  # bound on a request's odds relative to the engine's, either w
 class MatchSurvival:
     """`Survival` for an engine with `RoundShapes.model_free`.
 
-    A probability is that of a draft whose predecessors were accepted. A request's odds are the engine's times one ratio
-    for all classes and depths, from its own counts.
+    Probabilities are conditional on the acceptance of all earlier drafts. A request's odds are the engine's times one
+    ratio for all classes and depths, from its own counts.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -46,12 +45,12 @@ class MatchSurvival:
         self._reports: list[tuple[Ints, Ints, Ints, npt.NDArray[np.int32], npt.NDArray[np.int32]]] = []  # not counted
         self._counts = np.zeros((num_slots, 3))  # hits, trials, expected hits
         self._numbers = np.full(num_slots, -1, np.int64)
-        self._class = np.zeros(num_slots, np.int64)  # of the newest known match's length
-        self._in_flight = np.zeros(num_slots, np.int64)  # NUM_LENGTHS where the round in flight verifies drafts, else 0
+        self._class = np.zeros(num_slots, np.int64)  # class of the newest known match's length
+        self._in_flight = np.zeros(num_slots, np.int64)  # NUM_LENGTHS if the round in flight verifies drafts, else 0
         self._evaluated = np.zeros(num_slots, np.int64)  # the class at the last `expected_tokens`
 
     def family(self, shape: int) -> int:
-        """All chains share their estimates."""
+        """Return 0, because all chains share their estimates."""
         return 0
 
     def depth(self, shape: int) -> int:
@@ -59,8 +58,8 @@ class MatchSurvival:
         return int(self._depth[shape])
 
     def classes(self, slots: Ints, numbers: Ints) -> Ints:
-        """Return [n]: the class of each request, for the step that is planned now. numbers: [n] numbers of the requests
-        in `slots`."""
+        """Return [n]: the class of each request in the step being planned. numbers: [n] numbers of the requests in
+        `slots`."""
         self._clear_reused(slots, numbers)
         return self._classes(slots)
 
@@ -69,20 +68,20 @@ class MatchSurvival:
         return found
 
     def set_in_flight(self, slots: Ints, verifies: Bools) -> None:
-        """Tell, before a step is planned, which of its requests have a round in flight that verifies drafts: [n]."""
+        """Set which requests have a round in flight that verifies drafts, [n]. Called before a step is planned."""
         self._in_flight[slots] = np.where(verifies, NUM_LENGTHS, 0)
 
     def classes_changed(self, slots: Ints) -> bool:
-        """Whether more than a quarter of these requests changed their class since the last `expected_tokens`."""
+        """Return whether more than a quarter of these requests changed their class since the last `expected_tokens`."""
         return 4 * int(np.count_nonzero(self._classes(slots) != self._evaluated[slots])) > len(slots)
 
     def observe(
         self, slots: Ints, numbers: Ints, classes: Ints, counts: npt.NDArray[np.int32], matches: npt.NDArray[np.int32]
     ) -> None:
-        """Learn from rounds of requests that speculate and have not ended. Keeps the arrays, and counts them later.
+        """Learn from rounds of requests that speculate and have not ended. Stores the arrays, and counts them later.
 
         slots, numbers: [n] slots, and the numbers of the requests in them.
-        classes: [n] `classes` when the step was planned; -1 where nothing was proposed, after a prompt's end.
+        classes: [n] `classes` when the step was planned; -1 if nothing was proposed (after a prompt's end).
         counts: [n] emitted tokens, at least 1.
         matches: [n, 3] as in `StepResult`.
         """
@@ -93,7 +92,7 @@ class MatchSurvival:
             self._count_reports()
 
     def _count_reports(self) -> None:
-        """Count the reports so far, all at once."""
+        """Count all reports so far."""
         if not self._reports:
             return
         slots, numbers, classes, counts, num_correct = map(np.concatenate, zip(*self._reports, strict=True))
@@ -110,7 +109,7 @@ class MatchSurvival:
         self._trials = self._trials * kept + of_class @ trials
         self._num_new += len(slots)
         own = np.stack((hits.sum(1), trials.sum(1), np.where(trials, self._chances[classes], 0.0).sum(1)), axis=1)
-        own[self._numbers[slots] != numbers] = 0.0  # of former requests of these slots
+        own[self._numbers[slots] != numbers] = 0.0  # counts of earlier requests of these slots
         added = np.zeros_like(self._counts)
         np.add.at(added, slots, own)
         self._counts = self._counts * np.exp(added[:, 1:2] / -REQUEST_WINDOW) + added
@@ -120,7 +119,7 @@ class MatchSurvival:
         self._ratios = self._odds_ratios()
 
     def age(self, num_rounds: int) -> None:
-        """Do nothing: `observe` gets rounds without drafts, too."""
+        """Do nothing, because `observe` counts rounds without drafts."""
 
     def expected_tokens(self, slots: Ints, numbers: Ints, speculative: Bools) -> tuple[Floats, Floats]:
         """See `Survival.expected_tokens`. Counts the reports so far, unless they are few."""
@@ -146,7 +145,7 @@ class MatchSurvival:
         return np.clip(ratios, 1.0 / MAX_RATIO, MAX_RATIO)
 
     def _clear_reused(self, slots: Ints, numbers: Ints) -> None:
-        """Forget the former requests of slots that have new ones."""
+        """Forget earlier requests of slots that have new ones."""
         changed = slots[self._numbers[slots] != numbers]
         if len(changed):
             self._counts[changed], self._ratios[changed] = 0.0, 1.0

@@ -19,12 +19,12 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-ENGINE_WINDOW = 2048.0  # rounds after which the engine's estimate has forgotten all but 1 / e
-SHAPE_PRIOR = 4.0  # minimum weight, in rounds, of the estimate that another shape or the depth above implies
-OTHERS_PRIOR = 32.0  # maximum weight that the other shape's own rounds add, one each
-OTHERS_COUNT = 512.0  # rounds of another shape that lower the error as much as one round of this shape
-FIRST_CHANCE = 0.7  # probability of depth 1 before any round
-UPPER_ERRORS = 1.5  # standard errors from an estimate to its upper confidence bound
+ENGINE_WINDOW = 2048.0  # rounds after which the weight in the engine's estimate is 1 / e
+SHAPE_PRIOR = 4.0  # minimum weight, in rounds, of the estimate implied by another shape or the depth above
+OTHERS_PRIOR = 32.0  # maximum weight that the other shape's rounds add (one per round)
+OTHERS_COUNT = 512.0  # rounds of another shape that reduce the error as much as one round of this shape
+FIRST_CHANCE = 0.7  # initial probability of depth 1
+UPPER_ERRORS = 1.5  # standard errors between an estimate and its upper confidence bound
 MAX_REPORTS = 256  # steps whose reports are counted together
 MARGIN = 1e-3  # estimates stay this far from 0 and 1
 
@@ -33,17 +33,17 @@ class Survival:
     """Estimates the probability that the draft at depth k is accepted, given that depths 1 to k - 1 were.
 
     A round that accepted a of at most m drafts is a success at depths 1 to a and, if a < m, a failure at depth a + 1.
-    It says nothing about deeper drafts, so each depth counts its own trials (Kaplan and Meier, 1958). All counts decay.
+    It is not a trial of deeper drafts (Kaplan and Meier, 1958). All counts decay.
 
-    The engine has one estimate for chains of all depths, and one for each tree shape, which is for its best path. With
-    few rounds, a depth's estimate follows that of the depth above, and a tree's follows the chain's: 1 - (1 - q)^b for
-    a chain's q, where b is 1 for chains and grows with the tree's width.
+    The engine has one estimate for chains of all depths, and one for the best path of each tree shape. With few rounds,
+    a depth's estimate follows that of the depth above, and a tree's follows the chain's: 1 - (1 - q)^b for a chain's q,
+    where b is 1 for chains and grows with the tree's width.
 
-    A request's estimate is the engine's, with the odds changed by two factors, which apply to every shape:
-    - the difficulty of its text, which rounds without drafts show too (`Difficulty`);
+    A request's estimate is the engine's, with two factors on the odds, which apply to every shape:
+    - the difficulty of its text, also from rounds without drafts (`Difficulty`);
     - accepted drafts relative to the expected number, of recent requests and of its own (`RequestOdds`).
 
-    An upper confidence bound also allows for how much requests differ, because a new one may have another kind of text.
+    The upper confidence bound includes the spread of requests, because a new one may have another kind of text.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -63,15 +63,15 @@ class Survival:
         self._trials = np.zeros((count, self._max_depth))
         self._chances = self._estimate()
         self._requests = RequestOdds(self._max_depth, num_slots)
-        self._numbers = np.full(num_slots, -1, np.int64)  # of the requests that have the slots
-        self._last = 0  # the family that ran last
+        self._numbers = np.full(num_slots, -1, np.int64)  # numbers of the requests that have the slots
+        self._last = 0  # the last family that ran
         self._reports: list[tuple[int, Ints, Ints, Ints, npt.NDArray[np.int32]]] = []  # not counted yet
         self._difficulty = Difficulty(num_slots, count)
         self._entropies: list[tuple[int, Ints, Ints, Floats]] = []  # see `Difficulty.count`; not counted yet
         self._log_odds = np.zeros((count, num_slots))  # `Difficulty.log_odds` at the last estimate
 
     def family(self, shape: int) -> int:
-        """Return the index of a shape's family, whose shapes share one estimate: all chains, or one tree shape."""
+        """Return the index of a shape's family, which shares one estimate: all chains, or one tree shape."""
         return int(self._family[shape])
 
     def depth(self, shape: int) -> int:
@@ -79,24 +79,23 @@ class Survival:
         return int(self._depth[shape])
 
     def record(self, slots: Ints, numbers: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
-        """Report a step's rounds, which verified `shape`. Keeps the arrays: `expected_tokens` counts all reports at
-        once, because many take no longer than one.
+        """Report a step's rounds, which verified `shape`. Stores the arrays; `expected_tokens` counts all reports at
+        once, which takes no longer than counting one.
 
         slots: [n].
         numbers: [n] numbers of the requests in these slots.
-        drafted: [n] shapes that their trees were drafted in.
-        accepted: [n] accepted drafts; -1 where nothing was drafted.
+        drafted: [n] shapes in which their trees were drafted.
+        accepted: [n] accepted drafts; -1 if nothing was drafted.
         """
         self._reports.append((shape, slots, numbers, drafted, accepted))
         if len(self._reports) == MAX_REPORTS:
             self._count_reports()
 
     def record_entropies(self, slots: Ints, numbers: Ints, shape: int, nats: Floats) -> None:
-        """Report the target's min-entropies in a step's rounds, which verified `shape`. Kept and counted later, as in
-        `record`.
+        """Report the target's min-entropies in a step's rounds, which verified `shape`. Counted later, as in `record`.
 
         slots, numbers: as in `record`.
-        nats: [n] in nats; NaN where unknown.
+        nats: [n] min-entropies in nats; NaN if unknown.
         """
         self._entropies.append((self.family(shape) if shape else -1, slots, numbers, nats))
         if len(self._entropies) == MAX_REPORTS:
@@ -117,7 +116,7 @@ class Survival:
             self._count(shape, *map(np.concatenate, columns))
 
     def _count(self, shape: int, slots: Ints, numbers: Ints, drafted: Ints, accepted: npt.NDArray[np.int32]) -> None:
-        """Count rounds that verified one shape, in their order. A request may occur more than once."""
+        """Count rounds that verified one shape, in order. A request may occur more than once."""
         family = self.family(shape)
         seen = accepted >= 0
         if len(self._branching) > 1:
@@ -143,13 +142,13 @@ class Survival:
         weight = SHAPE_PRIOR * self._chances[family]
         chances = (self._hits[family] + weight) / (self._trials[family] + SHAPE_PRIOR)
         odds = (chances / (1.0 - chances))[:, None] * np.exp(self._log_odds[family])
-        current = self._numbers[slots] == numbers  # False where another request has the slot now
+        current = self._numbers[slots] == numbers  # False if another request has the slot now
         variance = self._requests.count(slots, hits, trials, current, odds)
         self._difficulty.weigh(family, variance)
         self._last = family
 
     def age(self, num_rounds: int) -> None:
-        """Decay the counts as `num_rounds` rounds without drafts do."""
+        """Decay the counts by `num_rounds` rounds without drafts."""
         kept = math.exp(-num_rounds / ENGINE_WINDOW / 8)
         self._hits *= kept
         self._trials *= kept
@@ -159,9 +158,9 @@ class Survival:
 
         slots: [n].
         numbers: [n] numbers of the requests in these slots.
-        speculative: [n] whether a request uses drafts; else it counts 1 token.
+        speculative: [n] whether a request uses drafts; if not, 1 token is expected.
 
-        Both results are [shapes], summed over requests. The bound is far above the estimate of a shape that has hardly
+        Both results are [shapes], summed over requests. The bound is far above the estimate for a shape that has hardly
         run. Counts the reports so far.
         """
         self._count_reports()
@@ -186,7 +185,7 @@ class Survival:
         return total[0], total[1]
 
     def _clear_reused(self, slots: Ints, numbers: Ints) -> None:
-        """Where a slot has a new request, learn from the former one and forget its counts."""
+        """For slots that have a new request, learn from the earlier one and forget its counts."""
         changed = self._numbers[slots] != numbers
         if changed.any():
             self._count_entropies()

@@ -1,4 +1,4 @@
-"""Accepts or refuses requests, and estimates how long waiting requests take. Used by `workers.scheduling.scheduler`."""
+"""Accepts or refuses requests, and estimates the time of waiting requests. Used by `workers.scheduling.scheduler`."""
 
 from workers.config import RoundShapes, SchedulerConfig
 from workers.scheduling.latency_budget import LatencyBudget
@@ -8,12 +8,12 @@ from workers.scheduling.timing.step import Step
 
 MIN_ENDED = 4  # finished requests needed for an estimate of the mean answer length
 UNKNOWN_S = 5.0  # Retry-After before that
-MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore longer ones
-_LENGTH_WEIGHT, _ROUND_WEIGHT = 1 / 128, 1 / 32  # of the newest request and of the newest step in the running means
+MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore longer values
+_LENGTH_WEIGHT, _ROUND_WEIGHT = 1 / 128, 1 / 32  # of the newest request and step in the running means
 
 
 class Admission:
-    """Refuses requests that are invalid, can never run, or find the queue full.
+    """Refuses requests that are invalid or can never run, and all requests while the queue is full.
 
     budget: predicts the time of prompts and rounds; None until costs are known.
     """
@@ -26,7 +26,7 @@ class Admission:
         self.budget: LatencyBudget | None = None
         self._num_ended = 0
         self._answer_tokens = 0.0  # mean length of answers
-        self._round_tokens = 1.0  # mean tokens of a request's round
+        self._round_tokens = 1.0  # mean tokens per request and round
         self._rounds = Step()  # the last step with rounds
 
     def ended(self, num_output: int) -> None:
@@ -42,7 +42,7 @@ class Admission:
     def wait_s(self) -> float | None:
         """Return the seconds until all waiting requests are finished; None if unknown.
 
-        Assumes the batch size of the last step, and answers of the mean length or, if shorter, of their limits.
+        Assumes the batch size of the last step, and answers of the mean length or their limit, whichever is shorter.
         """
         load, budget = self._queues.waiting.load, self.budget
         if budget is None or self._num_ended < MIN_ENDED:
@@ -73,7 +73,7 @@ class Admission:
         """Raise ValueError for an invalid request, RequestTooLargeError for one that can never run."""
         sampling, slot_pages = request.sampling, self._queues.slot_pages
         if request.request_id in self._queues:
-            raise ValueError(f"request_id={request.request_id}: a request of this id runs already; make ids unique")
+            raise ValueError(f"request_id={request.request_id}: a request with this id runs already; make ids unique")
         if not request.prompt:
             raise ValueError("prompt: has no tokens; send at least one")
         if sampling.max_tokens <= len(request.output):

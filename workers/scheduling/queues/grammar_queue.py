@@ -1,4 +1,4 @@
-"""Tracks requests whose grammar or mask is not ready, which may take seconds. Running requests do not wait for them.
+"""Tracks requests whose grammar or mask is not ready, which may take seconds, so that running requests need not wait.
 Used by the scheduler."""
 
 from collections import OrderedDict
@@ -8,9 +8,9 @@ from itertools import islice
 from workers.scheduling.plan import Grammar
 from workers.scheduling.sequence import Sequence
 
-LOOK_AHEAD = 16  # first waiting requests, whose grammars are compiled ahead
+LOOK_AHEAD = 16  # number of waiting requests whose grammars are compiled ahead
 MAX_KNOWN = 1024  # grammars remembered; others are announced again
-LATE_LIMIT_S = 60.0  # maximum wait for one mask; the ranks' processes usually give up sooner, by CPU time
+LATE_LIMIT_S = 60.0  # maximum wait for one mask; the ranks' processes usually give up earlier, by CPU time
 
 
 class GrammarQueue:
@@ -28,7 +28,7 @@ class GrammarQueue:
         # numbers of requests
         self._late_since: dict[int, float] = {}
         self._awaiting_mask: set[int] = set()
-        self._ready_before_late: set[int] = set()  # whose mask was reported ready before it was reported late
+        self._ready_before_late: set[int] = set()  # requests whose mask was reported ready before it was reported late
         self._ended: list[int] = []
 
     def announce(self, waiting: Iterable[Sequence]) -> tuple[Grammar, ...]:
@@ -58,7 +58,7 @@ class GrammarQueue:
             self._awaiting_mask.add(sequence.number)
 
     def has_mask(self, number: int) -> None:
-        """Record that a late mask is ready. This report may come before the one that the mask is late."""
+        """Record that a late mask is ready. This report may arrive before the report that the mask is late."""
         if number in self._awaiting_mask:
             self._awaiting_mask.remove(number)
         else:

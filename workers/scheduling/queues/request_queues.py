@@ -23,7 +23,7 @@ class RequestQueues:
     prefilling: active requests whose prompts are not computed yet, by number.
     by_slot: active requests by slot.
     grammars: state of requests with grammars.
-    suspects: requests that ran in a step that hung or crashed, until each has completed `PROBATION_STEPS`.
+    suspects: requests that were in a step that hung or crashed, until each has completed `PROBATION_STEPS`.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class RequestQueues:
         self._wait(sequence)
 
     def set_deadlines(self, deadline_s: Callable[[Sequence], float]) -> None:
-        """Set the deadlines of all unfinished requests, and of later ones, by `deadline_s`."""
+        """Set the deadlines of all unfinished requests with `deadline_s`, and use it for later ones."""
         for sequence in self._by_id.values():
             sequence.deadline_s = deadline_s(sequence)
         self.waiting.reorder()
@@ -133,7 +133,8 @@ class RequestQueues:
     def finish(self, sequence: Sequence, reason: FinishReason, num_kept: int | None, now: float) -> None:
         """End a request in any state.
 
-        num_kept: its KV tokens that may be cached, if the ranks have ended it; None, if they have not: all committed.
+        num_kept: number of its KV tokens that may be cached, if the ranks have ended it; None if they have not: all
+            committed ones.
         """
         request = sequence.request
         if sequence.slot >= 0:
@@ -168,16 +169,17 @@ class RequestQueues:
         return [sequence for sequence in self.suspects if sequence.slot >= 0]
 
     def may_be_admitted(self, sequence: Sequence) -> bool:
-        """Whether a request may get a slot. One suspect runs at a time, so that another crash identifies the cause."""
+        """Whether a request may get a slot. Only one suspect runs at a time, so that another crash identifies the
+        cause."""
         return sequence.probation == 0 or not self.on_probation
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether `has_new_tokens` has something to record for any request."""
+        """Whether any request needs `has_new_tokens`."""
         return bool(self.suspects) or self.grammars.has_late
 
     def has_new_tokens(self, sequence: Sequence) -> None:
-        """Record that a step brought new tokens for a request."""
+        """Record that a step emitted tokens for a request."""
         self.grammars.has_new_tokens(sequence)
         if sequence.probation:
             sequence.probation -= 1
@@ -187,7 +189,7 @@ class RequestQueues:
     def requeue(self, after_crash: bool = False) -> list[Request]:
         """Put all active requests back into the queue, with their output. Return them, oldest first.
 
-        after_crash: those on probation, or else all of them, become suspects.
+        after_crash: whether the request on probation, or else all of them, become suspects.
         """
         lost = [self.active[number] for number in sorted(self.active)]
         for sequence in self.on_probation or lost if after_crash else ():

@@ -1,8 +1,8 @@
 """Requests that wait for a slot, in the order of admission, and their totals. Owned by
 `workers.scheduling.queues.request_queues`.
 
-A burst may leave ten thousand requests here, and every step and every arrival reads the totals. So each change updates
-them, instead of a sum over all.
+Every step and every arrival reads the totals, and ten thousand requests may wait. So the totals are updated with each
+change.
 """
 
 from bisect import bisect_left, insort
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from workers.scheduling.sequence import Sequence
 
-# Bytes of one waiting request beside its prompt: request, sampling parameters, sequence and stream
-# (`tests/workers/scheduling/test_waiting_queue.py` measures them).
+# Bytes of one waiting request without its prompt: request, sampling parameters, sequence and stream (measured in
+# `tests/workers/scheduling/test_waiting_queue.py`).
 REQUEST_BYTES = 3072
 BYTES_PER_TOKEN = 4  # int32
 _ORDER = attrgetter("order")

@@ -8,27 +8,27 @@ from numpy.typing import NDArray
 
 from workers.scheduling.timing.parts import PACE
 
-# variance that a part gains per second of steps, so that a kind of step that no longer runs becomes uncertain again
+# variance added per second of steps, so that a kind of step that no longer runs becomes uncertain again
 MIN_PACE_DRIFT, MAX_PACE_DRIFT = 0.0003, 0.05  # for gradual changes; `StepTime` detects sudden ones
-PART_DRIFT = 0.0001  # of all other parts
+PART_DRIFT = 0.0001  # for all other parts
 # Each step changes the logarithm of the pace's drift by DRIFT_GAIN times (the product of its error and the last one's,
-# in standard deviations, minus DRIFT_DECAY). Errors of equal signs in succession show that the pace drifts faster;
-# while they are independent, the estimate decays.
+# in standard deviations, minus DRIFT_DECAY). Successive errors of equal sign show that the pace drifts faster; with
+# independent errors the estimate decays.
 DRIFT_GAIN = 1 / 8
 DRIFT_DECAY = 0.1
 MAX_DRIFT_S = 1.0  # bound on the seconds that one step adds
 MIN_NOISE = 0.02  # minimum standard deviation of one step's relative time around its mean
 NOISE_WEIGHT = 1 / 32  # weight of the newest step in the estimated noise
-CHANGED_PACE_ERROR = 0.3  # error of the pace after a change, so that some ten steps follow it
-CHANGED_PART_ERROR = 0.15  # error then added to kinds of steps that do not run
-MAX_LOG = 7.0  # bound on log(time / table): a step a thousand times slower measures something else
+CHANGED_PACE_ERROR = 0.3  # error of the pace after a change, so that about ten steps track it
+CHANGED_PART_ERROR = 0.15  # error added then to kinds of steps that do not run
+MAX_LOG = 7.0  # bound on log(time / table); a step a thousand times slower is not a measurement
 
 
 class PartFilter:
     """Mean and covariance of the parts.
 
-    The covariance attributes a difference to parts: while one shape runs, its times teach about the pace; the first
-    round of another shape then teaches about that shape.
+    The covariance attributes a difference to parts: while one shape runs, its times update the pace; the first round of
+    another shape then updates that shape's part.
 
     prior: [parts] variances before any step is observed.
     noise: variance of the logarithm of one step's time around its mean.
@@ -61,8 +61,8 @@ class PartFilter:
         self._variances += np.minimum(added, np.maximum(self._prior - self._variances, 0.0))
 
     def adapt_drift(self, error: float) -> None:
-        """Estimate the pace's drift by the error of a step of a known kind: observed minus predicted logarithm, in
-        standard deviations. With the right drift, errors in succession are independent (Mehra, 1970)."""
+        """Estimate the pace's drift from the error of a step of a known kind: observed minus predicted logarithm, in
+        standard deviations. With the right drift, successive errors are independent (Mehra, 1970)."""
         change = DRIFT_GAIN * (error * self._last_error - DRIFT_DECAY)
         self._drift[PACE] = min(max(self._drift[PACE] * math.exp(change), MIN_PACE_DRIFT), MAX_PACE_DRIFT)
         self._last_error = error
@@ -82,7 +82,7 @@ class PartFilter:
 
     def change_pace(self, parts: list[int]) -> None:
         """Attribute a lasting difference of steps with these parts to the pace. Kinds of steps that do not run become
-        less certain, because they may have changed by another factor."""
+        less certain, because their factor may differ."""
         own = self._variances[parts].copy()
         self._variances += np.minimum(CHANGED_PART_ERROR**2, np.maximum(self._prior - self._variances, 0.0))
         self._variances[parts] = own

@@ -1,4 +1,4 @@
-"""The parts of log(time / table), where table is the time of a step in the measured table.
+"""The terms ("parts") of log(time / table), where table is the time of a step in the measured table.
 
 The logarithm is a sum of parts:
 - the pace, which all steps share;
@@ -14,8 +14,8 @@ from workers.scheduling.timing.step import Step
 
 PACE = 0  # index of the pace
 # prior standard deviations
-PACE_ERROR = 0.7  # the machine may be busier or cooler than at the start
-SHAPE_ERROR = 0.4  # of one shape, relative to the pace; a loaded start measured 24 to 75 ms for the same rounds
+PACE_ERROR = 0.7  # load and temperature may differ from the start
+SHAPE_ERROR = 0.4  # of one shape, relative to the pace; a start under load measured 24 to 75 ms for the same rounds
 BATCH_ERROR = 0.4  # of one shape at one batch size, relative to the shape: tables interpolate between a few sizes
 CHUNK_ERROR = 0.3  # of steps with one number of prompt tokens, relative to the pace
 

@@ -9,8 +9,8 @@ class Step(NamedTuple):
 
     shape: index of the shape that its rounds verify and draft.
     num_requests: requests that run a round.
-    kv_tokens: committed tokens of these requests together.
-    chunk_tokens: prompt tokens beside the rounds.
+    kv_tokens: total committed tokens of these requests.
+    chunk_tokens: prompt tokens in the step.
     context_tokens: tokens before a chunk in its request, averaged over the prompt tokens.
     """
 

@@ -1,7 +1,7 @@
 """Predicts the milliseconds of a step: the table measured at the start, corrected by every step that ran.
 
-The one owner of step times. `workers.scheduling.step_results` reports finished steps to `observe`; the rest of this
-folder and `PlanTiming` read predictions. Pure: its clock is the sum of the reported milliseconds.
+`workers.scheduling.step_results` reports finished steps to `observe`; the scheduler and `PlanTiming` read predictions.
+Pure: its clock is the sum of the reported milliseconds.
 """
 
 import math
@@ -15,18 +15,18 @@ from workers.scheduling.timing.part_filter import PartFilter, bounded, deviation
 from workers.scheduling.timing.parts import StepParts
 from workers.scheduling.timing.step import Prediction, Step
 
-FIRST_NOISE = 0.1  # standard deviation of one step's relative time around its mean, before any is observed
+FIRST_NOISE = 0.1  # initial standard deviation of one step's relative time around its mean
 FIRST_LAUNCH = 1.3  # ignore the first rounds of a shape and batch size if slower than this times the prediction
-SURE_AFTER = 8  # observed steps of a kind from which on its time counts as known
-OUTLIER = 3.0  # standard deviations that the difference of a step of a known kind is clipped to
-# Share of a larger difference that counts as error while the kind is not known: the step may be an outlier.
+SURE_AFTER = 8  # observed steps of a kind after which its time counts as known
+OUTLIER = 3.0  # standard deviations to which the difference of a step of a known kind is clipped
+# Share of a larger difference that counts as error while the kind is not known, because the step may be an outlier.
 UNSURE_SHARE = 0.25
-ABSENT_STEPS = 128  # a kind that has not run for so many steps counts as observed at most FEW_AFTER_ABSENCE times,
+ABSENT_STEPS = 128  # a kind that has not run for this many steps counts as observed at most FEW_AFTER_ABSENCE times,
 FEW_AFTER_ABSENCE = 4  # because the machine may have been busy when it was observed
-FEW_ERROR = 0.8  # error from few observed steps, divided by their number: all of them may have been disturbed
+FEW_ERROR = 0.8  # error of few observed steps, divided by their number; all of them may have been disturbed
 SURPRISE = 1.6  # the pace has changed when the running mean of differences exceeds this, in standard deviations
-SURPRISE_WEIGHT = 0.25  # weight of the newest step in that mean, whose own standard deviation is a quarter of SURPRISE
-MAX_SURPRISE = 2.0  # bound on one step in that mean, so that a single slow step is no change of pace
+SURPRISE_WEIGHT = 0.25  # weight of the newest step in that mean, whose standard deviation is a quarter of SURPRISE
+MAX_SURPRISE = 2.0  # bound on one step in that mean, so that a single slow step is not a change of pace
 SETTLING_STEPS = 8  # steps after a change until the pace counts as known
 LEARN_EVERY_MS = 4.0  # milliseconds between updates by one well-known kind of step: each takes 50 us of the host
 
@@ -35,10 +35,10 @@ _DIFFERENCE = np.array((1.0, 1.0, 1.0, -1.0, -1.0, -1.0))  # signs of the parts 
 
 
 class StepTime:
-    """Predicts steps, and decides what each finished step teaches `PartFilter`.
+    """Predicts steps, and updates `PartFilter` by each finished step.
 
-    costs: the table as measured.
-    noise: standard deviation of one step's relative time before any step is observed.
+    costs: the measured table.
+    noise: initial standard deviation of one step's relative time.
     slowdown: time of the last step with rounds, divided by its prediction.
     """
 
@@ -48,14 +48,14 @@ class StepTime:
         self._filter = PartFilter(self._parts.prior, noise**2)
         num_parts = len(self._parts.prior)
         self._surprise, self.slowdown = 0.0, 1.0
-        self._unlearnt_ms = 0.0  # of steps since the last update
+        self._unlearnt_ms = 0.0  # time of steps since the last update
         # a kind of step is identified by the last of its parts
         self._few_ratios: dict[int, list[float]] = {}  # by kind; see `_median_ratio`
         self._num_steps = 0
         self._launched: set[tuple[int, int]] = set()  # (shape, number of requests) of rounds so far
         self._last_ran = [0] * num_parts  # number of the last step, by kind
         self._settling = 0  # steps until the pace counts as known
-        self.num_pace_changes = 0  # sudden changes, by a change of the machine's load
+        self.num_pace_changes = 0  # number of sudden changes, caused by the machine's load
         self._num_observed = np.zeros(num_parts, np.int64)  # steps, by kind
         # last argument and result of `_chunk_points`
         self._last_points: tuple[Step, tuple[list[float], list[float]]] | None = None
@@ -77,14 +77,14 @@ class StepTime:
         `limit_ms`; 0 if one token exceeds it.
 
         context_tokens: tokens before the chunk.
-        more_pairs: pairs of a token and a context token to add to those that `context_tokens` implies; may be negative.
+        more_pairs: number of (token, context token) to add to those implied by `context_tokens`; may be negative.
         """
         sizes, (without, per_pair) = self.costs.chunk_tokens, self._chunk_points(rounds)
         points = [
             ms + each * (more_pairs + tokens * context_tokens)
             for ms, each, tokens in zip(without, per_pair, sizes, strict=True)
         ]
-        # below the smallest measured chunk, a chunk costs as much as that one, except for its context
+        # a chunk below the smallest measured one costs as much as that one, except for its context
         points = [without[0] + per_pair[0] * more_pairs, *accumulate(points, max)]
         return largest_within(limit_ms, (0, *sizes), points, max_tokens)
 
@@ -99,8 +99,8 @@ class StepTime:
         return default_itl_target_ms(self.costs, lambda *step: self.ms(Step(*step)))
 
     def errors_between(self, rounds: Sequence[Step], other: Step) -> list[float]:
-        """Return, for each of `rounds`, the standard error of log(its time / the time of `other`). Parts that both
-        share cancel. All must be steps without prompt tokens."""
+        """Return, for each of `rounds`, the standard error of log(its time / the time of `other`), in which common
+        parts cancel. All must be steps without prompt tokens."""
         theirs = self._parts.of(other)
         parts = np.array([self._parts.of(step) + theirs for step in rounds])
         covariance = self._filter.covariance[parts[:, :, None], parts[:, None, :]]
@@ -112,23 +112,24 @@ class StepTime:
         return found
 
     def correction(self, step: Step) -> float:
-        """Return the factor between the table's milliseconds of a step and the predicted ones."""
+        """Return the ratio of a step's predicted milliseconds to the table's."""
         return math.exp(self._filter.log_factor(self._parts.of(step))) * math.exp(self._filter.noise / 2.0)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the pace is known, so that the time of an untried kind of step can be told from a change of pace."""
+        """Return whether the pace is known, so that the time of a new kind of step can be distinguished from a change
+        of pace."""
         return self._settling == 0
 
     def has_run(self, step: Step) -> bool:
-        """Whether a step of this kind has been observed: with this shape and batch size, or this many prompt tokens
-        (both in powers of two)."""
+        """Return whether a step of this kind has been observed: with this shape and batch size, or this number of
+        prompt tokens (both in powers of two)."""
         return bool(self._num_observed[self._parts.of(step)[-1]])
 
     def observe(self, step: Step, ms: float, expected_ms: float = 0.0) -> None:
         """Learn from a finished step.
 
-        ms: milliseconds from its start, or from the end of the step before it if that is later.
+        ms: milliseconds from its start, or from the end of the previous step if that is later.
         expected_ms: predicted when it was planned; 0 if unknown, or without rounds.
         """
         if expected_ms > 0.0:
@@ -174,7 +175,7 @@ class StepTime:
         self._num_observed[own] += 1
 
     def _is_first_launch(self, step: Step, ms: float) -> bool:
-        """Whether the rounds were slow because a CUDA graph is uploaded to the device at its first launch."""
+        """Return whether the rounds were slow because a CUDA graph is uploaded to the device at its first launch."""
         kind = step.shape, step.num_requests
         if step.chunk_tokens or kind in self._launched:
             return False
@@ -183,7 +184,7 @@ class StepTime:
 
     def _median_ratio(self, own: int, ratio: float) -> float:
         """Return the lower median of log(time / table) over the last three steps of a kind with few steps. A pause of
-        the host may have delayed one of them."""
+        the host may have delayed one of these."""
         last = self._few_ratios[own] = [*self._few_ratios.get(own, ()), ratio][-3:]
         return float(sorted(last)[(len(last) - 1) // 2])
 
@@ -199,7 +200,7 @@ class StepTime:
 
     def _chunk_points(self, rounds: Step) -> tuple[list[float], list[float]]:
         """Return milliseconds of steps with `rounds` and a chunk, by `CostTable.chunk_tokens`: without context, and
-        added per pair of a token and a context token. Cached, because a plan needs them for every prompt."""
+        added per (token, context token). Cached, because a plan needs them for every prompt."""
         if self._last_points is None or self._last_points[0] != rounds:
             costs, sizes = self.costs, self.costs.chunk_tokens
             factors = [self.correction(rounds._replace(chunk_tokens=tokens)) for tokens in sizes]

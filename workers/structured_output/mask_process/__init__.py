@@ -1,7 +1,7 @@
 """Processes that compile grammars and fill masks. They may be killed at any time.
 
 template_process  imports the compiler once and forks the other processes
-mask_host         follows the grammars of a rank's requests and fills their masks within time limits
+mask_host         tracks the grammars of a rank's requests and fills their masks within time limits
 mask_jobs         masks that are being filled, and their limits
 shared_table      masks and guides of a step, in memory shared with the rank
 request_grammar   the state of one request's grammar: its matcher and emitted tokens
@@ -9,5 +9,5 @@ draft_guide       masks of a draft tree, and the guide for the next drafts
 token_texts       the bytes of each token, and the tokens that spell a forced text
 matcher           the compiler's matcher with undo
 grammar_cache     compiled grammars, and the threads that compile them
-trial             tries a grammar: whether it compiles, and how long its masks take
+trial             tries a grammar: whether it compiles, and the time of its masks
 """

@@ -1,14 +1,14 @@
 """Fills the masks of a draft tree, and writes the guide for the drafts after it.
 
-The device drafts the next tree right after acceptance, before the host knows which tokens were accepted. So the host
-writes a guide in advance (`workers.structured_output.guide_table`), with a state for every node at which acceptance may
-end. There are two kinds of states:
+The device drafts the next tree right after acceptance, before the host knows the accepted tokens. So the host writes a
+guide in advance (`workers.structured_output.guide_table`), with a state for every node at which acceptance may end.
+There are two kinds of states:
 
-- In a text that the grammar forces, the state has the next token.
-- Elsewhere, as in a string or a number, the state has the mask of the allowed tokens. Edges lead to forced texts by the
-  tokens that may end the string or number: all allowed tokens if they are few, else those that ended one before.
+- In a text that the grammar forces, a state has the next token.
+- Elsewhere, such as in a string or a number, a state has the mask of the allowed tokens. Edges lead to forced texts,
+  for tokens that may end the string or number: all allowed tokens if they are few, else those that ended one before.
 
-A guide never decides which token is chosen: a wrong or incomplete guide only lowers acceptance. Called by
+A guide never affects which token is chosen; a wrong or incomplete guide only lowers acceptance. Called by
 `workers.structured_output.mask_process.request_grammar`.
 """
 
@@ -28,20 +28,20 @@ from workers.structured_output.mask_process.token_texts import TextStates, Token
 if TYPE_CHECKING:
     from workers.structured_output.mask_process.matcher import Matcher
 
-FEW_TOKENS = 6  # at most so many allowed tokens get an edge each
+FEW_TOKENS = 6  # up to this many allowed tokens get an edge each
 MAX_ENDINGS = 6  # tokens remembered because a forced text followed them
-_MAX_STEPPED_BYTES = 48  # forced text that is found in steps; the rest follows once these are accepted
-# Masks for a guide alone, of about 50 us each. Without a limit, guides of recursive schemas took 15 ms, and masks of
-# their trees 1 ms: each token was late, and 100 tokens took 10 s.
+_MAX_STEPPED_BYTES = 48  # maximum forced text found step by step; the rest follows once these tokens are accepted
+# Maximum masks only for a guide, which take about 50 us each. Without a limit, guides of recursive schemas took 15 ms,
+# and masks of their trees 1 ms, so each token was late, and 100 tokens took 10 s.
 MAX_SEARCHES = 32
 _MAX_SEARCH_S = 0.005  # CPU time from the first mask of a tree to the last search for its guide
 _WHITESPACE = b" \t\n\r"
-_MAX_LEVEL = 2  # consecutive unforced places and forced texts that are followed
+_MAX_LEVEL = 2  # maximum consecutive unforced positions and forced texts that are followed
 
 
 def may_jump(grammar: Grammar) -> bool:
-    """Return whether the compiler's search for a forced text ends soon. It has no limit: of `s ::= "a" s` the text and
-    the memory grow for ever, and of repetitions in repetitions every byte may take 20 ms (xgrammar 0.2.8)."""
+    """Return whether the compiler's search for a forced text ends soon. It has no limit: for `s ::= "a" s` text and
+    memory grow forever, and for nested repetitions every byte may take 20 ms (xgrammar 0.2.8)."""
     if grammar.kind == "json_schema":
         return not any(word in grammar.text for word in ('"$ref"', '"$dynamicRef"', '"pattern"', '"patternProperties"'))
     return grammar.kind == "choice" or (grammar.kind == "regex" and "(" not in grammar.text)
@@ -50,7 +50,7 @@ def may_jump(grammar: Grammar) -> bool:
 class Endings:
     """Tokens after which a grammar forced a text, the newest last.
 
-    is_spaced: whether a space follows colons and commas, where the grammar allows both.
+    is_spaced: whether a space follows colons and commas, if the grammar allows both.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class MaskRows:
 
     words: [rows, w] int32: masks of the tree's nodes, then of positions after the tree.
     array: the same memory.
-    first: index of the root's mask in the step; the others follow.
+    first: index of the root's mask in the step; the other masks follow.
     end: rows in use, at most `limit`.
     scratch: [1, w] int32.
     check: raises StepClosedError if the step no longer waits.
@@ -110,7 +110,7 @@ class _ForcedText(NamedTuple):
 
 
 class _Position(NamedTuple):
-    """The guide's position after a node: `offset` bytes into a forced text, or an unforced state with the mask in
+    """The guide's position after a node: `offset` bytes into a forced text, or an unforced state whose mask is in
     `row`."""
 
     state: int
@@ -123,11 +123,11 @@ class _Position(NamedTuple):
 class TreeWalk:
     """Fills the masks of one tree, and writes its guide. After an exception the matcher must be rewound.
 
-    any_whitespace: the grammar allows any whitespace between the parts of JSON.
-    jumps: see `may_jump`. Else forced texts are found byte by byte.
-    ended: the newest token, unless it was forced: it may have ended a string or number.
-    num_guided: nodes that get a state in the guide: the first ones, which are the likeliest.
-    max_searches: masks that may be filled for the guide alone; then the rest of it is left out.
+    any_whitespace: whether the grammar allows any whitespace between the parts of JSON.
+    jumps: see `may_jump`; if false, forced texts are found byte by byte.
+    ended: the newest token, unless it was forced; it may have ended a string or number.
+    num_guided: number of nodes that get a state in the guide: the first, most likely ones.
+    max_searches: maximum masks filled only for the guide; after that the rest of it is left out.
     is_forced: for each node that the grammar allows, whether a forced text follows.
     """
 
@@ -144,11 +144,11 @@ class TreeWalk:
     max_searches: int = MAX_SEARCHES
     is_forced: dict[int, bool] = field(default_factory=dict)
     _until_s: float = 0.0
-    _other: int = NOWHERE  # row of the mask compared last
+    _other: int = NOWHERE  # row of the last compared mask
     _other_mask: bytes = b""
 
     def run(self, tokens: Sequence[int], children: Sequence[Sequence[int]]) -> None:
-        """tokens, children: of each node."""
+        """Fill the masks and write the guide. tokens, children: those of each node."""
         self._until_s = time.thread_time() + _MAX_SEARCH_S
         self._visit(0, tokens, children, None)
 
@@ -172,7 +172,7 @@ class TreeWalk:
                 self.matcher.rollback(1)
 
     def _position(self, row: int, token: int, above: _Position | None) -> _Position:
-        """Return the position after a node with `token`. row: of its mask."""
+        """Return the position after a node with `token`. row: row of its mask."""
         if above is not None and above.forced_text is not None:
             forced_text, text = above.forced_text, self.texts[token]
             offset = above.offset + len(text)
@@ -191,7 +191,7 @@ class TreeWalk:
         return mask == self._other_mask  # several times faster than numpy's comparison
 
     def _position_here(self, row: int, level: int) -> _Position:
-        """Return the matcher's position. row: of its mask, if it is filled."""
+        """Return the matcher's position. row: row of its mask, if filled."""
         text = self._text()
         if text:
             return self._add_forced_text(text, level)
@@ -202,7 +202,7 @@ class TreeWalk:
         return _Position(state, row=NOWHERE if state == NOWHERE else row)
 
     def _text(self) -> bytes:
-        """Return the forced text, or its beginning; where whitespace is optional, with that of earlier answers."""
+        """Return the forced text, or its beginning. Optional whitespace is taken from earlier answers."""
         if self.jumps and not self.any_whitespace:
             return self.matcher.jump()
         text, taken = b"", 0
@@ -216,8 +216,8 @@ class TreeWalk:
         return text
 
     def _part(self, text: bytes) -> bytes:
-        """Return what is forced after `text`, or its first byte; or what may follow optional whitespace. b"" if there
-        are several ways to go on, the text may end, or the guide has reached its limits."""
+        """Return the text forced after `text`, or its first byte; or what may follow optional whitespace. b"" if there
+        are several continuations, if the text may end, or if the guide has reached its limits."""
         part = self.matcher.jump() if self.jumps else b""
         if part or self.matcher.is_terminated() or self.max_searches <= 0 or time.thread_time() > self._until_s:
             return part

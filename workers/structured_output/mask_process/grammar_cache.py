@@ -1,4 +1,4 @@
-"""Compiled grammars of the process that fills masks, compiled in threads. Used by
+"""Compiles and caches the grammars of the process that fills masks, in threads. Used by
 `workers.structured_output.mask_process.mask_host`."""
 
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 
 COMPILER_NICENESS = 10
-MAX_THREADS = 4  # so that a grammar that takes seconds delays no other
+MAX_THREADS = 4  # so that a grammar that takes seconds does not delay others
 MAX_CACHED = 64  # compiled grammars, up to 10 MB each; the compiler has a cache of its own
 
 
@@ -25,7 +25,7 @@ MAX_CACHED = 64  # compiled grammars, up to 10 MB each; the compiler has a cache
 class CachedGrammar:
     """A grammar that is compiled or being compiled.
 
-    endings: tokens after which it forced a text in earlier answers.
+    endings: tokens after which the grammar forced a text in earlier answers.
     """
 
     grammar: Grammar
@@ -45,7 +45,7 @@ class GrammarCache:
 
     @property
     def texts(self) -> TokenTexts:
-        """The bytes of the model's tokens. Available once a grammar is compiled."""
+        """Return the bytes of the model's tokens. Available once a grammar is compiled."""
         assert self._texts is not None, "asked before a grammar was compiled"
         return self._texts
 
@@ -66,7 +66,7 @@ class GrammarCache:
         from workers.structured_output.compiler import GrammarCompiler
 
         if self._compiler is None:
-            # few threads, since the machine runs other work
+            # few threads, because the machine runs other work
             num_threads = max(1, min(4, (os.cpu_count() or 1) // 4))
             self._compiler = GrammarCompiler(self._vocabulary, num_threads)
         compiled = self._compiler.compile(grammar)

@@ -1,10 +1,10 @@
-"""The process that follows the grammars of one rank's requests and fills their masks in shared memory.
+"""The process that tracks the grammars of one rank's requests and fills their masks in shared memory.
 
-One thread, the leader, carries out the rank's orders. If a mask takes too long, the rank sends a deadline: the request
-is late, another thread becomes the leader, and the former leader completes the mask in the background. So a grammar
-delays other requests by no more than the rank's limit. A mask that takes `MASK_LIMIT_S` of CPU time ends its request.
-The compiler's calls cannot be interrupted: the process exits once no request needs the result, and the rank starts
-another process.
+One thread, the leader, executes the rank's orders. If a mask takes too long, the rank sends a deadline. Then the
+request is late, another thread becomes the leader, and the previous leader completes the mask in the background. So a
+grammar delays other requests by at most the rank's limit. A mask that takes `MASK_LIMIT_S` of CPU time ends its
+request. The compiler's calls cannot be interrupted, so the process exits once no request needs their result, and the
+rank starts another process.
 """
 
 import logging
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ABANDONED_SHARE = 0.1  # share of the time limits for the mask of a request that has ended
+ABANDONED_SHARE = 0.1  # share of the time limits for masks of requests that have ended
 MAX_BACKGROUND = 4  # late masks computed at the same time
 _WATCH_S = 0.1
 
@@ -50,7 +50,7 @@ class MaskHost:
     orders: socket for the rank's orders and their answers.
     control: socket for deadlines (received) and notices (sent).
     table: masks and guides of the step.
-    leave: ends the process.
+    leave: function that ends the process.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class MaskHost:
         self._background = threading.BoundedSemaphore(MAX_BACKGROUND)
 
     def run(self) -> None:
-        """Run until the rank has ended or a thread cannot be stopped."""
+        """Run until the rank has ended, or a thread cannot be stopped."""
         threading.Thread(target=self._lead, args=(self._leader,), daemon=True).start()
         self._control.settimeout(_WATCH_S)
         while not self._must_exit:
@@ -105,13 +105,13 @@ class MaskHost:
                 if step is not None and not self._work(step, me, buffers):
                     return
         except OSError:
-            self._leave(0)  # the rank is gone
+            self._leave(0)  # the rank has ended
         except Exception:
             logger.exception("the process that fills masks failed")
             self._leave(1)
 
     def _begin(self, order: Order) -> Step | None:
-        """Carry out an order up to its fills. Return its step; None without fills."""
+        """Execute an order up to its fills. Return its step; None without fills."""
         began_s = time.perf_counter()
         for number, grammar in order.prepared.items():
             cached = self._cache.of(grammar)
@@ -156,7 +156,7 @@ class MaskHost:
             return False
 
     def _next(self, step: Step, buffers: FillBuffers, since_s: float) -> Job | None:
-        """Return the next fill that the step waits for. Masks of slow requests are filled in the background."""
+        """Return the next fill that the step waits for. Masks of slow requests are filled in the background instead."""
         while step.todo:
             place = step.todo.popleft()
             fill = step.order.fills[place]
@@ -192,7 +192,7 @@ class MaskHost:
             is_guided = request.fill(rows, fill.count, guide, fill.num_guided, self._cache.texts)
         except StepClosedError:
             return None
-        except Exception as error:  # it ends this request alone
+        except Exception as error:  # it ends only this request
             return failure_of(error)
         with self._lock:
             if job.is_current:
@@ -273,7 +273,7 @@ class MaskHost:
                 self._answer(step)
 
     def _watch(self) -> None:
-        """End requests whose masks take too long, and the process if their threads go on."""
+        """End requests whose masks take too long, and the process if their threads continue."""
         with self._lock:
             used = {job: job.share_of_limit() for job in self._jobs.values() if job.thread is not None}
             over = [job for job, share in used.items() if share > 1 and job.request.failure is None]

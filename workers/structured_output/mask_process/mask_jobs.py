@@ -14,7 +14,7 @@ from workers.structured_output.mask_process.request_grammar import RequestGramma
 
 LATE_NICENESS = 19  # niceness of threads that fill late masks
 MASK_LIMIT_S = 1.0  # CPU time for one mask
-SLOW_S = 0.01  # CPU time of the last mask above which steps do not wait for a request
+SLOW_S = 0.01  # CPU time of a request's last mask above which steps do not wait for it
 MASK_WALL_LIMIT_S = 10.0  # wall time for one mask, on a busy machine
 
 
@@ -26,7 +26,7 @@ class Thread:
     native: int = field(default_factory=threading.get_native_id)
 
     def processor_s(self) -> float:
-        """Return the CPU seconds used. A system call, which is slow in some sandboxes: do not call it for each mask."""
+        """Return the CPU seconds used. A system call, which is slow in some sandboxes, so not for each mask."""
         return time.clock_gettime(time.pthread_getcpuclockid(self.ident))
 
 
@@ -34,13 +34,13 @@ class Thread:
 class Job:
     """One request's mask, being filled by a thread.
 
-    number: the request's.
+    number: the request's number.
     thread: None until a thread has started it.
     since_s: CPU time of the thread at the start, or a few quick masks earlier.
     place: index of its fill in the step's order.
-    is_current: the step waits for it.
-    is_needed: the request has not ended.
-    began_s: time of the monotonic clock.
+    is_current: whether the step waits for it.
+    is_needed: whether the request has not ended.
+    began_s: monotonic time of its start.
     """
 
     request: RequestGrammar
@@ -59,11 +59,11 @@ class Job:
         self.lower_priority()
 
     def share_of_limit(self) -> float:
-        """Return the used share of the time limit; over it above 1. Waiting for the compiler counts."""
+        """Return the used share of the time limit, including waits for the compiler; above 1 if exceeded."""
         return max(self.processor_s() / MASK_LIMIT_S, (time.monotonic() - self.began_s) / MASK_WALL_LIMIT_S)
 
     def lower_priority(self) -> None:
-        """Lower the thread's priority: ranks compute on the same cores."""
+        """Lower the thread's priority, because ranks compute on the same cores."""
         if self.thread is not None:
             with contextlib.suppress(OSError):  # the thread has just ended
                 os.setpriority(os.PRIO_PROCESS, self.thread.native, LATE_NICENESS)

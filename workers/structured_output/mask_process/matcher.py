@@ -1,13 +1,13 @@
-"""xgrammar's matcher, with undo of all tried tokens in one call."""
+"""xgrammar's matcher, with an undo of all tried tokens in one call."""
 
 import xgrammar
 from torch import Tensor
 
 
 class Matcher:
-    """The state of one request's grammar, with tries on top of it. `rewind` undoes all tries, also after an exception.
+    """The state of one request's grammar, plus tried tokens. `rewind` undoes all tries, also after an exception.
 
-    Calls release Python's global lock. Any of them may take seconds for a hostile grammar.
+    Calls release the GIL. Any of them may take seconds for a hostile grammar.
     """
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
@@ -51,8 +51,8 @@ class Matcher:
         self._matcher.fill_next_token_bitmask(words, row)
 
     def jump(self) -> bytes:
-        """Return the longest forced text. It may begin or end inside a character: xgrammar 0.2.8 then raises an error,
-        which has the bytes."""
+        """Return the longest forced text. If it begins or ends inside a character, xgrammar 0.2.8 raises an error that
+        contains the bytes."""
         try:
             text: str = self._matcher.find_jump_forward_string()
         except UnicodeDecodeError as error:

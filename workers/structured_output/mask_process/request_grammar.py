@@ -1,6 +1,6 @@
 """The state of each request's grammar in the process that fills masks: matcher, emitted tokens and draft tree.
 
-Used by `workers.structured_output.mask_process.mask_host`; one thread at a time uses a request.
+Used by `workers.structured_output.mask_process.mask_host`. Only one thread at a time uses a request.
 """
 
 import logging
@@ -55,7 +55,7 @@ class Tree:
         return Tree(list(tokens), children)
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """Return the nodes that `tokens` go through, the root first, as far as the tree has them."""
+        """Return the nodes along `tokens`, from the root, as far as the tree has them."""
         nodes = [0]
         for token in tokens:
             below = next((child for child in self.children[nodes[-1]] if self.tokens[child] == token), None)
@@ -73,15 +73,15 @@ class RequestGrammar:
     """A request with a grammar.
 
     cached: its grammar, perhaps not compiled yet.
-    tolerates_violations: restart the grammar when a token violates it.
+    tolerates_violations: whether a token that violates the grammar restarts it.
     pending: emitted tokens that the matcher has not taken.
     num_taken: emitted tokens that the matcher has taken.
     drafted, parents: token and parent of each node of the tree to verify next.
-    verified: the tree whose masks were filled last.
+    verified: the last tree whose masks were filled.
     is_forced: for nodes of `verified`, whether the grammar forces the text after them.
     ended: the newest token, unless it was forced.
     root: [w] int32, the mask of the next token, if it was filled in the background.
-    is_slow: its last mask took long.
+    is_slow: whether its last mask took long.
     failure: why the request must end.
     """
 
@@ -125,7 +125,7 @@ class RequestGrammar:
 
     def advanced_matcher(self) -> "Matcher":
         """Return the matcher after all emitted tokens. Waits for the compiler. Raises RequestFailedError, and
-        InvalidGrammarError, which the trial should have found."""
+        InvalidGrammarError, although the trial should have found that."""
         if self._matcher is None:
             from workers.structured_output.mask_process.matcher import Matcher
 

@@ -20,18 +20,18 @@ class SharedTable:
         _, guides, words = shape.parts(torch.from_numpy(np.frombuffer(memory, np.int32, shape.size)))
         self.masks: npt.NDArray[np.int32] = words.numpy()
         self.num_words = self.masks.shape[1]
-        self.num_rows = self.masks.shape[0] // shape.num_slots  # of one request
+        self.num_rows = self.masks.shape[0] // shape.num_slots  # rows of one request
         self._blocks = None if guides is None else guides.blocks.numpy()
         self._running = np.frombuffer(memory, np.int64, MAX_RUNNING, shape.running_offset)
         self._free = list(range(MAX_RUNNING))
-        self._places: dict[int, int] = {}  # in `_running`, by request
+        self._places: dict[int, int] = {}  # index in `_running`, by request
 
     def new_guide(self) -> GuideBlock | None:
         """Allocate a guide; None in an engine without drafts."""
         return None if self._blocks is None else GuideBlock(np.empty(self._blocks.shape[1], np.int32))
 
     def set_guide(self, number: int, guide: GuideBlock) -> None:
-        """Copy a guide to its index in the step."""
+        """Copy a request's guide to its index in the step."""
         assert self._blocks is not None
         self._blocks[number] = guide.block
 
@@ -42,7 +42,7 @@ class SharedTable:
             self._running[self._places[number]] = number
 
     def ended(self, number: int) -> None:
-        """Remove that record."""
+        """Remove the record of `began`."""
         place = self._places.pop(number, None)
         if place is not None:
             self._running[place] = -1
@@ -50,7 +50,7 @@ class SharedTable:
 
 
 class FillBuffers:
-    """Buffers of the leading thread for one request, copied to the shared table once they are complete.
+    """Buffers of the leader for one request, copied to the shared table once complete.
 
     words: [nodes of a tree and positions after it, w] int32, the request's masks.
     masks: the same memory, for numpy.

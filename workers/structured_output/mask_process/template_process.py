@@ -1,8 +1,8 @@
-"""A process that has imported the grammar compiler, and forks a process for each task.
+"""A process that imports the grammar compiler once, and forks a process for each task.
 
-Clients send grammars. Compiling one or filling its masks may take minutes or all memory, or crash, and the compiler is
-C++ code that a thread cannot interrupt. So it runs in processes that may be killed at any time; a fork starts another
-one in milliseconds. Used by `workers.structured_output.host_link` (the masks of a rank's requests)
+Grammars come from clients. Compiling one or filling its masks may take minutes or all memory, or crash, and a thread
+cannot interrupt the compiler, which is C++ code. So it runs in processes that may be killed at any time; a fork starts
+another one in milliseconds. Used by `workers.structured_output.host_link` (the masks of a rank's requests)
 and `cluster.http.requests.grammar_checker` (the trial of a grammar).
 """
 
@@ -39,13 +39,13 @@ _PARENT_CHECK_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
-Kind = Literal["masks", "trial"]  # what the processes do that a template forks
+Kind = Literal["masks", "trial"]  # task of the processes that a template forks
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """The model of a forked process.
+    """The task of a forked process.
 
-    folder: the model's.
+    folder: the model's folder.
     vocab_size: size of the model's logits; 0: the tokenizer's vocabulary.
     end_token_ids: the usual end tokens of grammars; the template prepares their vocabulary.
     """
@@ -56,7 +56,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Forked(msgspec.Struct, frozen=True, array_like=True):
-    """The answer to `Work`. pid: of the new process. fault: why the fork failed, or ""."""
+    """The answer to `Work`. pid: the new process. fault: why the fork failed, or ""."""
 
     pid: int
     fault: str = ""
@@ -69,8 +69,8 @@ class TemplateError(RuntimeError):
 class Template:
     """The parent's end of the template process. `fork` may be called from any thread.
 
-    A template for trials runs at the lowest priority, and so do its forks: two trials of niceness 10 doubled the time
-    of a step of two ranks of niceness 10 on two cores, two of niceness 19 added up to a third.
+    A template for trials, and its forks, run at the lowest priority: on two cores, two trials of niceness 10 doubled
+    the time of a step of two ranks of niceness 10; two of niceness 19 added up to a third.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -127,9 +127,9 @@ class Template:
             [sys.executable, "-c", program],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
-            # Ctrl-C goes to the parent, which ends this process. A new session would keep Ctrl-C away, too, but where
-            # Linux groups processes by session (autogroups), it would get as many cores as the rest of the server,
-            # whatever its niceness: two trials made a step of two ranks on two cores take three times as long.
+            # Ignore Ctrl-C; the parent ends this process. A new session would also keep Ctrl-C away. But where Linux
+            # groups processes by session (autogroups), it would get as many cores as the rest of the server, regardless
+            # of niceness: two trials made a step of two ranks on two cores take three times as long.
             process_group=0,
         )
         theirs.close()
@@ -146,8 +146,8 @@ class Template:
 
 
 class ForkedProcess:
-    """A process forked by the template, held by a descriptor, because its number may be reused once it has ended.
-    Without descriptors (not on Linux) the process ends when its sockets are closed."""
+    """A process forked by the template, identified by a descriptor, because its pid may be reused after its end.
+    Without descriptors (not on Linux), the process ends when its sockets are closed."""
 
     def __init__(self, pid: int) -> None:
         self._descriptor: int | None = None
@@ -156,8 +156,8 @@ class ForkedProcess:
         self._pid = pid
 
     def lower_priority(self) -> None:
-        """Run only on cores that are otherwise idle (SCHED_IDLE), where Linux allows it. Eight processes of niceness 19
-        would take a third of two cores from two ranks of niceness 10."""
+        """Run only on otherwise idle cores (SCHED_IDLE), if Linux allows it. Eight processes of niceness 19 would take
+        a third of two cores from two ranks of niceness 10."""
         with contextlib.suppress(OSError):
             if sys.platform == "linux":
                 os.sched_setscheduler(self._pid, os.SCHED_IDLE, os.sched_param(0))
@@ -182,7 +182,7 @@ class ForkedProcess:
 
 @functools.cache
 def template(kind: Kind) -> Template:
-    """Return the template of this process for `kind`. There is one: it takes seconds to start, and 0.3 GB."""
+    """Return this process's only template for `kind`, because a template takes seconds to start, and 0.3 GB."""
     return Template(kind)
 
 
@@ -221,8 +221,8 @@ def _import() -> None:
 
 @contextlib.contextmanager
 def _without_transformers() -> Iterator[None]:
-    """Import xgrammar without transformers, which takes 1.7 s of CPU and 25 MB. xgrammar (0.2.8) needs it for
-    tokenizers of transformers, which are never given to it here."""
+    """Import xgrammar without transformers, which takes 1.7 s of CPU and 25 MB. xgrammar (0.2.8) needs it only for
+    transformers' tokenizers, which are not used here."""
     if "transformers" in sys.modules:
         yield
         return
@@ -237,10 +237,10 @@ def _without_transformers() -> Iterator[None]:
 
 
 def _at_low_priority(call: Callable[[], T]) -> T:
-    """Return the result of `call`, run at low priority, because requests run on the same cores meanwhile.
+    """Return the result of `call`, run at low priority, because requests run on the same cores.
 
-    A thread runs it: on Linux niceness belongs to a thread and cannot be lowered again, and forks of the main thread
-    fill masks that steps wait for. On other systems niceness belongs to the process and stays unchanged.
+    It runs in a thread: on Linux niceness belongs to a thread and cannot be lowered again, and steps wait for the main
+    thread's forks. On other systems niceness belongs to the process and stays unchanged.
     """
     first = functools.partial(os.nice, LOWEST_PRIORITY) if sys.platform == "linux" else None
     with ThreadPoolExecutor(1, "low priority", first) as thread:

@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-MAX_TOKEN_BYTES = 24  # longer tokens are not proposed
+MAX_TOKEN_BYTES = 24  # maximum size of proposed tokens
 MAX_TEXT_STATES = 32
-_MAX_CACHED = 4096  # texts whose states are cached
+_MAX_CACHED = 4096  # number of texts whose states are cached
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class TextStates:
 
     by_offset: state by byte offset.
     forced: [states] int32, the next token as the model's tokenizer spells the text.
-    origins, tokens, targets: [edges] int32, every token that fits in a state, and the next state.
+    origins, tokens, targets: [edges] int32, every state, each token that fits there, and the next state.
     last: indices of the edges that lead to the end.
     """
 
@@ -35,7 +35,7 @@ class TokenTexts:
     """Texts of a vocabulary's tokens.
 
     texts: bytes of each token; b"" for tokens without a text.
-    tokenizer: the model's.
+    tokenizer: the model's tokenizer.
     """
 
     def __init__(self, texts: Sequence[bytes], tokenizer: Tokenizer) -> None:
@@ -59,7 +59,7 @@ class TokenTexts:
         return bytes(self._bytes[place] for place in allowed.tolist())
 
     def states(self, text: bytes) -> TextStates:
-        """Return the states of a non-empty text; of a long one the first `MAX_TEXT_STATES`."""
+        """Return the states of a non-empty text; for a long one only the first `MAX_TEXT_STATES`."""
         found = self._states.get(text)
         if found is None:
             if len(self._states) >= _MAX_CACHED:
@@ -90,7 +90,7 @@ class TokenTexts:
         return TextStates(by_offset, np.array(forced, np.int32), origins, tokens, targets, np.flatnonzero(targets < 0))
 
     def _written(self, text: bytes) -> dict[int, int]:
-        """Return by offset the tokens with which the model's tokenizer spells a text."""
+        """Return the tokens of the model's tokenizer for a text, by offset."""
         found, offset = dict[int, int](), 0
         for token in self._tokenizer.encode(text.decode(errors="ignore"), add_special_tokens=False).ids:
             spelt = self._texts[token] if token < len(self._texts) else b""

@@ -1,7 +1,7 @@
-"""Tries a grammar before its request runs: whether it compiles, and how long the masks of sample answers take.
+"""Tries a grammar before its request runs: whether it compiles, and the time of masks of sample answers.
 
 Each trial runs in a process of its own (`workers.structured_output.mask_process.template_process`).
-`cluster.http.requests.grammar_checker` starts it, and kills it when it takes too long.
+`cluster.http.requests.grammar_checker` starts it, and kills it if it takes too long.
 """
 
 import os
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TOKEN_LIMIT_S = 0.2  # CPU time for one token of an answer; the rank's process allows five times as much
 WALK_LIMIT_S = 2.0  # CPU time for all sample answers
-MIN_TOKENS = 100  # tokens that sample answers must reach within this time
+MIN_TOKENS = 100  # minimum tokens of sample answers within this time
 WALK_TOKENS = 96  # per sample answer
 _REPEATED = (b"a", b" ", b"0", b"\n")
 
@@ -36,8 +36,8 @@ class TrialResult(msgspec.Struct, frozen=True, array_like=True):
     """The result of a trial.
 
     fault: why the grammar cannot be used; "" if it can.
-    is_model_fault: the model's tokenizer is the reason.
-    is_compiled: an interim result: the grammar compiles, and sample answers are being tried.
+    is_model_fault: whether the model's tokenizer is the reason.
+    is_compiled: whether this is the interim result that the grammar compiles; sample answers follow.
     """
 
     fault: str = ""
@@ -89,7 +89,8 @@ def try_grammar(
 
 
 def _compile(grammar: Grammar, vocabulary: "Vocabulary") -> "xgrammar.CompiledGrammar":
-    """Compile a grammar. Raises InvalidGrammarError, also for the library's warnings: it ignores those parts."""
+    """Compile a grammar. Raises InvalidGrammarError, also for the library's warnings, because it ignores parts with
+    warnings."""
     from workers.structured_output.compiler import GrammarCompiler
 
     with tempfile.TemporaryFile() as said:
@@ -111,7 +112,7 @@ def _compile(grammar: Grammar, vocabulary: "Vocabulary") -> "xgrammar.CompiledGr
 
 def _walk(compiled: "xgrammar.CompiledGrammar", jumps: bool) -> None:
     """Generate sample answers that are likely to be slow: of the longest tokens, of the shortest, and of one repeated
-    token. Raises InvalidGrammarError if they take too long, or no text is allowed.
+    token. Raises InvalidGrammarError if they take too long, or if no text is allowed.
 
     jumps: see `draft_guide.may_jump`.
     """
@@ -147,7 +148,7 @@ def _answer(
     """Generate one sample answer, and yield the CPU seconds of each token. Raises InvalidGrammarError.
 
     lengths: [vocab] int32, bytes of each token; 0 for tokens to avoid.
-    prefer: a token to choose wherever it is allowed, else the shortest; None: the longest.
+    prefer: a token to choose if it is allowed, else the shortest; None: always the longest.
     """
     import numpy as np
     import xgrammar
@@ -169,7 +170,7 @@ def _answer(
         token = prefer if prefer and allowed[prefer] else best
         if not allowed[token] or lengths[token] == 0:
             yield filled_s
-            return  # only an end token is allowed, or a token without a text
+            return  # only an end token or a token without text is allowed
         began_s = time.thread_time()
         matcher.take(token)
         yield filled_s + time.thread_time() - began_s
