@@ -44,7 +44,7 @@ class Answer:
     """One answer.
 
     num_prompt, num_cached: number of prompt tokens, and of cached ones; -1 if the server does not report them.
-    tops: text of each token and log-probabilities of the likeliest ones, if requested.
+    tops: text of each token and log-probabilities of the most likely ones, if requested.
     """
 
     text: str
@@ -197,7 +197,7 @@ def compared(turns: Sequence[Turn], answers: dict[str, Answer]) -> list[Differen
 
 def _nats(difference: Difference, expected: Answer) -> float | None:
     """Return the cost in nats of the first different token, from the log-probabilities without the cache. A token that
-    is not among the likeliest costs more than the last of them."""
+    is not among the most likely ones costs more than the last of them."""
     end = 0
     for token, tops in expected.tops:
         if end + len(token) > difference.start and tops:

@@ -51,8 +51,8 @@ def checked_file(path: Path, need_weights: bool = True) -> AerieConfig:
 
 
 def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
-    """Print the plan of `path` on `nodes`; without nodes, only check what does not depend on nodes. A folder without
-    weights is planned from its config.json. Raises ConfigError."""
+    """Print the plan of `path` on `nodes`; without nodes, only make the checks that need none. A folder without weights
+    is planned from its config.json. Raises ConfigError."""
     config = checked_file(path, need_weights=False)
     check_devices(config, nodes)
     _print_plan(path, config, nodes, print)

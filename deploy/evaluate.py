@@ -1,5 +1,5 @@
-"""`aerie eval-draft`: mean accepted length of a draft on the prompts of a file, with the engine of a config file,
-without Ray and HTTP."""
+"""`aerie eval-draft`: measures the mean accepted length of a draft on prompts from a file, with the engine of a config
+file, without Ray and HTTP."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from workers.scheduling.request import Request, RequestOutput
 @dataclass(frozen=True)
 class DraftReport:
     """acceptance_length: 1 + accepted / rounds. per_position[k]: share of rounds that accepted at least k + 1 tokens.
-    output_tokens_per_s: of the whole run, including prompts."""
+    output_tokens_per_s: over the whole run, including prompts."""
 
     num_prompts: int
     num_rounds: int

@@ -1,7 +1,7 @@
 """Offline generation: an engine in this process, without Ray and HTTP, with the interface of vLLM's `LLM`. Users import
 it as `aerie.LLM`.
 
-Several ranks are processes of their own, started by `multiprocessing`: a script then needs the usual
+Several ranks run in separate processes, started by `multiprocessing`; a script then needs the usual
 `if __name__ == "__main__":`.
 """
 
@@ -43,13 +43,14 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """An engine that answers lists of prompts. Use it in a `with` statement, or `close` it: ranks are processes."""
+    """An engine that answers lists of prompts. Use it in a `with` statement, or `close` it, because ranks may be
+    processes."""
 
     def __init__(
         self, model: str | Path = "eagle", *, draft: str | None = None, revision: str | None = None, **options: Any
     ) -> None:
         """model: a folder with a checkpoint, a name on the hub, a Serve config file, or the name of a packaged one.
-        draft: an EAGLE head's folder or hub name, or "suffix"; only beside a model.
+        draft: an EAGLE head's folder or hub name, or "suffix"; only with a model.
         revision: branch, tag or commit of the model on the hub.
         options: keyword arguments of vLLM's `LLM` that docs/coming-from-vllm.md lists, such as tensor_parallel_size,
         max_model_len, dtype, gpu_memory_utilization, speculative_config.
@@ -124,7 +125,7 @@ class LLM:
     def _answer(
         self, prompts: Sequence[tuple[str | None, list[int]]], params: Params, use_tqdm: bool
     ) -> list[RequestOutput]:
-        """prompts: text, if known, and token ids."""
+        """Answer prompts, each a text (None if unknown) and token ids."""
         each = [params or GREEDY] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for all, or one each")
@@ -133,7 +134,7 @@ class LLM:
             for (_, tokens), p in zip(prompts, each, strict=True)
         ]
         running = {answer.request.request_id: answer for group in groups for answer in group}
-        # None: tqdm shows nothing where stderr is no terminal
+        # None: tqdm shows nothing if stderr is not a terminal
         with tqdm(total=len(running), desc="answers", disable=None if use_tqdm else True) as progress:
 
             def listen(output: StepOutput) -> bool:
@@ -156,7 +157,7 @@ class LLM:
 
 
 def _with(args: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """`args` with the keys that keyword arguments become. Raises ConfigError."""
+    """Return `args` with the keys of keyword arguments. Raises ConfigError."""
     try:
         keys, _ = vllm_options.changes(options, python=True)
     except OptionError as error:

@@ -1,4 +1,4 @@
-"""Parameters and outputs of `deploy.offline.LLM`, named as those of vLLM's `LLM`."""
+"""Parameters and outputs of `deploy.offline.LLM`, named as in vLLM's `LLM`."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ class SamplingParams:
 
     n: answers per prompt.
     max_tokens: maximum tokens of an answer.
-    temperature: 0 chooses the likeliest token.
+    temperature: 0 chooses the most likely token.
     top_k: 0 or -1 switches the filter off.
     seed: None draws one for each answer.
     stop: texts that end an answer; they are not part of it.
     ignore_eos: continue after the end-of-text token.
-    logprobs: return the log-probabilities of each token and of the `logprobs` likeliest tokens.
+    logprobs: return the log-probabilities of each token and of the `logprobs` most likely tokens.
     speculative: False decodes without the draft, with the same tokens.
     """
 
@@ -103,7 +103,8 @@ _RANGES = (
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's log-probability in nats, its rank if it is among the likeliest (1 is the first), and its text."""
+    """One token's log-probability in nats, its rank if it is among the most likely ones (1 is the first), and its
+    text."""
 
     logprob: float
     rank: int | None
@@ -118,7 +119,7 @@ class CompletionOutput:
     logprobs: for each token, by token id; the chosen token first.
     finish_reason: "stop" or "length".
     stop_reason: the stop text, or the id of a stop token other than the end of text.
-    acceptance_length: tokens per verified draft, 1 + accepted / rounds; None without drafts.
+    acceptance_length: tokens per round with drafts, 1 + accepted / rounds; None without drafts.
     """
 
     index: int

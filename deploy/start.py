@@ -1,4 +1,4 @@
-"""`aerie start`: makes this host the head of a Ray cluster, or joins one, by `ray start` with Aerie's settings.
+"""`aerie start`: makes this host the head of a Ray cluster, or joins one, with `ray start` and Aerie's settings.
 
 The settings are environment variables of Ray's processes and must be the same on all hosts. A variable that is already
 set keeps its value.
@@ -109,7 +109,7 @@ def node_environment(present: Mapping[str, str]) -> dict[str, str]:
 def ray_command(wanted: NodeStart, find_address: Callable[[str], str]) -> list[str]:
     """Return the command line. find_address: returns an interface's IPv4 address. Raises ConfigError."""
     if wanted.node_ip and wanted.interface:
-        raise ConfigError("--node-ip and --interface: say one of them")
+        raise ConfigError("--node-ip and --interface: give only one of them")
     if wanted.address and ":" not in wanted.address:
         raise ConfigError(f"--address {wanted.address}: give the head's host and port, as {wanted.address}:6379")
     node_ip = find_address(wanted.interface) if wanted.interface else wanted.node_ip

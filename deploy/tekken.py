@@ -1,4 +1,4 @@
-"""`aerie tekken`: makes tokenizer.json from tekken.json, for Mistral checkpoints without the former.
+"""`aerie tekken`: creates tokenizer.json from tekken.json, for Mistral checkpoints that lack it.
 
 mistral-common reads tekken.json too, but needs numpy below 2.4 on Python up to 3.12; other packages need a later one.
 """

@@ -10,7 +10,8 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lognormal numbers of tokens. mean: of the distribution before it is cut off at `cap`; sigma: of the logarithm."""
+    """Lognormal numbers of tokens. mean: mean of the distribution before it is capped at `cap`; sigma: standard
+    deviation of the logarithm."""
 
     mean: float
     sigma: float
@@ -86,8 +87,7 @@ class Traffic:
     seed: int = 0
 
     def arrivals(self, rate: float) -> list[Arrival]:
-        """Poisson arrivals at `rate` per second. They depend on seed and rate alone, so that every server gets the
-        same."""
+        """Poisson arrivals at `rate` per second. They depend only on seed and rate, so every server gets the same."""
         generator = np.random.default_rng((self.seed, round(rate * 1000)))
         due_s: list[float] = []
         now_s = generator.exponential(1 / rate)
@@ -105,8 +105,8 @@ class Traffic:
         ]
 
     def _add_prefixes(self, generator: np.random.Generator, prefixes: Prefixes, prompts: list[list[int]]) -> None:
-        """Let a share of `prompts` start with one of the prefixes, which are new for each rate. Such a prompt keeps its
-        length, or is OWN_TOKENS longer than the prefix if that is more."""
+        """Make a share of `prompts` start with one of the prefixes, which are new for each rate. Such a prompt keeps
+        its length, but has at least OWN_TOKENS after the prefix."""
         texts = [self._tokens(generator, prefixes.tokens) for _ in range(prefixes.count)]
         for prompt in prompts:
             if generator.random() < prefixes.share:
@@ -121,8 +121,8 @@ class Traffic:
 
 
 def repeated_tokens(prompts: Sequence[Sequence[int]], block: int = 16) -> int:
-    """Return how many tokens an unlimited prefix cache would find: for each prompt, the longest prefix of whole blocks
-    that it shares with an earlier prompt. block: tokens."""
+    """Return the number of tokens that an unlimited prefix cache would find: for each prompt, the longest prefix of
+    whole blocks shared with an earlier prompt. block: tokens per block."""
     seen: set[int] = set()
     repeated = 0
     for prompt in prompts:

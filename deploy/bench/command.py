@@ -1,4 +1,4 @@
-"""`aerie bench`: the figures of a server that runs, at each of several rates."""
+"""`aerie bench`: measures a running server at each of several rates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOWEST_ID = 300  # lower ids are special tokens and bytes in most tokenizers
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """1 if a request failed. Raises ConfigError."""
+    """Return 1 if a request failed, else 0. Raises ConfigError."""
     if arguments.plot is not None and arguments.plot.suffix != ".svg":
         raise ConfigError(f"--plot {arguments.plot}: must end in .svg")
     rates = _rates(arguments.rates)

@@ -1,12 +1,12 @@
 """Latencies of an open loop by percentile, as a table and as a plot. Used by `aerie bench` and the benchmarks.
 
-ttft  from when a request was due to its first event that carries a choice
+ttft  from a request's due time to its first event with a choice
 itl   between two such events of one answer, over all answers; an event may hold several tokens
 tpot  (last event - first event) / (tokens - 1) of each answer; tokens as counted by the server
-e2e   from when a request was due to the end of its answer
+e2e   from a request's due time to the end of its answer
 cached  share of prompt tokens found in the prefix cache, as counted by the server
 possible  share that an unlimited prefix cache would have found, in blocks of 16 tokens
-late  delay of the client itself; above some 10 ms the figures measure the client
+late  delay of the client itself; above about 10 ms the figures measure the client
 """
 
 import itertools

@@ -15,7 +15,7 @@ from deploy.bench.figures import Rate, rate_figures
 from deploy.bench.stream_client import Answered, Pool, request_bytes
 
 WARM_UP = 16  # requests of a warm-up, sent at once, twice
-LEAD_S = 0.2  # from the start of the clock to the first arrival that may be due
+LEAD_S = 0.2  # from the start of the clock to the first possible arrival
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ async def run_rate(
 
 async def closed_loop(pool: Pool, requests: Iterator[bytes], num_streams: int, answers: list[Answered]) -> None:
     """Send `requests` over `num_streams` streams, one at a time on each. A stream stops at its first failed answer.
-    answers: grows by one when a request is sent; may be read meanwhile."""
+    answers: a list that grows by one with each request sent; may be read at any time."""
 
     async def stream() -> None:
         for request in requests:
@@ -107,7 +107,7 @@ async def measure_rate(
     """Send the traffic at one rate and return its figures."""
     arrivals = traffic.arrivals(rate)
     gc.collect()
-    gc.disable()  # a collection of thousands of events would count as the server's latency
+    gc.disable()  # a garbage collection would count as the server's latency
     try:
         answers, begin_s = await run_rate(target, arrivals, drain_s, progress=progress)
     finally:

@@ -1,5 +1,5 @@
 """Reads streamed answers over raw connections and records the time of each event. Hundreds may run at once, because an
-answer costs a callback per read and no task. Used by `deploy.bench.load`."""
+answer needs only a callback per read, no task. Used by `deploy.bench.load`."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ class Usage(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """The fields of an event that are used. choices: not decoded."""
+    """The used fields of an event. choices: not decoded."""
 
     choices: list[msgspec.Raw] = []
     usage: Usage | None = None
@@ -54,7 +54,7 @@ def request_bytes(
 class Answered:
     """The part of an answer received so far. Seconds are of `time.perf_counter`.
 
-    event_s: time of each event that carries a choice.
+    event_s: time of each event with a choice.
     num_tokens, num_prompt, num_cached: answer tokens, prompt tokens and cached prompt tokens in the server's usage; 0
         without.
     fault: why it is incomplete; "" for a complete answer.
@@ -163,7 +163,7 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one server; one that is idle is used again."""
+    """Connections to one server; idle ones are reused."""
 
     def __init__(self, host: str, port: int, encrypted: bool = False) -> None:
         self._host = host
@@ -172,7 +172,7 @@ class Pool:
         self._idle: list[Connection] = []
 
     async def ask(self, request: bytes, answered: Answered) -> None:
-        """Send `request` and wait for its answer. A connection that the server has closed meanwhile is replaced."""
+        """Send `request` and wait for its answer. A connection that the server has closed is replaced."""
         connection = await self._connection()
         try:
             await connection.ask(request, answered)

@@ -1,4 +1,4 @@
-"""`aerie chat`: reads a line, shows the answer as it comes, again."""
+"""`aerie chat`: reads lines and shows the answers as they arrive."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chat(server: Server, conversation: Conversation, console: Console, read: Callable[[], str]) -> int:
-    """Until `read` ends with EOFError, as at Ctrl-D, or a line says /quit. KeyboardInterrupt, as at Ctrl-C, stops an
-    answer, or drops a line. Raises ConfigError if the server is gone."""
+    """Run until `read` raises EOFError (Ctrl-D) or a line is /quit. KeyboardInterrupt (Ctrl-C) stops an answer, or
+    drops a line. Raises ConfigError if the server cannot be reached."""
     console.print(f"[bold]{conversation.model}[/bold] at {server.url}. /help says what can be done; Ctrl-D leaves.")
     console.print(f"[{STYLES[True]}]drafted and accepted[/], [{STYLES[False]}]the target's own token[/]\n")
     while True:
@@ -63,7 +63,7 @@ def chat(server: Server, conversation: Conversation, console: Console, read: Cal
 
 
 def answer(server: Server, conversation: Conversation, console: Console, prompt: str) -> None:
-    """Show the answer to `prompt` as it comes; what came of one that is stopped is kept, one that fails is forgotten.
+    """Show the answer to `prompt` as it arrives. A stopped answer stays in the conversation, a failed one does not.
     Raises ConfigError."""
     answer = StreamedAnswer(time.monotonic())
     end = ""
@@ -71,7 +71,7 @@ def answer(server: Server, conversation: Conversation, console: Console, prompt:
         with contextlib.closing(server.stream_chat(conversation.body(prompt))) as chunks:
             for chunk in chunks:
                 for text, drafted in answer.push(chunk, time.monotonic()):
-                    # Text, so that what a model writes is never read as markup.
+                    # Text, so that a model's output is never interpreted as markup.
                     console.print(Text(text.translate(_SHOWN), style=STYLES[drafted]), end="", soft_wrap=True)
     except KeyboardInterrupt:
         end = "stopped · "

@@ -16,12 +16,12 @@ HELP = """/spec on|off   speculation
 
 
 class CommandError(ValueError):
-    """A line that cannot be carried out; the message says why."""
+    """A command that cannot be executed; the message says why."""
 
 
 @dataclass
 class Conversation:
-    """speculative, temperature, max_tokens (0: as many as fit), seed: of the answers to come."""
+    """speculative, temperature, max_tokens (0: as many as fit), seed: used for later answers."""
 
     model: str
     speculative: bool = True
@@ -32,7 +32,7 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def body(self, prompt: str) -> dict[str, Any]:
-        """The chat request that asks for an answer to `prompt`."""
+        """Return the chat request for an answer to `prompt`."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         body = {
             "model": self.model,
@@ -49,7 +49,7 @@ class Conversation:
         self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> str:
-        """Carries out a line that begins with a slash; returns what to show. Raises CommandError."""
+        """Execute a line that begins with a slash; return the text to show. Raises CommandError."""
         name, _, value = line.partition(" ")
         value = value.strip()
         if name == "/help":

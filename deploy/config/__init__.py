@@ -1,4 +1,4 @@
-"""Finds or makes the configuration of a command.
+"""Finds or builds the configuration of a command.
 
 files          Serve config files: the packaged ones, relative paths
 keys           every key with its default and description

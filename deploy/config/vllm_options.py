@@ -1,7 +1,7 @@
 """Options of `vllm serve` for `aerie serve MODEL`, and the configuration keys that they set.
 
-One table: options with the same meaning, with a difference (its note is printed), without effect because Aerie always
-does it, and refused ones with a remedy. `aerie.LLM` takes the same names as keyword arguments. Imports nothing heavy.
+One table of options: with the same meaning, with a difference (its note is printed), without effect (Aerie always does
+it), and refused (with a remedy). `aerie.LLM` takes the same names as keyword arguments. Imports nothing heavy.
 """
 
 import argparse
@@ -204,7 +204,7 @@ OPTIONS: Sequence[Option] = (
         "one parser for calls and reasoning",
     ),
     Option(("--quantization", "-q"), to_key(QUANTIZATION)),
-    # Options that Aerie always follows, or that change no answer.
+    # Options whose behaviour Aerie always has, or that do not change answers.
     Option(("--enable-chunked-prefill",), nothing, 0),
     Option(("--enable-auto-tool-choice",), nothing, 0),
     Option(("--async-scheduling",), nothing, 0),

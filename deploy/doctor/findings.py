@@ -56,7 +56,7 @@ def _packages(machine: Machine) -> Iterator[Finding]:
             yield Finding(
                 "FAIL", name, f"not installed: `{install_command()}` brings it, or `make serve` in a checkout"
             )
-        elif name != "torch":  # whose build has a line of its own
+        elif name != "torch":  # torch's build has a separate line
             yield Finding("ok", name, version)
 
 

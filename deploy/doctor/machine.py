@@ -118,7 +118,7 @@ def _packages() -> dict[str, str]:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str]:
-    """Return the GPUs, and why there are none despite a driver."""
+    """Return the GPUs, and the reason if there are none although there is a driver."""
     if shutil.which("nvidia-smi") is None:
         return (), ""
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader,nounits"]

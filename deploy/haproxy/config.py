@@ -15,8 +15,8 @@ STREAM_SHARE = 0.85  # share of connections for requests; the rest answers healt
 SOURCE_SHARE = 0.8  # share of connections for the requests of one address
 CUT_SHARE = 0.95  # share of connections for one address, including those without a request
 AMPLE = 4096  # minimum number of connections to cut off an address: the remaining ones exceed a burst
-_BACKLOG = 4096  # connections that the system keeps until HAProxy takes them
-_UNHEARD_S = 8  # without acknowledgements until a host is given up, such as one without power
+_BACKLOG = 4096  # connections that the system queues until HAProxy accepts them
+_UNHEARD_S = 8  # without acknowledgements until a host (without power) is given up
 _DEAD_PEERS = (
     "    option srvtcpka",
     f"    srvtcpka-idle {_UNHEARD_S // 2}s",
@@ -41,8 +41,8 @@ _UNAVAILABLE = (
     "service_unavailable_error",
     "service_unavailable",
 )
-# Status -> reason, and of the error message, type, code. Bytes that are not HTTP/1 (TLS, broken heads and chunks) get
-# HAProxy's own page instead: its parser (2.8) answers those before there is a request that `errorfile` applies to.
+# Status -> reason; message, type and code of the error. Input that is not HTTP/1 (TLS, broken heads and chunks) gets
+# HAProxy's own page, because its parser (2.8) answers before `errorfile` applies.
 _ERRORS = {
     400: ("Bad Request", "Unreadable request", _BAD, "bad_request"),
     403: ("Forbidden", "The server does not take this request", _BAD, "forbidden"),
@@ -89,9 +89,9 @@ def _with_waiting(config: str, last: str, next_ports: Sequence[int]) -> str:
     HAProxies listen (there may be several within a second). Routes without servers use those of `last` while these
     listen.
 
-    Serve (Ray 2.60) lists no server in two cases: after an update, for the seconds until it has built the application
-    again, while the former ingresses serve; and while the only ingress is replaced. An ingress that is about to end
-    fails its check before HAProxy knows its successor."""
+    Serve (Ray 2.60) lists no server in two cases: for some seconds after an update, until it has rebuilt the
+    application, while the previous ingresses still serve; and while the only ingress is replaced, because an ending
+    ingress fails its check before HAProxy knows its successor."""
     before = dict(_backends(last))
     for name, section in _backends(config):
         former = [] if _servers(section) else _servers(before.get(name, ""))
@@ -125,8 +125,8 @@ def _servers(section: str) -> list[tuple[str, str]]:
 
 
 def _with_defaults(config: str, folder: Path) -> str:
-    """Add time limits and error replies. Do not reuse connections to ingresses for other clients: a request on one
-    whose ingress has ended would be lost, whereas a new connection tries the next ingress."""
+    """Add time limits and error replies. Do not reuse connections to ingresses for other clients: a request on a
+    connection whose ingress has ended would be lost, but a new connection tries the next ingress."""
     config = re.sub(r"(?m)^(\s*default-server .*)$", rf"\1 tcp-ut {_UNHEARD_S}s", config)
     config = config.replace("http-reuse always", "http-reuse safe")
     # Splicing would take a fifth of the open files for pipes, and events are too short to gain from it.
@@ -205,7 +205,7 @@ def answer(status: int) -> str:
 
 
 def _json(message: str, kind: str, code: str) -> str:
-    """Return an error as JSON, in the form of all errors (`cluster.http.errors`)."""
+    """Return an error as JSON, in the format of all errors (`cluster.http.errors`)."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     return json.dumps({"error": error}, separators=(",", ":"))
 

@@ -20,7 +20,7 @@ from deploy.haproxy.config import AMPLE, MAX_CONNECTIONS, has_routes, num_stream
 from workers.distributed.ports import free_ports
 
 _FILES_EACH = 2  # per connection: to the client and to the ingress
-_FILES_BESIDE = 64  # other open files of HAProxy (2.8), beside four per thread
+_FILES_BESIDE = 64  # other open files of HAProxy (2.8), besides four per thread
 _THREADS = 4  # Serve's default
 NUM_PORTS = 4  # ports for `write_script`
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
@@ -51,8 +51,8 @@ def open_files_warning() -> str | None:
 
 
 def socket_root(folder: str) -> str:
-    """Return the folder, or /tmp if its path is too long for a server's sockets below it: HAProxy's path has at most 97
-    characters, of which the server's folder and Serve's, named by a node, take 83."""
+    """Return the folder, or /tmp if its path is too long for a server's sockets: a socket path of HAProxy has at most
+    97 characters, and the folders of the server and of Serve (named by node) take 83."""
     return folder if len(folder) <= 14 else "/tmp"
 
 

@@ -174,7 +174,7 @@ def _end_start(child: int, signum: int, folder: Path) -> int:
     """Kill a server that does not accept requests yet, with its descendants, and print so. Return 128 plus the signal's
     number."""
     os.kill(child, signal.SIGKILL)
-    remove_server_files(folder)  # before `end_descendants`, because it finds files by Ray's processes
+    remove_server_files(folder)  # before `end_descendants`: files are found through Ray's processes
     for number in (1, 2):
         if os.isatty(number):
             os.write(number, _SHOW_CURSOR)

@@ -1,4 +1,4 @@
-"""`aerie quantize`: quantises a checkpoint of 16 or 32 bits into compressed-tensors' formats.
+"""`aerie quantize`: quantises a 16- or 32-bit checkpoint into compressed-tensors' formats.
 
 command       checks that the library is installed, then calls `checkpoint`
 checkpoint    the steps: read, check, measure, convert, measure

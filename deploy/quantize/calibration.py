@@ -28,7 +28,7 @@ class Moments:
         self._wanted, self._sums, self._counts = wanted, {}, {}
 
     def add(self, layer: str, x: Tensor) -> None:
-        """x: [rows, inputs]"""
+        """Add inputs x [rows, inputs] of a layer."""
         if layer in self._wanted and x.shape[0]:
             rows = x.float()
             if layer not in self._sums:

@@ -95,7 +95,7 @@ class Job:
         with unfinished(self.output) as folder, self.progress:
             self._check_space()
             copy_others(self.source.folder, folder, self.scheme.config(kept_modules(self.source, self.modules)))
-            read_target_config(ModelSource(str(folder)), 1)  # refuses models that Aerie does not serve, before the work
+            read_target_config(ModelSource(str(folder)), 1)  # refuses unsupported models before the work
             before = self._loss(self.source.folder, texts, "loss before")
             writer = ShardWriter(folder, int(self.arguments.shard_gb * 1e9))
             self._convert(writer)

@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
 
 class Source:
-    """A checkpoint of 16 or 32 bits. Raises ConfigError for other checkpoints and unreadable ones.
+    """A 16- or 32-bit checkpoint. Raises ConfigError for other checkpoints and unreadable ones.
 
     entries: all tensors, by name.
     layers: layers that can be quantised.

@@ -22,7 +22,7 @@ class Announcement:
     def __init__(
         self, address: Address, content: Mapping[str, Any], console: Console, began_s: float, ready: Callable[[], None]
     ) -> None:
-        """content: the Serve config file's."""
+        """content: content of the Serve config file."""
         application = content["applications"][0]
         self._url = address.url + str(application.get("route_prefix") or "/").rstrip("/")
         self._console = console

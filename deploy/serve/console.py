@@ -31,7 +31,7 @@ class Console:
     """The output of one `aerie serve`. Its methods may be called from any thread.
 
     began_s: Unix time at which the command began; times in lines count from there.
-    log: file for what is not shown; None shows everything (`--verbose`).
+    log: file for output that is not shown; None shows everything (`--verbose`).
     ready: set once an engine accepts requests.
     """
 

@@ -54,8 +54,8 @@ def run_until_signal(
 
 
 def _drain(timeout_s: float, console: Console) -> None:
-    """On Ctrl-C or a supervisor's SIGTERM: take no new requests, let running ones finish within engine.drain_timeout_s,
-    then end as `serve run` does after Ctrl-C. The main thread is asleep in `serve run` when this runs.
+    """On Ctrl-C or SIGTERM, refuse new requests, let running ones finish within engine.drain_timeout_s, then end as
+    `serve run` does after Ctrl-C. Runs while the main thread sleeps in `serve run`.
 
     The engines drain before Serve deletes them: its proxies would forget the application at once and answer 404 for it
     (Ray 2.60) while its last requests run. Until then new requests get the ingress's 503 with Retry-After."""

@@ -23,7 +23,7 @@ SERVING_MODULES = (
     "ray.serve._private.replica",
     "deploy.app",
 )
-CORES_TO_PREPARE = 8  # with at least so many, processes start before they are needed
+CORES_TO_PREPARE = 8  # minimum cores to start processes before they are needed
 
 
 def join_ray(address: str | None) -> None:
@@ -38,7 +38,7 @@ def start_own_ray(object_store_mb: int, num_ranks: int) -> Any:
     keep_to_owner(os.environ)
     node = start_ray(object_store_mb, num_ranks)
     session = node.get_session_dir_path()
-    os.chmod(session, 0o700)  # Ray lets everybody in
+    os.chmod(session, 0o700)  # Ray opens it to all users
     server_record.note(session=session)
     return node
 

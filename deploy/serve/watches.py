@@ -18,7 +18,7 @@ from deploy.processes.guard import FAULT, end_descendants, process_tree
 from deploy.processes.server_record import note, note_processes, sessions_of
 from deploy.serve.console import Console
 
-_STARTED_S = 1.0  # a HAProxy that lives so long has the port
+_STARTED_S = 1.0  # a HAProxy that has run this long has the port
 
 
 class Watch(ABC):

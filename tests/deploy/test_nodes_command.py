@@ -48,7 +48,7 @@ def test_host_joins_the_head_and_leaves_its_resources_to_ray() -> None:
     ("wanted", "said"),
     [
         (NodeStart(address="10.1.2.3"), "--address 10.1.2.3: give the head's host and port, as 10.1.2.3:6379"),
-        (NodeStart(node_ip="10.1.2.3", interface="lan0"), "--node-ip and --interface: say one of them"),
+        (NodeStart(node_ip="10.1.2.3", interface="lan0"), "--node-ip and --interface: give only one of them"),
     ],
 )
 def test_contradictions_are_refused(wanted: NodeStart, said: str) -> None:
