@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from cluster.coordinator.loop import CoordinatorHealth, CoordinatorLoop, CoordinatorSettings
+from cluster.coordinator.loop import CoordinatorLoop, CoordinatorSettings
 from cluster.linux import use_short_time_slice
 from cluster.transport.messages import EngineStats, FlushOutcome
 from workers.scheduling.cost_table import CostTable
@@ -91,9 +91,9 @@ class Coordinator:
         """Empty the prefix cache if all requests have ended."""
         return self._call(self._loop.flush_cache)
 
-    def health(self) -> CoordinatorHealth:
-        """Return the ages of the loop and the ranks, even if the loop hangs."""
-        return self._loop.health()
+    def loop_age_s(self) -> float:
+        """Return the seconds since the loop's last iteration, even if it hangs."""
+        return self._loop.age_s()
 
     def _call(self, work: Callable[[], T]) -> T:
         """Run `work` in the loop's thread and wait for it."""

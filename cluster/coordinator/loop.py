@@ -1,5 +1,5 @@
 """The loop of the coordinator's thread: receive requests, send plans to the ranks, read results one step late, publish
-tokens. `cluster.coordinator.coordinator` runs it in a thread; other threads may call only `health`.
+tokens. `cluster.coordinator.coordinator` runs it in a thread; other threads may call only `age_s`.
 """
 
 import logging
@@ -48,23 +48,6 @@ class CoordinatorSettings:
     step_timeout_s: float = 60.0
     queue_timeout_s: float = math.inf
     max_in_flight: int = 2
-
-
-@dataclass(frozen=True)
-class CoordinatorHealth:
-    """Ages of regular events in seconds.
-
-    loop_age_s: since the loop's last iteration, which takes half a second at most.
-    heartbeat_age_s: of each rank's last heartbeat.
-    oldest_plan_age_s: of the oldest plan without a result, 0 without one.
-    """
-
-    status: str
-    detail: str
-    epoch: int
-    loop_age_s: float
-    heartbeat_age_s: tuple[float, ...]
-    oldest_plan_age_s: float
 
 
 class CoordinatorLoop:
@@ -198,15 +181,16 @@ class CoordinatorLoop:
 
     def stats(self) -> EngineStats:
         """Return state and counters."""
+        now, worker_group = self._clock(), self._worker_group
         return engine_stats(
             self._scheduler,
             self._settings.engine_id,
             self.status,
             self._detail,
             max(0, self._last_epoch - 1),
-            self._clock() - self._last_step_s,
-            self.health().heartbeat_age_s,
-            () if self._worker_group is None else self._worker_group.last_heartbeat,
+            now - self._last_step_s,
+            () if worker_group is None else tuple(now - stamp for stamp in worker_group.last_heartbeat_s),
+            () if worker_group is None else worker_group.last_heartbeat,
             self.streams.slot_wait_s(),
         )
 
@@ -217,19 +201,9 @@ class CoordinatorLoop:
         except UnfinishedError as error:
             return FlushOutcome(self._settings.engine_id, unfinished=str(error))
 
-    def health(self) -> CoordinatorHealth:
-        """Return the ages. Safe in any thread."""
-        now, worker_group = self._clock(), self._worker_group
-        oldest = worker_group.oldest_plan(now) if worker_group is not None else None
-        heartbeats = worker_group.last_heartbeat_s if worker_group is not None else ()
-        return CoordinatorHealth(
-            status=self.status,
-            detail=self._detail,
-            epoch=self._scheduler.epoch,
-            loop_age_s=now - self._last_turn_s,
-            heartbeat_age_s=tuple(now - stamp for stamp in heartbeats),
-            oldest_plan_age_s=oldest[1] if oldest is not None else 0.0,
-        )
+    def age_s(self) -> float:
+        """Return the seconds since the last iteration, which takes half a second at most. Safe in any thread."""
+        return self._clock() - self._last_turn_s
 
     def _send_plans(self) -> None:
         """Send the plans that are due and not empty."""

@@ -27,7 +27,7 @@ SUCCESSOR_WAIT_S = 60.0  # maximum wait for the engine that replaces a leaving o
 
 
 class EngineLinks:
-    """Implements `cluster.ingress.remote_engines.Engines` over ZeroMQ.
+    """The reachable engines, over ZeroMQ. Used by `cluster.ingress.remote_engines`.
 
     find: takes names of known engines; returns the inbox endpoint of every living coordinator by name, "" for known
         ones and for those that accept no requests yet.

@@ -1,7 +1,7 @@
 """Sends each request to a chosen engine, and to another one if that engine fails.
 
-`RemoteEngines` implements `cluster.http.engine_client.EngineClient`. It uses ZeroMQ and Ray through `Engines` and
-`EngineCalls`, so that tests need neither.
+`RemoteEngines` implements `cluster.http.engine_client.EngineClient`. It uses Ray through `EngineCalls`, so
+that tests need none.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import msgspec
 
 from cluster.http.engine_client import EngineRefused
 from cluster.ingress.attempts import Attempts, EngineFailed
+from cluster.ingress.engine_links import EngineLinks
 from cluster.ingress.refreshed import Refreshed
 from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import Prompt
@@ -32,27 +33,6 @@ STUCK_PERIOD_S = 1.0  # between checks whether a request's engine is stuck
 PROBE_LIMIT_S = 4.0  # a probe fails after this, as a request would
 TAKEN_TIMEOUT_S = 4.0  # for an engine to confirm that it has queued a request, which takes milliseconds
 NEW_WAIT_S = 8.0  # maximum wait of a new request for an engine that accepts requests
-
-
-class Engines(Protocol):
-    """The reachable engines."""
-
-    async def choose(self, prompt: Prompt, avoid: frozenset[str], wait_s: float) -> str | None:
-        """Return the name of the engine for a request, not one in `avoid`; None if there is none within `wait_s`."""
-        ...
-
-    def start(self, name: str, message: GenerateRequest | Probe, prompt: Prompt) -> RequestStream:
-        """Send a request to the engine that `choose` returned. The stream fails with EngineRefused or EngineFailed;
-        closing it aborts the request."""
-        ...
-
-    def suspect(self, name: str) -> None:
-        """Record that an engine did not accept a request in time."""
-        ...
-
-    def is_stuck(self, name: str) -> bool:
-        """Whether an engine has run no step for a while, and another engine is healthy."""
-        ...
 
 
 class EngineCalls(Protocol):
@@ -76,7 +56,7 @@ class RemoteEngines:
 
     def __init__(
         self,
-        engines: Engines,
+        engines: EngineLinks,
         calls: EngineCalls,
         resume: bool,
         resume_wait_s: float = 600.0,

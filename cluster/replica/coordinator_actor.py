@@ -115,7 +115,7 @@ class EagleCoordinator:
 
     async def loop_age_s(self) -> float:
         """Return the seconds since the loop's last iteration, even if it hangs."""
-        return 0.0 if self._coordinator is None else self._coordinator.health().loop_age_s
+        return 0.0 if self._coordinator is None else self._coordinator.loop_age_s()
 
     def _report(self, listener: Callable[[str], None], reason: str) -> None:
         self._loop.call_soon_threadsafe(listener, reason)

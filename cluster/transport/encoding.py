@@ -1,4 +1,4 @@
-"""Encodes messages: a byte for the type, then msgpack. Typed, without pickle."""
+"""Encodes messages: msgpack arrays, which begin with the tag of their type. Typed, without pickle."""
 
 import msgspec
 
@@ -30,24 +30,8 @@ Message = (
     | Subscribe
     | EngineState
 )
-_KINDS: dict[type, bytes] = {
-    StepPlan: b"P",
-    StepResult: b"R",
-    Heartbeat: b"H",
-    RankFailure: b"F",
-    Stop: b"S",
-    GenerateRequest: b"G",
-    Probe: b"B",
-    Abort: b"A",
-    TokenBatch: b"T",
-    Refused: b"N",
-    Subscribe: b"W",
-    EngineState: b"E",
-}
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
-    kind[0]: msgspec.msgpack.Decoder(message) for message, kind in _KINDS.items()
-}
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _NUMBER_BYTES = 8
 
 
@@ -57,19 +41,15 @@ class BadMessageError(ValueError):
 
 def encode(message: Message) -> bytes:
     """Encode a message."""
-    return _KINDS[type(message)] + _ENCODER.encode(message)
+    return _ENCODER.encode(message)
 
 
-def decode(raw: bytes, start: int = 0) -> Message:
-    """Decode a message; raises BadMessageError. start: offset of the message in `raw`."""
-    kind = raw[start : start + 1]
-    decoder = _DECODERS.get(kind[0]) if kind else None
-    if decoder is None:
-        raise BadMessageError(f"message begins with {kind!r}, known are {sorted(_KINDS.values())}")
+def decode(raw: bytes | memoryview) -> Message:
+    """Decode a message; raises BadMessageError."""
     try:
-        return decoder.decode(memoryview(raw)[start + 1 :])
+        return _DECODER.decode(raw)
     except msgspec.MsgspecError as error:
-        raise BadMessageError(f"message {kind!r}: {error}") from error
+        raise BadMessageError(f"message {bytes(raw[:40])!r}: {error}") from error
 
 
 def encode_numbered(number: int, message: Message) -> bytes:
@@ -82,4 +62,4 @@ def decode_numbered(raw: bytes, expected: int) -> Message:
     number = int.from_bytes(raw[:_NUMBER_BYTES], "little")
     if number != expected:
         raise BadMessageError(f"message {expected} was lost: {number} came")
-    return decode(raw, _NUMBER_BYTES)
+    return decode(memoryview(raw)[_NUMBER_BYTES:])

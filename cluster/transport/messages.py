@@ -15,7 +15,7 @@ from workers.scheduling.stats import Metric, SchedulerStats
 MAX_CRASHES = 1  # maximum hung or crashed steps of a request that is resumed
 
 
-class GenerateRequest(msgspec.Struct, frozen=True):
+class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One generation.
 
     request_id: unique.
@@ -38,7 +38,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     num_crashes: int = 0
 
 
-class Probe(msgspec.Struct, frozen=True):
+class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Asks whether a request would run. It takes the path of a request, costs no step, and ends with a last delta, or a
     refusal with the reason."""
 
@@ -96,7 +96,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_crashes: int = 0
 
 
-class TokenBatch(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class TokenBatch(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=True):
     """One step's tokens for one ingress."""
 
     deltas: tuple[TokenDelta, ...]
@@ -111,13 +111,13 @@ class Refusal(msgspec.Struct, frozen=True):
     retry_after_s: float = 1.0
 
 
-class Abort(msgspec.Struct, frozen=True, array_like=True):
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Stop a request and free its pages; unknown ids are ignored (it may just have finished)."""
 
     request_id: str
 
 
-class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank's loop runs. num_steps: number of finished steps. step_s: their total seconds. graphs: state of its
     graphs."""
 
@@ -128,7 +128,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True):
     graphs: GraphCount = GraphCount()
 
 
-class RankFailure(msgspec.Struct, frozen=True, array_like=True):
+class RankFailure(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A rank's executor raised an error, and its loop has ended. message: the traceback."""
 
     rank: int
@@ -136,22 +136,22 @@ class RankFailure(msgspec.Struct, frozen=True, array_like=True):
     message: str
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True):
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Ends a rank's loop."""
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True):
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The coordinator refused a request."""
 
     request_id: str
     refusal: Refusal
 
 
-class Subscribe(msgspec.Struct, frozen=True, array_like=True):
+class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first message on a connection: send `EngineState` to this ingress until it disconnects."""
 
 
-class EngineState(msgspec.Struct, frozen=True, array_like=True):
+class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The state by which an ingress chooses an engine. It is slightly stale, which may cost time, but no tokens.
 
     engine_id: the coordinator's.

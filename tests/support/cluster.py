@@ -197,6 +197,12 @@ class TestBed:
         )
         return params
 
+    def oldest_plan_age_s(self) -> float:
+        """The age of the oldest plan without a result; 0 without one."""
+        group = self.coordinator._loop._worker_group
+        oldest = None if group is None else group.oldest_plan(time.monotonic())
+        return 0.0 if oldest is None else oldest[1]
+
     def close(self) -> None:
         self.coordinator.stop()
         for ranks in self.ranks:

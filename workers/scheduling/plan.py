@@ -146,7 +146,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
         return len(self.tokens) // 4 - (self.next_token < 0) if self.logprobs >= 0 else 0
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One step of all ranks: page-table changes, slot initialisation, then one target pass over rounds and chunks.
 
     All decisions are in the plan; ranks make none. Built by `Scheduler`. Below, "From" names the part of it that writes
@@ -255,7 +255,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 NOT_FINITE = Failure("the model's logits for its next token are NaN or infinite")  # FINISH_NOT_FINITE
 
 
-class StepResult(msgspec.Struct, frozen=True, array_like=True):
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The output of a step. Its n entries are in the order of `StepPlan.slots`, then of the plan's last chunks. Built
     by `PendingStep`. "->" names the readers of a field besides `StepResults`.
 

@@ -187,7 +187,7 @@ def test_the_death_of_the_loop_is_reported_not_swallowed(make_bed, monkeypatch):
     assert "ZeroDivisionError: a bug of ours" in bed.deaths[0] and "Traceback" in bed.deaths[0]
     assert "a bug of ours" in bed.ingress.read_end("q").error
     until(lambda: not bed.coordinator._thread.is_alive())
-    assert bed.coordinator.stats().status == bed.coordinator.health().status == "dead"
+    assert bed.coordinator.stats().status == "dead"
     with pytest.raises(RuntimeError, match="does not run \\(status: dead\\)"):
         bed.coordinator.detach("too late")
 
@@ -313,6 +313,6 @@ def test_a_wall_clock_that_jumps_by_an_hour_changes_nothing(make_bed, monkeypatc
     for jump_s in (3600.0, -3600.0):
         monkeypatch.setattr(time, "time", lambda jump_s=jump_s: now() + jump_s)
         time.sleep(0.2)
-        assert bed.coordinator.health().status == "ready"
+        assert bed.coordinator.stats().status == "ready"
     bed.ingress.read_end("q")
     assert bed.ingress.tokens("q") == wanted and bed.lost == bed.deaths == []
