@@ -6,7 +6,7 @@ model_check      checks the model after a request with NaN or infinite logits
 plan_timing      the time to send the next plan: just before the running step ends
 request_streams  clients: requests in, tokens and ends out
 state_publisher  load and cached pages, by which ingresses choose an engine
-publisher        tokens out, one message per ingress and step
+stream           one request's tokens and end, on the way out
 worker_links     ranks: plans out, results in, detection of hangs and deaths
 stats            the scheduler's counters as a message for /health and /metrics
 """

@@ -8,8 +8,8 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 
-from cluster.coordinator.publisher import Stream, TokenPublisher
 from cluster.coordinator.state_publisher import StatePublisher
+from cluster.coordinator.stream import Stream
 from cluster.transport.channel import Context, Inbox, IngressLink
 from cluster.transport.encoding import BadMessageError, decode
 from cluster.transport.messages import (
@@ -21,6 +21,7 @@ from cluster.transport.messages import (
     Refusal,
     Refused,
     Subscribe,
+    TokenBatch,
 )
 from cluster.transport.reactor import Reactor
 from cluster.transport.sockets import Transport
@@ -66,7 +67,7 @@ class RequestStreams:
         self._inbox = Inbox(context, transport, f"{engine_id}-inbox")
         reactor.watch(self._inbox.socket, self._read_inbox)
         self.states = StatePublisher(engine_id, scheduler, clock, self._send)
-        self._publisher = TokenPublisher(self._inbox, scheduler.num_draft_tokens, self._ingress_lost)
+        self._num_draft_tokens = scheduler.num_draft_tokens
 
     @property
     def endpoint(self) -> str:
@@ -87,13 +88,13 @@ class RequestStreams:
                 continue  # ended since the step
             stream.queued_s = math.inf
             try:
-                self._publisher.put(stream, output)
+                stream.put(output, self._num_draft_tokens)
                 if output.finish_reason is not None:
                     del self._streams[request.request_id]
             except Exception as error:  # a bug in one request must not end all others
                 logger.exception("request %s failed while its tokens were sent", request.request_id)
                 self._end(request.request_id, FinishReason.ERROR, f"{type(error).__name__}: {error}")
-        self._publisher.flush()
+        self._flush()
 
     def lost_workers(
         self, requests: Sequence[Request], blamed: Sequence[Request], max_resumes: int, reason: str
@@ -115,14 +116,14 @@ class RequestStreams:
                 self._end(request.request_id, FinishReason.ERROR, f"{reason} (its steps hung or crashed twice)")
             else:
                 self._scheduler.stats.num_resumed += 1
-                self._publisher.put_crashes(stream)
-        self._publisher.flush()
+                stream.put_crashes()
+        self._flush()
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error."""
         for request_id in list(self._streams):
             self._end(request_id, FinishReason.ERROR, reason)
-        self._publisher.flush()
+        self._flush()
 
     def check_waiting(self) -> None:
         """Refuse requests that have waited too long for their first step. Call it regularly."""
@@ -195,7 +196,7 @@ class RequestStreams:
         stream = Stream(message.request_id, ingress, message.running_stats, message.token_origins, queued_s)
         stream.num_crashes = message.num_crashes
         self._streams[message.request_id] = stream
-        self._publisher.put_taken(stream)
+        stream.put_taken()
         return None
 
     def _answer_probe(self, ingress: IngressLink, probe: Probe) -> None:
@@ -205,7 +206,7 @@ class RequestStreams:
             kind = "leaving" if self.is_leaving else "not_ready"
             self._send(ingress, Refused(probe.request_id, Refusal(kind, fault)))
         else:
-            self._publisher.put_end(Stream(probe.request_id, ingress), FinishReason.STOP, None)
+            Stream(probe.request_id, ingress).put_end(FinishReason.STOP, None)
 
     def slot_wait_s(self) -> float:
         """Expected time until the queued requests are done."""
@@ -219,7 +220,16 @@ class RequestStreams:
         self._scheduler.abort(request_id, reason)
         stream = self._streams.pop(request_id, None)
         if stream is not None:
-            self._publisher.put_end(stream, reason, error)
+            stream.put_end(reason, error)
+
+    def _flush(self) -> None:
+        """Send what was put into streams since the last call, one message per ingress."""
+        for link in list(self._inbox.links.values()):
+            if not link.deltas:
+                continue
+            deltas, link.deltas = link.deltas, []
+            if reason := self._inbox.send(link, TokenBatch(tuple(deltas))):
+                self._ingress_lost(link, reason)
 
     def _send(self, ingress: IngressLink, message: Refused | EngineState) -> None:
         if reason := self._inbox.send(ingress, message):

@@ -18,7 +18,6 @@ from cluster.http.engine_client import EngineRefused
 from cluster.ingress.attempts import Attempts, EngineFailed
 from cluster.ingress.engine_links import EngineLinks
 from cluster.ingress.refreshed import Refreshed
-from cluster.ingress.request_stream import RequestStream
 from cluster.ingress.routing import Prompt
 from cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
 from workers.scheduling.plan import SamplingParams, pack_i32
@@ -168,40 +167,15 @@ class RemoteEngines:
     async def _attempt(
         self, attempts: Attempts, name: str, message: GenerateRequest | Probe, prompt: Prompt, client_id: str
     ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas of one engine. Record its failure, refusal or timeout in `attempts`."""
+        """Yield the deltas of one engine. Record its failure, refusal or timeout in `attempts`. Closing this generator
+        closes the stream."""
         attempts.num_attempts += 1
+        is_request = isinstance(message, GenerateRequest)
+        taken_by_s = math.inf if attempts.was_taken else self._clock() + TAKEN_TIMEOUT_S
         stream = self._engines.start(name, message, prompt)
-        can_move = self._resume and isinstance(message, GenerateRequest)
-        try:
-            async with contextlib.aclosing(
-                self._deltas(stream, client_id, attempts.was_taken, name if can_move else None)
-            ) as deltas:
-                async for delta in deltas:
-                    yield delta
-        except EngineRefused as refused:
-            attempts.refused(name, refused.refusal)
-        except EngineFailed as failed:
-            attempts.failed(name, failed)
-            if not failed.had_taken:
-                self._engines.suspect(name)
-            if isinstance(message, GenerateRequest):
-                num_delivered = len(attempts.delivered)
-                logger.warning("request %s lost its engine after %d tokens: %s", client_id, num_delivered, failed)
-
-    async def _deltas(
-        self, stream: RequestStream, client_id: str, waits: bool, engine: str | None
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Yield the deltas of one attempt. Closing this generator closes the stream.
-
-        waits: whether to wait without limit until the engine has queued the request.
-        engine: name of the engine, to give up once it is stuck; None: never give up.
-        Raises EngineRefused or EngineFailed.
-        """
-        taken_by_s = math.inf if waits else self._clock() + TAKEN_TIMEOUT_S
         try:
             while True:
                 # Take before waiting: `take` also clears the event that a failure has set.
-
                 delta = stream.take(client_id)
                 if delta is not None:
                     yield delta
@@ -215,17 +189,20 @@ class RemoteEngines:
                     remaining_s = taken_by_s - self._clock()
                     if remaining_s <= 0:
                         raise EngineFailed(f"no engine took it within {TAKEN_TIMEOUT_S:g} s", had_taken=False)
-                if engine is not None and self._engines.is_stuck(engine):
-                    raise EngineFailed(f"engine {engine} has run nothing for a while", had_taken=True, is_hung=True)
-                await _wait(stream.changed, remaining_s)
+                if self._resume and is_request and self._engines.is_stuck(name):
+                    raise EngineFailed(f"engine {name} has run nothing for a while", had_taken=True, is_hung=True)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(remaining_s):
+                        await stream.changed.wait()
+        except EngineRefused as refused:
+            attempts.refused(name, refused.refusal)
         except EngineFailed as failed:
             failed.num_crashes = stream.num_crashes
-            raise
+            attempts.failed(name, failed)
+            if not failed.had_taken:
+                self._engines.suspect(name)
+            if is_request:
+                num_delivered = len(attempts.delivered)
+                logger.warning("request %s lost its engine after %d tokens: %s", client_id, num_delivered, failed)
         finally:
             stream.close()
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(timeout_s):
-            await event.wait()

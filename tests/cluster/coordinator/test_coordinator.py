@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from cluster.coordinator import loop, state_publisher
+from cluster.coordinator.stream import Stream
 from cluster.http.metrics import declared_metrics
 from cluster.transport.encoding import BadMessageError
 from cluster.transport.messages import Abort, Subscribe
@@ -157,14 +158,14 @@ def test_what_outlasts_a_drain_can_be_failed_with_a_reason(make_bed):
 
 def test_a_bug_that_one_request_meets_ends_only_that_one(make_bed, monkeypatch):
     bed = make_bed()
-    put = bed.coordinator._loop.streams._publisher.put
+    put = Stream.put
 
-    def broken(stream, output):
+    def broken(stream, output, num_draft_tokens):
         if stream.request_id == "bad":
             raise KeyError("surprise")
-        put(stream, output)
+        put(stream, output, num_draft_tokens)
 
-    monkeypatch.setattr(bed.coordinator._loop.streams._publisher, "put", broken)
+    monkeypatch.setattr(Stream, "put", broken)
     bed.generate("bad")
     good = bed.generate("good", seed=1)
     bed.attach()
