@@ -8,6 +8,8 @@ import platform
 import pwd
 import resource
 import signal
+import socket
+import struct
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,7 @@ _PR_SET_PDEATHSIG = 1  # from linux/prctl.h, like the next ones
 _PR_SET_NAME = 15
 _PR_SET_TIMERSLACK = 29
 _PR_SET_CHILD_SUBREAPER = 36
+_SIOCGIFADDR = 0x8915  # netdevice(7)
 _NICENESS = 10
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # numbers of the system call; libc has no function for it
 _SHORTEST_SLICE_NS = 100_000  # minimum that Linux accepts
@@ -118,6 +121,16 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def address_of_interface(name: str) -> str | None:
+    """Return the IPv4 address of one of this machine's network interfaces; None without one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
 
 
 def raise_open_files() -> int:

@@ -5,12 +5,10 @@ set keeps its value.
 """
 
 import argparse
-import fcntl
 import importlib.util
 import os
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -18,15 +16,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from cluster.config import ConfigError
-from cluster.linux import raise_open_files
+from cluster.linux import address_of_interface, raise_open_files
 from deploy.haproxy.process import max_connections
 from deploy.processes.server_record import VARIABLE, Record, begin
 from deploy.serve import python_proxy
 from deploy.serve.console import log_path
 from deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
 from deploy.serve.ray_start import keep_to_owner, token_path
-
-_SIOCGIFADDR = 0x8915
 
 # The head checks every host once a second, and gives it up after three silent seconds: Ray 2.60's default settings
 # notice a host without power after half a minute.
@@ -153,13 +149,11 @@ def ensure_token(environment: Mapping[str, str], is_head: bool) -> None:
 
 def address_of(interface: str) -> str:
     """Return the IPv4 address of a network interface of this host. Raises ConfigError."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            raw = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            names = ", ".join(name for _, name in socket.if_nameindex())
-            raise ConfigError(f"--interface {interface}: has no IPv4 address here; there are {names}") from None
-    return socket.inet_ntoa(raw[20:24])
+    address = address_of_interface(interface)
+    if address is None:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise ConfigError(f"--interface {interface}: has no IPv4 address here; there are {names}")
+    return address
 
 
 def _command(name: str) -> str:

@@ -1,5 +1,6 @@
 """Configuration of one HTTP ingress: the sections `ingress` and `tracing`. Read by `cluster.http.app`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -111,60 +112,59 @@ class EdgeConfig:
         return self.served_model_name, *self.model_aliases
 
     def __post_init__(self) -> None:
-        at_least_one = (
-            "max_concurrent_requests",
-            "max_pending_bytes",
-            "max_body_bytes",
-            "max_n",
-            "max_choices",
-            "max_prompt_logprobs",
-            "max_stop_strings",
-            "max_stop_length",
-            "max_grammar_bytes",
-            "max_schema_depth",
-        )
-        for name in at_least_one:
+        for name, (least, rule) in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value}: must be {rule}")
+        for name, rule in _ABOVE_ZERO.items():
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value}: must be above 0{rule}")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name}={value}: must be between {low:g} and {high:g}")
         if self.max_stored_responses < 0 or self.max_stored_bytes < 1:
             raise ValueError(
                 f"max_stored_responses={self.max_stored_responses}, max_stored_bytes={self.max_stored_bytes}: the "
                 "first must be at least 0 (none), the second at least 1"
             )
-        if self.max_model_len < 0:
-            raise ValueError(f"max_model_len={self.max_model_len}: must be at least 1, or 0 for the engine's")
         if self.max_concurrent_requests is not None and self.max_choices > self.max_concurrent_requests:
             raise ValueError(
                 f"max_choices={self.max_choices}: must not exceed max_concurrent_requests="
                 f"{self.max_concurrent_requests}, or such a request is refused for ever"
             )
-        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
-            raise ValueError(f"request_timeout_s={self.request_timeout_s}: must be above 0, or null for no limit")
-        if self.grammar_timeout_s <= 0:
-            raise ValueError(f"grammar_timeout_s={self.grammar_timeout_s}: must be above 0 seconds")
-        if self.body_timeout_s <= 0:
-            raise ValueError(f"body_timeout_s={self.body_timeout_s}: must be above 0 seconds")
-        if self.max_bytes_per_token < 0:
-            raise ValueError(f"max_bytes_per_token={self.max_bytes_per_token}: must be 1 or more, or 0 for the longest")
-        if self.retry_after_s <= 0:
-            raise ValueError(f"retry_after_s={self.retry_after_s}: must be above 0")
         object.__setattr__(self, "api_keys", tuple(map(digest, self.api_keys)))
-        self._check_sampling()
 
-    def _check_sampling(self) -> None:
-        ranges = {
-            "default_temperature": (0.0, 2.0),
-            "default_top_p": (0.0, 1.0),
-            "default_min_p": (0.0, 1.0),
-            "default_repetition_penalty": (0.01, 100.0),
-        }
-        for name, (low, high) in ranges.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ValueError(f"{name}={value}: must be between {low:g} and {high:g}")
-        if self.default_top_k is not None and self.default_top_k < 0:
-            raise ValueError(f"default_top_k={self.default_top_k}: must be at least 0 (0: off)")
+
+# Rules of `EdgeConfig`'s values; None is always valid.
+_LEAST: Mapping[str, tuple[int, str]] = {
+    "max_model_len": (0, "at least 1, or 0 for the engine's"),
+    "max_bytes_per_token": (0, "1 or more, or 0 for the longest"),
+    "default_top_k": (0, "at least 0 (0: off)"),
+    "max_concurrent_requests": (1, "at least 1"),
+    "max_pending_bytes": (1, "at least 1"),
+    "max_body_bytes": (1, "at least 1"),
+    "max_n": (1, "at least 1"),
+    "max_choices": (1, "at least 1"),
+    "max_prompt_logprobs": (1, "at least 1"),
+    "max_stop_strings": (1, "at least 1"),
+    "max_stop_length": (1, "at least 1"),
+    "max_grammar_bytes": (1, "at least 1"),
+    "max_schema_depth": (1, "at least 1"),
+}
+_ABOVE_ZERO: Mapping[str, str] = {
+    "request_timeout_s": ", or null for no limit",
+    "grammar_timeout_s": " seconds",
+    "body_timeout_s": " seconds",
+    "retry_after_s": "",
+}
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "default_temperature": (0.0, 2.0),
+    "default_top_p": (0.0, 1.0),
+    "default_min_p": (0.0, 1.0),
+    "default_repetition_penalty": (0.01, 100.0),
+}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from cluster.logs import use_logs
 from cluster.plan import IngressPlan
 from cluster.start_log import StartLog
 from cluster.transport.channel import Context
-from cluster.transport.keys import application_keys
+from cluster.transport.discovery import application_keys
 from cluster.transport.sockets import Transport
 
 # Maximum wait for a first successful probe, because an ingress that replaces another receives requests at once.

@@ -21,9 +21,8 @@ from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Superv
 from cluster.replica.worker_actor import Worker
 from cluster.replica.worker_group import StartRefusedError, WorkerGroupError, WorkerGroupPlan
 from cluster.start_log import READY, StartLog
-from cluster.transport.discovery import coordinator_prefix
+from cluster.transport.discovery import coordinator_prefix, make_transport
 from cluster.transport.folders import private_folder
-from cluster.transport.keys import make_transport
 
 
 class Engine:

@@ -3,11 +3,9 @@
 Actor calls only build the rank and start its loop; plans and results travel by ZeroMQ.
 """
 
-import fcntl
 import gc
 import os
 import socket
-import struct
 import time
 from typing import TYPE_CHECKING
 
@@ -21,7 +19,7 @@ from cluster.environment import (
     set_visible_devices,
     visible_devices,
 )
-from cluster.linux import raise_open_files
+from cluster.linux import address_of_interface, raise_open_files
 from cluster.logs import use_logs
 from cluster.placement import RankPlace
 from cluster.plan import RankPlan
@@ -101,9 +99,9 @@ class Worker:
         if self._attached is not None:
             return self._attached.build()
         gc.freeze()  # measuring memory runs the collector twenty times, which takes 0.3 s each if it scans the imports
-        interface = interface_of(own_address)
-        if interface is not None:
-            pin_network_interface(interface)
+        for _, interface in socket.if_nameindex():
+            if address_of_interface(interface) == own_address:
+                pin_network_interface(interface)
         self._executor = self._builder.build(rendezvous, self._report, former, self._advance)
         gc.freeze()  # exclude model and graphs from collections while requests run
         return self._builder.layout(), self._executor.costs
@@ -141,16 +139,3 @@ class Worker:
     def _advance(self, phase: str, done: float, total: float, unit: str) -> None:
         if self._rank == 0:
             self._log.progress(phase, done, total, unit)
-
-
-def interface_of(address: str) -> str | None:
-    """Return the name of this machine's interface with IPv4 `address`, or None (Linux: ioctl SIOCGIFADDR)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # the interface has no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None

@@ -21,7 +21,7 @@ from cluster.placement import WORKER_CPUS, RankPlace, order_ranks
 from cluster.plan import ReplicaPlan
 from cluster.replica.worker_actor import Worker
 from cluster.start_log import StartLog
-from cluster.transport.keys import application_keys
+from cluster.transport.discovery import application_keys
 from cluster.transport.sockets import Transport
 from workers.engine_layout import EngineLayout
 from workers.memory_use import DeviceMemoryError

@@ -7,6 +7,5 @@ sockets    binding and securing sockets; noticing a peer's death
 listener   a socket in an asyncio loop
 reactor    a thread that waits for sockets and for work from other threads
 folders    private folders of processes, and what killed ones left
-keys       the transport of a process, and the application's keys, shared through Ray
-discovery  coordinators by name, found through Ray
+discovery  coordinators by name, the transport of a process, and the application's keys, shared through Ray
 """

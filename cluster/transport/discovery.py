@@ -1,16 +1,19 @@
-"""Finds coordinators by name through Ray, for ingresses and for draining a server.
-
-
-Ingresses open a link to each, and use actor calls for requests to all.
-"""
+"""What processes of an application share through Ray: coordinators by name, for ingresses and for draining a server,
+and the keys of ZeroMQ's transport."""
 
 import contextlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import ray
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+from cluster.transport.folders import private_folder
+from cluster.transport.sockets import CurveKeys, Transport, new_keys
 
 NAMESPACE = "aerie"  # Ray namespace of the coordinators' names, apart from Serve's own
+_KV_NAMESPACE = b"aerie"
 
 
 def coordinator_prefix(application: str) -> str:
@@ -29,3 +32,26 @@ def find_coordinators(application: str, known: Mapping[str, Any]) -> dict[str, A
             with contextlib.suppress(ValueError):  # it died between the two calls
                 found[engine_id] = known.get(engine_id) or ray.get_actor(name, namespace=NAMESPACE)
     return found
+
+
+def make_transport(one_node: bool, application: str) -> Transport:
+    """Return the transport of this process's sockets: ipc files in a private folder if everything runs on one node,
+    else tcp with keys.
+
+    The caller removes the folder."""
+    if one_node:
+        return Transport(folder=str(private_folder()))
+    return Transport(node_ip=ray.util.get_node_ip_address(), keys=application_keys(application))
+
+
+def application_keys(application: str) -> CurveKeys:
+    """Return the key pair of an application; the first call creates it. It outlives replicas, and is as secret as the
+    cluster's key-value store, which Ray's token authentication guards."""
+    key = f"curve:{application}".encode()
+    stored: bytes | None = _internal_kv_get(key, namespace=_KV_NAMESPACE)
+    if stored is None:
+        # Stored only if no other process was faster. All processes read the stored one.
+        _internal_kv_put(key, msgspec.msgpack.encode(new_keys()), overwrite=False, namespace=_KV_NAMESPACE)
+        stored = _internal_kv_get(key, namespace=_KV_NAMESPACE)
+        assert stored is not None
+    return msgspec.msgpack.decode(stored, type=CurveKeys)

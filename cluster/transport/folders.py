@@ -1,7 +1,7 @@
 """Private folders of processes, for sockets and files of a server, and removal of those of killed processes.
 
-`cluster.transport.keys`, `cluster.replica.engine`, `deploy.serve.launch` and `deploy.cli` create folders and remove
-their own. A server's start removes those of killed processes."""
+`cluster.transport.discovery`, `cluster.replica.engine`, `deploy.serve.launch` and `deploy.cli` create folders and
+remove their own. A server's start removes those of killed processes."""
 
 import contextlib
 import json

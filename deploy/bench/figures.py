@@ -13,6 +13,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from deploy.bench.arrivals import Arrival, repeated_tokens
 from deploy.bench.plot import Point, line_plot
 from deploy.bench.stream_client import Answered
@@ -55,10 +57,7 @@ def _ms(seconds: Sequence[float]) -> dict[str, float | None]:
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Return a percentile, interpolated linearly. share: 0 to 1."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * share
-    low = int(place)
-    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (place - low)
+    return float(np.quantile(values, share))
 
 
 def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:

@@ -109,6 +109,7 @@ _DTYPES = {
     "float": "float32",
 }
 _IMPLEMENTATIONS = {"auto": "auto", "transformers": "transformers"}
+_SAME_PARSERS = {name: name for name in ("glm45", "kimi_k2", "minimax_m2", "seed_oss", "granite", "gemma4")}
 _TOOL_PARSERS = {
     "hermes": "hermes",
     "llama3_json": "llama3",
@@ -119,26 +120,11 @@ _TOOL_PARSERS = {
     "openai": "harmony",
     "pythonic": "pythonic",
     "llama4_pythonic": "pythonic",
-    "kimi_k2": "kimi_k2",
-    "glm45": "glm45",
     "glm47": "glm45",
-    "minimax_m2": "minimax_m2",
-    "seed_oss": "seed_oss",
-    "granite": "granite",
     "phi4_mini_json": "phi4_mini",
-    "gemma4": "gemma4",
+    **_SAME_PARSERS,
 }
-_REASONING_PARSERS = {
-    "deepseek_r1": "think",
-    "qwen3": "think",
-    "openai_gptoss": "harmony",
-    "glm45": "glm45",
-    "kimi_k2": "kimi_k2",
-    "minimax_m2": "minimax_m2",
-    "seed_oss": "seed_oss",
-    "granite": "granite",
-    "gemma4": "gemma4",
-}
+_REASONING_PARSERS = {"deepseek_r1": "think", "qwen3": "think", "openai_gptoss": "harmony", **_SAME_PARSERS}
 _FOUND_BY_ITSELF = "leave it out: the model's chat template says which (ingress.output_parser: auto)"
 _LORA = "Aerie serves no LoRA adapters: merge them into the checkpoint"
 _TLS = "Aerie speaks plain HTTP: put a proxy with _TLS in front"

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from cluster.http.answer import Piece
 from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.replies.logprobs import chat_logprobs, echo_logprobs, joined_logprobs, text_logprobs
+from cluster.http.replies.logprobs import joined_logprobs
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import DONE, TextEvents, chunk_event
 from cluster.http.schema.completions import (
@@ -188,9 +188,7 @@ class ChatReply(OpenAIReply):
         request = self._context.request
         if request.logprobs < 0:
             return None
-        return chat_logprobs(
-            piece, request.choices[index].sampling.logprobs, self._context.tokenizer, request.tokens_as_ids
-        )
+        return self._context.logprobs.chat(piece, request.choices[index].sampling.logprobs)
 
 
 def _reasoning_content(reasoning: str = "", content: str = "") -> str | None | UnsetType:
@@ -254,12 +252,11 @@ class TextReply(OpenAIReply):
         request = self._context.request
         if request.logprobs < 0:
             return None
-        begin = len(self._echo(index))
-        return text_logprobs(piece, request.logprobs, self._context.tokenizer, request.tokens_as_ids, begin)
+        return self._context.logprobs.text(piece, request.logprobs, begin=len(self._echo(index)))
 
     def _echo_logprobs(self, index: int) -> TextLogprobs | None:
         context, request = self._context, self._context.request
         if not request.echo_logprobs:
             return None
-        prompt, scores, as_ids = context.prompt(index), context.answers[index].prompt_scores, request.tokens_as_ids
-        return echo_logprobs(prompt, scores, self._echo(index), request.logprobs, context.tokenizer, as_ids)
+        scores = context.answers[index].prompt_scores
+        return context.logprobs.echo(context.prompt(index), scores, self._echo(index), request.logprobs)

@@ -14,54 +14,84 @@ from workers.scheduling.plan import TokenLogprobs
 MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; as in vLLM
 
 
-def chat_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: bool) -> ChatLogprobs:
-    """Return one entry per token. as_ids: write tokens as their unique ids, in vLLM's format."""
-    content = []
-    for token, entry in zip(piece.tokens, piece.logprobs, strict=True):
-        top = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-        content.append(
-            TokenLogprob(
-                token=_text(token, tokenizer, as_ids),
-                logprob=finite(entry.logprob),
-                bytes=list(tokenizer.token_bytes(token)),
-                top_logprobs=[_top(other, logprob, tokenizer, as_ids) for other, logprob in top],
-            )
+class LogprobFormats:
+    """as_ids: write tokens as their unique ids, in vLLM's format."""
+
+    def __init__(self, tokenizer: ChatTokenizer, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def chat(self, piece: Piece, num_top: int) -> ChatLogprobs:
+        """Return one entry per token."""
+        content = []
+        for token, entry in zip(piece.tokens, piece.logprobs, strict=True):
+            top = [TopLogprob(*self._entry(other, logprob)) for other, logprob in _top(entry, num_top)]
+            content.append(TokenLogprob(*self._entry(token, entry.logprob), top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def text(self, piece: Piece, num_top: int, begin: int = 0) -> TextLogprobs:
+        """Return parallel lists. As in OpenAI's API, top_logprobs has the chosen token beside the most likely ones.
+
+        begin: offset of the answer in the choice's text.
+        """
+        entries = zip(piece.tokens, piece.logprobs, strict=True)
+        return TextLogprobs(
+            tokens=[self._text(token) for token in piece.tokens],
+            token_logprobs=[finite(entry.logprob) for entry in piece.logprobs],
+            top_logprobs=[self._named(token, entry, num_top) for token, entry in entries],
+            text_offset=[begin + offset for offset in piece.offsets],
         )
-    return ChatLogprobs(content=content)
 
+    def echo(self, prompt: Sequence[int], scores: PromptScores, echo: str, num_top: int) -> TextLogprobs:
+        """Return the log-probabilities of a prompt, whose text is `echo`."""
+        entries = list(zip(prompt[1:], scores, strict=True))
+        return TextLogprobs(
+            tokens=[self._text(token) for token in prompt],
+            token_logprobs=[None, *(finite(score.logprob) for _, score in entries)],
+            top_logprobs=[None, *(self._named(token, score, num_top) for token, score in entries)],
+            text_offset=self._offsets(prompt, echo),
+        )
 
-def text_logprobs(piece: Piece, num_top: int, tokenizer: ChatTokenizer, as_ids: bool, begin: int = 0) -> TextLogprobs:
-    """Return parallel lists. As in OpenAI's API, top_logprobs has the chosen token beside the most likely ones.
+    def prompt(self, prompt: Sequence[int], scores: PromptScores, num_top: int) -> list[dict[str, PromptToken] | None]:
+        """Return vLLM's format: for each position the prompt's own token, then the most likely ones."""
+        places: list[dict[str, PromptToken] | None] = [None]
+        for token, score in zip(prompt[1:], scores, strict=True):
+            place = {str(token): self._prompt_token(token, score.logprob, score.rank)}
+            for rank, (other, logprob) in enumerate(_top(score, num_top), 1):
+                place.setdefault(str(other), self._prompt_token(other, logprob, rank))
+            places.append(place)
+        return places
 
-    begin: offset of the answer in the choice's text.
-    """
-    tops: list[dict[str, float] | None] = [
-        _named(token, entry, num_top, tokenizer, as_ids)
-        for token, entry in zip(piece.tokens, piece.logprobs, strict=True)
-    ]
-    return TextLogprobs(
-        tokens=[_text(token, tokenizer, as_ids) for token in piece.tokens],
-        token_logprobs=[finite(entry.logprob) for entry in piece.logprobs],
-        top_logprobs=tops,
-        text_offset=[begin + offset for offset in piece.offsets],
-    )
+    def _entry(self, token: int, logprob: float) -> tuple[str, float, list[int]]:
+        return self._text(token), finite(logprob), list(self._tokenizer.token_bytes(token))
 
+    def _prompt_token(self, token: int, logprob: float, rank: int) -> PromptToken:
+        return PromptToken(finite(logprob), rank, self._tokenizer.token_text(token))
 
-def echo_logprobs(
-    prompt: Sequence[int], scores: PromptScores, echo: str, num_top: int, tokenizer: ChatTokenizer, as_ids: bool
-) -> TextLogprobs:
-    """Return the log-probabilities of a prompt, whose text is `echo`."""
-    logprobs: list[float | None] = [None]
-    tops: list[dict[str, float] | None] = [None]
-    for token, score in zip(prompt[1:], scores, strict=True):
-        logprobs.append(finite(score.logprob))
-        tops.append(_named(token, score, num_top, tokenizer, as_ids))
-    return TextLogprobs(
-        tokens=[_text(token, tokenizer, as_ids) for token in prompt],
-        token_logprobs=logprobs,
-        top_logprobs=tops,
-        text_offset=_offsets(prompt, echo, tokenizer),
-    )
+    def _named(self, token: int, entry: TokenLogprobs | TokenScore, num_top: int) -> dict[str, float]:
+        """Return the log-probabilities of the most likely tokens and of `token`, by their text."""
+        # Tokens that are parts of characters can have the same text; the entry is the likeliest one's.
+        named: dict[str, float] = {}
+        for other, logprob in (*_top(entry, num_top), (token, entry.logprob)):
+            named.setdefault(self._text(other), finite(logprob))
+        return named
+
+    def _offsets(self, prompt: Sequence[int], echo: str) -> list[int]:
+        """Return the offset of each token's text in `echo`, which has all special tokens or none. A token without text
+        has the offset of the next one."""
+        offsets: list[int] = []
+        for skips in (True, False):
+            detokenizer, offsets, length = self._tokenizer.detokenizer(skip_special_tokens=skips), [], 0
+            for token in prompt:
+                offsets.append(length)
+                length += len(detokenizer.step(token))
+            added = length + len(detokenizer.flush()) - len(echo)
+            if added == 0:
+                break
+        return [max(0, offset - max(0, added)) for offset in offsets]
+
+    def _text(self, token: int) -> str:
+        return f"token_id:{token}" if self._as_ids else self._tokenizer.token_text(token)
 
 
 def joined_logprobs(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
@@ -74,58 +104,9 @@ def joined_logprobs(first: TextLogprobs, second: TextLogprobs) -> TextLogprobs:
     )
 
 
-def prompt_logprobs(
-    prompt: Sequence[int], scores: PromptScores, num_top: int, tokenizer: ChatTokenizer
-) -> list[dict[str, PromptToken] | None]:
-    """Return vLLM's format: for each position the prompt's own token, then the most likely ones."""
-    places: list[dict[str, PromptToken] | None] = [None]
-    for token, score in zip(prompt[1:], scores, strict=True):
-        place = {str(token): _prompt_token(token, score.logprob, score.rank, tokenizer)}
-        best = zip(score.top_ids[:num_top], score.top_logprobs[:num_top], strict=True)
-        for rank, (other, logprob) in enumerate(best, 1):
-            place.setdefault(str(other), _prompt_token(other, logprob, rank, tokenizer))
-        places.append(place)
-    return places
-
-
-def _prompt_token(token: int, logprob: float, rank: int, tokenizer: ChatTokenizer) -> PromptToken:
-    return PromptToken(finite(logprob), rank, _text(token, tokenizer, as_ids=False))
-
-
-def _named(
-    token: int, entry: TokenLogprobs | TokenScore, num_top: int, tokenizer: ChatTokenizer, as_ids: bool
-) -> dict[str, float]:
-    """Return the log-probabilities of the most likely tokens and of `token`, by their text."""
-    top: Iterable[tuple[int, float]] = zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-    # Tokens that are parts of characters can have the same text; the entry is that of the most likely one.
-    named: dict[str, float] = {}
-    for other, logprob in (*top, (token, entry.logprob)):
-        named.setdefault(_text(other, tokenizer, as_ids), finite(logprob))
-    return named
-
-
-def _offsets(prompt: Sequence[int], echo: str, tokenizer: ChatTokenizer) -> list[int]:
-    """Return the offset of each token's text in `echo`, which has all special tokens or none. A token without text has
-    the offset of the next one."""
-    offsets: list[int] = []
-    for skips in (True, False):
-        detokenizer, offsets, length = tokenizer.detokenizer(skip_special_tokens=skips), [], 0
-        for token in prompt:
-            offsets.append(length)
-            length += len(detokenizer.step(token))
-        added = length + len(detokenizer.flush()) - len(echo)
-        if added == 0:
-            break
-    return [max(0, offset - max(0, added)) for offset in offsets]
-
-
-def _top(token: int, logprob: float, tokenizer: ChatTokenizer, as_ids: bool) -> TopLogprob:
-    raw = tokenizer.token_bytes(token)
-    return TopLogprob(token=_text(token, tokenizer, as_ids), logprob=finite(logprob), bytes=list(raw))
-
-
-def _text(token: int, tokenizer: ChatTokenizer, as_ids: bool) -> str:
-    return f"token_id:{token}" if as_ids else tokenizer.token_text(token)
+def _top(entry: TokenLogprobs | TokenScore, num_top: int) -> Iterable[tuple[int, float]]:
+    """Return the most likely tokens and their log-probabilities."""
+    return zip(entry.top_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
 
 
 def finite(logprob: float) -> float:

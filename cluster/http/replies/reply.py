@@ -1,6 +1,7 @@
 """The interface of an endpoint's reply to a generation request. Called by `cluster.http.serving`; implemented by the
 other modules of this folder."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from cluster.http.answer import Answer, Piece
 from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.replies.logprobs import prompt_logprobs
+from cluster.http.replies.logprobs import LogprobFormats
 from cluster.http.replies.streaming import DONE, event
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.schema.completions import ToolCall
@@ -84,6 +85,11 @@ class ReplyContext:
     model: str
     tokenizer: ChatTokenizer
 
+    @functools.cached_property
+    def logprobs(self) -> LogprobFormats:
+        """The formats of log-probabilities."""
+        return LogprobFormats(self.tokenizer, self.request.tokens_as_ids)
+
     @property
     def only_text(self) -> bool:
         """Whether the event of a piece with text has only text."""
@@ -143,9 +149,8 @@ class ReplyContext:
         request = self.request
         if request.prompt_logprobs < 0:
             return None
-        return prompt_logprobs(
-            self.prompt(index), self.answers[index].prompt_scores, request.prompt_logprobs, self.tokenizer
-        )
+        scores = self.answers[index].prompt_scores
+        return self.logprobs.prompt(self.prompt(index), scores, request.prompt_logprobs)
 
     def metrics(self) -> RequestMetrics | UnsetType:
         """Return statistics of speculation for a reply of a single choice; UNSET for several."""

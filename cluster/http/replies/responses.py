@@ -8,7 +8,6 @@ import msgspec
 from cluster.http.answer import Piece
 from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.replies.logprobs import chat_logprobs
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.response_items import ItemEvents
 from cluster.http.schema.completions import TokenLogprob, ToolCallDelta
@@ -97,8 +96,7 @@ class ResponsesReply(Reply):
         request = self._context.request
         if request.logprobs < 0:
             return []
-        num_top = request.choices[0].sampling.logprobs
-        return chat_logprobs(piece, num_top, self._context.tokenizer, request.tokens_as_ids).content
+        return self._context.logprobs.chat(piece, request.choices[0].sampling.logprobs).content
 
     def _response(self, status: ResponseStatus) -> Response:
         body, context = self._body, self._context

@@ -4,7 +4,6 @@ emitted text, including `flush`, equals the decoding of all tokens at once.
 
 import codecs
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -24,11 +23,17 @@ class Detokenizer(Protocol):
         ...
 
 
-class TokenBytes(ABC):
-    """The bytes of each token, computed at its first use."""
+class TokenBytes:
+    """The bytes of each token, computed at its first use.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    is_byte_level: the tokenizer's tokens are bytes. For all other tokenizers: the bytes that a token has in the middle
+        of a text. Decoded alone, most of SentencePiece's tokens would lose the space before them, and its byte tokens
+        would become U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, is_byte_level: bool) -> None:
         self._tokenizer = tokenizer
+        self._computed = self._of_bytes if is_byte_level else self._of_piece
         self._bytes: dict[int, bytes] = {}
 
     def of(self, token: int) -> bytes:
@@ -38,22 +43,10 @@ class TokenBytes(ABC):
             raw = self._bytes[token] = self._computed(token)
         return raw
 
-    @abstractmethod
-    def _computed(self, token: int) -> bytes: ...
-
-
-class ByteVocabulary(TokenBytes):
-    """For byte-level tokenizers."""
-
-    def _computed(self, token: int) -> bytes:
+    def _of_bytes(self, token: int) -> bytes:
         return _token_bytes(self._tokenizer.id_to_token(token) or "")
 
-
-class PieceVocabulary(TokenBytes):
-    """For all other tokenizers: the bytes that a token has in the middle of a text. Decoded alone, most of
-    SentencePiece's tokens would lose the space before them, and its byte tokens would become U+FFFD."""
-
-    def _computed(self, token: int) -> bytes:
+    def _of_piece(self, token: int) -> bytes:
         name, alone = self._tokenizer.id_to_token(token) or "", self._decode([token])
         byte = _BYTE_TOKEN.fullmatch(name)
         if byte is not None and alone != name:  # the decoder handles byte tokens
@@ -68,7 +61,7 @@ class PieceVocabulary(TokenBytes):
 class ByteLevelDetokenizer:
     """For byte-level tokenizers: an answer is the concatenation of its tokens' bytes, read as UTF-8."""
 
-    def __init__(self, vocabulary: ByteVocabulary, hidden: frozenset[int]) -> None:
+    def __init__(self, vocabulary: TokenBytes, hidden: frozenset[int]) -> None:
         self._bytes_of = vocabulary.of
         self._hidden = hidden
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode

@@ -20,10 +20,9 @@ from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, Slo
 from cluster.http.text.control_tokens import ControlTokens
 from cluster.http.text.detokenizer import (
     ByteLevelDetokenizer,
-    ByteVocabulary,
     Detokenizer,
-    PieceVocabulary,
     PrefixDetokenizer,
+    TokenBytes,
 )
 from cluster.http.text.harmony_prompt import HarmonyPrompt
 from cluster.http.text.long_text import Truncation
@@ -76,8 +75,8 @@ class ChatTokenizer:
         self._controls = ControlTokens(tokenizer)
         self._long_encodes = asyncio.Semaphore(MAX_LONG_ENCODES)
         self._hidden_beside: dict[tuple[str, ...], frozenset[int]] = {(): self._special}
-        self._bytes = ByteVocabulary(tokenizer) if _is_byte_level(tokenizer) else None
-        self._pieces = PieceVocabulary(tokenizer)
+        self._is_byte_level = _is_byte_level(tokenizer)
+        self._bytes = TokenBytes(tokenizer, self._is_byte_level)
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
@@ -182,7 +181,7 @@ class ChatTokenizer:
     def longest_token_bytes(self) -> int:
         """Return the maximum bytes of text per token; 0 if unknown, because the tokenizer changes text (normalizes it,
         or has a token for unknown text)."""
-        if self._bytes is None or self._tokenizer.normalizer is not None:
+        if not self._is_byte_level or self._tokenizer.normalizer is not None:
             return 0
         plain = max(map(len, self._tokenizer.get_vocab(with_added_tokens=False)))  # a character for each byte
         added = (len(token.content.encode()) for token in self._tokenizer.get_added_tokens_decoder().values())
@@ -199,7 +198,7 @@ class ChatTokenizer:
         before: the prompt, if the answer continues its text (not in a chat).
         shown: special tokens that are part of the text; None: all."""
         hidden = self._hidden(shown) if skip_special_tokens else frozenset()
-        if self._bytes is not None:
+        if self._is_byte_level:
             return ByteLevelDetokenizer(self._bytes, hidden)
         return PrefixDetokenizer(self._tokenizer, hidden, before[-TOKENS_BEFORE:])
 
@@ -218,7 +217,7 @@ class ChatTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token in the middle of a text; possibly a part of a character."""
-        return self._pieces.of(token) if self._bytes is None else self._bytes.of(token)
+        return self._bytes.of(token)
 
     def token_text(self, token: int) -> str:
         """Return the text of `token_bytes`, with incomplete characters as U+FFFD."""
@@ -249,7 +248,7 @@ class ChatTokenizer:
         """Do `decode`, which holds the interpreter's lock throughout (tokenizers 0.23: 2.4 s for two million
         tokens)."""
         try:
-            if self._bytes is None:  # a batch holds the lock only while it copies ids: 60 ms of 2 s for a million
+            if not self._is_byte_level:  # a batch holds the lock only while it copies ids: 60 ms of 2 s for a million
                 return str(self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
             hidden, bytes_of = self._special if skip_special_tokens else frozenset(), self._bytes.of
             return b"".join([bytes_of(token) for token in tokens if token not in hidden]).decode(errors="replace")
