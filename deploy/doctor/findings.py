@@ -12,6 +12,10 @@ REQUIRED = ("ray", "torch", "transformers", "pyzmq", "xgrammar")
 MIN_SHM_GB = 0.3  # for Ray's object store and NCCL
 MIN_MEMORY_GB = 6.0  # the embedded pair with two workers takes 4 to 5
 MIN_OPEN_FILES = 4096
+BYTECODE_ADVICE = (
+    "PYTHONDONTWRITEBYTECODE is set and packages are not compiled: a start takes three times the CPU time: unset it, "
+    "or run `python -m compileall -q` on site-packages once"
+)
 MAX_TEMP_USED = 0.95  # Ray's own limit, above which it stores nothing (Ray 2.60)
 BUSY_GPU = 0.1  # share of its memory in use by other processes
 
@@ -95,8 +99,7 @@ def _torch(machine: Machine) -> Finding:
 
 def _bytecode(machine: Machine) -> Finding:
     if machine.always_compiles:
-        text = "PYTHONDONTWRITEBYTECODE is set and packages are not compiled: a start takes three times the CPU time"
-        return Finding("warn", "bytecode", f"{text}: unset it, or run `python -m compileall -q` on site-packages once")
+        return Finding("warn", "bytecode", BYTECODE_ADVICE)
     return Finding("ok", "bytecode", "packages are compiled once")
 
 

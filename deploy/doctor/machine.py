@@ -86,7 +86,7 @@ def read_machine(port: int = 8000) -> Machine:
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         gpus=gpus,
         gpu_fault=gpu_fault,
-        always_compiles=_always_compiles(),
+        always_compiles=always_compiles(),
         torch_cuda=torch_cuda,
         torch_gpus=torch_gpus,
         torch_fault=torch_fault,
@@ -142,7 +142,8 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def _always_compiles() -> bool:
+def always_compiles() -> bool:
+    """Return whether each process compiles torch's modules again: see `Machine`. Does not import torch."""
     spec = importlib.util.find_spec("torch")
     if not sys.dont_write_bytecode or spec is None or spec.origin is None:
         return False

@@ -23,6 +23,8 @@ from cluster.transport.folders import temporary_folder
 from deploy.config.files import locate
 from deploy.config.hub import with_downloads
 from deploy.config.model import chosen_config
+from deploy.doctor.findings import BYTECODE_ADVICE
+from deploy.doctor.machine import always_compiles
 from deploy.haproxy.process import ENDING, socket_root
 from deploy.nodes import cluster_nodes
 from deploy.processes import server_record
@@ -84,6 +86,8 @@ def serve(
         console = ending.enter_context(Console(began_s, log))
         if log is not None:
             console.say(f"what Ray and Serve write: {log} (--verbose shows it here)")
+        if always_compiles():
+            console.say(BYTECODE_ADVICE)
         clock = StartLog("aerie serve", began_s, lambda line: console.receive(MARK + line))
         clock.done("configuration read")
         root = socket_root(tempfile.gettempdir())
