@@ -92,7 +92,7 @@ def _number(line: str, kind: type[Number], least: float, most: float) -> Number:
 class StreamedAnswer:
     """started_s: when the request was sent, by the clock of `push`.
 
-    content: what the history keeps. num_first: tokens of the first event, which no rate counts.
+    content: text for the history. num_first: tokens of the first event, which the rate does not count.
     """
 
     started_s: float
@@ -105,7 +105,7 @@ class StreamedAnswer:
     histogram: Sequence[int] = field(default_factory=list)
 
     def push(self, chunk: Mapping[str, Any], now_s: float) -> Iterator[tuple[str, bool | None]]:
-        """The texts that a chunk brings, each with whether it was drafted; None where the server does not say."""
+        """Yield the texts of a chunk, each with whether it was drafted; None if the server does not report it."""
         metrics = chunk.get("metrics") or {}
         self.histogram = metrics.get("speculative_decoding", {}).get("acceptance_histogram", self.histogram)
         for choice in chunk["choices"]:
@@ -129,7 +129,7 @@ class StreamedAnswer:
         self.last_s = now_s
 
     def figures(self) -> str:
-        """One line."""
+        """Return the figures as one line."""
         if self.num_tokens == 0:
             return "no tokens"
         parts = [f"{self.num_tokens} tokens, {self.num_drafted} drafted"]

@@ -34,8 +34,8 @@ def block_shape(folder: Path, target: Path) -> dict[str, Any]:
     other heads.
 
     A chain of the whole block, or a tree of its depth if the head scores children given their parent and verified rows
-    are cheap. They are not in a mixture of experts, where each row reads other experts. DSpark's tree of 16 nodes has
-    1.3 to 1.4 times the tokens a round of its chain of 8 (tests/bench/RESULTS.md); DFlash's children are the same for
+    are cheap. In a mixture of experts they are not, because each row reads other experts. DSpark's tree of 16 nodes has
+    1.3 to 1.4 times the tokens per round of its chain of 8 (tests/bench/RESULTS.md); DFlash's children are the same for
     all nodes of a level.
     """
     config = _config(folder)

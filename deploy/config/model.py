@@ -113,7 +113,7 @@ def _vllm_keys(arguments: argparse.Namespace, report: Callable[[str], None] = la
     for note in notes:
         report(note)
     if "ingress.api_keys" in keys:
-        keys["ingress.api_keys"] = [key_digest(key) for key in keys["ingress.api_keys"]]  # a key stands in no file
+        keys["ingress.api_keys"] = [key_digest(key) for key in keys["ingress.api_keys"]]  # never write keys to files
     return keys
 
 

@@ -1,5 +1,5 @@
 """Ray for `aerie serve`: joins a cluster, or starts a small one of this machine, with files that only their owner can
-read, also without a writable home folder. Ray 2.60 makes logs, sockets and the token, which permits running code,
+read, also without a writable home folder. Ray 2.60 makes logs, sockets and the token (which permits running code)
 readable for all users of a machine. Called by `deploy.serve.launch`; by `deploy.start` for files and token."""
 
 import os
@@ -101,7 +101,7 @@ def check_room(environment: Mapping[str, str]) -> None:
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
-        return  # Ray makes it
+        return  # Ray creates it
     if free < MIN_FREE_BYTES:
         raise ConfigError(
             f"{folder}: {free / 1e6:.1f} MB are free, and Ray's logs and sockets take {MIN_FREE_BYTES // 10**6} MB; "
@@ -149,7 +149,7 @@ def do_without_home(environment: MutableMapping[str, str], folder: Path, say: Ca
 
 
 def can_be_written(path: Path) -> bool:
-    """Whether a file or folder at this path can be created or changed, by its nearest existing folder."""
+    """Return whether a file or folder at this path can be created or changed, judged by its nearest existing folder."""
     while not path.exists():
         if path == path.parent:
             return False

@@ -1,13 +1,13 @@
 // The kernel of `delta_rule_rounds` for a few rows per request, in CUDA C++. `few_rows_cuda` compiles and launches it.
 //
-// A thread block computes one value head of one request. Its threads hold the head's state [128 keys, 128 values] in
-// registers: a warp has 128 / WARPS columns, a lane four of them and 128 / WARPS of the keys. So products of the state
-// with keys and queries are float32 sums within one warp. Columns are independent: each thread solves the triangular
-// system of one column by substitution. Tensor cores multiply the rows with each other.
+// A thread block computes one value head of one request. The head's state [128 keys, 128 values] is in registers: a
+// warp has 128 / WARPS columns, a lane has four of them for 128 / WARPS keys. So products of the state with keys and
+// queries are float32 sums within one warp. Columns are independent: each thread solves the triangular system of one
+// column by substitution. Tensor cores multiply the rows with each other.
 //
-// Rows of the tile: PATH committed keys, WIDTH new keys, WIDTH queries. Names as in `few_rows_triton`.
-// Macros: WIDTH, PATH, PENDING, HK, HV, ROW_SIZE, SIGMOID, WARPS, PROGRAMS, PDL, ALIGNED (alignment of the new rows'
-// addresses, in numbers, at most 8), SAVED_BF16 (dtype of snapshots), NORM_F32 (dtype of the norm's weight).
+// Rows of the tile: PATH committed keys, WIDTH new keys, WIDTH queries. Names as in `few_rows_triton`. Macros: WIDTH,
+// PATH, PENDING, HK, HV, ROW_SIZE, SIGMOID, WARPS, PROGRAMS, PDL, ALIGNED (alignment of the new rows' addresses, in
+// elements, at most 8), SAVED_BF16 (dtype of snapshots), NORM_F32 (dtype of the norm's weight).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -15,17 +15,17 @@ typedef long long i64;
 
 constexpr int D = 128;                      // keys, and values, of a head
 constexpr int KEYS = HK * D;                // channels of all keys
-constexpr int C = 2 * KEYS + HV * D;        // channels of a token
-constexpr int R = ROW_SIZE;                 // numbers of a row
+constexpr int C = 2 * KEYS + HV * D;        // channels per token
+constexpr int R = ROW_SIZE;                 // elements per row
 constexpr int NUM_KEYS = PATH + WIDTH;
 constexpr int ROWS = NUM_KEYS + WIDTH;
 constexpr int TOKENS = 3 + NUM_KEYS;        // raw rows: history, committed, new
 constexpr int THREADS = 32 * WARPS;
-constexpr int GROUPS = 32 / WARPS;          // lanes of a warp side by side, each with four columns
-constexpr int STEPS = D / WARPS / 4;        // fours of keys in a lane
+constexpr int GROUPS = 32 / WARPS;          // lanes for the columns of a warp, four columns each
+constexpr int STEPS = D / WARPS / 4;        // fours of keys per lane
 constexpr int CHUNKS = D / 8;               // 16-byte pieces of a head's channels
 constexpr int ROW_TILES = (ROWS + 15) / 16, COLUMN_TILES = (ROWS + 7) / 8;
-constexpr int STRIDE = D + 8;               // of rows for tensor cores; avoids bank conflicts
+constexpr int STRIDE = D + 8;               // of tensor core rows; avoids bank conflicts
 constexpr int COEFS = (NUM_KEYS + 3) / 4 * 4;
 constexpr float NORM_EPS = L2_EPS;          // of the l2 norms of q and k
 constexpr float QUERY_SCALE = 0.08838834764831845f;  // 128 ** -0.5
@@ -53,7 +53,7 @@ __device__ __forceinline__ float4 load_state(const float* at) {
     return x;
 }
 
-// Load what the previous kernel wrote: after the PDL wait, and from L2, because L1 may have stale lines.
+// Load output of the previous kernel: after the PDL wait, and from L2, because L1 may have stale lines.
 __device__ __forceinline__ u32 load_new(const u16* at) {
     u16 x;
     asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x) : "l"(at) : "memory");

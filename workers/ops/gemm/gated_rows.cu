@@ -1,12 +1,12 @@
 // silu(x G^T) * (x U^T) for up to 256 rows and 16-bit weights. `gated_rows_cuda` compiles it, and generates the device
 // function `wgmma`.
 //
-// Macros: WIDTH: rows of W per tile, half of them of G and half of U, a multiple of 16. STAGES: of 64 inputs. HALF:
-// float16, else bfloat16. SHARED_BYTES.
+// Macros: WIDTH: rows of W per tile, half of them of G and half of U, a multiple of 16. STAGES: pipeline stages of 64
+// inputs. HALF: float16, else bfloat16. SHARED_BYTES.
 //
-// x is the tensor core's first operand, so a tile's width is free: `gated_width` in tiles.py fills waves. Groups of 8 rows
-// of G and U alternate in shared memory, so a thread has gate and up projections of the same outputs. Two programs of a
-// cluster compute different outputs, and each copies half of x's rows to both, since L2 would limit the product. One
+// x is the tensor core's first operand, so tiles may have any width: `gated_width` in tiles.py fills waves. Groups of 8
+// rows of G and U alternate in shared memory, so a thread has gate and up projections of the same outputs. Two programs
+// of a cluster compute different outputs; each copies half of x's rows to both, because L2 bandwidth is the limit. One
 // thread copies; copies for the next tile begin before this tile's results are stored.
 
 constexpr int X = 256 * 128, STAGE = X + WIDTH * 128, BARRIERS = STAGES * STAGE, GROUPS = WIDTH / 16;
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) gated_rows(
     const u32 base = (u32)__cvta_generic_to_shared(memory), full = base + BARRIERS, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % 2;
     const int tiles = (n + WIDTH / 2 - 1) / (WIDTH / 2), first_tile = blockIdx.x;
-    // Both programs of a cluster compute equally many tiles: one after the last is of zeros, and not stored.
+    // Both programs of a cluster compute equally many tiles; a tile after the last is zero, and not stored.
     const int end_tile = (tiles + 1) / 2 * 2;
     if (threadIdx.x == 0) init_stages(full, empty, STAGES, 1, 2 * CONSUMERS / 32);
     cluster_sync();
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) gated_rows(
         const int first_row = warp / 4 * 128;
         int slot = 0, phase = 0;
         for (int tile = first_tile; tile < end_tile; tile += gridDim.x) {
-            float low[WIDTH / 2], high[WIDTH / 2];  // of 64 rows each
+            float low[WIDTH / 2], high[WIDTH / 2];  // 64 rows each
 #pragma unroll
             for (int r = 0; r < WIDTH / 2; r++) low[r] = high[r] = 0.f;
             int before = 0;
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) gated_rows(
             for (int r = 0; r < WIDTH / 2; r++)  // a conversion moved before the wait would make each wgmma wait
                 asm volatile("" : "+f"(low[r]), "+f"(high[r]));
             if (lane < 2) arrive_at(empty + 8 * before, lane);
-            // Two lanes exchange outputs of two groups, so that each stores four beside one another.
+            // Two lanes exchange outputs of two groups, so that each stores four adjacent ones.
             auto store = [&](const float(&acc)[WIDTH / 2], int row) {
                 const int t = lane % 4, odd = t % 2, column = tile * (WIDTH / 2);
 #pragma unroll

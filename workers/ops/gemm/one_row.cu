@@ -1,14 +1,14 @@
 // y = W x + b for one row x. `one_row_cuda` compiles it.
 //
-// Macros: K: inputs, a multiple of 32. ROWS: of W, at most, for a thread block. HALF: float16, else bfloat16.
+// Macros: K: inputs, a multiple of 32. ROWS: maximum rows of W per thread block. HALF: float16, else bfloat16.
 //
 // There is one thread block per multiprocessor, whose shared memory holds all of its rows of W. Bulk copies read them
-// before the PDL wait, while earlier kernels run; only the product itself follows x.
+// before the PDL wait, while earlier kernels run; only the product itself waits for x.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
 
-constexpr int WARPS = 16, PITCH = 2 * K + 16;  // bytes of a row: eight of them start in different banks
+constexpr int WARPS = 16, PITCH = 2 * K + 16;  // PITCH: bytes per row; eight rows start in different banks
 constexpr int TILES = (ROWS + 15) / 16, PIECES = K / 32, STEPS = (PIECES + WARPS - 1) / WARPS;
 constexpr int X = ROWS * PITCH, BARRIERS = X + 2 * K;
 static_assert(BARRIERS + 8 * TILES <= SHARED_BYTES && WARPS * TILES * 64 <= X, "one_row_cuda.py");
@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) one_row(
                 mma(sum[tile], a, inputs[s][2], inputs[s][3]);
             }
     }
-    __syncthreads();  // sums take W's memory; all columns of a sum are equal
+    __syncthreads();  // sums reuse W's memory; all columns of a sum are equal
     if (lane % 4 == 0)
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {

@@ -1,12 +1,13 @@
 // y = x W^T + b for up to 256 rows and 16-bit weights. `split_k_cuda` compiles it, and generates the device function
 // `wgmma`.
 //
-// Macros: WIDTH: outputs of a tile, a multiple of 16. STAGES: of 64 inputs. HALF: float16, else bfloat16. SHARED_BYTES.
+// Macros: WIDTH: outputs of a tile, a multiple of 16. STAGES: pipeline stages of 64 inputs. HALF: float16, else
+// bfloat16. SHARED_BYTES.
 //
-// The two programs of a cluster compute the same outputs of 128 rows each, and each copies half of W's rows to both. Two
-// clusters share a tile by inputs: the first stores its sums in `part`, the second adds its own and stores results. It
-// waits for a cluster of a lower index, which has begun before. One thread copies; the first stages of W come before the
-// wait for earlier kernels.
+// The two programs of a cluster compute the same outputs of 128 rows each, and each copies half of W's rows to both.
+// Two clusters share a tile, each with half of the inputs: the first stores its sums in `part`, the second adds its own
+// and stores results. It waits only for a cluster with a lower index, which has started earlier. One thread copies; it
+// copies the first stages of W before the PDL wait.
 
 constexpr int X = 128 * 128, STAGE = X + WIDTH * 128, BARRIERS = STAGES * STAGE, GROUPS = WIDTH / 8;
 static_assert(WIDTH % 16 == 0 && SHARED_BYTES >= BARRIERS + 16 * STAGES, "tiles.py");
@@ -103,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) split_k(
                 const float4 v = load_sums(sums + j * CONSUMERS * 4);
                 acc[4 * j] += v.x, acc[4 * j + 1] += v.y, acc[4 * j + 2] += v.z, acc[4 * j + 3] += v.w;
             }
-            // Two lanes exchange outputs of two groups of 8, so that each stores four beside one another.
+            // Two lanes exchange outputs of two groups of 8, so that each stores four adjacent ones.
             const int t = lane % 4, odd = t % 2, column = tile * WIDTH;
             int row = rank * 128 + warp * 16 + lane / 4;
 #pragma unroll

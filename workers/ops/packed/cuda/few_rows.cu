@@ -31,8 +31,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS, PROGRAMS) few_rows(
     int g = lane / 4, t = lane % 4;
     {
         int j = warp % WN, k = warp / WN;
-        // the warps of each k read every WK-th stage, which the first of them copies: lanes below WN copy codes, all
-        // lanes scales and rows
+        // the warps with the same k read every WK-th stage, copied by the first of them: lanes below WN copy codes, all
+        // lanes copy scales and rows
         auto block = [&](int mine) {
             if (!GATED) return min(tile * WN + mine, blocks - 1);
             const int half = blocks / 2;

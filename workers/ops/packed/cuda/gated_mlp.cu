@@ -1,17 +1,17 @@
-// A gated MLP of up to ROWS rows with int4 weights, in one launch with one thread block per multiprocessor:
-// (silu(x G^T) * (x U^T)) D^T. `gated_mlp_cuda` compiles it.
+// A gated MLP of up to ROWS rows with int4 weights, in one launch with one thread block per multiprocessor: (silu(x
+// G^T) * (x U^T)) D^T. `gated_mlp_cuda` compiles it.
 //
-// Macros: `GatedMLPTiles` in gated_mlp_tiles.py. SIZE, WIDTH: of rows and of inner activations. ROWS: 1 or 8. RANGES:
-// blocks that share a sum of the down projection. STAGES: items of a warp in shared memory.
+// Macros: `GatedMLPTiles` in gated_mlp_tiles.py. SIZE, WIDTH: numbers per row, inner activations. ROWS: 1 or 8. RANGES:
+// blocks that share a sum of the down projection. STAGES: items per warp in shared memory.
 //
-// An item is 16 outputs by 256 inputs of a weight; a slice is the 16 outputs. Each warp has a ring of its items, which it
-// fills by itself: a lane copies the codes that it multiplies. Copies of the down projection's items follow those of
-// gate and up at once. The warps of a block share the inputs of a slice of gate and up; blocks have the slices in turns,
-// so the inner activations of a down projection's first items have been computed when they are needed.
+// An item is 16 outputs by 256 inputs of a weight; a slice is the 16 outputs. Each warp fills a ring buffer of its
+// items: a lane copies the codes that it multiplies. Copies of the down projection's items follow those of gate and up
+// immediately. The warps of a block divide the inputs of a slice of gate and up. Slices go to blocks round-robin, so
+// the inner activations for a block's first items of the down projection are ready when they are needed.
 //
-// Blocks exchange inner activations and sums through `mail`, whose words are zero until they arrive, and zero again
-// after they have been read: zeros are sent as minus zero. There is a block for each multiprocessor, so all are resident
-// and may wait for each other. Sums are added in order, so equal inputs give equal bits.
+// Blocks exchange inner activations and sums through `mail`, whose words are zero before they are written and after
+// they are read; a zero is sent as minus zero. There is one block per multiprocessor, so all blocks are resident and
+// may wait for each other. Sums are added in order, so equal inputs give equal bits.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gated_mlp(
     const u16* x, int rows, int row_stride, const char* gate_codes, const char* gate_scales, const char* down_codes,
@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gated_mlp(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int block = blockIdx.x, blocks = gridDim.x;
     const int rounds = (SLICES - block + blocks - 1) / blocks;
-    const int range = block % RANGES, column = block / RANGES;  // of down: inputs, and outputs
+    const int range = block % RANGES, column = block / RANGES;  // of the down projection: inputs, outputs
     const int downs = column < COLUMNS && range < QUADS ? (QUADS - range + RANGES - 1) / RANGES : 0;
     const int total = 2 * rounds + downs, down_slice = column * WARPS + warp;
     const u32 ring = base + warp * (STAGES * ITEM);

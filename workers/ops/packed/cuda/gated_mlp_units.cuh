@@ -2,9 +2,9 @@
 
 constexpr int WARPS = SIZE / 256, THREADS = 32 * WARPS, SLICES = WIDTH / 16, QUADS = WIDTH / 256;
 constexpr int COLUMNS = SIZE / 16 / WARPS;  // groups of the down projection's slices, one for each warp
-constexpr int OWN = (QUADS + RANGES - 1) / RANGES;  // items of the down projection, of a warp
+constexpr int OWN = (QUADS + RANGES - 1) / RANGES;  // items of the down projection per warp
 constexpr int ITEM = 2048 + 64;  // bytes: codes, scales
-constexpr int PITCH = ROWS > 1 ? 36 : 32, INNER_PITCH = ROWS > 1 ? 576 : 512;  // words, bytes: other rows, other banks
+constexpr int PITCH = ROWS > 1 ? 36 : 32, INNER_PITCH = ROWS > 1 ? 576 : 512;  // words, bytes; avoid bank conflicts
 constexpr int PARTS = WARPS * STAGES * ITEM, INNER = PARTS + 2 * WARPS * ROWS * PITCH * 4;
 constexpr int MINUS_SUMS = INNER + OWN * ROWS * INNER_PITCH, END = MINUS_SUMS + 2 * OWN * ROWS * 4;
 static_assert(SIZE % 256 == 0 && WIDTH % 256 == 0 && RANGES <= 8 && RANGES <= WARPS, "gated_mlp_tiles.py");
@@ -46,7 +46,7 @@ __device__ __forceinline__ T across(T v, int far) {
 }
 __device__ __forceinline__ u32 of_lane(u32 v, int lane) { return __shfl_sync(~0u, v, lane); }
 __device__ __forceinline__ float pair_sum(u32 pair) { return number(pair, 0) + number(pair, 1); }
-// Words of mail: a pair of numbers and a sum, which are not sent as zeros.
+// Words of mail: a pair of numbers and a sum, never zero.
 __device__ __forceinline__ u32 sent(u32 pair) { return pair ? pair : 0x80008000; }
 __device__ __forceinline__ u32 sent_sum(float v) { return bits(v) ? bits(v) : 0x80000000; }
 __device__ __forceinline__ void send1(u32* to, u32 v) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void send4(u32* to, uint4 v) {
     asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                  : "memory");
 }
-// Wait for four words of mail, and leave zeros there.
+// Wait for four words of mail, and reset them to zero.
 __device__ __forceinline__ uint4 received(u32* from) {
     uint4 v;
     do

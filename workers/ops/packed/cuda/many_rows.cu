@@ -1,26 +1,26 @@
-// y = x W^T, or silu(x G^T) * (x U^T), for more than 32 rows and int4 weights. `kernels_cuda` compiles it, and generates
-// the device function `wgmma`.
+// y = x W^T, or silu(x G^T) * (x U^T), for more than 32 rows and int4 weights. `kernels_cuda` compiles it, and
+// generates the device function `wgmma`.
 //
 // Macros: `ManyRowsTiles` in tiles.py. ROWS: block_m. GATED: the first warp group computes gate, the second up
 // projections. HALF: float16, else bfloat16. ZEROS: weights have zeros.
 //
-// Each program computes 128 outputs by ROWS rows at a time, and several such tiles one after the other. Two programs of
-// a cluster compute different outputs of the same rows, and each copies half of the rows' inputs to both, since L2 would
-// limit the product. One warp copies; copies for the next tile begin before this tile's results are stored.
+// Each program computes tiles of 128 outputs by ROWS rows, one after another. Two programs of a cluster compute
+// different outputs of the same rows; each copies half of the rows' inputs to both, because L2 bandwidth is the limit.
+// One warp copies; copies for the next tile begin before this tile's results are stored.
 //
-// If the tiles do not fill all clusters equally often (`rest`), the first ones are shared out by inputs (stream-K): each
-// cluster gets equally many stages, one after the other, of one to three tiles. It begins with its last tile, of which a
-// later cluster may have the other inputs, stores that tile's sums in `part` and sets its flags. The cluster that has a
-// tile's last inputs adds what earlier ones stored, and sets their flags back to 0. Nobody waits for a later cluster,
-// and those sums were the first that the earlier clusters computed. The other tiles follow, all clusters at the same
-// inputs, so that they find rows in L2.
+// If the tiles do not fill all clusters equally (`rest`), the first ones are divided by inputs (stream-K): each cluster
+// gets the same number of consecutive stages, from one to three tiles. It begins with its last tile, whose other inputs
+// may belong to a later cluster, stores that tile's sums in `part` and sets its flags. The cluster with a tile's last
+// inputs adds the stored sums of earlier clusters, and resets their flags. A cluster waits only for earlier ones, and
+// only for sums that they compute first. Then follow the other tiles; all clusters read the same inputs at the same
+// time, so they find rows in L2.
 
 constexpr int RT = ROWS / 8, X = ROWS * 256, CODES = 8192, STAGE = X + CODES, SCALES = 256 * (1 + ZEROS);
 constexpr int SCALE_RING = STAGES * STAGE, STAGING = SCALE_RING + STAGES * SCALES, BARRIERS = STAGING + 8192;
 static_assert(SHARED_BYTES >= BARRIERS + 16 * STAGES, "tiles.py");
 constexpr int CONSUMERS = 256, MOVERS = 128;
 constexpr int AT_ONCE = RT % 8 ? 2 : 4;  // tiles of 8 rows that a warp stores at once
-constexpr int ROW_TILES_AT_ONCE = 8;  // whose inputs stay in L2 while weights pass
+constexpr int ROW_TILES_AT_ONCE = 8;  // their inputs stay in L2 while weights are read
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
     const __grid_constant__ TensorMap x, int all_rows, const char* __restrict__ codes,
@@ -33,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % 2;
     const int row_tiles = (all_rows + ROWS - 1) / ROWS, pairs = ((GATED ? blocks / 2 : (blocks + 1) / 2) + 1) / 2;
     const int tiles = row_tiles * pairs, clusters = gridDim.x / 2, cluster = blockIdx.x / 2;
-    // The first `shared` tiles are shared out by stages: this cluster has stages `low` to `high` of all their stages.
+    // The first `shared` tiles are divided by stages: this cluster computes stages `low` to `high` of them.
     const int rest = tiles % clusters, shared = rest && tiles > clusters ? rest + clusters : rest;
     const int share = (shared * steps + clusters - 1) / clusters;
     const int low = min(cluster * share, shared * steps), high = min(low + share, shared * steps);
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
     };
     auto first_stage = [&](int index) { return index < shared ? max(low - index * steps, 0) : 0; };
     auto end_stage = [&](int index) { return index < shared ? min(high - index * steps, steps) : steps; };
-    // The outputs and first row of a tile: rows change first.
+    // The outputs and first row of a tile; rows are the inner dimension.
     auto place = [&](int index, int& output_tile, int& first_row) {
         const int group = index / (ROW_TILES_AT_ONCE * pairs), inside = index - group * ROW_TILES_AT_ONCE * pairs;
         const int height = min(ROW_TILES_AT_ONCE, row_tiles - group * ROW_TILES_AT_ONCE);

@@ -1,16 +1,16 @@
 // The experts of one row with MXFP4 weights, in one launch with one thread block per multiprocessor. `experts_cuda`
 // compiles it.
 //
-// Macros: `OneRowTiles` in one_row_tiles.py. SIZE, WIDTH: of a row and of an expert. UNIT: chunks of 64 inputs of a
-// unit. RINGS, DEPTH: rings of units, and units in each. KEPT: down units of a block, at most. TILES: pairs of gate and
-// up tiles that a block computes parts of. SLOTS, USED: experts of the row, at most; USED: of them on this rank.
-// CLAMPED, CUBED: of the activation.
+// Macros: `OneRowTiles` in one_row_tiles.py. SIZE, WIDTH: of a row and of an expert. UNIT: chunks of 64 inputs per
+// unit. RINGS, DEPTH: ring buffers of units, and units in each. KEPT: maximum down units per block. TILES: pairs of
+// gate and up tiles that a block computes parts of. SLOTS: experts per row. USED: maximum of them on this rank.
+// CLAMPED, CUBED: variants of the activation.
 //
-// A unit is 64 outputs by 64 UNIT inputs. Blocks have equal numbers of adjacent units, so a tile of outputs may belong
-// to several blocks. Four warps consume each ring of units. All down units of a block fit in its rings: their copies
-// follow those of gate and up at once, and run while blocks exchange inner activations. There is a block for each
-// multiprocessor, so all are resident and may wait for each other. Sums of blocks are added in order, so equal inputs
-// give equal bits.
+// A unit is 64 outputs by 64 UNIT inputs. Blocks have equal numbers of adjacent units, so several blocks may share a
+// tile of outputs. Four warps consume each ring of units. All down units of a block fit in its rings: their copies
+// follow those of gate and up immediately, and run while blocks exchange inner activations. There is one block per
+// multiprocessor, so all blocks are resident and may wait for each other. Sums of blocks are added in order, so equal
+// inputs give equal bits.
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) one_row_experts(
     const u32* x, const int* used, const int* num_used, const int* chosen, const float* weight,
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) one_row_experts(
     if (threadIdx.x < experts) experts_used[threadIdx.x] = mine_used, shares[threadIdx.x] = share_of;
     consumers_sync();
     const int first_tile = gates.first / GATE_STEPS;
-    const int ring = warp / 4, i = warp % 4;  // this warp's, and its 16 outputs of each unit
+    const int ring = warp / 4, i = warp % 4;  // the warp's ring, and its 16 outputs of each unit
     int slot = 0, phase = 0;
     uint4 q[UNIT];
     bool is_read = false;  // whether q has the next unit's codes
@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) one_row_experts(
 #pragma unroll
         for (int c = 0; c < UNIT; c++) q[c] = load(from + 2048 * c);
     };
-    // Add the products of the ring's next unit, and read the codes after it if they are there.
+    // Add the products of the ring's next unit, and read the next codes if they have arrived.
     auto multiply = [&](float(&sum)[2], u32 inputs, bool has_next) {
         const int each = ring * DEPTH + slot;
         if (!is_read) wait(full + 8 * each, phase), codes();
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) one_row_experts(
     }
     consumers_sync();
     if (threadIdx.x == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(gathered) : "memory");
-    // inner activations of this block's down units: biases are read before the others' sums
+    // inner activations of this block's down units; biases are read before other blocks' sums
     float4 biases[QUADS][2];
     int places[QUADS];
     float share[QUADS];
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) one_row_experts(
     consumers_sync();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     const int all_gates = experts * INNER_TILES * GATE_STEPS, all_downs = experts * OUT_TILES * DOWN_STEPS;
-    // all reads before the first use: of the first and the last block with a part; with few experts there are more
+    // read the parts of the first and last block before the first use; with few experts there are more parts
     float4 parts[QUADS][4];
     auto part_of = [&](int b, int place) {
         return part + ((u64)b * TILES + place / 64 - Span(all_gates, b, blocks).first / GATE_STEPS) * 128 + place % 64;

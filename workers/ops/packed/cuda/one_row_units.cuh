@@ -1,13 +1,13 @@
 // Units of `one_row_experts.cu`: their layout in shared memory, and their products.
 
 constexpr int WARPS = 4 * RINGS, CONSUMERS = 32 * WARPS;
-constexpr int GATE_STEPS = SIZE / 64 / UNIT, DOWN_STEPS = WIDTH / 64 / UNIT;  // units of a tile; down: and of an expert
+constexpr int GATE_STEPS = SIZE / 64 / UNIT, DOWN_STEPS = WIDTH / 64 / UNIT;  // units per tile, and for down per expert
 constexpr int INNER_TILES = WIDTH / 64, OUT_TILES = SIZE / 64;
 constexpr int CODES = 2048 * UNIT, SCALES = 256 * UNIT, BYTES = CODES + SCALES, INPUTS = 64 * UNIT;
 constexpr int ROW = RINGS * DEPTH * BYTES, INNER = ROW + 2 * SIZE, SUMS = INNER + 2 * KEPT * INPUTS;
 constexpr int BARRIERS = SUMS + TILES * RINGS * 256, END = BARRIERS + 16 * RINGS * DEPTH;
 static_assert(SIZE / 8 <= CONSUMERS && END <= SHARED_BYTES && TILES >= 2 && KEPT <= RINGS * DEPTH, "one_row_tiles.py");
-constexpr int QUADS = (KEPT * INPUTS / 4 + CONSUMERS - 1) / CONSUMERS;  // of inner activations, for each thread
+constexpr int QUADS = (KEPT * INPUTS / 4 + CONSUMERS - 1) / CONSUMERS;  // fours of inner activations per thread
 
 struct Span {
     int first, count;

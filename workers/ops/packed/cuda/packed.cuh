@@ -6,7 +6,7 @@ typedef unsigned short u16;
 __device__ __forceinline__ void init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-// Initialise two barriers per stage: `full` for `writers` arrivals, `empty` for `readers`. By one thread of a program.
+// Initialise two barriers per stage: `full` for `writers` arrivals, `empty` for `readers`. Called by one thread.
 __device__ __forceinline__ void init_stages(u32 full, u32 empty, int stages, u32 writers, u32 readers) {
     for (int s = 0; s < stages; s++) {
         init(full + 8 * s, writers);
@@ -137,8 +137,8 @@ __device__ __forceinline__ void decode(u32 (&a)[4], u32 word, u32 s0, u32 s1, u3
         a[r] = v;
     }
 }
-// Codes of 64 inputs in their own order, for operands of which the other one is in the rows' order: word k of n has inputs
-// 16 k to 16 k + 15. `load` gave q, whose words are those of `weight.py`: lanes of a quad exchange them.
+// Codes of 64 inputs in natural order, because the other operand has the rows' order: word k of n has inputs 16 k to
+// 16 k + 15. q, from `load`, has the order of `weight.py`; the lanes of a quad exchange its words.
 __device__ __forceinline__ void natural(u32* n, const uint4& q) {
     const int t = threadIdx.x % 4;
     const u32 bytes = t % 2 ? 0x3715 : 0x6240;
