@@ -14,7 +14,7 @@
     eagle3_files     the published folder layout of a head
     blocks           DFlash, DSpark and DFlash2 heads over whole sequences, their loss and files
     mtp              a target's own MTP module over whole sequences, unrolled on its own outputs, and its files
-    layers           transformers' layers with attention over branches, and experts that a CUDA graph can capture
+    layers           drafts of one token a step; transformers' layers with attention over branches, experts for CUDA graphs
 
 `deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. From the
 engine they import only descriptions of models and drafts.

@@ -16,9 +16,13 @@ from transformers import PreTrainedModel
 
 from speculative.config import BLOCK_METHODS
 from speculative.drafts.eagle3_checkpoint import offsets
+from speculative.drafts.method import DraftMethod
 from speculative.training import TrainingError
 from speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
 from speculative.training.trainer import FitArguments, fit
+from workers.layers.rotary import frequencies
+from workers.models.deepseek import DeepseekConfig
+from workers.models.llama import LlamaConfig
 
 
 class TrainedDraft(nn.Module, ABC):
@@ -29,9 +33,31 @@ class TrainedDraft(nn.Module, ABC):
     predicts token n+s+2. It attends to the true prefix (step 0, rows 0..n) and its own branch (steps 1..s, row n).
     """
 
-    @abstractmethod
+    frequencies: Tensor
+
+    def __init__(self, method: DraftMethod, model: LlamaConfig | DeepseekConfig) -> None:
+        """Create a draft without layers. model: `method.model`."""
+        super().__init__()
+        self.rope, self._capture = model.rope, method.capture
+        self.register_buffer("frequencies", frequencies(model.rope, model.rotated_dim), persistent=False)
+        self._target_head: list[nn.Module] = []  # in a list, so that it is not a submodule and not trained
+
+    def use_target(self, target: PreTrainedModel) -> None:
+        """Make `logits` use the target's vocabulary head, which is not trained."""
+        self._target_head = [target.get_output_embeddings()]
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [.., rotated] of positions [..], as transformers' layers take them: the angle of
+        each pair twice."""
+        angles = positions.unsqueeze(-1) * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * self.rope.magnitude, angles.sin() * self.rope.magnitude
+
     def features(self, output: Any) -> Tensor:
-        """Return the draft's input, [B, T, F], from transformers' output of the target with all hidden states."""
+        """Return the draft's input, [B, T, F], from transformers' output of the target with all hidden states: the
+        captured layers, or else the final states."""
+        captured = [output.hidden_states[layer] for layer in self._capture]
+        return torch.cat(captured, dim=-1) if captured else output.last_hidden_state
 
     @abstractmethod
     def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
@@ -42,10 +68,14 @@ class TrainedDraft(nn.Module, ABC):
         Rows n > T - s - 2 of step s read past the sequence and are meaningless.
         """
 
-    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return [.., draft vocabulary] logits of recurrent states [.., H]."""
+        """Return [.., draft vocabulary] logits of recurrent states [.., H]; the target's, in the dtype of its head, if
+        the draft has no head of its own."""
+        head = self._target_head[0]
+        logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
+        return logits
 
+    @abstractmethod
     def batch_loss(
         self,
         model: nn.Module,
@@ -55,19 +85,11 @@ class TrainedDraft(nn.Module, ABC):
         unrolling: Unrolling,
     ) -> Tensor:
         """Return a batch's loss, a float32 scalar. model: this draft, wrapped if there are several processes."""
-        view = view_target(target, batch, self, vocabulary)
-        steps = model(view.embeddings, view.captured, unrolling.num_steps, batch.anchors)
-        return draft_loss(steps, view, batch, unrolling.step_decay)
 
     def proposals(self, embeddings: Tensor, captured: Tensor, tokens: Tensor, num_steps: int) -> list[Tensor]:
         """Return what each step drafts after the text's own tokens, [B, T] int64 ids of the draft's vocabulary.
         tokens: [B, T] int64; others as for `unroll`."""
         return [self.logits(states).argmax(-1) for states in self.unroll(embeddings, captured, num_steps)]
-
-    def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int, anchors: Tensor) -> list[Tensor]:
-        """Return logits [A, draft vocabulary] of each step at flat positions `anchors` [A]; see `unroll`."""
-        steps = self.unroll(embeddings, captured, num_steps)
-        return [self.logits(hidden.flatten(0, 1)[anchors]) for hidden in steps]
 
 
 @dataclass(frozen=True)
@@ -171,10 +193,16 @@ class TargetView:
 
 
 @torch.no_grad()
+def run_target(target: PreTrainedModel, tokens: Tensor) -> Any:
+    """Return transformers' output for tokens [B, T] padded at their ends, with all hidden states."""
+    mask = attention_masks(target.config, tokens.shape[1], tokens.device)
+    return target.base_model(input_ids=tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+
+
+@torch.no_grad()
 def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocabulary: DraftVocabulary) -> TargetView:
     """Run the frozen target over the batch; return the draft's inputs and training targets."""
-    mask = attention_masks(target.config, batch.tokens.shape[1], batch.tokens.device)
-    output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    output = run_target(target, batch.tokens)
     next_states = output.last_hidden_state.flatten(0, 1)[batch.anchors + 1]
     logits = target.get_output_embeddings()(next_states).float()
     return TargetView(
@@ -183,24 +211,6 @@ def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocab
         probabilities=torch.softmax(logits[:, vocabulary.target_ids], dim=-1),
         in_vocabulary=vocabulary.t2d[logits.argmax(-1)],
     )
-
-
-def draft_loss(steps: Sequence[Tensor], view: TargetView, batch: Batch, step_decay: float) -> Tensor:
-    """Return the float32 cross-entropy with the target over the draft vocabulary: the mean over steps, weighted
-    `step_decay ** s`.
-
-    steps: logits [A, draft_vocab] of each step. Step s of anchor n is compared with the target at position n + s + 1,
-        which is s anchors later unless the text has ended.
-    """
-    total = torch.zeros((), device=batch.tokens.device)
-    count = len(batch.anchors)
-    anchors = torch.arange(count, device=batch.tokens.device)
-    for step, logits in enumerate(steps):
-        rows = (anchors + step).clamp(max=count - 1)
-        losses = -(view.probabilities[rows] * torch.log_softmax(logits.float(), dim=-1)).sum(-1)
-        counted = (batch.remaining > step) & view.in_vocabulary[rows]
-        total = total + step_decay**step * (losses * counted).sum() / counted.sum().clamp(min=1)
-    return total / sum(step_decay**step for step in range(len(steps)))
 
 
 def train_draft(

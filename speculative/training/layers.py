@@ -7,6 +7,8 @@ A layer uses them if its configuration comes from `layer_config`. Tests compare 
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,26 +16,36 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from workers.layers.rotary import RopeConfig
+from speculative.training.draft import DraftVocabulary, TargetView, TrainedDraft, Unrolling, view_target
+from speculative.training.samples import Batch
+from workers.models.llama import LlamaConfig
 
 # Up to this many experts, every row goes through all of them: a few wide products without a device sync, which a CUDA
 # graph can capture.
 MAX_DENSE_EXPERTS = 64
 
 
-def layer_config(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
-    """Return a copy of transformers' configuration, with which layers have `branch_attention` and, of few experts,
-    `dense_experts`. changes: other fields."""
+def layer_config(config: PreTrainedConfig, attention: Callable[..., Any], **changes: Any) -> PreTrainedConfig:
+    """Return a copy of transformers' configuration, with which layers have this attention, one of those registered
+    here, and, of few experts, `dense_experts`. changes: other fields."""
     copied = copy.deepcopy(config)
-    copied._attn_implementation = branch_attention.__name__
+    copied._attn_implementation = attention.__name__
     experts = [getattr(config, name, None) or 0 for name in ("num_local_experts", "num_experts")]
     copied._experts_implementation = dense_experts.__name__ if max(experts) <= MAX_DENSE_EXPERTS else "eager"
     for name, value in changes.items():
         setattr(copied, name, value)
     return copied
+
+
+def qwen3_config(model: LlamaConfig, attention: Callable[..., Any]) -> PreTrainedConfig:
+    """Return `layer_config` of the engine's description of layers without biases."""
+    sizes = {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads}
+    sizes |= {"hidden_size": model.hidden_size, "intermediate_size": model.intermediate_size}
+    config = Qwen3Config(**sizes, num_hidden_layers=1, head_dim=model.head_dim, rms_norm_eps=model.rms_eps)
+    return layer_config(config, attention)
 
 
 @dataclass
@@ -124,19 +136,66 @@ def _float32(forward: Any, x: Tensor) -> Any:
         return forward(x.float())
 
 
-def shift_left(rows: Tensor, count: int) -> Tensor:
-    """Return [B, T, H] whose row n is row n + count; zeros at the end."""
-    return functional.pad(rows[:, count:], (0, 0, 0, min(count, rows.shape[1])))
-
-
 def linear(inputs: int, outputs: int) -> nn.Linear:
     """Return a linear layer without bias."""
     return nn.Linear(inputs, outputs, bias=False)
 
 
-def rotation(rope: RopeConfig, frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines [.., rotated] of positions [..], as transformers' layers take them: the angle of each
-    pair twice. frequencies: [rotated / 2]."""
-    angles = positions.unsqueeze(-1) * frequencies
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos() * rope.magnitude, angles.sin() * rope.magnitude
+class ChainDraft(TrainedDraft):
+    """A draft of one token per step, which continues from its own state."""
+
+    @abstractmethod
+    def start(self, captured: Tensor) -> Tensor:
+        """Return the state [B, T, H] that the first step reads, from the target's features [B, T, F]."""
+
+    @abstractmethod
+    def step(self, embeddings: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], branches: Branches) -> Tensor:
+        """Return the recurrent state [B, T, H] after one step.
+
+        embeddings, hidden: [B, T, H] of the token that each row reads, and the state before. angles: of the rows.
+        """
+
+    def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
+        hidden, branches, steps = self.start(captured), Branches(), []
+        rows = torch.arange(embeddings.shape[1], dtype=torch.float32, device=embeddings.device)
+        for step in range(num_steps):
+            # row n reads token n + step + 1; zeros at the end
+            read = functional.pad(embeddings[:, step + 1 :], (0, 0, 0, min(step + 1, len(rows))))
+            hidden = self.step(read, hidden, self.angles(rows[None] + step), branches)
+            steps.append(hidden)
+        return steps
+
+    def batch_loss(
+        self,
+        model: nn.Module,
+        target: PreTrainedModel,
+        vocabulary: DraftVocabulary,
+        batch: Batch,
+        unrolling: Unrolling,
+    ) -> Tensor:
+        view = view_target(target, batch, self, vocabulary)
+        steps = model(view.embeddings, view.captured, unrolling.num_steps, batch.anchors)
+        return draft_loss(steps, view, batch, unrolling.step_decay)
+
+    def forward(self, embeddings: Tensor, captured: Tensor, num_steps: int, anchors: Tensor) -> list[Tensor]:
+        """Return logits [A, draft vocabulary] of each step at flat positions `anchors` [A]; see `unroll`."""
+        steps = self.unroll(embeddings, captured, num_steps)
+        return [self.logits(hidden.flatten(0, 1)[anchors]) for hidden in steps]
+
+
+def draft_loss(steps: Sequence[Tensor], view: TargetView, batch: Batch, step_decay: float) -> Tensor:
+    """Return the float32 cross-entropy with the target over the draft vocabulary: the mean over steps, weighted
+    `step_decay ** s`.
+
+    steps: logits [A, draft_vocab] of each step. Step s of anchor n is compared with the target at position n + s + 1,
+        which is s anchors later unless the text has ended.
+    """
+    total = torch.zeros((), device=batch.tokens.device)
+    count = len(batch.anchors)
+    anchors = torch.arange(count, device=batch.tokens.device)
+    for step, logits in enumerate(steps):
+        rows = (anchors + step).clamp(max=count - 1)
+        losses = -(view.probabilities[rows] * torch.log_softmax(logits.float(), dim=-1)).sum(-1)
+        counted = (batch.remaining > step) & view.in_vocabulary[rows]
+        total = total + step_decay**step * (losses * counted).sum() / counted.sum().clamp(min=1)
+    return total / sum(step_decay**step for step in range(len(steps)))

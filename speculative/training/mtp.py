@@ -29,8 +29,7 @@ from speculative.drafts.mtp_qwen import QwenMtp
 from speculative.training import TrainingError
 from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft
 from speculative.training.eagle3_files import write_checkpoint
-from speculative.training.layers import Branches, layer_config, linear, prepared, rotation, shift_left
-from workers.layers.rotary import frequencies
+from speculative.training.layers import Branches, ChainDraft, branch_attention, layer_config, linear, prepared
 from workers.models.deepseek import DeepseekConfig
 from workers.models.qwen.hybrid import HybridConfig
 from workers.models.registry import family_of
@@ -60,57 +59,34 @@ _FAMILIES = {  # by architecture
 }
 
 
-class MtpHead(TrainedDraft):
+class MtpHead(ChainDraft):
     """The trainable module; embedding and vocabulary head are the target's.
 
     config: transformers' configuration of the target.
     """
 
-    frequencies: Tensor
-
     def __init__(self, method: Mtp, config: PreTrainedConfig) -> None:
-        super().__init__()
-        self.method, model = method, method.model
+        model = method.model
         assert isinstance(model, DeepseekConfig | HybridConfig), "only these architectures are trained"
-        family = _FAMILIES[model.architecture]
-        self.rope = model.rope
+        super().__init__(method, model)
+        self.method, family = method, _FAMILIES[model.architecture]
         last = config.num_hidden_layers  # the module's layer comes after the target's
         kinds = ["full_attention"] * (last + 1)
-        config = layer_config(config, layer_types=kinds, mlp_only_layers=[], decoder_sparse_step=1)
+        config = layer_config(config, branch_attention, layer_types=kinds, mlp_only_layers=[], decoder_sparse_step=1)
         layer: Any = family.layer(config, last)
         self.layer, norm = layer, type(layer.input_layernorm)
         self.enorm, self.hnorm, self.norm = (norm(model.hidden_size, eps=model.rms_eps) for _ in range(3))
         self.eh_proj = linear(2 * model.hidden_size, model.hidden_size)
         prepared(self, family.norm_offset)
-        self.register_buffer("frequencies", frequencies(model.rope, model.rotated_dim), persistent=False)
-        self._target_head: list[nn.Module] = []  # in a list, so that it is not a submodule and not trained
 
-    def use_head(self, lm_head: nn.Module) -> None:
-        """Make `logits` use the target's vocabulary head, which is not trained."""
-        self._target_head = [lm_head]
+    def start(self, captured: Tensor) -> Tensor:
+        return captured
 
-    def features(self, output: Any) -> Tensor:
-        final: Tensor = output.last_hidden_state
-        return final
-
-    def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:
-        """Return each step's output of the last norm, which is the recurrent state. captured: the target's final hidden
-        state."""
-        hidden, branches, steps = captured, Branches(), []
-        rows = torch.arange(embeddings.shape[1], dtype=torch.float32, device=embeddings.device)
-        for step in range(num_steps):
-            angles = rotation(self.rope, self.frequencies, rows[None] + step)
-            joined = torch.cat((self.enorm(shift_left(embeddings, step + 1)), self.hnorm(hidden)), dim=-1)
-            hidden = self.layer(self.eh_proj(joined), position_embeddings=angles, branches=branches)
-            hidden = self.norm(hidden)
-            steps.append(hidden)
-        return steps
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return [.., vocabulary] logits of recurrent states [.., H], in the dtype of the target's head."""
-        head = self._target_head[0]
-        logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
-        return logits
+    def step(self, embeddings: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], branches: Branches) -> Tensor:
+        """Return the output of the last norm."""
+        x = self.eh_proj(torch.cat((self.enorm(embeddings), self.hnorm(hidden)), dim=-1))
+        state: Tensor = self.norm(self.layer(x, position_embeddings=angles, branches=branches))
+        return state
 
 
 def module_tensors(head: MtpHead) -> dict[str, Tensor]:
@@ -194,5 +170,5 @@ class MtpKind(DraftKind):
 
     def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
         head = read_module(folder)
-        head.use_head(self.target.get_output_embeddings())
+        head.use_target(self.target)
         return head.to(self.target.device), DraftVocabulary.whole(self.target)

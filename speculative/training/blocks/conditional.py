@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedConfig
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from speculative.drafts.blocks.dflash2 import DFlash2
 from speculative.drafts.blocks.dspark import DSpark
-from speculative.training.blocks.head import BlockHead, BlockLayer
+from speculative.training.blocks.head import BlockContext, BlockHead
 from speculative.training.blocks.loss import BlockScores, Objective
-from speculative.training.eagle3 import linear
+from speculative.training.layers import linear
 
 _CODE_STD = 0.1  # of the codes of the token before; those of the next token start at zero, so all biases do
 
@@ -72,33 +76,35 @@ class BlockConvolution(nn.Module):
         before, after = (self.base_kernel.to(x.dtype) + channels).unbind(-3)
         return before, after
 
-    def convolve(self, x: Tensor, kernel: Tensor) -> Tensor:
-        """Convolve x [.., rows, H] with kernel [.., rows, taps, H]."""
-        rows = x.shape[-2]
-        out = x * kernel[..., 0, :]
+    def convolve(self, x: Tensor, kernel: Tensor, blocks: int) -> Tensor:
+        """Convolve the rows of each block, x [B, blocks * R, H], with kernel [B, blocks * R, taps, H]."""
+        by_block = x.view(x.shape[0], blocks, -1, x.shape[2])
+        out = x * kernel[:, :, 0]
         for tap in range(1, self.taps):
-            shifted = functional.pad(x, (0, 0, tap, 0))[..., :rows, :]
-            out = out + shifted * kernel[..., tap, :]
+            shifted = functional.pad(by_block, (0, 0, tap, 0))[:, :, : by_block.shape[2]]
+            out = out + shifted.reshape(x.shape) * kernel[:, :, tap]
         return out
 
 
-class ConvolvedLayer(BlockLayer):
-    """Qwen3's layer with convolutions around attention and MLP."""
+class ConvolvedLayer(Qwen3DecoderLayer):  # type: ignore[misc]
+    """Qwen3's layer with convolutions around attention and MLP, over the rows of each block."""
 
-    def __init__(self, method: DFlash2) -> None:
-        super().__init__(method.model)
+    def __init__(self, config: PreTrainedConfig, method: DFlash2) -> None:
+        super().__init__(config, 0)
         sizes = method.model.hidden_size, method.taps, method.group_size
         self.attention_conv, self.mlp_conv = BlockConvolution(*sizes), BlockConvolution(*sizes)
 
-    def forward(self, x: Tensor, *others: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, *, context: BlockContext, **others: Any) -> Tensor:
+        blocks = context.visible.shape[1]
         normed = self.input_layernorm(x)
         before, after = self.attention_conv.kernels(normed)
-        attended = self.self_attn(self.attention_conv.convolve(normed, before), *others)
-        x = x + self.attention_conv.convolve(attended, after)
+        attended, _ = self.self_attn(
+            self.attention_conv.convolve(normed, before, blocks), attention_mask=None, context=context, **others
+        )
+        x = x + self.attention_conv.convolve(attended, after, blocks)
         normed = self.post_attention_layernorm(x)
         before, after = self.mlp_conv.kernels(normed)
-        x = x + self.mlp_conv.convolve(self.mlp(self.mlp_conv.convolve(normed, before)), after)
-        return x
+        return x + self.mlp_conv.convolve(self.mlp(self.mlp_conv.convolve(normed, before, blocks)), after, blocks)
 
 
 class CandidateSelector(nn.Module):
@@ -125,9 +131,9 @@ class DFlash2Head(BlockHead):
         self.candidates = method.candidates
         self.candidate_selector = CandidateSelector(method.model.vocab_size, method.rank, method.model.hidden_size)
 
-    def make_layer(self) -> nn.Module:
+    def make_layer(self, config: PreTrainedConfig) -> nn.Module:
         assert isinstance(self.method, DFlash2)
-        return ConvolvedLayer(self.method)
+        return ConvolvedLayer(config, self.method)
 
     def initialise(self) -> None:
         nn.init.normal_(self.candidate_selector.predecessor_codebook, std=_CODE_STD)

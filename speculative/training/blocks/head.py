@@ -8,136 +8,113 @@ The engine serves the same files with `speculative.drafts.blocks.dflash`, which 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, rotate_half
 
-from attention.rotation import rotate
 from speculative.drafts.blocks.dflash import DFlash
 from speculative.training.blocks.loss import BlockScores, Objective, block_loss
 from speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
-from speculative.training.eagle3 import GatedMLP, RMSNorm, linear
+from speculative.training.layers import linear, prepared, qwen3_config
 from speculative.training.samples import Batch
-from workers.layers.rotary import frequencies
-from workers.models.llama import LlamaConfig
 
 _BLOCKS_AT_ONCE = 64  # bounds the memory of scores when blocks start at all positions
 
 
-class BlockAttention(nn.Module):
-    """Rows of a block attend to the context before it and to one another."""
+@dataclass(frozen=True)
+class BlockContext:
+    """What the rows of blocks attend to besides their own block: the text.
 
-    def __init__(self, model: LlamaConfig) -> None:
-        super().__init__()
-        self.head_dim, self.num_kv_heads = model.head_dim, model.num_kv_heads
-        self.q_proj = linear(model.hidden_size, model.num_heads * model.head_dim)
-        self.k_proj = linear(model.hidden_size, model.num_kv_heads * model.head_dim)
-        self.v_proj = linear(model.hidden_size, model.num_kv_heads * model.head_dim)
-        self.o_proj = linear(model.num_heads * model.head_dim, model.hidden_size)
-        self.q_norm, self.k_norm = (RMSNorm(model.head_dim, eps=model.rms_eps) for _ in range(2))
+    features: [B, T, H]. angles: of its positions.
+    visible: [B, M, T] bool, the positions before each block.
+    within: [B, M, R] bool, the rows of each block that its rows see; None for all.
+    """
 
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor,
-        angles: Tensor,
-        context_angles: Tensor,
-        visible: Tensor,
-        within: Tensor | None = None,
-    ) -> Tensor:
-        """Return [B, M, R, H].
-
-        x: [B, M, R, H] blocks. context: [B, T, H]. angles: [B, M, R, head_dim / 2]. context_angles: [T, head_dim / 2].
-        visible: [B, M, T] bool, the context of each block. within: [B, M, R] bool, the rows of each block that its rows
-        see; None for all.
-        """
-        batch, blocks, rows, _ = x.shape
-        shape = (batch, blocks * rows, -1, self.head_dim)
-        query = self._rotate(self.q_norm(self.q_proj(x).view(shape)), angles.flatten(1, 2))
-        key = self._rotate(self.k_norm(self.k_proj(x).view(shape)), angles.flatten(1, 2))
-        value = self.v_proj(x).view(shape)
-        context_angles = context_angles.expand(batch, -1, -1)
-        context_shape = (batch, context.shape[1], -1, self.head_dim)
-        context_key = self._rotate(self.k_norm(self.k_proj(context).view(context_shape)), context_angles)
-        context_value = self.v_proj(context).view(context_shape)
-        # [B, kv_heads, group, M * R, d] and [B, kv_heads, 1, T, d]; own blocks as [B, kv_heads, group or 1, M, R, d]
-        query = query.transpose(1, 2).reshape(batch, self.num_kv_heads, -1, blocks * rows, self.head_dim)
-        query = query * self.head_dim**-0.5
-        context_scores = query @ context_key.permute(0, 2, 3, 1).unsqueeze(2)
-        hidden = ~visible.repeat_interleave(rows, dim=1)[:, None, None]
-        context_scores = context_scores.masked_fill(hidden, float("-inf"))
-        own_key, own_value = (
-            each.view(batch, blocks, rows, -1, self.head_dim).permute(0, 3, 1, 2, 4).unsqueeze(2)
-            for each in (key, value)
-        )
-        by_block = (*query.shape[:3], blocks, rows, -1)
-        block_scores = query.view(by_block) @ own_key.transpose(-1, -2)
-        if within is not None:
-            block_scores = block_scores.masked_fill(~within[:, None, None, :, None], float("-inf"))
-        scores = torch.cat((context_scores, block_scores.flatten(3, 4)), dim=-1)
-        weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
-        attended = weights[..., : context.shape[1]] @ context_value.transpose(1, 2).unsqueeze(2)
-        own = weights[..., context.shape[1] :].reshape(by_block) @ own_value
-        attended = attended + own.flatten(3, 4)
-        mixed: Tensor = self.o_proj(attended.flatten(1, 2).transpose(1, 2).reshape(batch, blocks, rows, -1))
-        return mixed
-
-    def _rotate(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Rotate x [B, n, heads, head_dim] by angles [B, n, head_dim / 2]."""
-        flat = angles.flatten(0, 1)
-        return rotate(x.flatten(0, 1), flat.cos(), flat.sin()).view(x.shape)
+    features: Tensor
+    angles: tuple[Tensor, Tensor]
+    visible: Tensor
+    within: Tensor | None
 
 
-class BlockLayer(nn.Module):
-    """Qwen3's layer."""
+def block_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    scaling: float,
+    dropout: float = 0.0,
+    *,
+    context: BlockContext,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention of the rows of M blocks to the context before each and to one another, as transformers'
+    `AttentionInterface`.
 
-    def __init__(self, model: LlamaConfig) -> None:
-        super().__init__()
-        self.self_attn = BlockAttention(model)
-        self.mlp = GatedMLP(model.hidden_size, model.intermediate_size)
-        self.input_layernorm, self.post_attention_layernorm = (
-            RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2)
-        )
+    module: Qwen3's attention, which projects the context to keys and values.
+    query: [B, heads, M * R, head_dim]. key, value: [B, kv_heads, M * R, head_dim].
+    Returns [B, M * R, heads, head_dim].
+    """
+    query, key = (each.to(value.dtype) for each in (query, key))  # rotated in float32
+    (batch, kv_heads, _, head_dim), (_, blocks, length) = key.shape, context.visible.shape
+    shape = (batch, length, kv_heads, head_dim)
+    context_key = module.k_norm(module.k_proj(context.features).view(shape)).transpose(1, 2)
+    cos, sin = (each.unsqueeze(1) for each in context.angles)
+    context_key = (context_key * cos + rotate_half(context_key) * sin).to(value.dtype)
+    context_value = module.v_proj(context.features).view(shape).transpose(1, 2)
+    # by group: [B, kv_heads, group, M * R, d] and [B, kv_heads, 1, T, d]; by block: [B, kv_heads, group or 1, M, R, d]
+    query = query.reshape(batch, kv_heads, -1, query.shape[2], head_dim) * scaling
+    context_scores = query @ context_key.unsqueeze(2).transpose(-1, -2)
+    rows = query.shape[3] // blocks
+    hidden = ~context.visible.repeat_interleave(rows, dim=1)[:, None, None]
+    context_scores = context_scores.masked_fill(hidden, float("-inf"))
+    own_key, own_value = (each.view(batch, kv_heads, 1, blocks, rows, head_dim) for each in (key, value))
+    by_block = (*query.shape[:3], blocks, rows, -1)
+    block_scores = query.view(by_block) @ own_key.transpose(-1, -2)
+    if context.within is not None:
+        block_scores = block_scores.masked_fill(~context.within[:, None, None, :, None], float("-inf"))
+    scores = torch.cat((context_scores, block_scores.flatten(3, 4)), dim=-1)
+    weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
+    attended = weights[..., :length] @ context_value.unsqueeze(2)
+    own = weights[..., length:].reshape(by_block) @ own_value
+    return (attended + own.flatten(3, 4)).flatten(1, 2).transpose(1, 2), None
 
-    def forward(self, x: Tensor, *others: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), *others)
-        x = x + self.mlp(self.post_attention_layernorm(x))
-        return x
+
+AttentionInterface.register(block_attention.__name__, block_attention)
 
 
 class BlockHead(TrainedDraft):
     """The trainable head; embedding and vocabulary head are the target's and are not trained."""
 
-    frequencies: Tensor
     mask_embedding: Tensor
 
     def __init__(self, method: DFlash, objective: Objective) -> None:
-        super().__init__()
+        super().__init__(method, method.model)
         self.method, self.objective, model = method, objective, method.model
         self.fc = linear(len(method.capture) * model.hidden_size, model.hidden_size)
-        self.hidden_norm, self.norm = (RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2))
-        self.layers = nn.ModuleList([self.make_layer() for _ in range(model.num_layers)])
-        self.register_buffer("frequencies", frequencies(model.rope, model.head_dim), persistent=False)
-        self._target_head: list[nn.Module] = []  # in a list, so that it is not a submodule and not trained
+        self.hidden_norm, self.norm = (Qwen3RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2))
+        config = qwen3_config(model, block_attention)
+        self.layers = nn.ModuleList([self.make_layer(config) for _ in range(model.num_layers)])
+        prepared(self)
 
-    def make_layer(self) -> nn.Module:
-        """Return one layer, with `BlockLayer`'s arguments."""
-        return BlockLayer(self.method.model)
+    def make_layer(self, config: PreTrainedConfig) -> nn.Module:
+        """Return one layer, with the arguments of Qwen3's."""
+        layer: nn.Module = Qwen3DecoderLayer(config, 0)
+        return layer
 
     def initialise(self) -> None:
         """Initialise the parameters that a subclass adds; the linear layers are initialised already."""
 
     def use_target(self, target: PreTrainedModel) -> None:
         """Embed mask tokens and compute logits with the target's modules."""
-        self._target_head = [target.get_output_embeddings()]
+        super().use_target(target)
         weight: Tensor = target.get_input_embeddings().weight
         mask = weight[self.method.form.mask_token_id].detach()
         self.register_buffer("mask_embedding", mask.clone(), persistent=False)
-
-    def features(self, output: Any) -> Tensor:
-        return torch.cat([output.hidden_states[layer] for layer in self.method.capture], dim=-1)
 
     def batch_loss(
         self,
@@ -165,7 +142,7 @@ class BlockHead(TrainedDraft):
             start = end
         return list(torch.cat(parts, dim=1).unbind(2))
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, embeddings: Tensor, captured: Tensor, anchors: Tensor, previous: Tensor, depths: Tensor | None = None
     ) -> BlockScores:
         """Return the scores of the blocks after anchors [B, M], [B, M, S, ..]; previous: [B, M, S] int64, the token
@@ -192,21 +169,15 @@ class BlockHead(TrainedDraft):
         newest = (anchors + 1).clamp(max=length - 1).unsqueeze(2).expand(-1, -1, hidden)
         masks = self.mask_embedding.to(embeddings.dtype).expand(batch, anchors.shape[1], rows - 1, hidden)
         x = torch.cat((embeddings.gather(1, newest).unsqueeze(2), masks), dim=2)
-        steps = torch.arange(rows, device=anchors.device)
-        angles = (anchors.unsqueeze(2) + 1 + steps).unsqueeze(3) * self.frequencies
-        positions = torch.arange(length, device=anchors.device)
-        visible = positions <= anchors.unsqueeze(2)
+        steps, positions = (torch.arange(count, device=anchors.device) for count in (rows, length))
         within = None if depths is None else steps < depths.unsqueeze(2) + (rows - num_steps)
+        seen = BlockContext(context, self.angles(positions[None]), positions <= anchors.unsqueeze(2), within)
+        angles = self.angles((anchors.unsqueeze(2) + 1 + steps).flatten(1))
+        x = x.flatten(1, 2)
         for layer in self.layers:
-            x = layer(x, context, angles, positions.unsqueeze(1) * self.frequencies, visible, within)
-        states: Tensor = self.norm(x[:, :, rows - num_steps :])
+            x = layer(x, position_embeddings=angles, context=seen)
+        states: Tensor = self.norm(x.unflatten(1, (-1, rows))[:, :, rows - num_steps :])  # type: ignore[no-untyped-call]
         return states
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return [.., vocabulary] logits of states [.., H], in the dtype of the target's head."""
-        head = self._target_head[0]
-        logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
-        return logits
 
     def _all_states(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> Iterator[Tensor]:
         """Yield the states of blocks after all positions, [B, up to _BLOCKS_AT_ONCE, num_steps, H] at a time."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from speculative.training.draft import TrainedDraft, Unrolling
-from speculative.training.samples import Batch, attention_masks
+from speculative.training.draft import TrainedDraft, Unrolling, run_target
+from speculative.training.samples import Batch
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,7 @@ def block_targets(head: TrainedDraft, target: PreTrainedModel, batch: Batch, unr
     assert unrolling.max_anchors is not None
     anchors, live = draw_anchors(batch, unrolling.max_anchors)
     length = batch.tokens.shape[1]
-    mask = attention_masks(target.config, length, batch.tokens.device)
-    output = target.base_model(input_ids=batch.tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    output = run_target(target, batch.tokens)
     steps = torch.arange(unrolling.num_steps, device=anchors.device)
     positions = anchors.unsqueeze(2) + 1 + steps
     counted = live.unsqueeze(2) & (positions + 1 < batch.lengths[:, None, None])

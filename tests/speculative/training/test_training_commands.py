@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from deploy.cli import main
-from speculative.training import TrainingError, TrainingInterrupted, cli, draft
+from speculative.training import TrainingError, TrainingInterrupted, cli, layers
 from speculative.training.fit_options import choose_device
 from tests.speculative.training.conftest import run, train_small
 from tests.support.targets import llama
@@ -132,7 +132,7 @@ def test_ctrl_c_keeps_what_is_trained_and_a_resume_equals_an_unbroken_run(
     made = f"train-draft --target {target} {small} {common}".split()
     head, whole = tmp_path / "draft", tmp_path / "whole draft"
     with monkeypatch.context() as patched:
-        patched.setattr(draft, "draft_loss", _interrupting(draft.draft_loss, call=3))
+        patched.setattr(layers, "draft_loss", _interrupting(layers.draft_loss, call=3))
         capfd.readouterr()
         assert main([*made, str(head)]) == 130
     said = capfd.readouterr().err

@@ -47,14 +47,16 @@ EAGLE31 = ("fc_norm", "norm_output")
 EVERY = ("norm_before_residual", "norm_before_fc", *EAGLE31)
 
 
-@pytest.mark.parametrize("rope,flags", [("default", ()), ("llama3", ()), ("default", EAGLE31), ("default", EVERY)])
+@pytest.mark.parametrize(
+    "rope,flags", [("default", ()), ("llama3", ()), ("yarn", ()), ("default", EAGLE31), ("default", EVERY)]
+)
 def test_training_and_serving_compute_the_same_states_and_logits(
     tmp_path: Path, target: PreTrainedModel, rope: str, flags: tuple[str, ...]
 ) -> None:
     """A text read in one pass, then a chain drafted from its last row with the text's own tokens."""
-    if rope == "llama3":
-        factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        target.config.rope_parameters |= {"rope_type": "llama3", "original_max_position_embeddings": 16, **factors}
+    if rope != "default":
+        factors = {"factor": 8.0} | ({"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope == "llama3" else {})
+        target.config.rope_parameters |= {"rope_type": rope, "original_max_position_embeddings": 16, **factors}
     config = draft_config(target, 64, flags=flags)
     method = read_draft_config(config, target, tmp_path / "draft")
     vocabulary = DraftVocabulary.of(torch.arange(64) * 3, method.model.vocab_size)
@@ -102,14 +104,14 @@ def test_every_flag_and_every_kind_of_head_can_be_trained() -> None:
             {"num_hidden_layers": 2},
             "has num_hidden_layers=2, which can be served but not trained; use a head without",
         ),
-        ({"attention_bias": True}, "has attention_bias=true, which is served but cannot"),
-        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "has norms on the heads of its attention, which is served"),
-        ({"hidden_size": 64}, "has hidden_size=64 beside its target's 32, which is served"),
+        ({"attention_bias": True}, "has attention_bias=true, which can be served but not"),
+        ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "has norms on the heads of its attention, which can be served"),
+        ({"hidden_size": 64}, "has hidden_size=64 beside its target's 32, which can be served"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 7]}},
             "the output of the target's last layer among",
         ),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "has use_aux_hidden_state=false, which is served"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "has use_aux_hidden_state=false, which can be served"),
     ],
 )
 def test_what_is_served_but_not_trained_is_refused(

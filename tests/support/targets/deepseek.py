@@ -145,7 +145,7 @@ class ModuleTarget(nn.Module):
         self.raw, self.model, source = raw, model, "the new model"
         target = family_of(raw["architectures"][0], source).read_config(raw, source)
         self.mtp = MtpHead(method.read(source, raw, target), model.config)
-        self.mtp.use_head(model.get_output_embeddings())
+        self.mtp.use_target(model)
         self.balance = Balance([part for part in self.modules() if isinstance(part, DeepseekV3TopkRouter)])
 
     def hidden(self, tokens: Tensor) -> Tensor:
