@@ -6,27 +6,37 @@ Under `torchrun` each process trains on its share of the batches; the first one 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
+from attention.capability import Capability
 from speculative.training import TrainingError, TrainingInterrupted
-from speculative.training.blocks.files import KINDS, BlockKind
-from speculative.training.checkpoints import checkpoints
-from speculative.training.draft import DraftKind, measure_acceptance, train_draft
-from speculative.training.eagle3_files import Eagle3Kind
-from speculative.training.fit_options import fit_arguments
+from speculative.training.block_kinds import KINDS, BlockKind
+from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, Unrolling, checkpoints
+from speculative.training.eagle3 import Eagle3Kind
 from speculative.training.generation import generate_answers, stop_tokens
+from speculative.training.losses import measure_acceptance
 from speculative.training.mtp import MtpKind
 from speculative.training.rows import Conversation, read_conversations, split_validation
-from speculative.training.samples import Sample, answer_prompts, encode_answers, read_samples, write_samples
+from speculative.training.samples import Batch, Sample, answer_prompts, encode_answers, read_samples, write_samples
+from speculative.training.trainer import FitArguments, fit
 
 DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind, **dict.fromkeys(KINDS, BlockKind)}
+
+# Options that a resume may change, because they change only the number of steps.
+_FREE_OPTIONS = (
+    *("run", "resume", "output", "device", "graphs", "generate_batch", "steps", "epochs", "keep_checkpoint"),
+    *("checkpoint_every", "eval_every", "minutes", "measure", "measure_rows", "measure_depths"),
+)
 
 
 def run_train_draft(arguments: argparse.Namespace) -> int:
@@ -54,6 +64,28 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
         finish("draft", arguments, losses)
         measure_saved(arguments, draft, target, tokenizer, {"validation": held_samples})
     return 0
+
+
+def train_draft(
+    head: TrainedDraft,
+    target: PreTrainedModel,
+    vocabulary: DraftVocabulary,
+    samples: Sequence[Sample],
+    held: Sequence[Sample],
+    options: FitArguments,
+    unrolling: Unrolling,
+) -> list[float]:
+    """Train the head in place with the loss that `unrolling` describes, and return the logged losses. held: samples to
+    measure acceptance on."""
+    target.eval().requires_grad_(False)
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        return head.batch_loss(model, target, vocabulary, batch, unrolling)
+
+    def evaluate() -> dict[str, float]:
+        return measure_acceptance(head, target, vocabulary, held, unrolling.num_steps, options.batch_tokens).report()
+
+    return fit(head, samples, loss_of, options, title="draft", evaluate=evaluate if held else None)
 
 
 def finish(title: str, arguments: argparse.Namespace, losses: Sequence[float]) -> None:
@@ -169,3 +201,61 @@ def load_target(
             "describes; download it again"
         )
     return tokenizer, model.to(device).eval()
+
+
+def fit_arguments(arguments: argparse.Namespace) -> FitArguments:
+    """Return the trainer's arguments. Raises `TrainingError` for a device or an output that cannot be used."""
+    device = choose_device(arguments.device)
+    check_output(arguments.output, arguments.resume)
+    settings = {name: value for name, value in vars(arguments).items() if name not in _FREE_OPTIONS}
+    return FitArguments(
+        output_dir=str(arguments.output),
+        own_device=device,
+        bf16=arguments.dtype == "bfloat16"
+        or (arguments.dtype == "auto" and not Capability.of(device).shares_host_memory),
+        max_steps=arguments.steps or -1,
+        num_train_epochs=arguments.epochs,
+        batch_tokens=arguments.batch_tokens,
+        learning_rate=arguments.lr,
+        warmup_steps=arguments.warmup_steps,
+        weight_decay=arguments.weight_decay,
+        seed=arguments.seed,
+        graphs=arguments.graphs,
+        save_steps=arguments.checkpoint_every,
+        eval_steps=arguments.eval_every,
+        resume=arguments.resume,
+        max_seconds=None if arguments.minutes is None else 60 * arguments.minutes,
+        settings=json.loads(json.dumps(settings, default=str)),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device of that name, with its index; `auto` is the GPU if there is one. Raises `TrainingError` for an
+    absent GPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise TrainingError(f"device={name}: {str(error).splitlines()[0]}") from None
+    if device.type != "cuda":
+        return device
+    if (device.index or 0) >= torch.cuda.device_count():
+        raise TrainingError(f"device={name}: no such CUDA device here; use --device cpu")
+    return torch.device("cuda", device.index or 0)
+
+
+def check_output(output: Path, resume: bool) -> None:
+    """Raise `TrainingError` if the output is not a writable folder, has a checkpoint without `resume`, or has none with
+    it."""
+    existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise TrainingError(f"output={output}: {existing} is not a writable folder; choose another")
+    found = checkpoints(output)
+    if found and not resume:
+        raise TrainingError(
+            f"output={output}: holds a training's checkpoint; add --resume to continue it (after its end with more "
+            f"--steps or --epochs), delete {found[-1].name}, or choose another folder"
+        )
+    if resume and not found:
+        raise TrainingError(f"resume: {output} holds no checkpoint; start without --resume")

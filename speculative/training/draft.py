@@ -1,28 +1,35 @@
-"""A draft's loss against a frozen target, its training, and its greedy acceptance. The target runs with the draft in
-every step, so no hidden states are stored. Paper: EAGLE-3, arXiv 2503.01840 (training-time test)."""
+"""What a draft is to its training: the interface, and the folders that it is saved in, with their checkpoints."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import pickle
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from speculative.config import BLOCK_METHODS
 from speculative.drafts.eagle3_checkpoint import offsets
 from speculative.drafts.method import DraftMethod
 from speculative.training import TrainingError
-from speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
-from speculative.training.trainer import FitArguments, fit
+from speculative.training.samples import Batch, Sample
 from workers.layers.rotary import frequencies
 from workers.models.deepseek import DeepseekConfig
 from workers.models.llama import LlamaConfig
+from workers.models.registry import family_of
+
+MethodT = TypeVar("MethodT", bound=DraftMethod)
 
 
 class TrainedDraft(nn.Module, ABC):
@@ -177,132 +184,97 @@ class DraftKind(ABC):
         """Return a saved draft, as `build` does."""
 
 
-@dataclass(frozen=True)
-class TargetView:
-    """The result of running a frozen target over a batch.
-
-    embeddings: [B, T, H] and captured: [B, T, F], in the target's dtype.
-    probabilities: [A, draft_vocab] float32, the target's distribution at position n+1 of each anchor n, over the draft
-        vocabulary. in_vocabulary: [A] bool, whether it has the most likely token.
-    """
-
-    embeddings: Tensor
-    captured: Tensor
-    probabilities: Tensor
-    in_vocabulary: Tensor
-
-
-@torch.no_grad()
-def run_target(target: PreTrainedModel, tokens: Tensor) -> Any:
-    """Return transformers' output for tokens [B, T] padded at their ends, with all hidden states."""
-    mask = attention_masks(target.config, tokens.shape[1], tokens.device)
-    return target.base_model(input_ids=tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+def head_config(target: PreTrainedModel, model_types: Sequence[str]) -> dict[str, Any]:
+    """Return what the config.json of a new head shares with its target's. Raises `TrainingError` for a target whose
+    model_type is not among `model_types`."""
+    config = target.config
+    if config.model_type not in model_types:
+        raise TrainingError(f"target: model_type={config.model_type!r} is not supported; use {', '.join(model_types)}")
+    same = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+    return {
+        **{name: getattr(config, name) for name in (*same, "max_position_embeddings", "vocab_size")},
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+    }
 
 
-@torch.no_grad()
-def view_target(target: PreTrainedModel, batch: Batch, head: TrainedDraft, vocabulary: DraftVocabulary) -> TargetView:
-    """Run the frozen target over the batch; return the draft's inputs and training targets."""
-    output = run_target(target, batch.tokens)
-    next_states = output.last_hidden_state.flatten(0, 1)[batch.anchors + 1]
-    logits = target.get_output_embeddings()(next_states).float()
-    return TargetView(
-        embeddings=target.get_input_embeddings()(batch.tokens),
-        captured=head.features(output),
-        probabilities=torch.softmax(logits[:, vocabulary.target_ids], dim=-1),
-        in_vocabulary=vocabulary.t2d[logits.argmax(-1)],
-    )
+def read_head(kind: type[MethodT], config: Mapping[str, Any], target: PreTrainedModel, folder: Path) -> MethodT:
+    """Return the engine's description of the head with this config.json in `folder`. Raises `TrainingError` if the
+    engine refuses it."""
+    architecture = type(target).__name__
+    raw = {**target.config.to_dict(), "architectures": [architecture]}
+    try:
+        return kind.read(str(folder), config, family_of(architecture, "target").read_config(raw, "target"))
+    except ValueError as error:
+        raise TrainingError(str(error)) from None
 
 
-def train_draft(
-    head: TrainedDraft,
-    target: PreTrainedModel,
-    vocabulary: DraftVocabulary,
-    samples: Sequence[Sample],
-    held: Sequence[Sample],
-    options: FitArguments,
-    unrolling: Unrolling,
-) -> list[float]:
-    """Train the head in place with the loss that `unrolling` describes, and return the logged losses. held: samples to
-    measure acceptance on."""
-    target.eval().requires_grad_(False)
-
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        return head.batch_loss(model, target, vocabulary, batch, unrolling)
-
-    def evaluate() -> dict[str, float]:
-        return measure_acceptance(head, target, vocabulary, held, unrolling.num_steps, options.batch_tokens).report()
-
-    return fit(head, samples, loss_of, options, title="draft", evaluate=evaluate if held else None)
+def write_checkpoint(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], float32: tuple[str, ...] = ()
+) -> None:
+    """Write `config.json` and `model.safetensors`, in bfloat16; tensors whose name ends with one of `float32` stay
+    float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = {}
+    for name, tensor in tensors.items():
+        dtype = torch.float32 if name.endswith(float32) else torch.bfloat16
+        cpu = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        saved[name] = cpu.contiguous().clone()  # safetensors refuses tensors that share memory
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
+    make_readable(folder)
 
 
-@dataclass
-class AcceptanceTally:
-    """Counts of rounds and, by depth, of verified (`offered`) and accepted draft tokens."""
-
-    offered: list[int]
-    accepted: list[int]
-    num_rounds: int = 0
-
-    @classmethod
-    def empty(cls, depth: int) -> AcceptanceTally:
-        return cls([0] * depth, [0] * depth)
-
-    def acceptance_length(self) -> float:
-        """Mean tokens per round: 1 + accepted / rounds."""
-        return 1 + sum(self.accepted) / max(self.num_rounds, 1)
-
-    def per_depth(self) -> list[float]:
-        """Share accepted at each depth among the rounds whose earlier depths were accepted."""
-        return [accepted / max(offered, 1) for accepted, offered in zip(self.accepted, self.offered, strict=True)]
-
-    def report(self) -> dict[str, float]:
-        """Return the figures by name: acceptance length, then each depth's share."""
-        depths = {f"depth_{depth}": share for depth, share in enumerate(self.per_depth(), start=1)}
-        return {"acceptance_length": self.acceptance_length(), **depths}
+def token_ids(owner: PreTrainedTokenizerBase | GenerationConfig) -> dict[str, Any]:
+    """Return the tokens that begin, end and pad a text, by their names in config.json."""
+    return {name: getattr(owner, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
-def add_rounds(tally: AcceptanceTally, matches: Sequence[Sequence[bool]], num_prompt: int, length: int) -> None:
-    """Simulate the rounds of one sequence and add them to the tally.
-
-    matches: `matches[s][n]` says whether the draft anchored at position n proposes, as its step s, token n + s + 2.
-
-    Greedy verification emits the target's own text. Step s counts only if the steps before it matched, and then its
-    inputs are the text's tokens, so teacher forcing gives the exact acceptance. The first round's bonus token is the
-    answer's first token. A round accepts consecutive matches, up to the tally's depth and the text's end.
-    """
-    depth = len(tally.offered)
-    anchor = num_prompt - 1
-    while anchor + 2 < length:
-        run = 0
-        while run < depth and anchor + run + 2 < length:
-            tally.offered[run] += 1
-            if not matches[run][anchor]:
-                break
-            tally.accepted[run] += 1
-            run += 1
-        tally.num_rounds += 1
-        anchor += run + 1
+def make_readable(folder: Path) -> None:
+    """Give the weights the permissions of config.json, because safetensors (0.8) writes files that only their owner can
+    read."""
+    for weights in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", weights)
 
 
-@torch.no_grad()
-def measure_acceptance(
-    head: TrainedDraft,
-    target: PreTrainedModel,
-    vocabulary: DraftVocabulary,
-    samples: Sequence[Sample],
-    depth: int,
-    batch_tokens: int,
-) -> AcceptanceTally:
-    """Simulate greedy chains of `depth` draft tokens over the target's own greedy answers."""
-    tally = AcceptanceTally.empty(depth)
-    for indices in plan_batches([len(sample.tokens) for sample in samples], batch_tokens, 0):
-        batch = collate([samples[i] for i in indices]).to(target.device)
-        view = view_target(target, batch, head, vocabulary)
-        matches = []
-        proposals = head.proposals(view.embeddings.float(), view.captured.float(), batch.tokens, depth)
-        for step, ids in enumerate(proposals):
-            matches.append((vocabulary.target_ids[ids] == batch.tokens.roll(-(step + 2), dims=1)).tolist())
-        for row, index in enumerate(indices):
-            own = [match[row] for match in matches]
-            add_rounds(tally, own, samples[index].num_prompt, len(samples[index].tokens))
-    return tally
+def checkpoints(output: Path) -> list[Path]:
+    """Return the complete checkpoints in `output`, oldest first. The state file is written last, so a folder without
+    one was left by a killed process."""
+    found = {path.parent.name.partition("-")[2]: path.parent for path in output.glob("checkpoint-*/trainer_state.json")}
+    return [found[step] for step in sorted(filter(str.isdigit, found), key=int)]
+
+
+def checkpoint_to_resume(output: Path, settings: Mapping[str, Any], max_steps: int, callback: str) -> str:
+    """Return the newest checkpoint in `output`. Raises `TrainingError` if it cannot be read, has other settings, or is
+    after max_steps. callback: name of the callback that saves the settings."""
+    checkpoint = checkpoints(output)[-1]
+    try:
+        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+        saved, done = state["stateful_callbacks"][callback]["attributes"]["settings"], state["global_step"]
+    except (OSError, ValueError, KeyError):
+        raise TrainingError(f"resume: {checkpoint} cannot be read; delete it and start without --resume") from None
+    for name, value in settings.items():
+        if saved.get(name) != value:
+            raise TrainingError(
+                f"{name}={value}: the checkpoint {checkpoint} was made with {saved.get(name)}; give the same, or "
+                "start without --resume in a new output folder"
+            )
+    if done > max_steps:
+        raise TrainingError(
+            f"steps={max_steps}: the training in {output} has done {done}; give more --steps or --epochs"
+        )
+    return str(checkpoint)
+
+
+@contextlib.contextmanager
+def reading(checkpoint: str | None) -> Iterator[None]:
+    """Raise `TrainingError` instead of transformers' exceptions about a checkpoint that does not fit."""
+    try:
+        yield
+    except (EOFError, KeyError, OSError, RuntimeError, ValueError, pickle.UnpicklingError, SafetensorError):
+        raise TrainingError(
+            f"resume: {checkpoint} cannot be read or holds a model of other dimensions; give the rows that it was "
+            "trained on, or start without --resume in a new output folder"
+        ) from None

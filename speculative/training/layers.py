@@ -1,5 +1,5 @@
 """Parts of drafts over whole sequences, with gradients: transformers' layers, given attention over branches and experts
-that a CUDA graph can capture.
+that a CUDA graph can capture; drafts of one token per step; and steps replayed from CUDA graphs.
 
 A layer uses them if its configuration comes from `layer_config`. Tests compare every draft with the engine's.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,7 +19,8 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from speculative.training.draft import DraftVocabulary, TargetView, TrainedDraft, Unrolling, view_target
+from speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
+from speculative.training.losses import draft_loss, view_target
 from speculative.training.samples import Batch
 from workers.models.llama import LlamaConfig
 
@@ -183,19 +184,49 @@ class ChainDraft(TrainedDraft):
         return [self.logits(hidden.flatten(0, 1)[anchors]) for hidden in steps]
 
 
-def draft_loss(steps: Sequence[Tensor], view: TargetView, batch: Batch, step_decay: float) -> Tensor:
-    """Return the float32 cross-entropy with the target over the draft vocabulary: the mean over steps, weighted
-    `step_decay ** s`.
+class GraphedStep:
+    """One step's loss and gradients, replayed from a CUDA graph for each batch shape. A small model's step is a
+    thousand short kernels, and launching them takes several times longer than running them.
 
-    steps: logits [A, draft_vocab] of each step. Step s of anchor n is compared with the target at position n + s + 1,
-        which is s anchors later unless the text has ended.
+    All graphs write the same gradients and share one memory pool, so only the last replay's results are valid. The loss
+    may neither read values back to the host nor branch on them.
     """
-    total = torch.zeros((), device=batch.tokens.device)
-    count = len(batch.anchors)
-    anchors = torch.arange(count, device=batch.tokens.device)
-    for step, logits in enumerate(steps):
-        rows = (anchors + step).clamp(max=count - 1)
-        losses = -(view.probabilities[rows] * torch.log_softmax(logits.float(), dim=-1)).sum(-1)
-        counted = (batch.remaining > step) & view.in_vocabulary[rows]
-        total = total + step_decay**step * (losses * counted).sum() / counted.sum().clamp(min=1)
-    return total / sum(step_decay**step for step in range(len(steps)))
+
+    def __init__(self, model: nn.Module, compute_loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]) -> None:
+        self.model, self.compute_loss = model, compute_loss
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
+        self.captured: dict[tuple[torch.Size, ...], tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]] = {}
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, inputs: dict[str, Tensor]) -> Tensor:
+        """The scalar loss; the parameters' `grad` are this batch's alone."""
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient  # the Trainer sets it to None after each step
+        shapes = tuple(tensor.shape for tensor in inputs.values())
+        if shapes not in self.captured:
+            self.captured[shapes] = self._capture(inputs)
+        graph, static, loss = self.captured[shapes]
+        for name, tensor in inputs.items():
+            static[name].copy_(tensor)
+        graph.replay()
+        return loss.clone()
+
+    def _capture(self, inputs: dict[str, Tensor]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]:
+        static = {name: tensor.clone() for name, tensor in inputs.items()}
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # a capture may not load kernels or plan library calls
+                self._run(static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool):
+            loss = self._run(static)
+        return graph, static, loss
+
+    def _run(self, static: dict[str, Tensor]) -> Tensor:
+        torch._foreach_zero_(self.gradients)
+        loss = self.compute_loss(self.model, static)
+        torch.autograd.backward(loss)
+        return loss.detach()

@@ -27,8 +27,7 @@ from speculative.drafts.mtp import Mtp
 from speculative.drafts.mtp_deepseek import DeepseekMtp
 from speculative.drafts.mtp_qwen import QwenMtp
 from speculative.training import TrainingError
-from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft
-from speculative.training.eagle3_files import write_checkpoint
+from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, write_checkpoint
 from speculative.training.layers import Branches, ChainDraft, branch_attention, layer_config, linear, prepared
 from workers.models.deepseek import DeepseekConfig
 from workers.models.qwen.hybrid import HybridConfig

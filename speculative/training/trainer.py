@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +17,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback
 
 from attention.capability import Capability
 from speculative.training import TrainingError, TrainingInterrupted
-from speculative.training.checkpoints import checkpoint_to_resume, checkpoints, reading
+from speculative.training.draft import checkpoint_to_resume, checkpoints, reading
+from speculative.training.layers import GraphedStep
 from speculative.training.samples import Batch, Sample, collate, plan_steps
-from speculative.training.steps.graphed_step import GraphedStep
-from speculative.training.steps.time_limit import TimeLimit
 from workers.interrupt import interrupts_between_steps
 
 LossOf = Callable[[nn.Module, Batch], Tensor]
+_FINAL_RATE = 0.01  # learning rate at the end, as a fraction of the peak
 
 
 @dataclass
@@ -54,8 +56,6 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
     settings: dict[str, Any] = field(default_factory=dict)
     per_device_train_batch_size: int = 1
     train_sampling_strategy: str = "sequential"
-    lr_scheduler_type: str = "cosine_with_min_lr"
-    lr_scheduler_kwargs: Any = field(default_factory=lambda: {"min_lr_rate": 0.01})
     adam_beta2: float = 0.95
     weight_decay: float = 0.1
     save_total_limit: int = 1
@@ -118,13 +118,13 @@ def fit(
     output = Path(arguments.output_dir)
     checkpoint = None
     if arguments.resume:
-        checkpoint = str(checkpoint_to_resume(output, arguments.settings, arguments.max_steps, _Session.__name__))
+        checkpoint = checkpoint_to_resume(output, arguments.settings, arguments.max_steps, _Session.__name__)
     with interrupts_between_steps() as is_interrupted, contextlib.closing(_Session(title, arguments)) as session:
         session.is_interrupted = is_interrupted
-        session.limit = TimeLimit(arguments.max_seconds)
         trainer = _StepTrainer(
             loss_of,
             evaluate,
+            session.limit,
             model=model,
             args=arguments,
             train_dataset=plan,
@@ -133,7 +133,6 @@ def fit(
             callbacks=[session],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.limit = session.limit
         trainer.graphs = GraphedStep(model, trainer.compute_loss) if graphs else None
         trainer.train(resume_from_checkpoint=checkpoint)
     done = trainer.state.global_step
@@ -150,10 +149,11 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
 
     control: Any
     graphs: GraphedStep | None
-    limit: TimeLimit
 
-    def __init__(self, loss_of: LossOf, figures: Callable[[], dict[str, float]] | None, **others: Any) -> None:
-        self.loss_of, self.figures = loss_of, figures
+    def __init__(
+        self, loss_of: LossOf, figures: Callable[[], dict[str, float]] | None, limit: TimeLimit, **others: Any
+    ) -> None:
+        self.loss_of, self.figures, self.limit = loss_of, figures, limit
         super().__init__(**others)
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Tensor:
@@ -167,10 +167,9 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
         return self.graphs(inputs)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        if self.limit.seconds is None:
-            return super().create_scheduler(num_training_steps, optimizer)
         optimizer = self.optimizer if optimizer is None else optimizer
-        self.lr_scheduler = self.limit.scheduler(optimizer, self.args.warmup_steps, num_training_steps)
+        warmup = self.args.warmup_steps
+        self.lr_scheduler = LambdaLR(optimizer, lambda step: self.limit.learning_rate(step, warmup, num_training_steps))
         return self.lr_scheduler
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
@@ -183,9 +182,6 @@ class _StepTrainer(Trainer):  # type: ignore[misc]
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Return the matrices; norms and biases have no weight decay."""
         return [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
-
-    def floating_point_ops(self, inputs: dict[str, Tensor]) -> int:
-        return 0  # unused; counting takes time in every step
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         with reading(resume_from_checkpoint):
@@ -207,8 +203,10 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
     title: str
     arguments: FitArguments
     is_interrupted: Callable[[], bool] = bool
-    limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
     bar: Any = None
+
+    def __post_init__(self) -> None:
+        self.limit = TimeLimit(self.arguments.max_seconds)
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"settings": self.arguments.settings}}
@@ -244,3 +242,27 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
         """End the bar's line, also after an error."""
         if self.bar is not None:
             self.bar.close()
+
+
+@dataclass
+class TimeLimit:
+    """A time limit, and the learning rate under it. seconds: None for no limit. clock: returns seconds."""
+
+    seconds: float | None
+    clock: Callable[[], float] = time.monotonic
+    started: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self.clock()
+
+    def share(self) -> float:
+        """Return the fraction of the time that has passed, 0 without a limit."""
+        return 0.0 if self.seconds is None else (self.clock() - self.started) / self.seconds
+
+    def learning_rate(self, step: int, warmup_steps: int, max_steps: int) -> float:
+        """Return the learning rate of a step as a fraction of the peak: linear warm-up, then a cosine over steps or
+        time, whichever ends first."""
+        if step < warmup_steps:
+            return step / warmup_steps
+        done = max((step - warmup_steps) / max(1, max_steps - warmup_steps), self.share())
+        return _FINAL_RATE + (1 - _FINAL_RATE) * (1 + math.cos(math.pi * min(1.0, done))) / 2

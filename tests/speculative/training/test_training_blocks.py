@@ -20,20 +20,14 @@ from speculative.drafts.blocks.dflash2 import DFlash2
 from speculative.drafts.blocks.dspark import DSpark
 from speculative.drafts.registry import read_draft
 from speculative.training import TrainingError
-from speculative.training.blocks.files import (
-    BlockOptions,
-    block_config,
-    build_block_head,
-    captured_layers,
-    read_block_config,
-)
-from speculative.training.blocks.head import BlockHead
-from speculative.training.blocks.loss import Objective, block_loss, block_targets, draw_anchors
+from speculative.training.block_kinds import KINDS, BlockOptions, block_config, build_block_head, captured_layers
+from speculative.training.blocks import BlockHead
 from speculative.training.commands import load_target
-from speculative.training.draft import DraftVocabulary, Unrolling, view_target
+from speculative.training.draft import DraftVocabulary, Unrolling, read_head
+from speculative.training.losses import Objective, block_loss, block_targets, draw_anchors, view_target
 from speculative.training.rows import read_conversations
 from speculative.training.samples import Sample, collate
-from speculative.training.steps.time_limit import TimeLimit
+from speculative.training.trainer import TimeLimit
 from tests.speculative.training.conftest import VOCAB_SIZE, run, train_small
 from tests.support import ROOT
 from tests.support.drafts import block_reference
@@ -50,7 +44,7 @@ BLOCK = 5
 @pytest.fixture(params=["dflash", "dspark", "dflash2"])
 def head(request: pytest.FixtureRequest, target: PreTrainedModel) -> BlockHead:
     config = block_config(target, BlockOptions(request.param, BLOCK, 2, mask_token_id=0, rank=12))
-    method = read_block_config(request.param, config, target, Path("draft"))
+    method = read_head(KINDS[request.param].method, config, target, Path("draft"))
     head = build_block_head(target, method, Objective(0.5), seed=3)
     generator = torch.Generator().manual_seed(4)
     for name, parameter in head.named_parameters():
@@ -249,7 +243,7 @@ def test_a_head_of_a_small_hybrid_is_trained_and_read_by_the_engine(kind: str, t
     folder = ROOT / "tests" / "models" / "hybrid_tiny"
     _, target = load_target(folder, torch.device("cpu"), torch.float32)
     config = block_config(target, BlockOptions(kind, BLOCK, 1, mask_token_id=0, rank=12))
-    head = build_block_head(target, read_block_config(kind, config, target, tmp_path), Objective(0.5), seed=3)
+    head = build_block_head(target, read_head(KINDS[kind].method, config, target, tmp_path), Objective(0.5), seed=3)
     batch = collate([Sample(tuple(range(5, 25)), 4), Sample(tuple(range(40, 51)), 3)])
     vocabulary = DraftVocabulary.of(torch.arange(512), 512)
     optimizer = torch.optim.AdamW(head.parameters(), lr=0.01)

@@ -17,7 +17,7 @@ import torch
 
 from deploy.cli import main
 from speculative.training import TrainingError, TrainingInterrupted, cli, layers
-from speculative.training.fit_options import choose_device
+from speculative.training.commands import choose_device
 from tests.speculative.training.conftest import run, train_small
 from tests.support.targets import llama
 from tests.support.targets.__main__ import main as train_target

@@ -18,17 +18,11 @@ from transformers import (
 
 from speculative.drafts.eagle3 import Eagle3
 from speculative.training import generation
-from speculative.training.draft import (
-    AcceptanceTally,
-    DraftVocabulary,
-    Unrolling,
-    add_rounds,
-    measure_acceptance,
-    train_draft,
-)
-from speculative.training.eagle3 import Eagle3Head
-from speculative.training.eagle3_files import build_head, choose_vocabulary, draft_config, read_draft_config
+from speculative.training.commands import train_draft
+from speculative.training.draft import DraftVocabulary, Unrolling
+from speculative.training.eagle3 import Eagle3Head, build_head, choose_vocabulary, draft_config, read_draft_config
 from speculative.training.generation import generate_answers, until_stop
+from speculative.training.losses import AcceptanceTally, add_rounds, measure_acceptance
 from speculative.training.rows import Conversation, RowError
 from speculative.training.samples import Sample, answer_prompts, collate, read_samples, write_samples
 from speculative.training.trainer import FitArguments

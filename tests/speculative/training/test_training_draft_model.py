@@ -16,8 +16,8 @@ from attention.rotation import rotate
 from speculative.drafts.eagle3 import Eagle3
 from speculative.training import TrainingError
 from speculative.training.draft import DraftVocabulary
-from speculative.training.eagle3 import Eagle3Head
-from speculative.training.eagle3_files import (
+from speculative.training.eagle3 import (
+    Eagle3Head,
     build_head,
     choose_vocabulary,
     draft_config,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.training.blocks.files import load_block_head
-from speculative.training.draft import measure_acceptance
-from speculative.training.eagle3_files import load_draft
+from speculative.training.block_kinds import load_block_head
+from speculative.training.eagle3 import load_draft
 from speculative.training.generation import generate_answers
+from speculative.training.losses import measure_acceptance
 from speculative.training.rows import Conversation, Turn
 from speculative.training.samples import Sample, answer_prompts
 from tests.support import MODELS

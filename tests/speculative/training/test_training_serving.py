@@ -19,10 +19,10 @@ from speculative.drafts.eagle3_config import HeadFlags
 from speculative.drafts.loading import load_draft as load_served
 from speculative.drafts.registry import read_draft
 from speculative.training import TrainingError
-from speculative.training.blocks.files import KINDS
+from speculative.training.block_kinds import KINDS
 from speculative.training.cli import HEAD_FLAGS
 from speculative.training.draft import DraftVocabulary
-from speculative.training.eagle3_files import build_head, draft_config, load_draft, read_draft_config, save_draft
+from speculative.training.eagle3 import build_head, draft_config, load_draft, read_draft_config, save_draft
 from workers.config import ModelSource
 from workers.distributed.tp_group import SOLO
 from workers.models.loading import load_target, read_target_config

@@ -26,7 +26,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from speculative.drafts.mtp import Mtp
 from speculative.drafts.mtp_deepseek import DeepseekMtp
 from speculative.training import TrainingError
-from speculative.training.eagle3_files import token_ids, write_checkpoint
+from speculative.training.draft import token_ids, write_checkpoint
 from speculative.training.mtp import FLOAT32, MtpHead, module_tensors, named_experts
 from speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
 from speculative.training.trainer import FitArguments

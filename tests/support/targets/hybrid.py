@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5Tex
 
 from speculative.drafts.mtp_qwen import QwenMtp
 from speculative.training import TrainingError
-from speculative.training.eagle3_files import token_ids
+from speculative.training.draft import token_ids
 from speculative.training.samples import Batch, Sample
 from speculative.training.trainer import FitArguments
 from tests.support.targets.deepseek import ModuleTarget, joint_loss

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from speculative.training import TrainingError
-from speculative.training.eagle3_files import make_readable, token_ids
+from speculative.training.draft import make_readable, token_ids
 from speculative.training.rows import Conversation, Turn
 from speculative.training.samples import Batch, Sample, causal_mask, collate, encode_answers, plan_batches
 from speculative.training.trainer import FitArguments, LossOf, fit

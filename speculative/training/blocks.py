@@ -2,7 +2,7 @@
 
 The engine serves the same files with `speculative.drafts.blocks.dflash`, which reads KV from pages;
 `tests/speculative/training/test_training_blocks.py` compares the two. Parameter names are those of the published heads.
-`conditional` has the heads whose rows depend on the token before. Paper: DFlash, arXiv 2602.06036.
+`block_kinds` has the heads whose rows depend on the token before. Paper: DFlash, arXiv 2602.06036.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, rotate_half
 
 from speculative.drafts.blocks.dflash import DFlash
-from speculative.training.blocks.loss import BlockScores, Objective, block_loss
 from speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
 from speculative.training.layers import linear, prepared, qwen3_config
+from speculative.training.losses import BlockScores, Objective, block_loss
 from speculative.training.samples import Batch
 
+_MAX_CAPTURED = 5  # captured target layers, as in z-lab's heads
 _BLOCKS_AT_ONCE = 64  # bounds the memory of scores when blocks start at all positions
 
 
@@ -184,3 +185,12 @@ class BlockHead(TrainedDraft):
         positions = torch.arange(embeddings.shape[1], device=embeddings.device).expand(embeddings.shape[0], -1)
         for part in torch.split(positions, _BLOCKS_AT_ONCE, 1):
             yield self.states(embeddings, captured, part, num_steps)
+
+
+def captured_layers(num_layers: int) -> list[int]:
+    """Return the layers whose output a head reads: up to five, from the second to the third last. Targets of fewer than
+    six layers: all but the last."""
+    steps = min(_MAX_CAPTURED, num_layers - 3) - 1
+    if steps < 2:
+        return list(range(num_layers - 1))
+    return [round(1 + i * (num_layers - 4) / steps) for i in range(steps + 1)]

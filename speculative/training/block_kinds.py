@@ -1,24 +1,47 @@
-"""The DSpark and DFlash2 heads over whole sequences: a row's scores depend on the token before.
+"""The published kinds of block heads and their files: DFlash and DFlash2 in z-lab's folder layout, DSpark in
+DeepSpec's.
 
-`speculative.drafts.blocks.dspark` and `dflash2` serve the same files. Parameter names are those of the published heads.
+DSpark's and DFlash2's scores of a row depend on the token before. `speculative.drafts.blocks` serves the same files.
+Parameter names are those of the published heads.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from speculative.drafts.blocks.dflash import DFlash
 from speculative.drafts.blocks.dflash2 import DFlash2
 from speculative.drafts.blocks.dspark import DSpark
-from speculative.training.blocks.head import BlockContext, BlockHead
-from speculative.training.blocks.loss import BlockScores, Objective
+from speculative.training import TrainingError
+from speculative.training.blocks import BlockContext, BlockHead, captured_layers
+from speculative.training.draft import (
+    DraftKind,
+    DraftVocabulary,
+    TrainedDraft,
+    Unrolling,
+    head_config,
+    read_head,
+    write_checkpoint,
+)
+from speculative.training.eagle3 import MODEL_TYPES
 from speculative.training.layers import linear
+from speculative.training.losses import BlockScores, Objective
+from speculative.training.samples import Sample
 
+_MODEL_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # model_type of supported targets
 _CODE_STD = 0.1  # of the codes of the token before; those of the next token start at zero, so all biases do
 
 
@@ -149,3 +172,121 @@ class DFlash2Head(BlockHead):
         assert scores.unary is not None
         candidates = scores.unary.topk(self.candidates, dim=-1).indices
         return candidates.gather(-1, scores.logits.gather(-1, candidates).argmax(-1, keepdim=True)).squeeze(-1)
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """Sizes of a new head.
+
+    block_size: rows of a block, including the newest token.
+    rank: rank of the Markov head or the selector; unused by DFlash.
+    """
+
+    method: str
+    block_size: int
+    num_layers: int
+    mask_token_id: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published kind of block head.
+
+    architecture, section, sizes: of config.json; the method's own keys are in `section`, or at the top level.
+    rank_key: name of the rank in config.json. tv_weight: see `Objective`.
+    """
+
+    method: type[DFlash]
+    head: Callable[[Any, Objective], BlockHead]
+    architecture: str
+    section: str | None = "dflash_config"
+    rank_key: str | None = None
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    tv_weight: float = 0.0
+
+
+_MARKOV = {"markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True}
+_SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16}
+KINDS = {  # by `--method`
+    "dflash": Published(DFlash, BlockHead, "DFlashDraftModel"),
+    "dspark": Published(DSpark, DSparkHead, "Qwen3DSparkModel", None, "markov_rank", _MARKOV, 0.9),
+    "dflash2": Published(DFlash2, DFlash2Head, "DFlash2DraftModel", rank_key="selector_rank", sizes=_SELECTOR),
+}
+
+
+def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, Any]:
+    """Return the config.json of a new head. Raises `TrainingError` for a target of an unsupported architecture."""
+    shared, config, kind = head_config(target, _MODEL_TYPES), target.config, KINDS[options.method]
+    layers = captured_layers(config.num_hidden_layers)
+    own: dict[str, Any] = {"mask_token_id": options.mask_token_id, "target_layer_ids": layers, **kind.sizes}
+    if kind.rank_key is not None:
+        own[kind.rank_key] = options.rank
+    # Qwen3's layers rotate a head's full width
+    partial = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+    return {
+        **shared,
+        "model_type": "qwen3",
+        "num_hidden_layers": options.num_layers,
+        "rope_parameters": {key: value for key, value in config.rope_parameters.items() if key not in partial},
+        "dtype": "bfloat16",
+        "block_size": options.block_size,
+        "num_target_layers": config.num_hidden_layers,
+        "architectures": [kind.architecture],
+        **(own if kind.section is None else {kind.section: own}),
+    }
+
+
+def build_block_head(target: PreTrainedModel, method: DFlash, objective: Objective, seed: int) -> BlockHead:
+    """Return a new float32 head on the target's device."""
+    torch.manual_seed(seed)
+    head = KINDS[method.name].head(method, objective)
+    for module in head.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    head.initialise()
+    head.use_target(target)
+    return head.to(target.device)
+
+
+def load_block_head(folder: Path, kind: str, target: PreTrainedModel) -> tuple[BlockHead, DraftVocabulary]:
+    """Return a saved head and the tokens that it may propose. Raises `TrainingError` for one that the engine
+    refuses."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    head = build_block_head(target, read_head(KINDS[kind].method, config, target, folder), Objective(), 0)
+    head.load_state_dict({name: each.float() for name, each in load_file(folder / "model.safetensors").items()})
+    return head, DraftVocabulary.whole(target)
+
+
+class BlockKind(DraftKind):
+    """A new DFlash, DSpark or DFlash2 head with the target's vocabulary."""
+
+    def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
+        super().__init__(arguments, target)
+        self.kind: str = arguments.method
+        self.refuse_head_options(self.kind)
+        mask = arguments.mask_token
+        if mask is None:
+            mask = target.config.pad_token_id
+        if mask is None:
+            raise TrainingError("mask_token: the target has no padding token to use; give the id of an unused token")
+        weight = KINDS[self.kind].tv_weight if arguments.tv_weight is None else arguments.tv_weight
+        self.objective = Objective(weight)
+        options = BlockOptions(self.kind, arguments.block_size, arguments.draft_layers, mask, arguments.head_rank)
+        self.config = block_config(target, options)
+        self.method = read_head(KINDS[self.kind].method, self.config, target, arguments.output)
+
+    def unrolling(self) -> Unrolling:
+        decay = math.exp(-1 / self.arguments.gamma)
+        arguments = self.arguments
+        return Unrolling(self.method.form.max_depth, decay, arguments.anchors, arguments.random_depths)
+
+    def build(self, samples: Sequence[Sample], stops: Sequence[int]) -> tuple[TrainedDraft, DraftVocabulary]:
+        head = build_block_head(self.target, self.method, self.objective, self.arguments.seed)
+        return head, DraftVocabulary.whole(self.target)
+
+    def save(self, head: TrainedDraft, vocabulary: DraftVocabulary, folder: Path) -> None:
+        write_checkpoint(folder, self.config, dict(head.named_parameters()))
+
+    def load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
+        return load_block_head(folder, self.kind, self.target)
