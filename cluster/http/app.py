@@ -29,7 +29,7 @@ from cluster.http.openapi import docs_page, openapi_document
 from cluster.http.origins import Origins
 from cluster.http.page.files import page_routes
 from cluster.http.parsers.families import detect_family
-from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
+from cluster.http.requests.grammar_checker import GrammarChecker
 from cluster.http.routes import generation, messages, models, native, prefix_cache, responses, status, tokenization
 from cluster.http.serving import Edge
 from cluster.http.text.tokenizer import ChatTokenizer
@@ -52,7 +52,7 @@ def build_app(
     tokenizer: ChatTokenizer,
     engine: EngineClient,
     echo_request_id: bool = True,
-    grammars: GrammarChecker = NoChecker(),  # noqa: B008 - has no state
+    grammars: GrammarChecker = GrammarChecker(),  # noqa: B008 - has no state
     tracing: Tracing = Tracing(),  # noqa: B008 - has no state
 ) -> FastAPI:
     """Build the application. `app.state.admission` is its `Admission`; set `.draining` before shutting down.

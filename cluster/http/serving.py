@@ -31,7 +31,7 @@ from cluster.http.parsers.table import parser_of
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.requests.edge_request import EdgeRequest
-from cluster.http.requests.grammar_checker import GrammarChecker, NoChecker
+from cluster.http.requests.grammar_checker import GrammarChecker
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.thinking_budget import within_budget
 from cluster.http.tracing import RequestTrace, Tracing
@@ -53,7 +53,7 @@ class Edge:
     tokenizer: ChatTokenizer
     engine: EngineClient
     admission: Admission
-    grammars: GrammarChecker = NoChecker()  # noqa: RUF009 - has no state
+    grammars: GrammarChecker = GrammarChecker()  # noqa: RUF009 - has no state
     counts: RequestCounts = field(default_factory=RequestCounts)
     tracing: Tracing = Tracing()  # noqa: RUF009 - has no state
 

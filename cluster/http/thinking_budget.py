@@ -7,24 +7,12 @@ thinking is appended to the tokens so far, and a new generation continues from t
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
+from cluster.http.parsers.reasoning import ReasoningReader
 from cluster.transport.messages import TokenDelta
 from workers.scheduling.plan import TokenLogprobs
-
-
-class Thinking(Protocol):
-    """The state of thinking in an answer's parser."""
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the answer is thinking."""
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether it is thinking, or may still start to."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +28,7 @@ class ThinkingBudget:
 async def within_budget(
     generate: Callable[[Sequence[int]], AsyncGenerator[TokenDelta, None]],
     budget: ThinkingBudget,
-    thinking: Thinking,
+    thinking: ReasoningReader,
     logprobs: bool,
 ) -> AsyncGenerator[TokenDelta, None]:
     """Yield the deltas of one answer, token by token while it may think.
@@ -75,7 +63,7 @@ async def within_budget(
                 return
 
 
-def _parts(delta: TokenDelta, thinking: Thinking) -> Iterator[TokenDelta]:
+def _parts(delta: TokenDelta, thinking: ReasoningReader) -> Iterator[TokenDelta]:
     """Yield `delta` token by token while the answer may think. The last part keeps the fields of a last delta."""
     while len(delta.tokens) > 1 and thinking.is_possible:
         yield TokenDelta(

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,6 +21,7 @@ from cluster.replica.worker_group import (
     WorkerGroup,
     WorkerGroupError,
     WorkerGroupPlan,
+    awaited,
     first_line,
 )
 from cluster.transport.discovery import NAMESPACE
@@ -175,7 +175,7 @@ class Supervisor:
             )
             .remote(self._plan.replica, name, self._plan.transport)
         )
-        self._coordinator_death = asyncio.ensure_future(_await(self._coordinator.death.remote()))
+        self._coordinator_death = asyncio.ensure_future(awaited(self._coordinator.death.remote()))
 
     async def _clear(self, reason: str, lost_coordinator: bool) -> None:
         """Reach a known state: no worker group is attached, or no coordinator runs."""
@@ -205,7 +205,7 @@ class Supervisor:
         """
         assert self._worker_group is not None and self._coordinator_death is not None
         ended = asyncio.ensure_future(self._worker_group.failure())
-        reported = asyncio.ensure_future(_await(self._coordinator.worker_group_lost.remote()))
+        reported = asyncio.ensure_future(awaited(self._coordinator.worker_group_lost.remote()))
         try:
             while True:
                 watched = (ended, reported, self._coordinator_death)
@@ -231,10 +231,6 @@ class Supervisor:
             raise CoordinatorLostError(f"the coordinator did not answer `{method}` in {limit_s:g} s") from None
         except ray.exceptions.RayActorError as error:
             raise CoordinatorLostError(f"the coordinator died: {first_line(error)}") from None
-
-
-async def _await(ref: Awaitable[T]) -> T:
-    return await ref
 
 
 def _outcome(failure: "asyncio.Future[str]") -> str:

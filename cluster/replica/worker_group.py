@@ -171,7 +171,7 @@ class WorkerGroup:
         self.endpoints = await self._all(
             "listen", [(self._transport(place, here), self._name, self.epoch) for place in self.places]
         )
-        self._runs = [asyncio.ensure_future(_await(worker.run.remote())) for worker in self._workers]
+        self._runs = [asyncio.ensure_future(awaited(worker.run.remote())) for worker in self._workers]
 
     def _transport(self, place: RankPlace, here: bool) -> Transport:
         if here:
@@ -220,7 +220,7 @@ class WorkerGroup:
         """Call `method` on every rank at once. Raises the first failure, because later ones are mostly consequences."""
         given = arguments if arguments is not None else [()] * len(self._workers)
         calls = [
-            asyncio.ensure_future(_await(getattr(worker, method).remote(*args)))
+            asyncio.ensure_future(awaited(getattr(worker, method).remote(*args)))
             for worker, args in zip(self._workers, given, strict=True)
         ]
         done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
@@ -240,7 +240,7 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-async def _await(ref: Awaitable[T]) -> T:
+async def awaited(ref: Awaitable[T]) -> T:
     return await ref
 
 

@@ -1,14 +1,12 @@
 """Converts a checked body to the engine's request.
 
 edge_request       the whole request: prompts, and one set of sampling parameters per choice
-limits             checks against the configuration and the model's length
-reasoning          a chat's reasoning parameters
+parameters         checks against the configuration and the model's length; sampling parameters; reasoning
 responses          /v1/responses as a chat
 messages           /v1/messages as a chat
 native             SGLang's /generate as completions
 batch              joins requests of one prompt each
 prompts            prompts of every form, as token ids
-sampling           the sampling parameters
 structured_output  a body's structured-output parameters, as a grammar
 grammar_checker    checks that a grammar compiles
 tools              tools that a chat may or must call

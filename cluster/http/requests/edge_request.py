@@ -14,12 +14,16 @@ import msgspec
 
 from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, unsupported
-from cluster.http.requests.limits import (
+from cluster.http.requests.parameters import (
     answer_tokens,
+    chat_parser,
     check_model,
     check_scores,
     num_choices,
+    sampling_params,
+    separates_reasoning,
     stop_strings,
+    thinking_budget,
     truncation_of,
 )
 from cluster.http.requests.prompts import (
@@ -30,8 +34,6 @@ from cluster.http.requests.prompts import (
     listed_prompts,
     template_tool,
 )
-from cluster.http.requests.reasoning import chat_parser, separates_reasoning, thinking_budget
-from cluster.http.requests.sampling import sampling_params
 from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest

@@ -12,7 +12,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -32,21 +31,14 @@ STARVED_SHARE = 0.5  # a trial that got less than this share of its CPU time is 
 PARAM = "response_format"
 
 
-class GrammarChecker(Protocol):
-    """Checks grammars for the API routes."""
+class GrammarChecker:
+    """Accepts all grammars and leaves errors to the engine; for engines without a model folder."""
 
     async def check(self, grammar: Grammar) -> None:
         """Raise ApiError if the grammar cannot be used."""
 
 
-class NoChecker:
-    """Accepts all grammars and leaves errors to the engine; for engines without a model folder."""
-
-    async def check(self, grammar: Grammar) -> None:
-        pass
-
-
-class ProcessChecker:
+class ProcessChecker(GrammarChecker):
     """Tries grammars for the tokenizer in `folder`, several at a time, each for at most `timeout_s`.
 
     Results are cached, and quick trials overtake slow ones.

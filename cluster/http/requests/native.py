@@ -7,7 +7,7 @@ from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError, invalid
 from cluster.http.requests.batch import joined_request
 from cluster.http.requests.edge_request import EdgeRequest, text_request
-from cluster.http.requests.limits import check_total_scores, num_choices
+from cluster.http.requests.parameters import check_total_scores, num_choices
 from cluster.http.requests.prompts import listed_prompts
 from cluster.http.schema.body import validated, without_refused
 from cluster.http.schema.native import DEFAULT_NEW_TOKENS, NativeRequest, NativeSampling

@@ -9,7 +9,7 @@ from cluster.http.endpoint import IGNORED, Endpoint, post
 from cluster.http.replies.messages import MessagesForm
 from cluster.http.requests.edge_request import chat_prompt_of, chat_request
 from cluster.http.requests.messages import has_reasoning_effort, messages_chat, to_messages_error
-from cluster.http.requests.reasoning import chat_parser
+from cluster.http.requests.parameters import chat_parser
 from cluster.http.schema.messages import (
     CountTokensRequest,
     MessagesError,

@@ -5,7 +5,7 @@ from starlette.requests import Request
 
 from cluster.http.endpoint import Endpoint, get, post
 from cluster.http.errors import invalid, too_long
-from cluster.http.requests.limits import check_model
+from cluster.http.requests.parameters import check_model
 from cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
 from cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
 from cluster.http.schema.response import DetokenizeReply, TokenizeReply, TokenizerReply
