@@ -16,12 +16,10 @@ text           text to tokens and back
 serving        runs one generation request
 engine_client  the interface to engines
 thinking_budget  ends an answer's thinking after a number of tokens
-prompt_scores  log-probabilities of a prompt
 answer         turns token deltas into text, cut at stop strings
 parsers        separates content, reasoning and tool calls
 replies        documents and stream events, one module per API
 errors         every error that a client can get
 tracing        a span per generation request
-counts         how the requests of one ingress ended
 metrics        /metrics, Prometheus' text
 """

@@ -20,10 +20,10 @@ from starlette.routing import Route
 from attention import distribution
 from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
-from cluster.http.counts import set_reason
 from cluster.http.endpoint import answering
 from cluster.http.engine_client import EngineClient
 from cluster.http.errors import JSON_HEADERS, ApiError
+from cluster.http.metrics import set_reason
 from cluster.http.middleware import EdgeMiddleware
 from cluster.http.openapi import docs_page, openapi_document
 from cluster.http.origins import Origins

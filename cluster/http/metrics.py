@@ -1,26 +1,73 @@
-"""Prometheus text from the statistics of all engines, one series per engine. The fields of `EngineStats` and
-`SchedulerStats` declare the metrics.
+"""Prometheus text from the statistics of all engines, one series per engine, and counts of how the requests of this
+ingress ended. The fields of `EngineStats` and `SchedulerStats` declare the metrics.
 
 Every ingress returns the engines' numbers, not its own: otherwise load-balanced scrapes, and tools that take
-differences,
-would see counters jump. A replaced engine gets a new id and new series, so sums of rates over engines do not jump. Only
-counts of how requests ended are the ingress's own, and carry its id (`cluster.http.counts`).
+differences, would see counters jump. A replaced engine gets a new id and new series, so sums of rates over engines do
+not jump. Only counts of requests, filled by `cluster.http.middleware`, are of one ingress, and their series carry its
+id. A load-balanced scrape reaches one ingress; a sum of rates over ingresses is right if each is scraped at least twice
+in the range.
 """
 
 import functools
 import itertools
+import uuid
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+from starlette.types import Scope
 
-from cluster.http.counts import RequestCounts
 from cluster.transport.messages import EngineStats
 from workers.scheduling.stats import Histogram, Metric, SchedulerStats
+
+CLIENT_LEFT = "client_left"
+OTHER = "other"
+_KEY = "reason"
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)  # as vLLM's
+
+
+class RequestCounts:
+    """Counts of this ingress's requests, by route, status and reason.
+
+    ingress: a random id of this ingress.
+    choices: histogram of `n` of generation requests.
+    """
+
+    def __init__(self) -> None:
+        self.ingress = uuid.uuid4().hex[:8]
+        self._routes: Collection[str] = ()
+        self.choices = Histogram.empty(_CHOICES)
+        self._ended: Counter[tuple[str, str, str]] = Counter()
+
+    def count_separately(self, routes: Collection[str]) -> None:
+        """Count these routes separately; all others count together, because clients choose paths."""
+        self._routes = frozenset(routes)
+
+    def ended(self, path: str, status: int, reason: str) -> None:
+        """Count one request. status: 0 if the client disconnected before a status was sent. reason: "" for success."""
+        route = path if path in self._routes else OTHER
+        self._ended[route, str(status), reason] += 1
+
+    def by_route_status_reason(self) -> Mapping[tuple[str, str, str], int]:
+        """Return the counts so far."""
+        return self._ended
+
+
+def set_reason(scope: Scope, reason: str | None) -> None:
+    """Set why the request of `scope` ends: an error's code, or CLIENT_LEFT. Streams may set it after their status was
+    sent."""
+    scope.setdefault("state", {})[_KEY] = reason or OTHER
+
+
+def reason_of(scope: Scope) -> str:
+    """Return the reason set last; "" without one."""
+    reason: str = scope.get("state", {}).get(_KEY, "")
+    return reason
+
 
 STATES = ("starting", "ready", "recovering", "draining", "dead")
 

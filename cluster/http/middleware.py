@@ -9,10 +9,10 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.endpoint import IGNORED, IGNORED_HEADER, ignored_header
 from cluster.http.errors import ApiError, internal, invalid, unauthorized
 from cluster.http.keys import is_known
+from cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.origins import Origins
 from cluster.http.page.files import PAGE_ROUTES
 from cluster.http.tracing import ARRIVED

@@ -20,14 +20,13 @@ from starlette.types import Receive, Scope, Send
 from cluster.http.admission import Admission
 from cluster.http.answer import Answer, EngineFailedError, Piece, RequestInvalidError, joined, without_tokens
 from cluster.http.config import EdgeConfig
-from cluster.http.counts import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.engine_client import EngineClient, EngineRefused
 from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, invalid, refused, timed_out
+from cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.parsers.families import FAMILIES
-from cluster.http.parsers.marked import MarkedParser
 from cluster.http.parsers.output_parser import HeldReasoning, ReplyDelta, joined_deltas
-from cluster.http.parsers.reasoning_tokens import ReasoningTokens
-from cluster.http.parsers.table import parser_of
+from cluster.http.parsers.reasoning import ReasoningTokens
+from cluster.http.parsers.table import MarkedParser, parser_of
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.requests.edge_request import EdgeRequest

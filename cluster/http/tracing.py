@@ -60,7 +60,7 @@ class RequestTrace:
             times.ended = time.time_ns()
 
     def end(self, answers: list[Answer], model: str, reason: str) -> None:
-        """Create the spans. reason: as in `cluster.http.counts`; "" for success."""
+        """Create the spans. reason: as in `cluster.http.metrics`; "" for success."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

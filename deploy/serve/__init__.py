@@ -6,7 +6,7 @@ python_proxy   removes headers that Serve's Python proxy cannot read
 drain          the end: running requests finish, new ones are refused
 check_process  checks the checkpoints while Ray starts, then starts the ranks
 ray_start      joins a Ray cluster or starts one; its session folder and token; without a home folder
-address        the HTTP address; announcement: the line printed when the server is ready
+address        the HTTP address, and the line printed when the server is ready
 console        terminal output and the log
 watches        HAProxy and Ray, stopped processes, starts that cannot succeed
 private_arguments  API keys on the command line

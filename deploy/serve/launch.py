@@ -29,8 +29,7 @@ from deploy.haproxy.process import ENDING, socket_root
 from deploy.nodes import cluster_nodes
 from deploy.processes import server_record
 from deploy.serve import python_proxy
-from deploy.serve.address import checked_address
-from deploy.serve.announcement import Announcement
+from deploy.serve.address import Announcement, checked_address
 from deploy.serve.check_process import CheckProcess, Task
 from deploy.serve.console import Console, log_path, show_ray_lines
 from deploy.serve.drain import END_LIMIT_S, run_until_signal

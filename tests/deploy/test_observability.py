@@ -14,8 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.counts import RequestCounts
-from cluster.http.metrics import prometheus_text
+from cluster.http.metrics import RequestCounts, prometheus_text
 from cluster.transport.messages import EngineStats
 from tests.support import DOCS, ROOT
 from workers.scheduling.stats import SchedulerStats

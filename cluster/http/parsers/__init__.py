@@ -1,12 +1,10 @@
 """Splits answers into content, reasoning and tool calls, with a parser per format of answers.
 
-output_parser      the interface of parsers, and the parser of plain text
+output_parser      the interface of parsers, the parser of plain text, deltas of calls
 families           what distinguishes the families of models, and how a chat template shows the family
-table              makes the parser of an answer
+table              makes the parser of an answer; a parser of marks in the text
 marks              finds marks (`<think>`, `<tool_call>`) in streamed text
-marked             a parser of marks in the text: reasoning first, then content and tool calls
-reasoning          thinking between two marks
-reasoning_tokens   counts reasoning tokens
+reasoning          thinking between two marks, and its number of tokens
 tool_calls         tool calls between marks
 json_calls         streamed calls in JSON
 xml_calls          streamed calls in XML, for several families

@@ -10,7 +10,7 @@ from cluster.http.config import OutputParserName
 from cluster.http.parsers.argument_types import ArgumentTypes
 from cluster.http.parsers.json_calls import CallList
 from cluster.http.parsers.literal_calls import GEMMA_END, GEMMA_QUOTE, PYTHON_END, PYTHON_START, GemmaBody, PythonCalls
-from cluster.http.parsers.marked import CallIds, random_id
+from cluster.http.parsers.output_parser import CallIds, random_id
 from cluster.http.parsers.tool_calls import (
     DEEPSEEK_HEAD,
     KIMI_HEAD,

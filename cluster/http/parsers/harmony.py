@@ -11,9 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 
 from cluster.http.answer import Piece
 from cluster.http.parsers.json_calls import CallPart
-from cluster.http.parsers.marked import CallDeltas
 from cluster.http.parsers.marks import cut
-from cluster.http.parsers.output_parser import ReplyDelta
+from cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
 from cluster.http.text.harmony_prompt import MARKS
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = MARKS

@@ -4,14 +4,17 @@ Every choice has a parser, in whole replies and streams. Chats take the configur
 `cluster.http.parsers.table`), completions `text`. See docs/add-a-parser.md.
 """
 
-from collections.abc import Sequence
+import secrets
+import string
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 from msgspec import UNSET
 
 from cluster.http.answer import Piece
-from cluster.http.schema.completions import FunctionCall, ToolCall, ToolCallDelta
+from cluster.http.parsers.json_calls import CallPart
+from cluster.http.schema.completions import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from cluster.http.schema.response import FinishReason
 
 
@@ -76,3 +79,41 @@ def joined_deltas(deltas: Sequence[ReplyDelta]) -> tuple[ReplyDelta, list[ToolCa
         finish=deltas[-1].finish,
     )
     return joined, [calls[index] for index in sorted(calls)]
+
+
+CallIds = Callable[[str, int], str]  # arguments: a function's name and the call's number in the answer
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+def random_id(name: str, number: int) -> str:
+    """Return nine letters and digits, the only form that Mistral's templates accept; 53 random bits."""
+    return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+
+
+class CallDeltas:
+    """Converts parts of calls to the reply's deltas. parallel: whether to show more than the first call. ids: makes ids
+    of calls."""
+
+    def __init__(self, parallel: bool, ids: CallIds = random_id) -> None:
+        self._parallel = parallel
+        self._ids = ids
+        self._num = 0
+
+    def of(self, parts: list[CallPart]) -> tuple[ToolCallDelta, ...]:
+        """Return the deltas of further parts."""
+        deltas = []
+        for name, arguments in parts:
+            self._num += name is not None
+            if self._num > 1 and not self._parallel:
+                continue
+            if name is not None:
+                function, call_id = FunctionDelta(name=name, arguments=arguments), self._ids(name, self._num - 1)
+                deltas.append(ToolCallDelta(index=self._num - 1, id=call_id, type="function", function=function))
+            elif arguments:
+                deltas.append(ToolCallDelta(index=self._num - 1, function=FunctionDelta(arguments=arguments)))
+        return tuple(deltas)
+
+    @property
+    def any(self) -> bool:
+        """Return whether there was a call."""
+        return self._num > 0

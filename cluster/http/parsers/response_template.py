@@ -7,8 +7,7 @@ from typing import Any, Protocol
 
 from cluster.http.answer import Piece
 from cluster.http.parsers.json_calls import CallPart
-from cluster.http.parsers.marked import CallDeltas
-from cluster.http.parsers.output_parser import ReplyDelta
+from cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
 
 REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
 

@@ -2,16 +2,41 @@
 
 from collections.abc import Callable
 
+from cluster.http.answer import Piece
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.families import FAMILIES
 from cluster.http.parsers.harmony import HarmonyParser
-from cluster.http.parsers.marked import MarkedParser
-from cluster.http.parsers.output_parser import OutputParser, TextParser
+from cluster.http.parsers.output_parser import CallDeltas, CallIds, OutputParser, ReplyDelta, TextParser, random_id
 from cluster.http.parsers.reasoning import ReasoningReader
 from cluster.http.parsers.response_template import ResponseTemplateParser
+from cluster.http.parsers.tool_calls import CallReader
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.text.harmony_prompt import MARKS
 from cluster.http.text.tokenizer import ChatTokenizer
+
+
+class MarkedParser:
+    """Parses one answer. reasoning, calls: readers; None for answers without. ids: makes ids of calls."""
+
+    def __init__(
+        self, reasoning: ReasoningReader | None, calls: CallReader | None, parallel: bool, ids: CallIds = random_id
+    ) -> None:
+        self.reasoning = reasoning
+        self._calls = calls
+        self._deltas = CallDeltas(parallel, ids)
+
+    def push(self, piece: Piece) -> ReplyDelta:
+        """See `cluster.http.parsers.output_parser.OutputParser`."""
+        end = piece.finish is not None
+        reasoning, content = "", piece.text
+        if self.reasoning is not None:
+            reasoning, content = self.reasoning.take(content, end)
+        if self._calls is None:
+            return ReplyDelta(content, reasoning, finish=piece.finish)
+        content, parts = self._calls.take(content, end)
+        deltas = self._deltas.of(parts)
+        finish = "tool_calls" if piece.finish == "stop" and self._deltas.any else piece.finish
+        return ReplyDelta(content, reasoning, deltas, finish)
 
 
 def _harmony(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:

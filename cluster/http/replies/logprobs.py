@@ -4,8 +4,7 @@ for prompts."""
 import math
 from collections.abc import Iterable, Sequence
 
-from cluster.http.answer import Piece
-from cluster.http.prompt_scores import PromptScores, TokenScore
+from cluster.http.answer import Piece, PromptScores, TokenScore
 from cluster.http.schema.completions import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
 from cluster.http.schema.response import PromptToken
 from cluster.http.text.tokenizer import ChatTokenizer

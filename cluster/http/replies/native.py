@@ -6,9 +6,8 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from cluster.http.answer import Piece
+from cluster.http.answer import Piece, TokenScore
 from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.prompt_scores import TokenScore
 from cluster.http.replies.logprobs import finite
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer, speculation_metrics
 from cluster.http.replies.streaming import chunk_event

@@ -12,8 +12,7 @@ from cluster.http.parsers.families import FAMILIES
 from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.schema.message import NamedTool, Tool
 from cluster.http.schema.request import ChatCompletionRequest
-from cluster.http.text.harmony_prompt import RESPONSE_FORMAT, is_harmony
-from cluster.http.text.typescript import comment
+from cluster.http.text.harmony_prompt import RESPONSE_FORMAT, comment, is_harmony
 from workers.scheduling.plan import Grammar
 
 # Template variables that switch reasoning on or off: Qwen3's, DeepSeek V3.1's.

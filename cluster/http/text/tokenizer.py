@@ -17,7 +17,6 @@ from tokenizers import Tokenizer, decoders
 
 from cluster.http.text import harmony_prompt, long_text, model_files
 from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError
-from cluster.http.text.control_tokens import ControlTokens
 from cluster.http.text.detokenizer import (
     ByteLevelDetokenizer,
     Detokenizer,
@@ -26,7 +25,7 @@ from cluster.http.text.detokenizer import (
 )
 from cluster.http.text.harmony_prompt import HarmonyPrompt
 from cluster.http.text.long_text import Truncation
-from cluster.http.text.user_text import ChatText, marked, unmarked
+from cluster.http.text.user_text import ChatText, ControlTokens, marked, unmarked
 from cluster.linux import trim_heap
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread

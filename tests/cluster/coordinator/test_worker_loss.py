@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from cluster.coordinator import worker_links
-from cluster.http.prompt_scores import PromptScores
+from cluster.http.answer import PromptScores
 from cluster.transport import sockets
 from cluster.transport.messages import Probe
 from tests.support.cluster import Ranks, until

@@ -2,8 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.counts import RequestCounts
-from cluster.http.metrics import declared_metrics, prometheus_text
+from cluster.http.metrics import RequestCounts, declared_metrics, prometheus_text
 from cluster.transport.messages import EngineStats
 from workers.scheduling.stats import Histogram, SchedulerStats
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from cluster.http.answer import PromptScores
 from cluster.http.parsers.output_parser import TextParser
-from cluster.http.prompt_scores import PromptScores
 from cluster.http.replies.reply import ReplyContext
 from cluster.http.text.detokenizer import ByteLevelDetokenizer
 from cluster.http.text.stop_strings import StopMatcher

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
-from cluster.http.text.harmony_prompt import HarmonyPrompt
+from cluster.http.text.harmony_prompt import HarmonyPrompt, type_text
 from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.http.text.typescript import type_text
 from tests.support.harmony import DAY, SOURCE, harmony_chat_tokenizer, harmony_tokenizer
 
 PROMPT = HarmonyPrompt(SOURCE, {}, lambda: DAY)
