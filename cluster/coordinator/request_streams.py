@@ -174,7 +174,7 @@ class RequestStreams:
         wait_s = None if message.resumed else self._scheduler.admission.wait_s()
         if wait_s is not None and wait_s > self._queue_timeout_s:
             return self._queue_full(
-                f"what waits takes {wait_s:.0f} s, more than engine.queue_timeout_s={self._queue_timeout_s:g}"
+                f"the queue takes {wait_s:.0f} s, more than engine.queue_timeout_s={self._queue_timeout_s:g}"
             )
         try:
             request = Request(

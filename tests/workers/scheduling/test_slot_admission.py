@@ -1,4 +1,4 @@
-"""How long what waits takes, as the refusals of a full queue and `engine.queue_timeout_s` need it."""
+"""The expected time of the queue, for refusals of a full queue and `engine.queue_timeout_s`."""
 
 from dataclasses import replace
 from types import SimpleNamespace
