@@ -143,5 +143,5 @@ def is_installed(library: str) -> bool:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured on the device's current stream."""
+    """Return whether a CUDA graph is being captured on the device's current stream."""
     return Capability.of(device).captures_graphs and torch.cuda.is_current_stream_capturing()

@@ -42,7 +42,7 @@ class AttentionUse:
     """The use of attention by one model in one mode on one rank.
 
     num_heads, num_kv_heads: heads of this rank.
-    device: of the rank. Refusals read its compute capability; `attention.registry.limit` tries each possible one.
+    device: the rank's device. Refusals read its compute capability; `attention.registry.limit` tries each possible one.
     tree: whether masks branch (speculative.top_k above 1).
     layout: `kind` of its `KVLayout`.
     value_dim: size of a head's output, if not head_dim: for latent rows, the leading part that is also the value.

@@ -33,7 +33,7 @@ AUTO = (("triton", on_gpu), ("torch", anywhere))  # the first one that the devic
 
 @dataclass(frozen=True)
 class BackendFacts:
-    """One row of the table.
+    """A row of `BACKENDS`.
 
     target: the backend's class as "module:name"; importing the module imports the backend's libraries.
     refusal: returns why it does not support a use in one of its `modes` and `layouts`; None if it does.

@@ -20,7 +20,7 @@ RESOURCES: dict[str, dict[str, float]] = {"cpu": {"CPU": WORKER_CPUS}, "cuda": {
 
 @dataclass(frozen=True)
 class NodeResources:
-    """Resources of one node. capability: of its GPUs, (major, minor); None if unknown."""
+    """Resources of one node. capability: (major, minor) of its GPUs; None if unknown."""
 
     node_id: str
     address: str
@@ -44,7 +44,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Placement of a rank.
+    """Node, process and device of a rank.
 
     device: the device it computes on, for reports.
     visible_devices: the GPUs that its process sees, see `cluster.environment.visible_devices`.
@@ -123,7 +123,7 @@ def order_ranks(bundle_nodes: Mapping[int, str], num_ranks: int, addresses: Mapp
     first, then the other nodes by address, because hosts with neighbouring addresses are usually close.
 
     bundle_nodes: node id of every bundle.
-    addresses: by node id; nodes without an address come last."""
+    addresses: address of each node id; nodes without an address come last."""
     first = bundle_nodes[0]
 
     def place_of(node: str) -> tuple[bool, bool, int, str]:

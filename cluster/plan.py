@@ -70,12 +70,12 @@ class ReplicaPlan:
 
 @dataclass(frozen=True)
 class IngressPlan:
-    """One ingress.
+    """The resolved configuration of an ingress.
 
     config: its `served_model_name` and `max_model_len` are filled in.
     model_path: folder of the tokenizer.
     resumes: whether requests continue after a loss of their workers.
-    start_timeout_s: of engines.
+    start_timeout_s: start timeout of engines.
     one_node: see `ReplicaPlan`.
     """
 
@@ -90,10 +90,10 @@ class IngressPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """An application.
+    """The resolved configuration of an application.
 
-    placement: of each engine's processes.
-    num_engines: their number, or the bounds and times of autoscaling.
+    placement: placement of each engine's processes.
+    num_engines: number of engines, or the bounds and times of autoscaling.
     num_ingresses: replicas of the ingress.
     """
 

@@ -41,7 +41,7 @@ class DraftReport:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError and TrainingError."""
+    """Run the command. Raises ConfigError and TrainingError."""
     try:
         report = _evaluate_file(arguments)
     except (ConfigError, TrainingError):

@@ -43,7 +43,7 @@ class SpeculativeDecoding(CuttableStrategy):
 
     draft: None without a draft model.
     synthetic_acceptance_length: see `SpeculativeConfig`.
-    matches: of drafts that are copied from the requests' text; None without such drafts.
+    matches: matches in the requests' text, from which drafts are copied; None without such drafts.
     """
 
     def __init__(

@@ -50,6 +50,6 @@ class TreeTable:
         write_roots(self.trees, slots, bonus)
 
     def write_best(self, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
-        """Replace the trees of slots [B] int64 by their best `width` - 1 candidates, under bonus [num_slots + 1]
-        int64."""
+        """Replace the trees of slots [B] int64. A new tree has the slot's token in bonus [num_slots + 1] int64 as root,
+        and the best `width` - 1 candidates."""
         write_best(self.trees, slots, bonus, candidates, width)

@@ -40,7 +40,7 @@ class EngineLayout:
     """Sizes of one engine, equal on every rank and in the scheduler, except `memory`.
 
     shapes: tree shapes, non-speculative decoding first.
-    scheduler: as configured, with numbers for "auto"; for `max_running` only after a rank is built.
+    scheduler: as configured, with "auto" replaced by numbers; `max_running` is replaced after a rank is built.
     cache, graph_capture: as configured.
     max_model_len: maximum tokens of prompt and answer.
     max_position: exclusive bound on the positions of a step.

@@ -18,7 +18,7 @@ class MemoryUse:
     """A rank's device memory in bytes, by use. `total` and `others` concern the whole device.
 
     total: memory of the device.
-    others: in use at the start, by other processes and by the device's own context.
+    others: memory used at the start by other processes and by the device's own context.
     weights: weights of target and draft.
     tables: tables of slots.
     workspaces: buffers of communication, libraries and kernels.

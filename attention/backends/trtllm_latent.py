@@ -127,7 +127,7 @@ class LatentRows:
 
 
 class PreparedLatentRows(Prepared):
-    """A pass. Its first layer writes the buffers, because heads and page size are known only there."""
+    """A prepared pass. The first layer writes the buffers, because heads and page size are unknown before."""
 
     def __init__(self, latent: LatentRows, batch: DecodeBatch) -> None:
         self._latent, self._batch = latent, batch

@@ -13,7 +13,7 @@ class EvictionQueue:
     """
 
     def __init__(self, has_snapshots: bool) -> None:
-        """has_snapshots: with recurrent layers, pages after the last snapshot save nothing."""
+        """has_snapshots: whether there are recurrent layers; then pages after the last snapshot save no computation."""
         self._has_snapshots = has_snapshots
         self._heap: list[tuple[EvictionKey, int, Node]] = []
         self._num_pushed = 0

@@ -41,7 +41,7 @@ class KVPool:
     ) -> None:
         """groups: no layer twice; layers without KV are in none.
         num_pages: without page 0, which receives the writes of padding rows.
-        scales: by layer, for FP8; 1 without.
+        scales: scales of each layer, for FP8; 1 if not given.
         """
         self.groups = tuple(groups)
         self.scales = scales or {}

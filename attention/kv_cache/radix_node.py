@@ -10,7 +10,7 @@ EvictionKey = tuple[bool, int]
 
 
 class Node:
-    """A run of pages.
+    """A node of the radix tree: consecutive pages.
 
     tokens: int32, the tokens of its pages and the `lookahead` after them.
     pages: page ids.

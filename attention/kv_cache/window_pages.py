@@ -38,7 +38,7 @@ class WindowPages:
     """
 
     def __init__(self, sizes: WindowSizes, num_pages: int, page_size: int, keeps: bool = True) -> None:
-        """num_pages, page_size: of the pages that window pages are attached to.
+        """num_pages, page_size: number and size of the pages that window pages are attached to.
         keeps: keep unheld window pages, for a prefix cache.
         """
         assert sizes.num_pages >= 1 and sizes.window >= 1
@@ -61,7 +61,7 @@ class WindowPages:
 
     @property
     def num_free(self) -> int:
-        """Window pages without a page."""
+        """Number of free window pages."""
         return len(self._free)
 
     @property

@@ -99,7 +99,7 @@ def load(
 ) -> Kernel:
     """Return a kernel loaded in a device's context. Compile it unless it is in the disk cache.
 
-    name: of an `extern "C"` function.
+    name: name of an `extern "C"` function.
     defines: macros.
 
     Raises RuntimeError with the compiler's log.

@@ -33,7 +33,7 @@ class LatentGrid:
     """A grid for `num_requests` requests of `rows` rows.
 
     heads: query heads.
-    multiprocessors: of the device; each runs one program.
+    multiprocessors: number of the device's multiprocessors; each runs one program.
     causal: whether the rows are the last `rows` tokens and each sees the tokens up to its own; else all rows see all
         tokens.
     """

@@ -236,8 +236,8 @@ class CoordinatorLoop:
         streams.states.publish(self.status, self._fault(), streams.is_leaving, streams.slot_wait_s())
 
     def _fault(self) -> str:
-        """Return why a request would not run now, or "". A busy rank may be silent during its step, which may take a
-        few times as long as the longest one so far."""
+        """Return why a request would not run now, or "". A rank may be silent during a step, for a few times the
+        duration of the longest step so far."""
         if self._worker_group is None:
             return f"the engine is {self.status}" + (f": {self._detail}" if self._detail else "")
         now = self._clock()

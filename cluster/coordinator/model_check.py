@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 RETRY_S = 2.0  # between two checks of a model that has failed one
 PROMPT_TOKENS = 8
 SAMPLING = SamplingParams(1, 0.0, speculative=False, cache_salt=b"model check")  # computed anew each time
-FAULT = "the model's logits are NaN or infinite whatever it is asked: its weights are broken; restart the engine"
+FAULT = "the model's logits are NaN or infinite for every request: its weights are broken; restart the engine"
 
 
 class ModelCheck:
@@ -29,7 +29,7 @@ class ModelCheck:
         self._good_prompt: Sequence[int] = range(PROMPT_TOKENS)  # a prompt that the model answered before
 
     def saw(self, outputs: Sequence[RequestOutput], now: float) -> None:
-        """Process a step's outputs."""
+        """Look for results of a check, and for NaN or infinite logits, in a step's outputs."""
         if self._asked:
             for output in outputs:
                 if output.request.request_id == self._asked:

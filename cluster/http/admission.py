@@ -14,10 +14,10 @@ TOKEN_BYTES = 44  # per prompt token: an int in a list, and four bytes for the e
 
 
 class Admission:
-    """Counts generations and memory.
+    """Limits the number of generations and their memory.
 
-    max_generations: concurrent ones.
-    max_bytes: of bodies, prompts and streams.
+    max_generations: maximum concurrent generations.
+    max_bytes: maximum memory of bodies, prompts and streams.
     draining: refuse new work with 503 while running work ends.
     engine_seen: whether an engine has been ready since this ingress started.
     num_active: current generations.

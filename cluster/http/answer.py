@@ -54,9 +54,9 @@ class Answer:
     include_stop: whether the answer includes the stop string or the stop token's text.
     min_tokens: stop strings count only after that many tokens.
     eos_token_ids: reported as end of sequence.
-    num_tokens: up to and including the token that ended the answer, as vLLM counts usage.
-    cached_tokens, speculation: of the last delta that had them.
-    prompt_scores: of the prompt, if requested; complete with the first token.
+    num_tokens: number of tokens including the one that ended the answer, as in vLLM's usage.
+    cached_tokens, speculation: those of the last delta that had them.
+    prompt_scores: log-probabilities of the prompt, if requested; complete with the first token.
     num_reasoning_tokens: tokens whose text is reasoning; counted by the answer's driver, which has a parser.
     matched_stop: the stop string, or the id of the token that ended the answer, end of sequence included.
 
@@ -145,7 +145,7 @@ class Answer:
                 self.stop_reason = None if self.matched_stop in self._eos_token_ids else self.matched_stop
 
     def _piece(self, delta: TokenDelta, shown: list[str], offsets: list[int], texts: list[str]) -> Piece:
-        """offsets, texts: of the delta's tokens that belong to the answer."""
+        """offsets, texts: those of the delta's tokens that belong to the answer."""
         num_tokens = len(offsets)
         return Piece(
             text="".join(shown),

@@ -73,7 +73,7 @@ STATES = ("starting", "ready", "recovering", "draining", "dead")
 
 
 def prometheus_text(engines: Sequence[EngineStats], model_name: str, counts: RequestCounts | None = None) -> bytes:
-    """Return the text exposition format. counts: of this ingress."""
+    """Return the text exposition format. counts: counts of this ingress."""
     registry = CollectorRegistry(auto_describe=False)
     if counts is not None:
         registry.register(_Requests(counts, model_name))
@@ -154,7 +154,7 @@ class _Snapshot(Collector):
         yield from (age, steps, seconds)
 
     def _family(self, metric: Metric, values: Mapping[str, Any]) -> Family:
-        """values: by engine."""
+        """values: value of each engine."""
         labels = ["model_name", "engine", *([metric.label] if metric.label else [])]
         if metric.kind == "histogram":
             family = HistogramMetricFamily(metric.name, metric.help, labels=labels)

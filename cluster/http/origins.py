@@ -30,7 +30,7 @@ class Origins:
         self._origins = frozenset(origin.lower().rstrip("/") for origin in allowed_origins)
 
     def check(self, headers: Headers) -> None:
-        """Raises ApiError."""
+        """Check Host and Origin. Raises ApiError."""
         given = headers.get("host", "")
         host = urlsplit(f"//{given}").hostname or "" if _is_authority(given) else given
         if given and "*" not in self._hosts and host not in self._hosts and not _is_private(host):

@@ -56,7 +56,7 @@ class RankLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankFacts:
-    """The facts about a rank's process in `RankPlace`."""
+    """Process and device of a rank; see `RankPlace`."""
 
     pid: int
     device: str

@@ -75,8 +75,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: the reason, with finish="error" or "invalid".
     cached_tokens: prompt tokens found in the prefix cache; in the last delta, or in all with `running_stats`.
     speculation: statistics so far, in the same deltas; None without a draft.
-    prompt_logprobs: of further prompt tokens, if requested; before the first token.
-    timings: in the deltas that have `cached_tokens`.
+    prompt_logprobs: those of further prompt tokens, if requested; sent before the first token.
+    timings: sent in the deltas that have `cached_tokens`.
     attempt: number of times that the request moved to another engine; counted by the ingress.
     drafted: whether each token was drafted and accepted; empty without `token_origins`.
     num_crashes: steps with the request that hung or crashed; in a delta of its own, after each.
@@ -154,16 +154,16 @@ class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The state by which an ingress chooses an engine. It is slightly stale, which may cost time, but no tokens.
 
-    engine_id: the coordinator's.
+    engine_id: id of the coordinator's engine.
     status: as in `EngineStats`.
     fault: why a request would not reach the ranks now, or "".
     is_leaving: another engine replaces this one; new requests are refused.
     num_received: requests of this subscriber that the numbers below include.
     num_running, num_waiting, num_slots: requests.
     backlog_tokens: prompt tokens that are not computed yet, without those found in the prefix cache.
-    prefill_tokens_per_s: speed of prefill beside the current rounds; 0: unknown.
+    prefill_tokens_per_s: speed of prefill together with the current rounds; 0: unknown.
     wait_s: estimated wait for a slot.
-    page_size, lookahead: of the prefix cache; page_size 0: no cache.
+    page_size, lookahead: settings of the prefix cache; page_size 0: no cache.
     stride: every `stride`-th page of a prompt is advertised.
     added, removed: digests (`attention.kv_cache.prefix_digests`) of pages added to or removed from the prefix cache
         since the last message on this connection.

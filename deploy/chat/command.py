@@ -20,7 +20,7 @@ _SHOWN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError."""
+    """Run the command. Raises ConfigError."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history and keys to edit with
 

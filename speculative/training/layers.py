@@ -73,7 +73,7 @@ def branch_attention(
     transformers' `AttentionInterface`. A later step's scores take B * heads * T * T elements, once also in float32.
 
     query: [B, heads, T, key dim]. key: [B, kv_heads, T, key dim]. value: [B, kv_heads, T, value dim].
-    branches: of the steps before; this step's keys and values are appended.
+    branches: keys and values of earlier steps; this step's are appended.
     Returns [B, T, heads, value dim].
     """
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotated in float32
@@ -153,7 +153,8 @@ class ChainDraft(TrainedDraft):
     def step(self, embeddings: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], branches: Branches) -> Tensor:
         """Return the recurrent state [B, T, H] after one step.
 
-        embeddings, hidden: [B, T, H] of the token that each row reads, and the state before. angles: of the rows.
+        embeddings, hidden: [B, T, H] embedding of the token that each row reads, and the previous state. angles: rotary
+            angles of the rows.
         """
 
     def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:

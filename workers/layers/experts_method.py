@@ -131,7 +131,7 @@ class ExpertsMethod(nn.Module, ABC):
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
-        """The FP8 format that `multiply` accepts, beside the model's dtype; None if it accepts none."""
+        """The FP8 format that `multiply` accepts besides the model's dtype; None if it accepts none."""
         return None
 
     @abstractmethod

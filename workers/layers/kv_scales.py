@@ -53,7 +53,7 @@ def kv_scales(model: nn.Module) -> dict[int, KVScales]:
 
 
 def warn_of_missing(model: nn.Module, name: str) -> None:
-    """Log a warning if layers of the model have no scales. name: of the model."""
+    """Log a warning if layers of the model have no scales. name: name of the model."""
     missing = [each.layer for each in _of(model) if each.missing]
     if missing:
         logger.warning(

@@ -98,7 +98,7 @@ class LinearMethod(nn.Module, ABC):
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
-        """The FP8 format that `multiply` accepts beside the model's dtype; None if it accepts none. Known after
+        """The FP8 format that `multiply` accepts besides the model's dtype; None if it accepts none. Known after
         `finish`."""
         return None
 

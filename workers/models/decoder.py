@@ -24,8 +24,8 @@ class DecoderOutput:
 
     hidden: [n, hidden_size] after the final norm, for the n rows that attend in the last layer.
     captured: [rows, len(capture) * hidden_size], the concatenated residual streams at the inputs of the layers in
-        `capture`; None if `capture` is empty. The number of layers stands for the output of the last layer, before the
-        final norm.
+        `capture`; None if `capture` is empty. In `capture`, the number of layers means the output of the last layer,
+        before the final norm.
     """
 
     hidden: Tensor

@@ -20,7 +20,7 @@ def _all(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class ModelFamily(Generic[ConfigT]):
-    """Functions of a family.
+    """The functions by which a model family is served.
 
     read_config: (config.json, name of the checkpoint for errors) -> configuration. Raises ValueError for unsupported
         settings.

@@ -70,7 +70,7 @@ def dequantised(weight: Tensor, scales: Tensor, part: Part, block: Block, dtype:
 def kernel_scales(scales: list[Tensor], parts: tuple[Part, ...], scheme: Fp8Scheme) -> Tensor:
     """Return the scales of this rank's stacked parts in the kernels' layout (`workers.ops.fp8.tiles.Fp8Matrix`).
 
-    scales: of each part's whole matrix; dimensions before the last two are kept.
+    scales: scales of each part's whole matrix; dimensions before the last two are kept.
     """
     mine = []
     for scale, part in zip(scales, parts, strict=True):

@@ -20,7 +20,7 @@ class MatrixCodes:
 
     codes: uint8 [rows, columns], one code each.
     scales: [rows, columns / group].
-    zeros: as scales, or None.
+    zeros: same shape as scales, or None.
     row_scale: float32 [rows], or None.
     """
 
@@ -31,7 +31,7 @@ class MatrixCodes:
 
 
 class PackedScheme(LinearLayout):
-    """A plain value.
+    """Layout and tensors of a packed format.
 
     code: see `PackedWeight`.
     group: inputs that share a scale; None for a scale per output.
@@ -119,7 +119,7 @@ class PackedScheme(LinearLayout):
 
 
 class _StoredPacked(StoredMatrix):
-    """tensors: by kind."""
+    """tensors: tensor of each kind."""
 
     def __init__(self, scheme: PackedScheme, part: Part) -> None:
         super().__init__()

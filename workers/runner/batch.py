@@ -143,9 +143,9 @@ class StepTensors:
 
     tokens: [B + F, M] int64; the first `counts` of a row are valid.
     counts, finish, accepted: [B + F] int64; see `StepResult`. accepted is -1 if nothing was verified.
-    logprobs: of the emitted tokens, if requested.
+    logprobs: log-probabilities of the emitted tokens, if requested.
     drafts: [B + F, 2, W] int64 tokens and parents of the next trees, if a request has a grammar and there is a draft.
-    prompt_logprobs: of the batch's prompt targets, if any.
+    prompt_logprobs: log-probabilities of the batch's prompt targets, if any.
     matches: [B + F, 3] int64, in engines that copy drafts from the requests' text. Three counts per entry: leading
         tokens of this step that the last proposal predicted, -1 without a proposal; length of the match from which the
         next proposal is copied, 0 without one; accepted drafts that were copied.

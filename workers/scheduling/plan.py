@@ -64,8 +64,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         grammar and temperature.
     grammar: tokens that it forbids are never chosen.
     cache_salt: requests share cached pages only with requests of the same salt; does not affect tokens.
-    prompt_logprobs: as logprobs, for the prompt's tokens after the first. Unless -1, the prompt does not use the prefix
-        cache.
+    prompt_logprobs: like logprobs, for the prompt's tokens after the first. Unless -1, the prompt does not use the
+        prefix cache.
     """
 
     max_tokens: int
@@ -266,13 +266,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     finish: uint8 [n], FINISH_*.
     accepted: int32 [n], draft tokens accepted before truncation by a stop; -1 if the entry did not verify drafts. ->
         `Survival`, statistics
-    logprobs: by entry, one per emitted token; only for requests with log-probabilities.
+    logprobs: per entry, one per emitted token; only for requests with log-probabilities.
     prompt_logprobs: one for each chunk of the plan with log-probabilities, in their order.
     elapsed_s: seconds from the plan's arrival on this rank to the end of the step. -> the coordinator, the worker loop
-    took_s: the part of them after the end of the previous step: the time of the step itself. -> `StepTime`
-    failed: by entry, why that request ends; its output of this step is dropped. From `SlotGrammars`, and for logits
+    took_s: the part of elapsed_s after the end of the previous step: the time of the step itself. -> `StepTime`
+    failed: per entry, why its request ends; its output of this step is dropped. From `SlotGrammars`, and for logits
         that are not finite.
-    failed_requests: by request number, why a request ends, which may have no entry. From `SlotGrammars`, `PlanBatches`.
+    failed_requests: why requests end, by request number; they may have no entry. From `SlotGrammars`, `PlanBatches`.
     masks_ready: int32, numbers of requests whose late mask is ready now. From `SlotGrammars`.
     grammars_ready: int32, grammars that are compiled now, as numbers in the order of their announcement by plans of
         this epoch. From `SlotGrammars`. -> `GrammarQueue`

@@ -143,7 +143,7 @@ class Scheduler:
         return self.queues.backlog_tokens
 
     def prefill_tokens_per_s(self) -> float:
-        """Return the prompt tokens per second beside the current rounds; 0 without costs."""
+        """Return the speed of prefill together with the current rounds, in tokens per second; 0 without costs."""
         slots = self.slot_pages.round_slots()
         rounds = self.rounds.load(slots, self._shapes.largest_beside_chunks(len(slots)))
         return self._prefill.budget.tokens_per_s(rounds) if self._prefill.budget else 0.0

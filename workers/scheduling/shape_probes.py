@@ -30,7 +30,7 @@ FREE_PROBES = 3  # free timing probes per shape and batch size
 
 @dataclass
 class Probe:
-    """One probe.
+    """A trial of a shape.
 
     min_steps: minimum steps.
     max_steps: maximum steps; after min_steps the probe ends as soon as its shape is no longer promising.

@@ -18,7 +18,7 @@ from workers.scheduling.timing.step import Step
 from workers.scheduling.timing.step_time import StepTime
 
 PROMISING_ABOVE = 1 / 40  # a shape is promising if its upper bound exceeds the best rate by this share
-UPPER_ERRORS = 1.5  # standard errors of its time between a shape's estimate and upper bound
+UPPER_ERRORS = 1.5  # a shape's upper bound assumes a time this many standard errors lower
 # A shape gets a free timing probe only if it would be the best with its time this many standard errors lower. The
 # second value is for free changes of shape, where a probe costs less.
 RULED_OUT_ERRORS, FREE_RULED_OUT_ERRORS = 2.0, 3.0

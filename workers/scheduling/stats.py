@@ -80,8 +80,8 @@ class SchedulerStats(msgspec.Struct):
     num_stale_results: dropped results of an older worker group.
     accepted_histogram: [k] rounds that accepted k draft tokens.
     num_draft_tokens: drafted tokens, verified or not.
-    tokens_by_shape, steps_by_shape, expected_tokens_per_ms: by the shape's name (`workers.config.RoundShape`).
-    steps_by_reason: by `workers.scheduling.shape_choice.Reason`.
+    tokens_by_shape, steps_by_shape, expected_tokens_per_ms: keys are shape names (`workers.config.RoundShape`).
+    steps_by_reason: keys are `workers.scheduling.shape_choice.Reason`.
     inter_token_s: time between two steps with tokens; one observation per request and step.
     time_per_output_token_s: one observation per finished request.
     """
@@ -207,7 +207,7 @@ class SchedulerStats(msgspec.Struct):
         self.finished[reason] = self.finished.get(reason, 0) + 1
 
     def count_accepted(self, method: str, num_accepted: int, num_copied: int) -> None:
-        """Count accepted drafts of `method`, of which num_copied were copied from the requests' own text."""
+        """Count accepted drafts of `method`; num_copied of them were copied from the requests' own text."""
         for branch, number in ((method, num_accepted - num_copied), ("suffix", num_copied)):
             if number:
                 self.accepted_by_branch[branch] = self.accepted_by_branch.get(branch, 0) + number

@@ -92,7 +92,7 @@ class UnsupportedSchemaError(ValueError):
 
 
 def check_alone(schema: Mapping[str, Any], keyword: str, path: str, allowed: tuple[str, ...]) -> None:
-    """Raise for keywords beside `keyword` that are not enforced there."""
+    """Raise for keywords that are not enforced together with `keyword`."""
     for key in schema:
         if key != keyword and key not in allowed:
             raise UnsupportedSchemaError(path, key, f"beside {keyword} it is not enforced; leave one of the two out")

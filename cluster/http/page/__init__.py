@@ -7,7 +7,7 @@ page.html, page.css and icon.svg are the layout. page.js joins the other scripts
 
 - api.js: HTTP requests, with the API key if the server needs one
 - answer.js: one answer: text, tokens by origin, reasoning, figures
-- markdown.js: Markdown as DOM nodes; vendor/marked.js (MIT, its licence beside it) splits the text into tokens
+- markdown.js: Markdown as DOM nodes; vendor/marked.js (MIT, licence in the same folder) splits the text into tokens
 - conversations.js: the history, stored in the browser
 - settings.js: sampling, system prompt, view, style
 - engines.js: the state of the engines, live

@@ -55,11 +55,11 @@ _THINK = ("<think>", "</think>")
 
 @dataclass(frozen=True)
 class Family:
-    """One row.
+    """A row of `FAMILIES`: models with the same format of reasoning and calls.
 
     shown_by: texts that are all in the family's chat template, which is more reliable than the architecture: DeepSeek's
         distillations of Llama and Qwen have DeepSeek's template.
-    not_shown_by: a text that only another family's template has beside `shown_by`.
+    not_shown_by: a text that distinguishes another family whose template also has `shown_by`.
     thinking: opening and closing mark of reasoning.
     calls: marks of calls, and what makes the reader of the text after each, given the argument types of tools; None:
         the mark is dropped.

@@ -119,7 +119,7 @@ class OpenAIReply(Reply):
 
 
 class ChatReply(OpenAIReply):
-    """Of /v1/chat/completions."""
+    """The reply of /v1/chat/completions."""
 
     chunk_type = ChatCompletionChunk
 
@@ -197,7 +197,7 @@ def _reasoning_content(reasoning: str = "", content: str = "") -> str | None | U
 
 
 class TextReply(OpenAIReply):
-    """Of /v1/completions."""
+    """The reply of /v1/completions."""
 
     chunk_type = CompletionChunk
 

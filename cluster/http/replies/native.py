@@ -16,7 +16,7 @@ from workers.scheduling.plan import TokenLogprobs
 
 
 class NativeReply(Reply):
-    """Of /generate.
+    """The reply of /generate.
 
     several: the request has a list of prompts (perhaps of one), so the reply has a list of answers.
     texts: include the tokens' texts in log-probabilities.

@@ -69,16 +69,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class EdgeRequest:
-    """A request ready to run.
+    """A checked and tokenized request.
 
     choices: prompt by prompt, n of each.
     echo: texts before the answers, one per prompt, or none.
     prompt_texts: texts of chat prompts, one per prompt.
-    logprobs: as in SamplingParams. prompt_logprobs: the same for prompts. echo_logprobs: whether echoes have them.
+    logprobs: see `SamplingParams`. prompt_logprobs: the same for prompts. echo_logprobs: whether echoes have
+        log-probabilities.
     tools: in the chat template's form.
     thinking_budget: None for no limit.
-    include_reasoning: whether the reply shows reasoning. separate_reasoning: in a field of its own. stream_reasoning:
-        as it arrives.
+    include_reasoning: whether the reply shows reasoning. separate_reasoning: in a separate field. stream_reasoning: as
+        it arrives.
     reads_calls: whether the parser searches tool calls. parallel_calls: whether it shows more than the first.
     The other fields describe how to show the answer.
     """

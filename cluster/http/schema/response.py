@@ -83,7 +83,7 @@ class ErrorDetail(Struct):
     """Why a request failed.
 
     param: the parameter that must change.
-    code: for programs.
+    code: short name of the error, for programs.
     """
 
     message: str

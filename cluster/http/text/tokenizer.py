@@ -141,7 +141,7 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> ChatText:
-        """Do `render`, with long work in a thread beside the event loop."""
+        """Do `render`; long work runs in a thread."""
         num_chars = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
         if len(messages) < MANY_MESSAGES and num_chars < LONG_TEXT * MANY_MESSAGES:
             with contextlib.suppress(SlowTemplateError):
@@ -170,7 +170,7 @@ class ChatTokenizer:
             return await asyncio.to_thread(self._encode_long, chat, add_special_tokens, max_tokens, kept)
 
     async def decode_long(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Do `decode` beside the event loop."""
+        """Do `decode` in a thread."""
         if len(tokens) < LONG_TEXT:
             return self.decode(tokens, skip_special_tokens)
         async with self._long_encodes:

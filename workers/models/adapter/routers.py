@@ -25,7 +25,7 @@ _WEIGHT, _BIAS = "weight", "e_score_correction_bias"
 
 @dataclass(frozen=True)
 class RouterMatch:
-    """A module as a router.
+    """A module that computes the same as a `Routing`.
 
     routing: the equivalent `Routing`.
     order: order of the module's results: "logits", "weight" and "chosen".

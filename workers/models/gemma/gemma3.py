@@ -40,7 +40,7 @@ class GemmaConfig(LocalRopeConfig):
     query_scale: factor on scores, before soft_cap.
     soft_cap: see `ScoreRule`.
     logit_cap: see `LMHead`.
-    activation: of MLPs.
+    activation: activation of MLPs.
     """
 
     query_scale: float

@@ -71,8 +71,8 @@ class BesideExperts:
 class Gemma4Config(LlamaConfig):
     """See `LlamaConfig`.
 
-    num_kv_heads, head_dim: of the first layer.
-    heads: of each layer.
+    num_kv_heads, head_dim: values of the first layer.
+    heads: heads of each layer.
     windows: each layer's window in tokens; None: it attends to all.
     kinds: each layer's `layer_types`.
     num_shared: number of layers at the end without KV of their own; each reads the KV of the last earlier layer of its
@@ -80,7 +80,7 @@ class Gemma4Config(LlamaConfig):
     shared_width: intermediate size of the MLPs of those layers.
     input_size: size of a layer's own embedding (per-layer embedding); 0: none.
     logit_cap: see `LMHead`.
-    activation: of MLPs and experts.
+    activation: activation of MLPs and experts.
     """
 
     heads: tuple[Heads, ...]

@@ -16,8 +16,8 @@ _ROPE = ("rope_parameters", "rope_scaling")
 
 
 def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
-    """Read the text_config of a model of images and text, or older ones' fields beside vision_config. Raises ValueError
-    for settings that are not supported."""
+    """Read the text_config of a model of images and text; older models have its fields at the top level. Raises
+    ValueError for settings that are not supported."""
     text = text_part(config, source)
     architecture = architecture_of(text)
     generation = "Qwen3" if architecture.startswith("Qwen3") else "Qwen2"

@@ -23,7 +23,7 @@ class FusedExperts(ABC):
     @property
     @abstractmethod
     def inputs(self) -> Fp8Inputs | None:
-        """The FP8 format that `multiply` accepts, beside the model's dtype; None without FP8 weights."""
+        """The FP8 format that `multiply` accepts besides the model's dtype; None without FP8 weights."""
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ _TOKENS_ABOVE_GRAPHS = 16  # from the largest captured size to the first eager o
 
 @dataclass(frozen=True)
 class Point:
-    """One kind of step.
+    """A kind of step to measure.
 
     shape: index of the tree shape that its rounds verify and draft.
     num_requests: requests that run a round.

@@ -100,8 +100,8 @@ def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
 
 
 def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
-    """Return the batch buckets captured beside `num_tokens` prompt tokens: powers of two; above 512 tokens, where the
-    padding of a few requests costs little, skip 2 and 8."""
+    """Return the batch buckets captured together with `num_tokens` prompt tokens: powers of two; above 512 tokens,
+    where the padding of a few requests costs little, skip 2 and 8."""
     sizes = powers_of_two(buckets)
     if num_tokens <= _FEW_TOKENS:
         return sizes

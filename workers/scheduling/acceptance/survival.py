@@ -92,7 +92,8 @@ class Survival:
             self._count_reports()
 
     def record_entropies(self, slots: Ints, numbers: Ints, shape: int, nats: Floats) -> None:
-        """Report the target's min-entropies in a step's rounds, which verified `shape`. Counted later, as in `record`.
+        """Report the target's min-entropies in a step's rounds, which verified `shape`. Stores the arrays, as `record`
+        does.
 
         slots, numbers: as in `record`.
         nats: [n] min-entropies in nats; NaN if unknown.

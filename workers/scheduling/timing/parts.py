@@ -21,7 +21,7 @@ CHUNK_ERROR = 0.3  # of steps with one number of prompt tokens, relative to the 
 
 
 class StepParts:
-    """The indices of the parts.
+    """Assigns an index to each part.
 
     prior: [parts] float64 variances before any step is observed.
     """
@@ -38,7 +38,8 @@ class StepParts:
         self.prior: NDArray[np.float64] = errors**2
 
     def of(self, step: Step) -> list[int]:
-        """Return the indices of a step's parts. The last one identifies its kind."""
+        """Return the indices of the parts that a step's time is the sum of. The last index identifies the kind of
+        step."""
         if step.chunk_tokens:
             at = min(step.chunk_tokens.bit_length(), self._last_chunk)
             return [PACE, self._first_chunk + 2 * at + (step.num_requests > 0)]

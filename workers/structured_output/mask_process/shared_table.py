@@ -52,7 +52,7 @@ class SharedTable:
 class FillBuffers:
     """Buffers of the leader for one request, copied to the shared table once complete.
 
-    words: [nodes of a tree and positions after it, w] int32, the request's masks.
+    words: [rows, w] int32, masks of the request's tree nodes and of the positions after the tree.
     masks: the same memory, for numpy.
     scratch: [1, w] int32.
     guide: None in an engine without drafts.

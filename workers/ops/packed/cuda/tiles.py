@@ -23,7 +23,7 @@ class FewRowsTiles:
     warps_n: warps with different outputs, 64 each; in a gated product half of them compute gate projections.
     warps_k: warps that share a sum.
     splits: programs of a cluster, which share a sum (split K).
-    stages: of 128 inputs, in shared memory; a multiple of `warps_k`.
+    stages: pipeline stages of 128 inputs, in shared memory; a multiple of `warps_k`.
     programs: programs per multiprocessor.
     """
 
@@ -97,7 +97,7 @@ class ManyRowsTiles:
     """Tiles of `many_rows.cu`: 128 outputs by `block_m` rows, for each of a cluster's two programs.
 
     block_m: a multiple of 32, at most 256.
-    stages: of 128 inputs, in shared memory.
+    stages: pipeline stages of 128 inputs, in shared memory.
     """
 
     block_m: int
