@@ -170,7 +170,7 @@ class ChatTokenizer:
             return await asyncio.to_thread(self._encode_long, chat, add_special_tokens, max_tokens, kept)
 
     async def decode_long(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Do `decode` in a thread."""
+        """Do `decode`; many tokens are decoded in a thread."""
         if len(tokens) < LONG_TEXT:
             return self.decode(tokens, skip_special_tokens)
         async with self._long_encodes:
