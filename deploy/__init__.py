@@ -7,7 +7,7 @@ start     `aerie start`: a Ray node; stop: `aerie stop`
 checks    `aerie plan`, and checks without a cluster; nodes: resources of the machines
 doctor    `aerie doctor`: checks this machine
 bench, chat  commands that talk to a server; client: its HTTP API
-evaluate  `aerie eval-draft`; tekken: `aerie tekken`
+train_draft  `aerie train-draft`; evaluate: `aerie eval-draft`; tekken: `aerie tekken`
 offline   `LLM`: an engine in your own process; offline_requests: its parameters and outputs
 app       entry points in Serve's config files
 config    configurations of commands: files, model names, options of `vllm serve`

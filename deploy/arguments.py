@@ -8,8 +8,8 @@ from pathlib import Path
 from attention.distribution import version
 from deploy.config import vllm_options
 from deploy.quantize.names import SCHEMES
-from speculative.training.cli import add_command as add_train_draft
-from speculative.training.cli import at_least
+from deploy.train_draft import add_command as add_train_draft
+from deploy.train_draft import at_least
 
 DEFAULT_CONFIG = "eagle"
 DEFAULT_VOCAB = 16000  # default bound on token ids of `aerie bench`; special tokens of most models are above

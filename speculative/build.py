@@ -1,29 +1,18 @@
 """Builds an engine with or without a draft: the target's (`workers.runner.build`) plus what a draft adds. Used by
 `cluster.assembly`, benchmarks and tests, so that all run the same engine."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
 
 from attention.capability import Capability
 from attention.config import DraftAttention
-from attention.kv_cache.layout import LayerGroup
-from attention.metadata import Mode
-from attention.registry import Choice, check_choices
-from speculative.backends import draft_choices
+from attention.registry import check_choices
 from speculative.config import SpeculativeConfig
-from speculative.decoding import SpeculativeDecoding
-from speculative.drafts.checkpoint_files import missing_tables
-from speculative.drafts.drafter import DraftRunner, TargetKVRunner
-from speculative.drafts.loading import fill_draft, load_draft
+from speculative.drafts.loading import fill_draft
 from speculative.drafts.method import DraftMethod
 from speculative.drafts.registry import read_draft
 from speculative.drafts.trimmed_head import head_rows
-from speculative.ops.suffix_match import MatchLimits
-from speculative.suffix_speculation import SuffixSpeculation
-from speculative.tree.shape import TreeShape
-from workers.config import RoundShapes, WorkerConfig
+from speculative.speculation import DraftSpeculation, SuffixSpeculation
+from workers.config import WorkerConfig
 from workers.device import resolve_dtype
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.models.config import ModelConfig
@@ -31,12 +20,9 @@ from workers.models.loading import allocate, fill_target, read_target_config
 from workers.models.registry import family_of_config
 from workers.models.weight_bytes import META, weight_bytes
 from workers.models.weight_formats import weight_formats
-from workers.quantization.kv_scheme import kv_dtype
 from workers.runner import build
-from workers.runner.backends import Backends, ModelShape
-from workers.runner.decoding import CuttableStrategy
 from workers.runner.deterministic import checked_deterministic
-from workers.runner.layout import EngineParts, EnginePlan, NoSpeculation, PhaseDone, Speculation
+from workers.runner.layout import EnginePlan, NoSpeculation, Speculation
 from workers.runner.layout import plan_engine as plan_of
 
 
@@ -64,84 +50,6 @@ class WeightBytes:
     head_rows: int | None = None
     head: int = 0
     formats: str = ""
-
-
-@dataclass(frozen=True)
-class DraftSpeculation:
-    """`workers.runner.layout.Speculation` with a draft.
-
-    draft: checked description of its checkpoint.
-    draft_tp: ranks that share it.
-    shapes: the tree shapes that it may draft, and non-speculative decoding.
-    kv_setting: `cache.draft_dtype`; `cache.dtype` for a draft that reads the target's KV.
-    kv_scheme: the target's, for such a draft.
-    """
-
-    config: SpeculativeConfig
-    attention_names: DraftAttention
-    draft: DraftMethod
-    draft_tp: int
-    shapes: RoundShapes
-    kv_setting: str = "auto"
-    kv_scheme: str | None = None
-
-    @property
-    def captured_layers(self) -> tuple[int, ...]:
-        return self.draft.capture
-
-    @property
-    def lookahead(self) -> int:
-        return self.draft.lookahead
-
-    @property
-    def verified_modes(self) -> Mapping[Mode, bool]:
-        return {Mode.VERIFY: any(shape.width > 1 and not shape.is_chain for shape in self.shapes.shapes)}
-
-    @property
-    def has_synthetic_acceptance(self) -> bool:
-        return self.config.synthetic_acceptance_length is not None
-
-    @property
-    def _drafts_trees(self) -> bool:
-        return any(isinstance(shape, TreeShape) and shape.top_k > 1 for shape in self.shapes.shapes)
-
-    def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
-        return () if self.draft.reads_target_kv else self.draft.model.kv_groups(self.draft_tp, self._kv_dtype(dtype))
-
-    def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return kv_dtype(self.kv_setting, self.kv_scheme, dtype)
-
-    def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
-        shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device, self._kv_dtype(dtype))
-        masks, window = self._drafts_trees or self.draft.masks_steps, self.config.window or self.draft.window
-        return draft_choices(self.attention_names, shape, masks, window)
-
-    def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
-        draft, group = self.draft, TPGroup(0, self.draft_tp)
-        shared: tuple[str, ...] = ()
-        if self.draft_tp == tensor_parallel:
-            modules = draft.shared_modules or missing_tables(draft.path)
-            shared = tuple(each for each in modules if each != "lm_head" or draft.head_rows is None)
-        model = allocate(lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, dtype, META)
-        return weight_bytes(model, multiplies_fp8, shared)
-
-    def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
-        worker, device = parts.worker, parts.slots.device
-        group = parts.group if self.draft_tp == parts.group.size else SOLO
-        model = load_draft(
-            self.draft, worker.model, parts.target.model, group, device, max_position=parts.layout.max_position
-        )
-        done("draft loaded")
-        if self.draft.reads_target_kv:
-            draft: DraftRunner = TargetKVRunner(model, parts.target.pool, backends, self.config.window)
-        else:
-            draft = DraftRunner(model, parts.draft_pool, backends, self.config.window)
-        synthetic = self.config.synthetic_acceptance_length
-        masks = parts.grammars.masks
-        shapes = parts.layout.shapes
-        config = self.config
-        matches = MatchLimits(config.match_min, config.match_max) if config.suffix_tokens else None
-        return SpeculativeDecoding(shapes, parts.target, draft, parts.slots, parts.sampler, masks, synthetic, matches)
 
 
 def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> WeightBytes:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from attention.config import MIN_WINDOW
-from speculative.suffix.shapes import suffix_shapes
-from speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of
+from speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of, suffix_shapes
 from workers.config import RoundShapes
 
 Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix"]

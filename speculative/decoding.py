@@ -1,7 +1,8 @@
 """`SpeculativeDecoding`: one step of an engine with a draft.
 
 verify -> accept -> commit -> draft-extend -> draft -> tree build. With `method: suffix`, drafts are copied from the
-text (`speculative.suffix`), without draft-extend and draft pass. The next step verifies the trees that a step drafts.
+text (`speculative.suffix_drafts`), without draft-extend and draft pass. The next step verifies the trees that a step
+drafts.
 
 Prompt chunks share the passes of target and draft: each stage has a half for rounds and a half for chunks, and
 `workers.runner.batch.RowLayout` says which rows belong to which. A `DraftModel` hides how a draft works; verification
@@ -22,7 +23,7 @@ from speculative.drafts.guidance import Guidance
 from speculative.ops.acceptance import accept_commit
 from speculative.ops.suffix_match import MatchLimits
 from speculative.step_parts import Finals, Rounds, TargetPass, emitted, ids_after
-from speculative.suffix.drafts import SuffixDrafts
+from speculative.suffix_drafts import SuffixDrafts
 from speculative.tree.nodes import RoundRows
 from speculative.tree.shape import TreeShape
 from speculative.tree_table import TreeTable

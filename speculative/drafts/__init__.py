@@ -3,7 +3,6 @@
 method             `DraftMethod` and `DraftModel`, the interface
 registry           all methods, and the method of a checkpoint
 eagle, eagle3, mtp the methods
-mtp_deepseek, mtp_qwen  MTP modules of these families
 gemma4_assistant   Gemma 4's draft, which attends to the target's KV
 trimmed_head       the target's vocabulary head, reduced to the most frequent tokens
 drafter            the steps that draft a tree of one shape, and the draft's runner
@@ -14,5 +13,4 @@ layers             layers of EAGLE and EAGLE-3 models
 config             checks that a draft fits its target
 loading            loads weights; shares the target's embedding and vocabulary head
 checkpoint_files   reads tensors from safetensors files or a pickle
-vocabulary         maps a draft's vocabulary to the target's
 """

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from workers.models.config import ModelConfig
-from workers.models.config_fields import architecture_of
+from workers.models.config_fields import architecture_of, section_of
 from workers.models.llama import LlamaConfig, read_config
 
 
@@ -77,3 +77,34 @@ def refuse_unknown(
             remedy = "use a head without it, or take the key out of config.json if the head does not depend on it"
         if not works:
             raise ValueError(f"{source}: {prefix}{key}={value!r} is not supported; {remedy}")
+
+
+def read_section(
+    source: str, raw: Mapping[str, Any], name: str, only: Mapping[str, Any], known: Set[str], strict: bool = False
+) -> dict[str, Any]:
+    """Return a section of config.json; {} without one. only, known, strict: see
+    `refuse_unknown`. Raises ValueError."""
+    section = dict(section_of(raw, name, source))
+    refuse_unknown(source, section, only, known, f"{name}.", strict)
+    return section
+
+
+def speculators_layers(
+    source: str, raw: Mapping[str, Any], only: Mapping[str, Any], known: Set[str], families: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return config.json of the layers of a head in `speculators`' format.
+
+    only, known: see `refuse_unknown`.
+    families: architecture of the layers, by their model_type; the first is the default.
+    Raises ValueError for other layers, or for a key that would be ignored.
+    """
+    section = "transformer_layer_config"
+    layers = read_section(source, raw, section, only, known)
+    kind = layers.get("model_type", next(iter(families)))
+    if kind not in families:
+        raise ValueError(
+            f"{source}: {section}.model_type={kind!r} is not supported; use a head whose layers are of "
+            f"{' or '.join(families)}"
+        )
+    outer = {key: raw[key] for key in ("quantization_config", "torch_dtype", "dtype") if key in raw}
+    return {**layers, **outer, "architectures": [families[kind]], "tie_word_embeddings": False}

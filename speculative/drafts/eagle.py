@@ -2,14 +2,15 @@
 hidden state and the next token's embedding. Embedding and vocabulary head are the target's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from speculative.drafts.config import check_target, check_width, draft_architecture, read_layer
-from speculative.drafts.layers import IGNORED_WEIGHTS, DraftLayer, layer_names
+from speculative.drafts.eagle3_config import HeadFlags
+from speculative.drafts.layers import IGNORED_WEIGHTS, DraftLayer, layer_names, same_names
 from speculative.drafts.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
@@ -18,11 +19,8 @@ from workers.layers.linear import ReplicatedLinear
 from workers.layers.rotary import RotaryTable
 from workers.models.config import ModelConfig
 from workers.models.config_fields import flag_of, section_of, size_of
-from workers.models.decoder import DecoderOutput
 from workers.models.llama import LlamaConfig
 from workers.models.name_map import NameMap
-
-_EAGLE3_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Eagle(DraftMethod):
         check_target(path, model, size_of(raw, "target_hidden_size", f"draft {path}", model.hidden_size), target)
         check_width(path, model, target, "an EAGLE head reads the target's hidden state beside the embedding")
         flags = {**raw, **section_of(raw, "eagle_config", f"draft {path}")}
-        set_flags = [name for name in _EAGLE3_FLAGS if flags.get(name)]
+        set_flags = [flag.name for flag in fields(HeadFlags) if flags.get(flag.name)]
         if set_flags:
             raise ValueError(
                 f"draft {path}: {', '.join(set_flags)} is of EAGLE-3 heads; set speculative.method: eagle3 if it is "
@@ -58,7 +56,7 @@ class Eagle(DraftMethod):
 
     @property
     def weight_names(self) -> NameMap:
-        return NameMap(layer_names("layers.0"), (("model.", ""),), IGNORED_WEIGHTS)
+        return NameMap(same_names() | layer_names("layers.0"), (("model.", ""),), IGNORED_WEIGHTS)
 
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "EagleModel":
         return EagleModel(self, group, max_position, device)
@@ -77,9 +75,6 @@ class EagleModel(DraftModel):
         self.fc = ReplicatedLinear(2 * size, size, method.projection_bias)
         self.layers = nn.ModuleList([DraftLayer(method.model, group, size)])
 
-    def features(self, output: DecoderOutput) -> Tensor:
-        return output.hidden
-
     def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
         attention: AttentionLayer = self.layers[0].self_attn  # type: ignore[assignment]
         attention.keep(self._input(ids, features), self.rotary.at(context.positions), context)
@@ -92,7 +87,3 @@ class EagleModel(DraftModel):
     def _input(self, ids: Tensor, hidden: Tensor) -> Tensor:
         x: Tensor = self.fc(torch.cat((self.embed_tokens(ids), hidden), dim=-1))
         return x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)
-        return logits

@@ -32,7 +32,6 @@ from workers.layers.rotary import RotaryTable
 from workers.layers.vocab import VocabEmbedding
 from workers.models.config import ModelConfig
 from workers.models.config_fields import MAX_LAYERS, flag_of, size_of
-from workers.models.decoder import DecoderOutput
 from workers.models.llama import LlamaConfig, make_layer, read_config
 from workers.models.name_map import NameMap
 from workers.ops.rotary import Angles
@@ -136,10 +135,6 @@ class Eagle3Model(DraftModel):
         self.layers = nn.ModuleDict({str(i): make_layer(model, i, group) for i in range(1, model.num_layers)})
         self.norm = RMSNorm(model.hidden_size, model.rms_eps)
 
-    def features(self, output: DecoderOutput) -> Tensor:
-        assert output.captured is not None
-        return output.captured
-
     def extend(self, ids: Tensor, features: Tensor, context: ForwardContext) -> Tensor:
         return self.step(ids, self.project(features), context)
 
@@ -200,9 +195,6 @@ class LastLayerEagle3Model(Eagle3Model):
 
 class FinalStateEagle3Model(LastLayerEagle3Model):
     """A head that reads the target's final hidden state instead of projected features (NVIDIA's Llama-4 head)."""
-
-    def features(self, output: DecoderOutput) -> Tensor:
-        return output.hidden
 
     def project(self, features: Tensor) -> Tensor:
         return features.clone()  # the layer adds to its residual stream in place

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculative.drafts.layers import IGNORED_WEIGHTS, deeper_layer_names, layer_names
+from speculative.drafts.layers import IGNORED_WEIGHTS, layer_names, same_names
 from workers.models.config_fields import ids_of, section_of, size_of
 from workers.models.name_map import NameMap
 
@@ -63,7 +63,7 @@ def weight_names(num_layers: int) -> NameMap:
     (TensorRT-LLM). Others are named likewise, or `additional_layers` (older SGLang). The norm before their attention is
     `input_layernorm` or `hidden_norm`.
     """
-    rules = layer_names("midlayer") | deeper_layer_names() | {"input_norm": "input_norm", "fc_norm.{i}": "fc_norm.{i}"}
+    rules = same_names("input_norm", "fc_norm.{i}") | layer_names("midlayer") | layer_names("layers.{layer}")
     aliases = [("model.", ""), ("layers.0.", "midlayer."), ("midlayer.0.", "midlayer.")]
     for i in range(1, num_layers):
         aliases += [(f"midlayer.{i}.", f"layers.{i}."), (f"additional_layers.{i - 1}.", f"layers.{i}.")]

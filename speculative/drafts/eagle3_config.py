@@ -8,7 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from speculative.drafts.config import draft_architecture, refuse_unknown
+from speculative.drafts.config import (
+    draft_architecture,
+    read_section,
+    refuse_unknown,
+    speculators_layers,
+)
 from workers.models.config_fields import section_of
 
 # Architecture of the layers, by transformer_layer_config.model_type.
@@ -79,22 +84,14 @@ def layers_config(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     source = f"draft {path}"
     refuse_unknown(source, raw, _ONLY, _KNOWN)
-    refuse_unknown(source, section_of(raw, "eagle_config", source), _ONLY, _KNOWN, "eagle_config.", strict=True)
-    if not is_speculators(raw):
+    read_section(source, raw, "eagle_config", _ONLY, _KNOWN, strict=True)
+    if is_speculators(raw):
+        layers = speculators_layers(source, raw, _ONLY, _KNOWN, _SPECULATORS_LAYERS)
+    else:
         _refuse_other_family(source, draft_architecture(raw))
-        _refuse_windows(source, raw)
-        return {**raw, "architectures": [_flat_architecture(raw)]}
-    nested = section_of(raw, "transformer_layer_config", source)
-    refuse_unknown(source, nested, _ONLY, _KNOWN, "transformer_layer_config.")
-    _refuse_windows(source, nested)
-    kind = nested.get("model_type", "llama")
-    if kind not in _SPECULATORS_LAYERS:
-        raise ValueError(
-            f"{source}: transformer_layer_config.model_type={kind!r} is not supported; use a head whose layers are of "
-            f"{' or '.join(_SPECULATORS_LAYERS)}"
-        )
-    outer = {key: raw[key] for key in ("quantization_config", "torch_dtype", "dtype") if key in raw}
-    return {**nested, **outer, "architectures": [_SPECULATORS_LAYERS[kind]], "tie_word_embeddings": False}
+        layers = {**raw, "architectures": [_flat_architecture(raw)]}
+    _refuse_windows(source, layers)
+    return layers
 
 
 def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:

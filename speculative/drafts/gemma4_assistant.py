@@ -26,7 +26,7 @@ from workers.layers.vocab import VocabShard
 from workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError, check_shape
 from workers.models.config import ModelConfig
 from workers.models.config_fields import flag_of, section_of, size_of
-from workers.models.decoder import DecoderOutput, in_default_dtype
+from workers.models.decoder import in_default_dtype
 from workers.models.gemma.gemma4 import make_layer, weight_names
 from workers.models.gemma.gemma4_config import Gemma4Config, Heads, read_config
 from workers.models.layer_kinds import SLIDING
@@ -201,9 +201,6 @@ class AssistantModel(DraftModel):
         if method.clusters is not None:
             self.clusters = Clusters(method.clusters, model.hidden_size, self.lm_head.shard)
 
-    def features(self, output: DecoderOutput) -> Tensor:
-        return output.hidden
-
     def extend(self, ids: Tensor, features: Tensor, context: ForwardContext) -> Tensor:
         return self._run(ids, features, context)
 
@@ -226,7 +223,7 @@ class AssistantModel(DraftModel):
         return state
 
     def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)
+        logits = super().logits(hidden)
         return logits if self.clusters is None else self.clusters.mask(hidden, logits)
 
 

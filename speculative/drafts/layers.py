@@ -13,9 +13,8 @@ IGNORED_WEIGHTS = ("t2d", "*rotary_emb*")
 
 
 def layer_names(layer: str) -> dict[str, str]:
-    """Return `NameMap` rules for a `DraftLayer` named `layer`, and for the other tensors of EAGLE and EAGLE-3
-    models."""
-    return {name: name for name in ("embed_tokens", "lm_head", "fc", "norm")} | {
+    """Return `NameMap` rules for the layers named `layer`, which may have a hole."""
+    return {
         f"{layer}.self_attn.qkv": f"{layer}.self_attn.{{part}}",
         f"{layer}.mlp.gate_up": f"{layer}.mlp.{{part}}",
         f"{layer}.{{block}}.{{module}}": f"{layer}.{{block}}.{{module}}",
@@ -23,14 +22,10 @@ def layer_names(layer: str) -> dict[str, str]:
     }
 
 
-def deeper_layer_names() -> dict[str, str]:
-    """Return `NameMap` rules for later layers, named layers.1 and so on."""
-    return {
-        "layers.{layer}.self_attn.qkv": "layers.{layer}.self_attn.{part}",
-        "layers.{layer}.mlp.gate_up": "layers.{layer}.mlp.{part}",
-        "layers.{layer}.{block}.{module}": "layers.{layer}.{block}.{module}",
-        "layers.{layer}.{norm}": "layers.{layer}.{norm}",
-    }
+def same_names(*modules: str) -> dict[str, str]:
+    """Return `NameMap` rules for modules named as in the checkpoint: embedding, vocabulary head, projection, final
+    norm, and these."""
+    return {name: name for name in ("embed_tokens", "lm_head", "fc", "norm", *modules)}
 
 
 def joined_input(embedding: Tensor, feature: Tensor) -> Tensor:

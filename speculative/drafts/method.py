@@ -138,9 +138,10 @@ class DraftModel(nn.Module, ABC):
         self.lm_head = LMHead(method.vocab_size, model.hidden_size, group)
         self.target_ids = None
 
-    @abstractmethod
     def features(self, output: DecoderOutput) -> Tensor:
-        """Return the features, [rows, F], from the target's output."""
+        """Return [rows, F]: the part of the target's output that it reads, captured layers or else the final hidden
+        states."""
+        return output.hidden if output.captured is None else output.captured
 
     def extend(self, ids: Tensor, features: Tensor, context: ForwardContext) -> Tensor:
         """Extend its KV to the committed tokens. Return the recurrent state [n, hidden] of the rows that attend.
@@ -162,9 +163,10 @@ class DraftModel(nn.Module, ABC):
         hidden: [rows, hidden] states that they were drafted from; may change in place.
         """
 
-    @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
         """Return [rows, shard size] logits over the draft's vocabulary, of recurrent states [rows, hidden]."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
 
     def to_target(self, ids: Tensor) -> Tensor:
         """Map draft ids of any shape to target ids."""

@@ -1,44 +1,193 @@
 """Modules for multi-token prediction (MTP) that are part of a target's checkpoint. A module projects the target's final
 hidden state and the next token's embedding to one vector, and runs one more decoder layer on it. The same module drafts
-every depth, with the target's embedding and vocabulary head. Families: `mtp_deepseek`, `mtp_qwen`."""
+every depth, with the target's embedding and vocabulary head."""
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from speculative.drafts.config import check_target, draft_architecture
 from speculative.drafts.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
-from workers.layers.norm import RMSNorm
+from workers.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from workers.layers.rotary import RotaryTable
-from workers.models.decoder import DecoderOutput
+from workers.models import deepseek
+from workers.models.config import ModelConfig
+from workers.models.config_fields import flag_of, section_of, size_of
+from workers.models.deepseek import DeepseekConfig
+from workers.models.glm import glm4_moe, glm4_moe_lite
+from workers.models.glm.glm4_moe import Glm4MoeConfig
+from workers.models.name_map import NameMap
+from workers.models.qwen import hybrid
+from workers.models.qwen.hybrid import HybridConfig
+from workers.models.qwen.hybrid_names import layer_rules, packed_experts
+from workers.models.registry import family_of
 from workers.ops.fp8.rows import Fp8Rows
 
 
 @dataclass(frozen=True)
 class Mtp(DraftMethod):
-    """Common parts of the families' methods.
+    """A module.
 
-    layer_name: the checkpoint's name of the module's layer.
+    model: configuration of its layer.
+    layer_name: the checkpoint's name of that layer.
+    norm: class of its norms.
     """
 
     name: ClassVar[str] = "mtp"
     shared_modules: ClassVar[tuple[str, ...]] = ("embed_tokens", "lm_head")
     trims_head: ClassVar[bool] = True
+    norm: ClassVar[type[RMSNorm]] = RMSNorm
+    model: DeepseekConfig | Glm4MoeConfig | HybridConfig
 
     @property
     @abstractmethod
     def layer_name(self) -> str: ...
 
+    @abstractmethod
+    def make_layer(self, group: TPGroup) -> DecoderLayer: ...
+
     @classmethod
     def folder(cls, draft_path: str, target_path: str) -> str:
         """Return the configured draft's folder, or else the target's."""
         return draft_path or target_path
+
+    def build(self, group: TPGroup, max_position: int, device: torch.device) -> "MtpModel":
+        return MtpModel(self, group, max_position, device)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """A family's checkpoint: how to read its config, build a layer, and map a layer's tensor names (ours, theirs)."""
+
+    read_config: Callable[[dict[str, Any], str], Any]
+    make_layer: Callable[[Any, int, TPGroup], DecoderLayer]
+    layer_rules: Callable[[str, str], dict[str, str]]
+
+
+_DEEPSEEK = _Family(deepseek.read_config, deepseek.make_layer, deepseek.layer_rules)
+_FAMILIES = {
+    "DeepseekV3ForCausalLM": _DEEPSEEK,
+    "Glm4MoeForCausalLM": _Family(glm4_moe.read_config, glm4_moe.make_layer, glm4_moe.layer_rules),
+    "Glm4MoeLiteForCausalLM": replace(_DEEPSEEK, read_config=glm4_moe_lite.read_config),
+}
+
+
+@dataclass(frozen=True)
+class DeepseekMtp(Mtp):
+    """The first MTP module of a checkpoint, stored as one more layer after the target's: DeepSeek-V3 (arXiv 2412.19437,
+    section 2.2) and GLM's mixtures of experts. layer: its number in the checkpoint."""
+
+    model: DeepseekConfig | Glm4MoeConfig
+    layer: int
+
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any]) -> bool:
+        return draft_architecture(raw) in _FAMILIES
+
+    @classmethod
+    def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
+        family = _FAMILIES[draft_architecture(raw)]
+        whole: DeepseekConfig | Glm4MoeConfig = family.read_config(dict(raw), f"draft {path}")
+        check_target(path, whole, whole.hidden_size, target)
+        if whole.num_mtp_layers < 1:
+            raise ValueError(
+                f"draft {path}: num_nextn_predict_layers={whole.num_mtp_layers}: the checkpoint has no module for "
+                "drafting; use a head of another method, or leave the section `speculative` out"
+            )
+        layer = whole.num_layers
+        alone: dict[str, Any] = {"num_layers": 1, "first_moe_layer": 0 if whole.has_experts(layer) else 1}
+        if isinstance(whole, DeepseekConfig):
+            alone["moe_layer_step"] = 1
+        model = replace(whole, whole_experts=target.whole_experts, **alone)
+        return cls(path, model, target.vocab_size, (), layer)
+
+    @property
+    def _family(self) -> _Family:
+        return _FAMILIES[self.model.architecture]
+
+    def make_layer(self, group: TPGroup) -> DecoderLayer:
+        return self._family.make_layer(self.model, 0, group)
+
+    @property
+    def layer_name(self) -> str:
+        return f"model.layers.{self.layer}"
+
+    @property
+    def weight_names(self) -> NameMap:
+        """Map checkpoint names to parameters. The module's copies of embedding and head, and the target's tensors, are
+        not read."""
+        theirs, others = self.layer_name, range(self.layer + self.model.num_mtp_layers)
+        rules = {"norm": f"{theirs}.shared_head.norm", "lm_head": f"{theirs}.shared_head.head"}
+        return NameMap(
+            rules | self._family.layer_rules("layer", theirs) | {"{module}": f"{theirs}.{{module}}"},
+            ignored=(
+                *(f"model.layers.{other}.*" for other in others if other != self.layer),
+                *("model.embed_tokens.*", "model.norm.*", "lm_head.*", "*.rotary_emb.inv_freq"),
+                *(f"{theirs}.embed_tokens.*", f"{theirs}.shared_head.head.*"),
+            ),
+        )
+
+
+_QWEN = (
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+)
+
+
+@dataclass(frozen=True)
+class QwenMtp(Mtp):
+    """The MTP module of Qwen3-Next, Qwen3.5, 3.6 and 3.8: one layer of gated attention, with an MLP or experts. It has
+    KV and no recurrent layer."""
+
+    layer_name: ClassVar[str] = "mtp.layers.0"
+    norm: ClassVar[type[RMSNorm]] = ZeroCentredRMSNorm
+    model: HybridConfig
+
+    @classmethod
+    def recognises(cls, raw: Mapping[str, Any]) -> bool:
+        return draft_architecture(raw) in _QWEN
+
+    @classmethod
+    def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
+        source = f"draft {path}"
+        whole = family_of(draft_architecture(raw), source).read_config(dict(raw), source)
+        assert isinstance(whole, HybridConfig), "the architectures are hybrids"
+        check_target(path, whole, whole.hidden_size, target)
+        _check_module(raw, source)
+        experts = None if whole.experts is None else replace(whole.experts, layers=frozenset({0}))
+        model = replace(whole, num_layers=1, recurrent=frozenset(), experts=experts, whole_experts=target.whole_experts)
+        return cls(path, model, target.vocab_size, ())
+
+    def make_layer(self, group: TPGroup) -> DecoderLayer:
+        return hybrid.make_layer(self.model, 0, group)
+
+    @property
+    def weight_names(self) -> NameMap:
+        """Map checkpoint names to parameters. The target's tensors are not read."""
+        rules = {
+            "enorm": "mtp.pre_fc_norm_embedding",
+            "hnorm": "mtp.pre_fc_norm_hidden",
+            "eh_proj": "mtp.fc",
+            "norm": "mtp.norm",
+            "embed_tokens": "mtp.embed_tokens",
+            "lm_head": "mtp.lm_head",
+        }
+        return NameMap(
+            rules | layer_rules("layer", self.layer_name),
+            ignored=("model.*", "lm_head.*", "mtp.layers.[!0]*.*", "mtp.embed_tokens.*", "mtp.lm_head.*"),
+            packed=packed_experts(self.model, self.layer_name),
+        )
 
 
 class MtpModel(DraftModel):
@@ -49,29 +198,17 @@ class MtpModel(DraftModel):
     2.74 tokens per round (ModelTC/LightLLM#1402; also llama.cpp#24025).
 
     layer: attention and MLP; layer 0 of the draft's KV.
-    norm: class of its norms.
     """
 
     reads_last_layer: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        method: Mtp,
-        group: TPGroup,
-        layer: DecoderLayer,
-        rotary: RotaryTable,
-        rms_eps: float,
-        norm: type[RMSNorm] = RMSNorm,
-    ) -> None:
+    def __init__(self, method: Mtp, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)
-        size = method.model.hidden_size
-        self.rotary = rotary
-        self.enorm, self.hnorm, self.norm = (norm(size, rms_eps) for _ in range(3))
-        self.eh_proj = ReplicatedLinear(2 * size, size)
-        self.layer = layer
-
-    def features(self, output: DecoderOutput) -> Tensor:
-        return output.hidden
+        model = method.model
+        self.rotary = RotaryTable(model.rope, model.rotated_dim, max_position, device)
+        self.enorm, self.hnorm, self.norm = (method.norm(model.hidden_size, model.rms_eps) for _ in range(3))
+        self.eh_proj = ReplicatedLinear(2 * model.hidden_size, model.hidden_size)
+        self.layer = method.make_layer(group)
 
     def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
         normed, _ = self._input(ids, features)
@@ -88,6 +225,16 @@ class MtpModel(DraftModel):
         residual = self.eh_proj(torch.cat((self.enorm(self.embed_tokens(ids)), self.hnorm(hidden)), dim=-1))
         return self.layer.input_layernorm.for_product(residual, self.layer.self_attn.fp8_inputs), residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.lm_head(hidden)
-        return logits
+
+def _check_module(raw: Mapping[str, Any], source: str) -> None:
+    """Raise ValueError if the checkpoint has no module, or one with its own embedding. Qwen3-Next's config.json does
+    not say whether there is one; its weights show it."""
+    text = {**raw, **section_of(raw, "text_config", source)}
+    known = "mtp_num_hidden_layers" in text
+    if known and size_of(text, "mtp_num_hidden_layers", source, least=0) < 1:
+        raise ValueError(
+            f"{source}: mtp_num_hidden_layers=0: the checkpoint has no module for drafting; use a head of another "
+            "method, or leave the section `speculative` out"
+        )
+    if flag_of(text, "mtp_use_dedicated_embeddings", source):
+        raise ValueError(f"{source}: mtp_use_dedicated_embeddings=true is not supported; only false is")

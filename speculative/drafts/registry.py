@@ -12,8 +12,7 @@ from speculative.drafts.eagle import Eagle
 from speculative.drafts.eagle3 import Eagle3
 from speculative.drafts.gemma4_assistant import Gemma4Assistant
 from speculative.drafts.method import DraftMethod
-from speculative.drafts.mtp_deepseek import DeepseekMtp
-from speculative.drafts.mtp_qwen import QwenMtp
+from speculative.drafts.mtp import DeepseekMtp, QwenMtp
 from workers.models.config import ModelConfig, read_config_json
 from workers.models.loading import fitted_quant
 

@@ -1,6 +1,5 @@
 """Training of drafts: EAGLE-3 heads, block heads, and the target's own MTP module.
 
-    cli          options of `aerie train-draft`
     commands     what the command does
     rows         JSON and JSONL rows in several formats -> conversations
     samples      conversations -> token sequences, and their batches
@@ -14,8 +13,8 @@
     blocks       block heads over whole sequences, with a block after each anchor
     block_kinds  DFlash, DSpark and DFlash2, and their files
 
-`deploy.cli` imports `cli`, and `cli` imports the others when a command runs: they need torch and accelerate. From the
-engine they import only descriptions of models and drafts.
+`deploy.train_draft` has the options of `aerie train-draft`, and imports `commands` when it runs: the modules need torch
+and accelerate. From the engine they import only descriptions of models and drafts.
 """
 
 

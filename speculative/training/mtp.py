@@ -23,9 +23,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecod
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 from speculative.drafts.config import draft_architecture
-from speculative.drafts.mtp import Mtp
-from speculative.drafts.mtp_deepseek import DeepseekMtp
-from speculative.drafts.mtp_qwen import QwenMtp
+from speculative.drafts.mtp import DeepseekMtp, Mtp, QwenMtp
 from speculative.training import TrainingError
 from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, write_checkpoint
 from speculative.training.layers import Branches, ChainDraft, branch_attention, layer_config, linear, prepared

@@ -42,7 +42,7 @@ class TreeShape(RoundShape):
     num_steps: drafted levels.
     top_k: children per expanded node, and expanded nodes per level.
     in_block: one pass over a block drafts all levels (`speculative.drafts.blocks`).
-    branch: number of nodes after the model's, for a branch copied from the text (`speculative.suffix`).
+    branch: number of nodes after the model's, for a branch copied from the text (`speculative.suffix_drafts`).
     """
 
     num_steps: int
@@ -131,3 +131,23 @@ def shapes_of(bound: TreeShape, adaptive: bool, branch: int = 0) -> RoundShapes:
     if branch:
         between, bound = ((*between, bound) if adaptive else ()), bound.with_branch(branch)
     return RoundShapes((PLAIN, *between, bound), default=1 + len(between), adaptive=adaptive, keeps_tokens=branch > 0)
+
+
+def suffix_shape(num_tokens: int) -> RoundShape:
+    """Return the shape of a chain of `num_tokens` drafts. Drafting writes no KV."""
+    return RoundShape(f"suffix/{num_tokens}", num_tokens + 1, num_tokens + 1, draft_tokens=0)
+
+
+def suffix_shapes(num_tokens: int, adaptive: bool) -> RoundShapes:
+    """Return the shapes of non-speculative decoding and of chains of `num_tokens` drafts; if adaptive, also of a half
+    and a quarter of them. If num_tokens is 2**n - 1, so are these."""
+    fewer = {(num_tokens - 1) // 2, (num_tokens - 3) // 4} if adaptive else set()
+    between = tuple(suffix_shape(number) for number in sorted(fewer) if number > 0)
+    return RoundShapes(
+        (PLAIN, *between, suffix_shape(num_tokens)),
+        default=1 + len(between),
+        adaptive=adaptive,
+        keeps_tokens=True,
+        model_free=True,
+        drafted_by="suffix",
+    )

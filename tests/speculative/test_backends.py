@@ -14,11 +14,11 @@ from attention.backend import AttentionBackend, Prepared
 from attention.capability import Capability
 from attention.config import DraftAttention, TargetAttention
 from attention.metadata import DecodeBatch, Mode
-from attention.registry import BACKENDS, build_backend
-from speculative.backends import draft_backends
+from attention.registry import BACKENDS, build_backend, choose_backends
 from speculative.build import EngineSpec, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.local import local_engine
+from speculative.speculation import draft_choices
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.engine_plans import build_worker
@@ -102,7 +102,7 @@ def test_each_role_and_phase_has_its_backend(pair: Pair, monkeypatch: pytest.Mon
         Mode.VERIFY: "trtllm",
     }
     assert target[Mode.DECODE] is target[Mode.VERIFY]
-    draft = draft_backends(DraftAttention("flashinfer", "trtllm", "flashinfer"), shape, tree=True)
+    draft = choose_backends(draft_choices(DraftAttention("flashinfer", "trtllm", "flashinfer"), shape, tree=True))
     assert [draft[mode].name for mode in DRAFT_MODES] == ["flashinfer", "trtllm", "flashinfer"]
     assert set(target_backends(names, shape, {})) == {Mode.PREFILL, Mode.DECODE}
 
@@ -119,12 +119,12 @@ def test_a_tree_s_drafting_is_refused_where_masks_are_too_narrow(
 ) -> None:
     shape = shape_on(pair, capability, monkeypatch)
     with pytest.raises(ValueError, match=reason):
-        draft_backends(DraftAttention("torch", "torch", decode), shape, tree=True)
+        choose_backends(draft_choices(DraftAttention("torch", "torch", decode), shape, tree=True))
 
 
 def test_a_chain_s_drafting_is_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_on(pair, (9, 0), monkeypatch)
-    assert draft_backends(DraftAttention("torch", "torch", "trtllm"), shape, tree=False)
+    assert choose_backends(draft_choices(DraftAttention("torch", "torch", "trtllm"), shape, tree=False))
 
 
 def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_one_backend_that_reads_lengths_on_the_host_costs_the_graphs(
     """None of those that exist does: one is made to say so."""
     shape = shape_on(pair, (9, 0), monkeypatch)
     target = target_backends(TargetAttention("flashinfer", "trtllm"), shape, {Mode.VERIFY: False})
-    draft = draft_backends(DraftAttention("flashinfer", "flashinfer", "trtllm"), shape, tree=False)
+    draft = choose_backends(draft_choices(DraftAttention("flashinfer", "flashinfer", "trtllm"), shape, tree=False))
     assert needs_cpu_seq_lens(target, draft) is None
     reader = dataclasses.replace(BACKENDS["flashinfer"], cpu_seq_lens_modes=frozenset({Mode.DRAFT_EXTEND}))
     monkeypatch.setitem(BACKENDS, "flashinfer", reader)

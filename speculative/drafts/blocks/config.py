@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attention.config import MIN_WINDOW
-from speculative.drafts.config import draft_architecture, refuse_unknown
+from speculative.drafts.config import draft_architecture, read_section, refuse_unknown, speculators_layers
 from speculative.tree.shape import MAX_WIDTH
 from workers.models.config import ModelConfig
 from workers.models.config_fields import ids_of, number_of, section_of, size_of
@@ -55,7 +55,8 @@ _KNOWN = {
 }
 _SECTIONS = ("dflash_config", "dspark_config")  # z-lab's, and SpecForge's, which repeats its keys at the top level
 _SECTION_KEYS = {"target_layer_ids", "mask_token_id", "block_size", "causal", "num_anchors", "sample_from_anchor"}
-_LAYERS = ("qwen3", "llama")  # layer descriptions of `speculators`; the module has Qwen3's layers for both
+# Layer descriptions of `speculators`; the module has Qwen3's layers for both.
+_LAYERS = {"qwen3": "Qwen3ForCausalLM", "llama": "Qwen3ForCausalLM"}
 
 
 @dataclass(frozen=True)
@@ -148,20 +149,12 @@ def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = fro
     source = f"draft {path}"
     refuse_unknown(source, raw, _ONLY, _KNOWN | extra)
     for section in _SECTIONS:
-        found = section_of(raw, section, source)
-        refuse_unknown(source, found, _ONLY, _SECTION_KEYS | extra, f"{section}.", strict=True)
-    layers = _layers(raw, source)
+        read_section(source, raw, section, _ONLY, _SECTION_KEYS | extra, strict=True)
     if is_speculators(raw):
-        refuse_unknown(source, layers, _ONLY, _KNOWN, "transformer_layer_config.")
-        kind = layers.get("model_type", "qwen3")
-        if kind not in _LAYERS:
-            raise ValueError(
-                f"{source}: transformer_layer_config.model_type={kind!r} is not supported; use a head whose layers are "
-                f"of {' or '.join(_LAYERS)}"
-            )
-    outer = {key: raw[key] for key in ("quantization_config", "torch_dtype", "dtype") if key in raw}
-    own = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False, "use_sliding_window": False}
-    return {**layers, **outer, **own}
+        layers = speculators_layers(source, raw, _ONLY, _KNOWN, _LAYERS)
+    else:
+        layers = {**raw, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": False}
+    return {**layers, "use_sliding_window": False}
 
 
 def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int) -> BlockForm:

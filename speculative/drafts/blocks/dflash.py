@@ -20,7 +20,7 @@ from speculative.drafts.blocks.config import (
     read_scales,
 )
 from speculative.drafts.config import check_target, check_width
-from speculative.drafts.layers import IGNORED_WEIGHTS
+from speculative.drafts.layers import IGNORED_WEIGHTS, layer_names, same_names
 from speculative.drafts.method import DraftMethod, DraftModel
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
@@ -30,7 +30,6 @@ from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RotaryTable
 from workers.models.config import ModelConfig
 from workers.models.config_fields import size_of
-from workers.models.decoder import DecoderOutput
 from workers.models.llama import LlamaConfig, make_layer, read_config
 from workers.models.name_map import NameMap
 from workers.ops.rotary import Angles
@@ -95,16 +94,7 @@ class DFlash(DraftMethod):
 
     @property
     def weight_names(self) -> NameMap:
-        rules = (
-            self.head_names()
-            | {name: name for name in ("embed_tokens", "lm_head", "fc", "hidden_norm", "norm")}
-            | {
-                "layers.{layer}.self_attn.qkv": "layers.{layer}.self_attn.{part}",
-                "layers.{layer}.mlp.gate_up": "layers.{layer}.mlp.{part}",
-                "layers.{layer}.{block}.{module}": "layers.{layer}.{block}.{module}",
-                "layers.{layer}.{norm}": "layers.{layer}.{norm}",
-            }
-        )
+        rules = self.head_names() | same_names("hidden_norm") | layer_names("layers.{layer}")
         ignored = (*IGNORED_WEIGHTS, "verifier_lm_head.*", "verifier_norm.*", "confidence_head.*")
         return NameMap(rules, (("model.", ""), *self.head_aliases()), ignored)
 
@@ -158,10 +148,6 @@ class DFlashModel(DraftModel):
         self.hidden_norm = RMSNorm(model.hidden_size, model.rms_eps)
         self.layers = nn.ModuleList(make_layer(model, i, group) for i in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_eps)
-
-    def features(self, output: DecoderOutput) -> Tensor:
-        assert output.captured is not None
-        return output.captured
 
     def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
         projected = self.hidden_norm(self.fc(features))

@@ -13,12 +13,13 @@ from attention.capability import Capability
 from attention.config import DraftAttention
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.backends import draft_backends
+from attention.registry import choose_backends
 from speculative.config import SpeculativeConfig
 from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import read_draft
 from speculative.local import local_engine
+from speculative.speculation import draft_choices
 from tests.speculative.conftest import DEEP, Pair
 from tests.support.drafts.eagle3_reference import Head, Reference, save_head
 from tests.support.thread_group import on_ranks
@@ -75,7 +76,7 @@ def served(draft: Path, target: Path, group: TPGroup = SOLO, device: torch.devic
     model = load_draft(method, source, decoder, group, device, 64)
     pool = KVPool(method.model.kv_groups(group.size, torch.float32), NUM_PAGES, PAGE_SIZE, device)
     shape = ModelShape(method.model, group.size, torch.float32, PAGE_SIZE, Capability.of(device))
-    return DraftRunner(model, pool, draft_backends(DraftAttention(), shape, tree=True))
+    return DraftRunner(model, pool, choose_backends(draft_choices(DraftAttention(), shape, tree=True)))
 
 
 def drafted(runner: DraftRunner, features: Tensor, ids: Tensor, chain: Tensor) -> tuple[list[Tensor], list[Tensor]]:

@@ -1,8 +1,9 @@
-"""Speculation changes no token of a trained model of DeepSeek-V3's shape with its own module: latent attention, experts
-in groups whose routers are balanced, chain and tree.
+"""Speculation changes no token of trained models with their own modules: of DeepSeek-V3's shape (latent attention,
+experts in groups whose routers are balanced) and of Qwen3.5's (the state of recurrent layers after chains and trees).
 
-`tests/models/deepseek_tiny` was made by `tests.support.targets` (its README says how). A random
-model (`test_mtp`) has texts of its own kind and drafts that are right by construction; here both are learnt.
+`tests/models/deepseek_tiny` and `hybrid_tiny` were made by `tests.support.targets` (their READMEs say how), with one
+tokenizer, so that both have the same prompts. A random model (`test_mtp`) has texts of its own kind and drafts that are
+right by construction; here both are learnt.
 """
 
 from functools import cache
@@ -24,7 +25,7 @@ from workers.runner.graphs.step_capture import CapturedStep
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 
-MODEL = ROOT / "tests" / "models" / "deepseek_tiny"
+MODEL, HYBRID = (ROOT / "tests" / "models" / name for name in ("deepseek_tiny", "hybrid_tiny"))
 EOS = 2
 SAMPLED = (
     SamplingParams(16, 1.0, seed=5),
@@ -80,29 +81,48 @@ def accepted_tokens(requests: list[Request]) -> float:
     return 1 + accepted / rounds
 
 
-@pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    return [request.output for request in answers(None)]
+@cache
+def plain(model: Path) -> list[list[int]]:
+    return [request.output for request in answers(None, model=model)]
 
 
 @pytest.mark.parametrize(
-    "shape,ranks,page_size,least",
+    "model,shape,ranks,page_size,rows,least",
     [
-        pytest.param(CHAIN, 1, 16, 2.2, id="chain", marks=pytest.mark.slow),
-        pytest.param(TREE, 1, 1, 2.5, id="tree, pages of 1"),
-        pytest.param(CHAIN, 2, 1, 2.2, id="chain, 2 ranks, pages of 1", marks=pytest.mark.slow),
-        pytest.param(TREE, 2, 16, 2.5, id="tree, 2 ranks", marks=pytest.mark.slow),
+        pytest.param(MODEL, CHAIN, 1, 16, 0, 2.2, id="chain", marks=pytest.mark.slow),
+        pytest.param(MODEL, TREE, 1, 1, 0, 2.5, id="tree, pages of 1"),
+        pytest.param(MODEL, CHAIN, 2, 1, 0, 2.2, id="chain, 2 ranks, pages of 1", marks=pytest.mark.slow),
+        pytest.param(MODEL, TREE, 2, 16, 0, 2.5, id="tree, 2 ranks", marks=pytest.mark.slow),
+        pytest.param(HYBRID, CHAIN, 1, 16, 0, 2.4, id="hybrid, chain", marks=pytest.mark.slow),
+        pytest.param(HYBRID, TREE, 1, 1, 128, 2.6, id="hybrid, tree, pages of 1, trimmed", marks=pytest.mark.slow),
+        pytest.param(HYBRID, CHAIN, 2, 1, 0, 2.4, id="hybrid, chain, 2 ranks, pages of 1", marks=pytest.mark.slow),
+        pytest.param(HYBRID, TREE, 2, 16, 0, 2.7, id="hybrid, tree, 2 ranks", marks=pytest.mark.slow),
     ],
 )
 def test_its_module_changes_no_token(
-    plain: list[list[int]], shape: tuple[int, int, int], ranks: int, page_size: int, least: float
+    model: Path, shape: tuple[int, int, int], ranks: int, page_size: int, rows: int, least: float
 ) -> None:
     """Greedy and drawn. In float32 on one machine: passes of different widths differ by about 1e-5 in a logit, and two
     best tokens or experts that close occur about once in 10^5 tokens; the run is deterministic, so it fails always or
-    never on a machine."""
-    requests = answers(shape, ranks, page_size)
-    assert [request.output for request in requests] == plain
+    never on a machine. rows: of a trimmed vocabulary head."""
+    requests = answers(shape, ranks, page_size, model, draft_vocab_size=rows)
+    assert [request.output for request in requests] == plain(model)
     assert accepted_tokens(requests) > least
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method,shape,ranks",
+    [
+        pytest.param("dspark", (8, 4, 16), 1, id="DSpark, tree"),
+        pytest.param("dflash2", (7, 1, 8), 1, id="DFlash2, chain"),
+        pytest.param("dflash2", (7, 4, 16), 2, id="DFlash2, tree, 2 ranks"),
+    ],
+)
+def test_block_heads_of_a_hybrid_change_no_token(method: Method, shape: tuple[int, int, int], ranks: int) -> None:
+    requests = answers(shape, ranks, model=HYBRID, draft=str(HYBRID / method), method=method)
+    assert [request.output for request in requests] == plain(HYBRID)
+    assert accepted_tokens(requests) > 3.0
 
 
 def run_keys(engine: LocalEngine) -> list[GraphKey]:

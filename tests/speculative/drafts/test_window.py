@@ -11,13 +11,14 @@ from attention.capability import Capability
 from attention.config import DraftAttention
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.backends import draft_backends
+from attention.registry import choose_backends
 from speculative.build import plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import read_draft
 from speculative.local import local_engine
+from speculative.speculation import draft_choices
 from tests.speculative.conftest import Pair
 from tests.speculative.test_losslessness import acceptance_length
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
@@ -116,10 +117,10 @@ def test_a_backend_without_windows_is_refused(pair: Pair, monkeypatch: pytest.Mo
     config = replace(plan_engine(pair.spec(pair.chain())).target, head_dim=128)
     shape = ModelShape(config, 1, torch.bfloat16, 16, Capability("cuda", (9, 0)))
     names = DraftAttention(extend=name)
-    draft_backends(names, shape, tree=False)
+    choose_backends(draft_choices(names, shape, tree=False))
     with pytest.raises(
         ValueError,
         match=rf"^draft_attention.extend={name}: {name} cannot serve draft_extend: speculative.window=2048: it attends "
         "to the whole context; those that can: torch, triton$",
     ):
-        draft_backends(names, shape, tree=False, window=2048)
+        choose_backends(draft_choices(names, shape, tree=False, window=2048))

@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from attention.lazy_import import load
+from deploy.train_draft import add_command
 from speculative.drafts.eagle3 import Eagle3
-from speculative.training.cli import add_command
 from speculative.training.eagle3 import draft_config, read_draft_config
 from speculative.training.rows import Conversation, Turn
 from tests.support.targets.__main__ import main as train_target

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from deploy import train_draft
 from deploy.cli import main
-from speculative.training import TrainingError, TrainingInterrupted, cli, layers
+from speculative.training import TrainingError, TrainingInterrupted, layers
 from speculative.training.commands import choose_device
 from tests.speculative.training.conftest import run, train_small
 from tests.support.targets import llama
@@ -78,7 +79,7 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path, rows: Path) -> None:
 def test_training_without_accelerate_says_what_to_install(
     tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(train_draft, "find_spec", lambda name: None)
     with pytest.raises(TrainingError, match=r"accelerate, which is not installed: pip install 'aerie-serve\[train\]'"):
         run(f"train-draft --target {tmp_path} --data {rows} --output {tmp_path}/out")
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from attention.backends.torch_backend import TorchBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from deploy.train_draft import HEAD_FLAGS
 from speculative.config import BLOCK_METHODS
 from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.eagle3_config import HeadFlags
@@ -20,7 +21,6 @@ from speculative.drafts.loading import load_draft as load_served
 from speculative.drafts.registry import read_draft
 from speculative.training import TrainingError
 from speculative.training.block_kinds import KINDS
-from speculative.training.cli import HEAD_FLAGS
 from speculative.training.draft import DraftVocabulary
 from speculative.training.eagle3 import build_head, draft_config, load_draft, read_draft_config, save_draft
 from workers.config import ModelSource

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from speculative.training.cli import add_common, at_least
+from deploy.train_draft import add_common, at_least
 from speculative.training.commands import finish, fit_arguments, load_target
 from speculative.training.generation import generate_answers
 from speculative.training.rows import Conversation, Turn, read_conversations, split_validation

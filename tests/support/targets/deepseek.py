@@ -23,8 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from speculative.drafts.mtp import Mtp
-from speculative.drafts.mtp_deepseek import DeepseekMtp
+from speculative.drafts.mtp import DeepseekMtp, Mtp
 from speculative.training import TrainingError
 from speculative.training.draft import token_ids, write_checkpoint
 from speculative.training.mtp import FLOAT32, MtpHead, module_tensors, named_experts

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from speculative.drafts.mtp_qwen import QwenMtp
+from speculative.drafts.mtp import QwenMtp
 from speculative.training import TrainingError
 from speculative.training.draft import token_ids
 from speculative.training.samples import Batch, Sample

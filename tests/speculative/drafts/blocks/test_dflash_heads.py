@@ -13,7 +13,7 @@ from attention.capability import Capability
 from attention.config import DraftAttention
 from attention.kv_cache.pool import KVPool
 from attention.metadata import PrefillBatch
-from speculative.backends import draft_backends
+from attention.registry import choose_backends
 from speculative.build import plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.drafts.blocks.config import LayerView, algorithm
@@ -22,6 +22,7 @@ from speculative.drafts.blocks.drafter import block_states
 from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import read_draft
+from speculative.speculation import draft_choices
 from tests.speculative.conftest import Pair
 from tests.support.drafts.block_reference import BlockHead, BlockReference, deepspec, speculators, z_lab
 from tests.support.drafts.eagle3_reference import save_head
@@ -79,7 +80,7 @@ def served(draft: Path, target: Path, group: TPGroup = SOLO) -> DraftRunner:
     model = load_draft(method, source, decoder, group, CPU, 128)
     pool = KVPool(method.model.kv_groups(group.size, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
     shape = ModelShape(method.model, group.size, torch.float32, PAGE_SIZE, Capability.of(CPU))
-    backends = draft_backends(DraftAttention(), shape, tree=method.masks_steps, window=method.window)
+    backends = choose_backends(draft_choices(DraftAttention(), shape, tree=method.masks_steps, window=method.window))
     return DraftRunner(model, pool, backends)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from speculative.suffix.shapes import suffix_shapes
+from speculative.tree.shape import suffix_shapes
 from tests.support.simulation.shapes import CHAIN_MS, CPU_PLAIN_MS, PLAIN_MS, between, table
 from workers.scheduling.acceptance.match_survival import CLASS_STARTS, MatchSurvival
 from workers.scheduling.shape_choice import Load, ShapeChoice

@@ -99,7 +99,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     measure.add_argument(
         "--measure-depths", type=at_least(1), nargs="+", default=[3, 5], help="chain lengths to measure"
     )
-    parser.set_defaults(run="speculative.training.cli:run")
+    parser.set_defaults(run="deploy.train_draft:run")
 
 
 def add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, batch_tokens: int) -> None:

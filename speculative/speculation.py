@@ -1,0 +1,150 @@
+"""The part of an engine's plan that speculates: with a draft, or with drafts copied from the text alone. Used by
+`speculative.build`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attention.capability import Capability
+from attention.config import DraftAttention
+from attention.kv_cache.layout import LayerGroup
+from attention.metadata import Mode
+from attention.registry import Choice
+from speculative.config import SpeculativeConfig
+from speculative.decoding import SpeculativeDecoding
+from speculative.drafts.checkpoint_files import missing_tables
+from speculative.drafts.drafter import DraftRunner, TargetKVRunner
+from speculative.drafts.loading import load_draft
+from speculative.drafts.method import DraftMethod
+from speculative.ops.suffix_match import MatchLimits
+from speculative.tree.shape import TreeShape
+from workers.config import RoundShapes
+from workers.distributed.tp_group import SOLO, TPGroup
+from workers.models.loading import allocate
+from workers.models.weight_bytes import META, weight_bytes
+from workers.quantization.kv_scheme import kv_dtype
+from workers.runner.backends import Backends, ModelShape
+from workers.runner.decoding import CuttableStrategy
+from workers.runner.layout import EngineParts, PhaseDone, WithoutDraftModel
+
+
+@dataclass(frozen=True)
+class DraftSpeculation:
+    """`workers.runner.layout.Speculation` with a draft.
+
+    draft: checked description of its checkpoint.
+    draft_tp: ranks that share it.
+    shapes: the tree shapes that it may draft, and non-speculative decoding.
+    kv_setting: `cache.draft_dtype`; `cache.dtype` for a draft that reads the target's KV.
+    kv_scheme: the target's, for such a draft.
+    """
+
+    config: SpeculativeConfig
+    attention_names: DraftAttention
+    draft: DraftMethod
+    draft_tp: int
+    shapes: RoundShapes
+    kv_setting: str = "auto"
+    kv_scheme: str | None = None
+
+    @property
+    def captured_layers(self) -> tuple[int, ...]:
+        return self.draft.capture
+
+    @property
+    def lookahead(self) -> int:
+        return self.draft.lookahead
+
+    @property
+    def verified_modes(self) -> Mapping[Mode, bool]:
+        return {Mode.VERIFY: any(shape.width > 1 and not shape.is_chain for shape in self.shapes.shapes)}
+
+    @property
+    def has_synthetic_acceptance(self) -> bool:
+        return self.config.synthetic_acceptance_length is not None
+
+    @property
+    def _drafts_trees(self) -> bool:
+        return any(isinstance(shape, TreeShape) and shape.top_k > 1 for shape in self.shapes.shapes)
+
+    def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
+        return () if self.draft.reads_target_kv else self.draft.model.kv_groups(self.draft_tp, self._kv_dtype(dtype))
+
+    def _kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return kv_dtype(self.kv_setting, self.kv_scheme, dtype)
+
+    def attention(self, page_size: int, dtype: torch.dtype, device: Capability) -> list[Choice]:
+        shape = ModelShape(self.draft.model, self.draft_tp, dtype, page_size, device, self._kv_dtype(dtype))
+        masks, window = self._drafts_trees or self.draft.masks_steps, self.config.window or self.draft.window
+        return draft_choices(self.attention_names, shape, masks, window)
+
+    def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
+        draft, group = self.draft, TPGroup(0, self.draft_tp)
+        shared: tuple[str, ...] = ()
+        if self.draft_tp == tensor_parallel:
+            modules = draft.shared_modules or missing_tables(draft.path)
+            shared = tuple(each for each in modules if each != "lm_head" or draft.head_rows is None)
+        model = allocate(lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, dtype, META)
+        return weight_bytes(model, multiplies_fp8, shared)
+
+    def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
+        worker, device = parts.worker, parts.slots.device
+        group = parts.group if self.draft_tp == parts.group.size else SOLO
+        model = load_draft(
+            self.draft, worker.model, parts.target.model, group, device, max_position=parts.layout.max_position
+        )
+        done("draft loaded")
+        if self.draft.reads_target_kv:
+            draft: DraftRunner = TargetKVRunner(model, parts.target.pool, backends, self.config.window)
+        else:
+            draft = DraftRunner(model, parts.draft_pool, backends, self.config.window)
+        return _decoding(self.config, parts, draft)
+
+
+@dataclass(frozen=True)
+class SuffixSpeculation(WithoutDraftModel):
+    """`workers.runner.layout.Speculation` of `method: suffix`: it has no weights and no KV, and reads no layer of the
+    target."""
+
+    config: SpeculativeConfig
+    captured_layers: tuple[int, ...] = ()
+    lookahead: int = 0
+
+    @property
+    def shapes(self) -> RoundShapes:
+        return self.config.shapes
+
+    @property
+    def verified_modes(self) -> Mapping[Mode, bool]:
+        return {Mode.VERIFY: False}
+
+    @property
+    def has_synthetic_acceptance(self) -> bool:
+        return self.config.synthetic_acceptance_length is not None
+
+    def strategy(self, parts: EngineParts, backends: Backends, done: PhaseDone) -> CuttableStrategy:
+        return _decoding(self.config, parts, None)
+
+
+def _decoding(config: SpeculativeConfig, parts: EngineParts, draft: DraftRunner | None) -> SpeculativeDecoding:
+    copies = draft is None or config.suffix_tokens > 0
+    return SpeculativeDecoding(
+        parts.layout.shapes,
+        parts.target,
+        draft,
+        parts.slots,
+        parts.sampler,
+        parts.grammars.masks,
+        config.synthetic_acceptance_length,
+        MatchLimits(config.match_min, config.match_max) if copies else None,
+    )
+
+
+def draft_choices(names: DraftAttention, shape: ModelShape, tree: bool, window: int | None = None) -> list[Choice]:
+    """Return the configured backends of the draft. tree: whether drafting branches. window: see `SpeculativeConfig`."""
+    return [
+        Choice("draft_attention.prefill", names.prefill, shape.use(Mode.PREFILL, window=window)),
+        Choice("draft_attention.extend", names.extend, shape.use(Mode.DRAFT_EXTEND, window=window)),
+        Choice("draft_attention.decode", names.decode, shape.use(Mode.DRAFT_DECODE, tree, window)),
+    ]
