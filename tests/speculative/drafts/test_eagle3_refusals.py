@@ -39,7 +39,7 @@ def pair(deep_pair: Pair) -> Pair:
         ({"kv_lora_rank": 512}, f"kv_lora_rank=512 is not supported; {WITHOUT}"),
         ({"num_local_experts": 16}, f"num_local_experts=16 is not supported; {WITHOUT}"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; only 1.0 is"),
-        ({"fc_norm": "yes"}, "fc_norm='yes' must be true or false; set what it was trained with"),
+        ({"fc_norm": "yes"}, "fc_norm='yes' must be true or false; set the trained value"),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2.* use a head with Llama's or Qwen3's"),
         (
             {"layer_types": ["sliding_attention"]},
