@@ -34,12 +34,20 @@ SCHEDULING = tuple(
         "latency_budget",
         "prefill",
         "waiting_queue",
-        "shared_prefixes",
         "slot_admission",
         "scheduler_simulation",
+        "capture_pacing",
+        "grammar_queue",
+        "late_masks",
+        "lost_ranks",
+        "slot_windows",
+        "shared_prefixes",
     )
 )
-PAGES = ("tests/attention/kv_cache", *SCHEDULING[:2], *SCHEDULING[-1:])
+PAGES = (
+    "tests/attention/kv_cache",
+    *(f"tests/workers/scheduling/test_{n}.py" for n in ("slot_pages", "scheduler", "scheduler_simulation")),
+)
 WIRE = ("tests/cluster/transport", "tests/cluster/coordinator/test_coordinator.py")
 TARGETS = {
     "workers/scheduling/scheduler.py": SCHEDULING,

@@ -1,5 +1,7 @@
 """When captures come while an engine serves, by a clock that the test turns."""
 
+import pytest
+
 from tests.support.simulation.scheduler import Simulation
 from workers.scheduling.capture_pacing import IDLE_S, CapturePacing
 from workers.scheduling.plan import GraphCount, StepResult
@@ -94,3 +96,21 @@ def test_a_capture_is_a_plan_by_itself_and_nothing_is_planned_before_its_result(
     assert scheduler.apply(result) == [] and scheduler.num_in_flight == 0
     sim.run()
     sim.check_output(request)
+
+
+@pytest.mark.parametrize("max_running", [1, 4])
+def test_no_graph_is_captured_while_a_request_runs_or_waits(max_running: int) -> None:
+    """However long that takes, as long as padding has cost nothing. One of two requests waits if one slot is all."""
+    sim = Simulation(max_running=max_running)
+    sim.executor.graphs = sim.scheduler.captures.graphs = GraphCount(10, 1)
+    for _ in range(2):
+        sim.submit([1, 2, 3], max_tokens=6)
+    while sim.scheduler.num_running or sim.scheduler.num_waiting:
+        sim.clock.now += 10 * IDLE_S
+        plan = sim.schedule()
+        assert plan is None or not plan.capture
+        sim.read()
+    assert sim.schedule() is None
+    sim.clock.now += 2 * IDLE_S
+    plan = sim.schedule()
+    assert plan is not None and plan.capture

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.support.simulation.scheduler import Simulation
+from workers.scheduling.cost_table import CostTable, RoundCosts
 from workers.scheduling.latency_budget import StepBudget, StepRounds
 from workers.scheduling.plan import StepPlan, unpack_i32
 from workers.scheduling.request import Request
@@ -96,3 +97,27 @@ def test_the_budget_is_told_of_the_tokens_that_could_be_planned_now() -> None:
     assert chunks(sim.schedule()) == [(0, 3), (1, 7)]
     assert chunks(sim.schedule()) == [(1, 10)]
     assert budget.told == [13 + 20, 3 + 20, 13]
+
+
+def test_the_last_chunk_of_one_token_asks_for_no_prompt_log_probabilities() -> None:
+    """No prompt token follows it."""
+    sim = Simulation(max_step_tokens=8, speculative=False)
+    sim.submit(list(range(9)), prompt_logprobs=0)
+    asked = [(len(unpack_i32(c.tokens)), c.logprobs) for plan in (sim.schedule(), sim.schedule()) for c in plan.chunks]
+    assert asked == [(8, 0), (1, -1)]
+
+
+@pytest.mark.parametrize(("usual", "num_running"), [(0, 2), (1, 1)])
+def test_a_request_joins_if_the_rounds_that_are_usual_stay_within_a_numeric_target(
+    usual: int, num_running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a probe runs trees, of which two take 50 ms, the usual rounds of 5 ms decide."""
+    rounds = RoundCosts((1, 4), (5.0, 5.0), (0.0, 0.0)), RoundCosts((1, 2, 4), (5.0, 50.0, 50.0), (0.0, 0.0, 0.0))
+    sim = Simulation(costs=CostTable(rounds, (0,), (1, 16), ((5.0, 5.0),), default=1), itl_target_ms=10.0)
+    monkeypatch.setattr(sim.scheduler.rounds, "choose_shape", lambda shapes: 1)
+    monkeypatch.setattr(sim.scheduler.rounds, "usual", lambda shape: usual)
+    sim.submit([1, 2, 3], max_tokens=40)
+    sim.step()
+    sim.submit([4, 5, 6], max_tokens=40)
+    sim.step()
+    assert sim.scheduler.num_running == num_running
