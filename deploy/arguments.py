@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     plan.set_defaults(run="deploy.checks:run", shows_config=True)
     doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
     _add_config(doctor)
-    doctor.set_defaults(run="deploy.doctor.report:run")
+    doctor.set_defaults(run="deploy.doctor.findings:run")
     config = commands.add_parser("config", help="print a packaged config file to start from, or the keys of any")
     config.add_argument("name", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
     keys = "print keys with defaults and meanings instead, of these sections (default: all)"
@@ -292,4 +292,4 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--max-tokens", type=int, default=0, help="of an answer (default: as many as fit)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--system", default="", help="system prompt (default: none)")
-    parser.set_defaults(run="deploy.chat.command:run")
+    parser.set_defaults(run="deploy.chat:run")

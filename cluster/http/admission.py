@@ -2,7 +2,7 @@
 queued here. The memory limit counts bodies, prompts and streams."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cluster.http.errors import overloaded, unavailable
@@ -58,13 +58,21 @@ class Admission:
             self.num_bytes -= num_bytes
 
     @contextmanager
-    def reading(self) -> Iterator["Reading"]:
-        """Reserve memory for a body until its request is checked."""
-        share = Reading(self)
+    def reading(self) -> Iterator[Callable[[int], None]]:
+        """Reserve memory for a body until its request is checked. Yields a function that counts more bytes of the body
+        and raises ApiError."""
+        total = 0
+
+        def add(num_bytes: int) -> None:
+            nonlocal total
+            self._check_bytes(num_bytes)
+            total += num_bytes
+            self.num_bytes += num_bytes
+
         try:
-            yield share
+            yield add
         finally:
-            self.num_bytes -= share.num_bytes
+            self.num_bytes -= total
 
     def _check_bytes(self, num_bytes: int) -> None:
         if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
@@ -73,17 +81,3 @@ class Admission:
                 f"{self.num_bytes} of {self._max_bytes} bytes",
                 self._retry_after_s,
             )
-
-
-class Reading:
-    """num_bytes: size of a body so far."""
-
-    def __init__(self, admission: Admission) -> None:
-        self.num_bytes = 0
-        self._admission = admission
-
-    def add(self, num_bytes: int) -> None:
-        """Count more bytes of the body. Raises ApiError."""
-        self._admission._check_bytes(num_bytes)
-        self.num_bytes += num_bytes
-        self._admission.num_bytes += num_bytes

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.admission import Admission, Reading
+from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import JSON_HEADERS, ApiError, body_too_large, body_too_slow, not_json
 from cluster.http.schema.body import parse_body
@@ -108,8 +108,8 @@ def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> C
         if endpoint.body is None:
             return _response(await endpoint.handler(http))
         _check_type(http.headers.get("content-type", ""))
-        with admission.reading() as share:
-            raw = await _read(http, config.max_body_bytes, config.body_timeout_s, share)
+        with admission.reading() as count:
+            raw = await _read(http, config.max_body_bytes, config.body_timeout_s, count)
             body, ignored = parse_body(raw, endpoint.body, config.strict)
             http.scope["state"][IGNORED] = ignored
             return _response(await endpoint.handler(http, body))
@@ -139,22 +139,22 @@ def _check_type(content_type: str) -> None:
         raise not_json(content_type)
 
 
-async def _read(http: Request, max_bytes: int, timeout_s: float, share: Reading) -> bytes:
+async def _read(http: Request, max_bytes: int, timeout_s: float, count: Callable[[int], None]) -> bytes:
     """Read the body. Raises ApiError as soon as it is too large, or if it does not arrive in time."""
     try:
         async with asyncio.timeout(timeout_s):
-            return await _read_parts(http, max_bytes, share)
+            return await _read_parts(http, max_bytes, count)
     except TimeoutError:
         raise body_too_slow(timeout_s) from None
 
 
-async def _read_parts(http: Request, max_bytes: int, share: Reading) -> bytes:
+async def _read_parts(http: Request, max_bytes: int, count: Callable[[int], None]) -> bytes:
     declared = http.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise body_too_large(max_bytes)
     body = bytearray()
     async for part in http.stream():
-        share.add(len(part))
+        count(len(part))
         body += part
         if len(body) > max_bytes:
             raise body_too_large(max_bytes)

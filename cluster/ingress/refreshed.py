@@ -32,26 +32,25 @@ class Refreshed(Generic[T]):
 
     async def refresh(self, wait_s: float) -> None:
         """Fetch the value if it is too old. Wait at most `wait_s`; the fetch continues after that."""
-        if self._task is None:
-            if self._clock() < self._fetched_s + self._max_age_s:
-                return
-            self._start()
-        assert self._task is not None
-        await asyncio.wait((self._task,), timeout=wait_s)
+        if self._task is not None or self._is_old():
+            await asyncio.wait((self._fetching(),), timeout=wait_s)
 
     async def newest(self) -> T:
         """Return a value that is not too old, however long the fetch takes. Raises what `fetch` raises."""
-        if self._task is None and self.last is not None and self._clock() < self._fetched_s + self._max_age_s:
+        if self._task is None and self.last is not None and not self._is_old():
             return self.last
-        if self._task is None:
-            self._start()
-        assert self._task is not None
-        return await asyncio.shield(self._task)
+        return await asyncio.shield(self._fetching())
 
-    def _start(self) -> None:
-        self._started_s = self._clock()
-        self._task = asyncio.get_running_loop().create_task(self._run())
-        self._task.add_done_callback(_log_failure)
+    def _is_old(self) -> bool:
+        return self._clock() >= self._fetched_s + self._max_age_s
+
+    def _fetching(self) -> "asyncio.Task[T]":
+        """Return the current fetch, or a new one."""
+        if self._task is None:
+            self._started_s = self._clock()
+            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task.add_done_callback(_log_failure)
+        return self._task
 
     async def _run(self) -> T:
         try:

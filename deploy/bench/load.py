@@ -1,11 +1,10 @@
 """Sends requests and records the times of their answers. Open loop: Poisson arrivals of token ids on /v1/completions,
-with greedy answers of a fixed length. Closed loop: each stream sends its next request when its last answer has ended.
-Used by `aerie bench` and the benchmarks."""
+with greedy answers of a fixed length. Used by `aerie bench` and the benchmarks."""
 
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -57,16 +56,16 @@ async def run_rate(
     tasks: list[asyncio.Task[None]] = []
     ended = failed = 0
 
-    async def ask(request: bytes, answered: Answered) -> None:
+    async def ask_one(request: bytes, answered: Answered) -> None:
         nonlocal ended, failed
-        await _ask(pool, request, answered)
+        await ask(pool, request, answered)
         ended, failed = ended + 1, failed + bool(answered.fault)
         progress(ended, failed)
 
     begin_s = time.perf_counter() + LEAD_S
     for arrival, request, answered in zip(arrivals, requests, answers, strict=True):
         await asyncio.sleep(max(0.0, begin_s + arrival.due_s - time.perf_counter()))
-        tasks.append(asyncio.create_task(ask(request, answered)))
+        tasks.append(asyncio.create_task(ask_one(request, answered)))
     if tasks:
         await asyncio.wait(tasks, timeout=drain_s)
     for task in tasks:
@@ -74,20 +73,6 @@ async def run_rate(
     await asyncio.gather(*tasks, return_exceptions=True)
     pool.close()
     return answers, begin_s
-
-
-async def closed_loop(pool: Pool, requests: Iterator[bytes], num_streams: int, answers: list[Answered]) -> None:
-    """Send `requests` over `num_streams` streams, one at a time on each. A stream stops at its first failed answer.
-    answers: a list that grows by one with each request sent; may be read at any time."""
-
-    async def stream() -> None:
-        for request in requests:
-            answers.append(answered := Answered())
-            await _ask(pool, request, answered)
-            if answered.fault:
-                return
-
-    await asyncio.gather(*(stream() for _ in range(num_streams)))
 
 
 async def warm_up(target: Target, traffic: Traffic, drain_s: float, num_requests: int = WARM_UP) -> None:
@@ -115,7 +100,8 @@ async def measure_rate(
     return rate_figures(rate, arrivals, answers, begin_s)
 
 
-async def _ask(pool: Pool, request: bytes, answered: Answered) -> None:
+async def ask(pool: Pool, request: bytes, answered: Answered) -> None:
+    """Send one request, and write its answer, or why there is none, to `answered`."""
     try:
         await pool.ask(request, answered)
     except asyncio.CancelledError:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.config import ConfigError, read_args, read_content
+from cluster.config import ConfigError, read_args
 from cluster.http.keys import digest
 from deploy.config.keys import key_lines
 
@@ -37,14 +37,6 @@ def find_config(given: str | Path) -> Path:
         f"{given}: no such file; give a Serve config file or one of {', '.join(packaged_names())} "
         "(`aerie config NAME` prints it)"
     )
-
-
-def read_config_file(path: Path) -> dict[str, Any]:
-    """Return the content of a Serve config file, with absolute folders, and digests instead of API keys. Raises
-    ConfigError."""
-    content, _ = read_content(path)
-    locate(content, path.resolve().parent)
-    return content
 
 
 def locate(content: dict[str, Any], base: Path) -> None:

@@ -161,33 +161,28 @@ OPTIONS: Sequence[Option] = (
     Option(
         ("--gpu-memory-utilization",),
         to_key("cache.memory_share", real_number),
-        None,
-        "a share of the memory that is free at the start, not of all",
+        note="a share of the memory that is free at the start, not of all",
     ),
     Option(
         ("--kv-cache-memory-bytes",),
         lambda value: {"cache.memory_gb": whole_number(value) / 1e9},
-        None,
-        "with the tables of running requests",
+        note="with the tables of running requests",
     ),
     Option(
         ("--max-num-batched-tokens",),
         to_key("scheduler.max_step_tokens", whole_number),
-        None,
-        "prompt tokens of a step, beside those of running requests",
+        note="prompt tokens of a step, beside those of running requests",
     ),
     Option(
         ("--seed",),
         to_key("model.seed", whole_number),
-        None,
-        "of dummy weights; a request's tokens follow from its own `seed`",
+        note="of dummy weights; a request's tokens follow from its own `seed`",
     ),
     Option(("--reasoning-parser",), to_key("ingress.output_parser", one_of(_REASONING_PARSERS, _FOUND_BY_ITSELF))),
     Option(
         ("--tool-call-parser",),
         to_key("ingress.output_parser", one_of(_TOOL_PARSERS, _FOUND_BY_ITSELF)),
-        None,
-        "one parser for calls and reasoning",
+        note="one parser for calls and reasoning",
     ),
     Option(("--quantization", "-q"), to_key(QUANTIZATION)),
     # Options whose behaviour Aerie always has, or that do not change answers.

@@ -1,6 +1,5 @@
 """`aerie doctor`: checks this machine for new users.
 
-report    the command: a line per finding
-findings  faults of a machine, with remedies; pure
+findings  the command: faults of a machine and a configuration, with remedies
 machine   reads the properties of this machine
 """

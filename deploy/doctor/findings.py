@@ -1,11 +1,16 @@
-"""Findings about a machine, with remedies. Pure."""
+"""`aerie doctor`: findings about a machine and a configuration, with remedies, a line for each."""
 
+import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from attention.distribution import STRANGER, install_command
-from deploy.doctor.machine import Machine
+from cluster.config import ConfigError
+from cluster.placement import place
+from deploy.config.files import find_config
+from deploy.doctor.machine import Machine, read_machine
+from deploy.nodes import local_nodes
 
 Level = Literal["ok", "warn", "FAIL"]
 REQUIRED = ("ray", "torch", "transformers", "pyzmq", "xgrammar")
@@ -179,3 +184,30 @@ def _port(machine: Machine) -> Finding:
 def _hub(machine: Machine) -> Finding:
     token = "logged in" if machine.hub_token else "no token (`hf auth login`, for models that ask for one)"
     return Finding("ok", "hub", f"models are kept in {machine.hub_folder}, {machine.hub_free_gb:.0f} GB free; {token}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`aerie doctor`; see `run_doctor`."""
+    return run_doctor(arguments.config)
+
+
+def run_doctor(given: str) -> int:
+    """Print the findings; return 1 if one prevents a start."""
+    failed = False
+    for finding in (*findings(read_machine()), _configuration(given)):
+        failed = failed or finding.level == "FAIL"
+        print(f"{finding.level:4}  {finding.name}: {finding.text}", flush=True)
+    return 1 if failed else 0
+
+
+def _configuration(given: str) -> Finding:
+    from deploy.checks import check_devices, checked_file  # torch: findings about the machine are printed first
+
+    try:
+        path = find_config(given)
+        config, nodes = checked_file(path), local_nodes(1, None, None)
+        check_devices(config, nodes)
+        placed = place(config, nodes)
+    except (ConfigError, OSError) as error:
+        return Finding("FAIL", "configuration", str(error))
+    return Finding("ok", "configuration", f"{path} fits this machine, on {placed.device}")

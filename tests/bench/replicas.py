@@ -18,11 +18,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from deploy.bench.figures import percentile
-from deploy.bench.load import closed_loop
 from deploy.bench.stream_client import Answered, Pool, request_bytes
 from deploy.bench.table import table
 from tests.bench.served import ROOT, embedded_config
 from tests.e2e.serving import Server, engine_stats, ray_cluster, serving
+from tests.support.clients.closed_loop import closed_loop
 
 POLICIES = ("least_loaded", "first_token")
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 600, 1400  # whole words of the embedded tokenizer

@@ -20,9 +20,9 @@ import httpx
 import psutil
 import yaml
 
-from deploy.config.files import read_config_file
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
 from tests.support import ROOT
+from tests.support.embedded import read_config_file
 
 READY_LIMIT_S = 180.0
 STOP_LIMIT_S = 120.0

@@ -10,9 +10,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deploy.config.files import find_config, read_config_file
+from deploy.config.files import find_config
 from tests.bench.models import configured, deepseek_rank
 from tests.bench.round import MODELS, QUANTIZATIONS, SHAPES, quantize_config, write_checkpoints
+from tests.support.embedded import read_config_file
 
 ACCEPTANCE_LENGTH = 3.0  # synthetic, of dummy weights
 _TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"

@@ -9,8 +9,7 @@ from rich.console import Console
 
 from cluster.config import ConfigError
 from cluster.transport.messages import SpeculationStats, TokenDelta
-from deploy.chat.command import chat
-from deploy.chat.conversation import CommandError, Conversation
+from deploy.chat import CommandError, Conversation, chat
 from deploy.cli import main
 from deploy.client import Server
 from tests.support.edge_client import MODEL, served
@@ -85,7 +84,7 @@ async def test_an_error_is_shown_and_forgotten() -> None:
 
 async def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C raises KeyboardInterrupt wherever the main thread is; here while the second event is pushed."""
-    from deploy.chat.conversation import StreamedAnswer
+    from deploy.chat import StreamedAnswer
 
     push, pushed = StreamedAnswer.push, 0
 

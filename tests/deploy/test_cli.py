@@ -15,8 +15,9 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from deploy.cli import main
-from deploy.config.files import packaged_names, read_config_file, starting_point
+from deploy.config.files import packaged_names, starting_point
 from tests.support import MODELS, ROOT
+from tests.support.embedded import read_config_file
 from workers.distributed.ports import free_port
 
 

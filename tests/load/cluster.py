@@ -18,12 +18,13 @@ import psutil
 import yaml
 
 from cluster.replica.rank_process import NAME
-from deploy.config.files import find_config, read_config_file
+from deploy.config.files import find_config
 from tests.bench.served import GROUPS
 from tests.load import gpus
 from tests.load.network import Network, address, namespace
 from tests.load.scenario import Fault, Hosts
 from tests.load.verdict import Usage
+from tests.support.embedded import read_config_file
 
 PORT = 8000
 RAY_PORT = 6379

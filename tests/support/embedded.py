@@ -3,8 +3,11 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from attention.config import CacheConfig
+from cluster.config import read_content
+from deploy.config.files import locate
 from speculative.build import EngineSpec
 from speculative.config import SpeculativeConfig
 from tests.support import MODELS
@@ -55,3 +58,10 @@ def eos_token_ids(model: Path = MODELS / "target") -> tuple[int, ...]:
     """The token ids that end the answers of the embedded target, or of the model in another folder."""
     value = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
     return tuple(value) if isinstance(value, list) else (value,)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """A file's content, with absolute folders, and digests instead of API keys. Raises ConfigError."""
+    content, _ = read_content(path)
+    locate(content, path.resolve().parent)
+    return content

@@ -9,9 +9,10 @@ import yaml
 from cluster.config import ConfigError, parse
 from cluster.http.config import EdgeConfig
 from cluster.http.keys import digest, is_known
-from deploy.config.files import read_config_file, starting_point
+from deploy.config.files import starting_point
 from deploy.serve.private_arguments import with_digests
 from tests.support import MODELS
+from tests.support.embedded import read_config_file
 
 KEY = "sk-a-secret-of-ours"
 DIGEST = f"sha256:{hashlib.sha256(KEY.encode()).hexdigest()}"

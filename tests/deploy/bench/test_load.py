@@ -15,9 +15,10 @@ import pytest
 
 from deploy.bench.arrivals import MIXES, OWN_TOKENS, Arrival, Lengths, Mix, Prefixes, Traffic, repeated_tokens
 from deploy.bench.figures import markdown, rate_figures
-from deploy.bench.load import Target, closed_loop, run_rate
+from deploy.bench.load import Target, run_rate
 from deploy.bench.plot import Point, line_plot, ticks
 from deploy.bench.stream_client import Answered, Connection, Pool, request_bytes
+from tests.support.clients.closed_loop import closed_loop
 
 MIX = Mix(Lengths(100, 0.8, 400), Lengths(20, 0.5, 60))
 TRAFFIC = Traffic(MIX, seconds=2000, max_requests=3000, first_id=300, vocab=900)

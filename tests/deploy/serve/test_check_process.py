@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ConfigError, parse
-from deploy.config.files import read_config_file
 from deploy.serve.check_process import CheckProcess, Task
 from tests.support import ROOT
+from tests.support.embedded import read_config_file
 
 
 @pytest.mark.slow  # as `aerie serve` does it: `tests.deploy.test_cli`

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deploy.chat.command import chat
-from deploy.chat.conversation import Conversation
+from deploy.chat import Conversation, chat
 from deploy.client import Server
 from tests.e2e.screenshots.page import PROMPT
 
