@@ -18,8 +18,7 @@ from workers.distributed.tp_group import SOLO, TPGroup
 from workers.models.config import ModelConfig
 from workers.models.loading import allocate, fill_target, read_target_config
 from workers.models.registry import family_of_config
-from workers.models.weight_bytes import META, weight_bytes
-from workers.models.weight_formats import weight_formats
+from workers.models.weight_bytes import META, weight_bytes, weight_formats
 from workers.runner import build
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.layout import EnginePlan, NoSpeculation, Speculation

@@ -29,7 +29,7 @@ from workers.models.config_fields import flag_of, section_of, size_of
 from workers.models.decoder import in_default_dtype
 from workers.models.gemma.gemma4 import make_layer, weight_names
 from workers.models.gemma.gemma4_config import Gemma4Config, Heads, read_config
-from workers.models.layer_kinds import SLIDING
+from workers.models.mistral import SLIDING
 from workers.models.name_map import NameMap
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")

@@ -18,16 +18,14 @@ from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
 from workers.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from workers.layers.rotary import RotaryTable
-from workers.models import deepseek
+from workers.models import deepseek, glm4_moe, moe
 from workers.models.config import ModelConfig
 from workers.models.config_fields import flag_of, section_of, size_of
 from workers.models.deepseek import DeepseekConfig
-from workers.models.glm import glm4_moe, glm4_moe_lite
-from workers.models.glm.glm4_moe import Glm4MoeConfig
+from workers.models.glm4_moe import Glm4MoeConfig
 from workers.models.name_map import NameMap
 from workers.models.qwen import hybrid
-from workers.models.qwen.hybrid import HybridConfig
-from workers.models.qwen.hybrid_names import layer_rules, packed_experts
+from workers.models.qwen.hybrid import HybridConfig, layer_rules, packed_experts
 from workers.models.registry import family_of
 from workers.ops.fp8.rows import Fp8Rows
 
@@ -75,8 +73,8 @@ class _Family:
 _DEEPSEEK = _Family(deepseek.read_config, deepseek.make_layer, deepseek.layer_rules)
 _FAMILIES = {
     "DeepseekV3ForCausalLM": _DEEPSEEK,
-    "Glm4MoeForCausalLM": _Family(glm4_moe.read_config, glm4_moe.make_layer, glm4_moe.layer_rules),
-    "Glm4MoeLiteForCausalLM": replace(_DEEPSEEK, read_config=glm4_moe_lite.read_config),
+    "Glm4MoeForCausalLM": _Family(glm4_moe.read_config, moe.make_layer, moe.layer_rules),
+    "Glm4MoeLiteForCausalLM": _DEEPSEEK,
 }
 
 
@@ -103,10 +101,10 @@ class DeepseekMtp(Mtp):
                 "drafting; use a head of another method, or leave the section `speculative` out"
             )
         layer = whole.num_layers
-        alone: dict[str, Any] = {"num_layers": 1, "first_moe_layer": 0 if whole.has_experts(layer) else 1}
-        if isinstance(whole, DeepseekConfig):
-            alone["moe_layer_step"] = 1
-        model = replace(whole, whole_experts=target.whole_experts, **alone)
+        assert whole.experts is not None, "both families have some"
+        layers = frozenset({0} if layer in whole.experts.layers else ())
+        experts = replace(whole.experts, layers=layers)
+        model = replace(whole, num_layers=1, experts=experts, whole_experts=target.whole_experts)
         return cls(path, model, target.vocab_size, (), layer)
 
     @property

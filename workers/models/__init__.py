@@ -1,11 +1,11 @@
 """Target models, loaded from checkpoint folders (docs/add-a-model.md).
 
-registry   maps architectures to families; `family`: the declarations of a family
+registry   maps architectures to families; the declarations of a family
 llama      Llama 2 and 3, Qwen2, Qwen3 (dense)
 llama4     Llama 4's text part, up to its attention chunk
 deepseek   DeepSeek-V2 and V3: latent attention and mixtures of experts
 qwen       Qwen's mixtures of experts and hybrids
-glm        GLM's mixtures of experts
+glm4_moe   GLM-4.5 and later; `deepseek` serves GLM-4.7-Flash
 gpt_oss    gpt-oss: sinks, windows, experts with biases
 gemma      Gemma 2 and 3
 olmo       OLMo 2 and 3: norms after attention and MLP

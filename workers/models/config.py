@@ -3,7 +3,7 @@ subclass it."""
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -17,8 +17,18 @@ from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import kv_head_span
 from workers.layers.rotary import RopeConfig, yarn_magnitude
-from workers.models.config_fields import MAX_POSITIONS, flag_of, number_of, section_of, size_of
+from workers.models.config_fields import (
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    architecture_of,
+    flag_of,
+    ids_of,
+    number_of,
+    section_of,
+    size_of,
+)
 from workers.quantization.quant_method import QuantMethod
+from workers.quantization.table import read_quant_method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +102,32 @@ class ModelConfig(ABC):
         multiples of some size (`workers.runner.deterministic`)."""
 
 
+def check_cuts(
+    tensor_parallel: int, source: str, heads: int, cut: Mapping[str, int], kv_heads: Iterable[int] = ()
+) -> None:
+    """Raise ValueError, naming `source` and the numbers of ranks that work, if `tensor_parallel` ranks cannot share
+    the sizes of a model.
+
+    heads: query heads.
+    cut: other sizes that ranks share, by config.json's names.
+    kv_heads: KV heads of the layers; of fewer heads than ranks, several ranks have each.
+    """
+    cut, kv_heads = {"num_attention_heads": heads} | dict(cut), sorted(set(kv_heads))
+
+    def fits(size: int) -> bool:
+        kv_fit = all(kv % size == 0 if kv >= size else size % kv == 0 for kv in kv_heads)
+        return kv_fit and not any(total % size for total in cut.values())
+
+    if not fits(tensor_parallel):
+        named = [f"{name}={total}" for name, total in cut.items()]
+        if kv_heads:
+            named.insert(1, f"num_key_value_heads={', '.join(map(str, kv_heads))}")
+        works = [n for n in range(1, heads + 1) if fits(n)]
+        raise ValueError(
+            f"tensor_parallel={tensor_parallel}: does not divide {source} ({', '.join(named)}); try one of {works}"
+        )
+
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATION = "quantization_config"
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
@@ -145,6 +181,23 @@ def text_part(config: dict[str, Any], source: str, text_first: bool = False) -> 
     if text_first:
         outer = {key: value for key, value in outer.items() if key == "architectures" or text.get(key) is None}
     return {**text, **outer}
+
+
+def decoder_fields(config: Mapping[str, Any], source: str, architecture: str = "") -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that all own families read alike. architecture: if config.json names none."""
+    return {
+        "architecture": architecture_of(config, architecture),
+        "hidden_size": size_of(config, "hidden_size", source),
+        "num_layers": size_of(config, "num_hidden_layers", source, most=MAX_LAYERS),
+        "num_heads": size_of(config, "num_attention_heads", source),
+        "vocab_size": size_of(config, "vocab_size", source),
+        "max_position": size_of(config, "max_position_embeddings", source, 2048, most=MAX_POSITIONS),
+        "rms_eps": number_of(config, "rms_norm_eps", source, 1e-6),
+        "tie_embeddings": flag_of(config, "tie_word_embeddings", source),
+        "dtype": dtype_of(config),
+        "quant": read_quant_method(config, source),
+        "eos_token_ids": ids_of(config, "eos_token_id", source),
+    }
 
 
 def dtype_of(config: Mapping[str, Any]) -> torch.dtype:

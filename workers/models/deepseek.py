@@ -1,5 +1,5 @@
 """DeepSeek-V2 and V3 (R1, V3.1, Kimi-K2): multi-head latent attention (MLA), and mixtures of experts after the first
-layers."""
+layers. So has GLM-4.7-Flash, whose config.json lists the layers with experts."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -14,28 +14,29 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer, FeedForward
 from workers.layers.latent_attention import LatentAttention
 from workers.layers.mlp import GatedMLP
-from workers.layers.moe import MixtureOfExperts
 from workers.layers.rotary import RopeConfig, RotaryTable, yarn_magnitude
-from workers.models.config import ModelConfig, dtype_of, mscale_of, rope_of, rope_scaling_of
-from workers.models.config_fields import (
-    MAX_EXPERTS,
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    architecture_of,
-    flag_of,
-    ids_of,
-    number_of,
-    size_of,
-)
+from workers.models import llama
+from workers.models.config import ModelConfig, check_cuts, decoder_fields, mscale_of, rope_of, rope_scaling_of
+from workers.models.config_fields import MAX_EXPERTS, MAX_LAYERS, architecture_of, flag_of, number_of, size_of
 from workers.models.decoder import Decoder
-from workers.models.family import ModelFamily
-from workers.models.moe import check_experts_device, expert_cuts, expert_inputs, moe_rules, num_experts_of
-from workers.models.name_map import NameMap
+from workers.models.moe import ExpertLayers, check_experts_device, moe_rules, mtp_names, num_experts_of
+from workers.models.name_map import NameMap, decoder_names
+from workers.models.registry import ModelFamily
 from workers.ops.experts.route import Routing
-from workers.quantization.table import read_quant_method
 
 # transformers' defaults for fields that config.json leaves out.
-_V3_DEFAULTS = {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": {},
+    "DeepseekV3ForCausalLM": {"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+    "Glm4MoeLiteForCausalLM": {
+        "routed_scaling_factor": 1.8,
+        "rms_norm_eps": 1e-5,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+_DENSE, _SPARSE = "dense", "sparse"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +46,6 @@ class DeepseekConfig(ModelConfig):
     num_kv_heads, head_dim: 1, and the size of a latent row.
     q_rank, latent, key_dim, rotated_dim, value_dim, attention_scale: see `LatentAttention`.
     intermediate_size: size for layers without experts.
-    expert_width: intermediate size of an expert.
-    shared_width: intermediate size of a layer's shared experts together.
-    first_moe_layer, moe_layer_step: a layer has experts if it is not before first_moe_layer and a multiple of
-        moe_layer_step.
     num_mtp_layers: MTP modules in the checkpoint, after its layers.
     """
 
@@ -60,31 +57,16 @@ class DeepseekConfig(ModelConfig):
     value_dim: int
     attention_scale: float
     intermediate_size: int
-    routing: Routing
-    expert_width: int
-    shared_width: int
-    first_moe_layer: int
-    moe_layer_step: int
+    experts: ExpertLayers
     num_mtp_layers: int
 
-    def has_experts(self, layer: int) -> bool:
-        return layer >= self.first_moe_layer and layer % self.moe_layer_step == 0
-
     def check_shards(self, tensor_parallel: int, source: str) -> None:
-        experts = expert_cuts(self.routing, self.expert_width, self.shared_width, self.whole_experts)
-        cut = {"num_attention_heads": self.num_heads} | experts
-        if not all(self.has_experts(layer) for layer in range(self.num_layers)):
-            cut["intermediate_size"] = self.intermediate_size
+        dense = {"intermediate_size": self.intermediate_size} if self._has_mlps else {}
+        check_cuts(tensor_parallel, source, self.num_heads, dense | self.experts.cut_sizes(self.whole_experts))
 
-        def fits(size: int) -> bool:
-            return not any(total % size for total in cut.values())
-
-        if not fits(tensor_parallel):
-            named = ", ".join(f"{name}={total}" for name, total in cut.items())
-            works = [n for n in range(1, self.num_heads + 1) if fits(n)]
-            raise ValueError(
-                f"tensor_parallel={tensor_parallel}: does not divide {source} ({named}); try one of {works}"
-            )
+    @property
+    def _has_mlps(self) -> bool:
+        return not self.experts.layers.issuperset(range(self.num_layers))
 
     def with_whole_experts(self, source: str) -> Self:
         return replace(self, whole_experts=True)
@@ -104,7 +86,7 @@ class DeepseekConfig(ModelConfig):
             "hidden_size": self.hidden_size,
             "num_attention_heads * v_head_dim": self.num_heads * self.value_dim // tensor_parallel,
             "intermediate_size": self.intermediate_size // tensor_parallel,
-            **expert_inputs(self.expert_width, self.shared_width, self.whole_experts, tensor_parallel),
+            **self.experts.linear_inputs(self.whole_experts, tensor_parallel),
         }
         return inputs if self.q_rank is None else inputs | {"q_lora_rank": self.q_rank}
 
@@ -112,28 +94,20 @@ class DeepseekConfig(ModelConfig):
 def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
     """Read config.json. Raises ValueError for unsupported settings."""
     _refuse_unsupported(config, source)
-    is_v3 = architecture_of(config) == "DeepseekV3ForCausalLM"
-    config = {**(_V3_DEFAULTS if is_v3 else {}), **config}
+    kind = architecture_of(config)
+    is_v3 = kind != "DeepseekV2ForCausalLM"
+    config = _DEFAULTS[kind] | config
+    if kind == "Glm4MoeLiteForCausalLM" and config.get("mlp_layer_types") is not None:
+        config |= {"first_k_dense_replace": _num_dense(config, source)}
     latent = size_of(config, "kv_lora_rank", source)
     key_dim, rotated_dim = (size_of(config, f"qk_{part}_head_dim", source) for part in ("nope", "rope"))
     if rotated_dim % 2:
         raise ValueError(f"{source}: config.json: qk_rope_head_dim={rotated_dim}: must be even: pairs are rotated")
-    width = size_of(config, "moe_intermediate_size", source)
     rope = rope_of(config, source)
     return DeepseekConfig(
-        architecture=architecture_of(config),
-        hidden_size=size_of(config, "hidden_size", source),
-        num_layers=size_of(config, "num_hidden_layers", source, most=MAX_LAYERS),
-        num_heads=size_of(config, "num_attention_heads", source),
+        **decoder_fields(config, source),
         num_kv_heads=1,
         head_dim=latent + rotated_dim,
-        vocab_size=size_of(config, "vocab_size", source),
-        max_position=size_of(config, "max_position_embeddings", source, 2048, most=MAX_POSITIONS),
-        rms_eps=number_of(config, "rms_norm_eps", source, 1e-6),
-        tie_embeddings=flag_of(config, "tie_word_embeddings", source),
-        dtype=dtype_of(config),
-        quant=read_quant_method(config, source),
-        eos_token_ids=ids_of(config, "eos_token_id", source),
         rope=rope,
         q_rank=None if config.get("q_lora_rank") is None else size_of(config, "q_lora_rank", source),
         latent=latent,
@@ -142,13 +116,22 @@ def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
         value_dim=size_of(config, "v_head_dim", source),
         attention_scale=(key_dim + rotated_dim) ** -0.5 * _scale_of_yarn(config, rope, source),
         intermediate_size=size_of(config, "intermediate_size", source),
-        routing=read_routing(config, source, is_v3),
-        expert_width=width,
-        shared_width=size_of(config, "n_shared_experts", source, 0, least=0, most=MAX_EXPERTS) * width,
-        first_moe_layer=size_of(config, "first_k_dense_replace", source, 0, least=0),
-        moe_layer_step=size_of(config, "moe_layer_freq", source, 1),
+        experts=read_experts(config, source, is_v3),
         num_mtp_layers=size_of(config, "num_nextn_predict_layers", source, 0, least=0, most=MAX_LAYERS),
     )
+
+
+def _num_dense(config: dict[str, Any], source: str) -> int:
+    """Return the number of layers without experts, which are the first ones."""
+    layers = size_of(config, "num_hidden_layers", source, most=MAX_LAYERS)
+    kinds = config["mlp_layer_types"]
+    dense = kinds.index(_SPARSE) if isinstance(kinds, list) and _SPARSE in kinds else layers
+    if kinds != [_DENSE] * dense + [_SPARSE] * (layers - dense):
+        raise ValueError(
+            f"{source}: config.json: mlp_layer_types: must be {layers} (num_hidden_layers) names, {_DENSE!r} and then "
+            f"{_SPARSE!r}; layers of other kinds are not supported"
+        )
+    return dense
 
 
 def _scale_of_yarn(config: dict[str, Any], rope: RopeConfig, source: str) -> float:
@@ -157,7 +140,22 @@ def _scale_of_yarn(config: dict[str, Any], rope: RopeConfig, source: str) -> flo
     return yarn_magnitude(rope.factor, mscale) ** 2 if rope.kind == "yarn" else 1.0
 
 
-def read_routing(config: dict[str, Any], source: str, is_v3: bool) -> Routing:
+def read_experts(config: dict[str, Any], source: str, is_v3: bool) -> ExpertLayers:
+    """Read which layers have experts, and what they are. is_v3: see `_read_routing`."""
+    num_layers = size_of(config, "num_hidden_layers", source, most=MAX_LAYERS)
+    num_layers += size_of(config, "num_nextn_predict_layers", source, 0, least=0, most=MAX_LAYERS)  # MTP modules
+    first = size_of(config, "first_k_dense_replace", source, 0, least=0)
+    step = size_of(config, "moe_layer_freq", source, 1)
+    width = size_of(config, "moe_intermediate_size", source)
+    return ExpertLayers(
+        routing=_read_routing(config, source, is_v3),
+        layers=frozenset(layer for layer in range(first, num_layers) if layer % step == 0),
+        width=width,
+        shared_width=size_of(config, "n_shared_experts", source, 0, least=0, most=MAX_EXPERTS) * width,
+    )
+
+
+def _read_routing(config: dict[str, Any], source: str, is_v3: bool) -> Routing:
     """Read the router's settings. is_v3: defaults are DeepSeek-V3's, else V2's."""
     method = str(config.get("topk_method") or ("noaux_tc" if is_v3 else "greedy"))
     methods = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -213,18 +211,12 @@ class DeepseekForCausalLM(Decoder):
 
 
 def make_layer(config: DeepseekConfig, layer: int, group: TPGroup) -> DecoderLayer:
+    experts, hidden = config.experts, config.hidden_size
     mlp: FeedForward
-    if config.has_experts(layer):
-        mlp = MixtureOfExperts(
-            config.hidden_size,
-            config.expert_width,
-            config.routing,
-            group,
-            shared_width=config.shared_width,
-            whole_experts=config.whole_experts,
-        )
+    if layer in experts.layers:
+        mlp = experts.module(hidden, group, config.whole_experts)
     else:
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size, group)
+        mlp = GatedMLP(hidden, config.intermediate_size, group)
     attention = LatentAttention(
         layer,
         group,
@@ -242,23 +234,14 @@ def make_layer(config: DeepseekConfig, layer: int, group: TPGroup) -> DecoderLay
 
 def layer_rules(ours: str, theirs: str) -> dict[str, str]:
     """Return the rules of a `NameMap` for one layer. ours, theirs: its path and its name in the checkpoint."""
-    return moe_rules(ours, theirs) | {
-        f"{ours}.self_attn.qkv_a": f"{theirs}.self_attn.{{part}}",
-        f"{ours}.mlp.gate_up": f"{theirs}.mlp.{{part}}",
-        f"{ours}.{{block}}.{{module}}": f"{theirs}.{{block}}.{{module}}",
-        f"{ours}.{{norm}}": f"{theirs}.{{norm}}",
-    }
+    latent = {f"{ours}.self_attn.qkv_a": f"{theirs}.self_attn.{{part}}"}
+    return moe_rules(ours, theirs) | latent | llama.layer_rules(ours, theirs)
 
 
 def weight_names(config: DeepseekConfig) -> NameMap:
     """Return the names in Hugging Face's checkpoints. Ignored: MTP modules."""
-    drafting = (f"model.layers.{config.num_layers + i}.*" for i in range(config.num_mtp_layers))
-    return NameMap(
-        rules={name: f"model.{name}" for name in ("embed_tokens", "norm")}
-        | {"lm_head": "lm_head"}
-        | layer_rules("layers.{layer}", "model.layers.{layer}"),
-        ignored=("*.rotary_emb.inv_freq", *drafting, *(("lm_head.weight",) if config.tie_embeddings else ())),
-    )
+    ignored = mtp_names(config.num_layers, config.num_mtp_layers)
+    return decoder_names(layer_rules, config.tie_embeddings, ignored=ignored)
 
 
 FAMILY = ModelFamily(read_config, DeepseekForCausalLM, weight_names)

@@ -4,18 +4,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attention.scores import ScoreRule
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.moe import MixtureOfExperts
 from workers.models import llama
 from workers.models.config import rope_scaling_of
 from workers.models.config_fields import number_of, size_of
-from workers.models.family import ModelFamily
-from workers.models.layer_kinds import windows_of
-from workers.models.llama import LlamaForCausalLM, make_attention
-from workers.models.moe import LlamaMoeConfig, expert_cuts, interleaved_experts, num_experts_of
-from workers.models.name_map import NameMap
-from workers.ops.experts.gated import GPT_OSS, GatedActivation
+from workers.models.mistral import windows_of
+from workers.models.moe import (
+    ExpertLayers,
+    LlamaMoeConfig,
+    LlamaMoeForCausalLM,
+    interleaved_experts,
+    moe_rules,
+    num_experts_of,
+)
+from workers.models.name_map import NameMap, decoder_names
+from workers.models.registry import ModelFamily
+from workers.ops.experts.gated import GPT_OSS
 from workers.ops.experts.route import Routing
 
 # transformers' defaults for fields that config.json leaves out.
@@ -32,27 +35,12 @@ _DEFAULT_ROPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(LlamaMoeConfig):
-    """See `LlamaConfig`.
+    """See `LlamaMoeConfig`. windows: each layer's window in tokens; None: it attends to all."""
 
-    intermediate_size: size of an expert; every layer has experts.
-    windows: each layer's window in tokens; None: no window.
-    """
-
-    activation: GatedActivation
     windows: tuple[int | None, ...]
-
-    @property
-    def cut_sizes(self) -> dict[str, int]:
-        if self.whole_experts:
-            return expert_cuts(self.routing, self.intermediate_size, 0, whole=True)
-        return {"intermediate_size": self.intermediate_size}
 
     def score_rule(self, layer: int) -> ScoreRule:
         return ScoreRule(self.head_dim**-0.5, window=self.windows[layer], has_sinks=True)
-
-    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
-        inputs = super().linear_inputs(tensor_parallel)
-        return inputs | {"intermediate_size": self.intermediate_size} if self.whole_experts else inputs
 
 
 def read_config(config: dict[str, Any], source: str) -> GptOssConfig:
@@ -71,43 +59,28 @@ def read_config(config: dict[str, Any], source: str) -> GptOssConfig:
     routing.check(source)
     return GptOssConfig(
         **vars(dense),
-        routing=routing,
-        activation=replace(GPT_OSS, limit=number_of(config, "swiglu_limit", source, 7.0)),
+        experts=ExpertLayers(
+            routing=routing,
+            layers=frozenset(range(dense.num_layers)),
+            width=dense.intermediate_size,
+            width_name="intermediate_size",
+            activation=replace(GPT_OSS, limit=number_of(config, "swiglu_limit", source, 7.0)),
+            biased=True,
+        ),
         windows=windows_of(config, dense.num_layers, dense.max_position, source),
     )
 
 
-def make_layer(config: GptOssConfig, layer: int, group: TPGroup) -> DecoderLayer:
-    experts = MixtureOfExperts(
-        config.hidden_size,
-        config.intermediate_size,
-        config.routing,
-        group,
-        whole_experts=config.whole_experts,
-        activation=config.activation,
-        biased_experts=True,
-    )
-    attention = make_attention(config, layer, group, config.hidden_size)
-    return DecoderLayer(config.hidden_size, config.rms_eps, attention, experts, group)
-
-
-class GptOssForCausalLM(LlamaForCausalLM):
-    make_layer = staticmethod(make_layer)
+def _layer_rules(ours: str, theirs: str) -> dict[str, str]:
+    sinks = {f"{ours}.self_attn.sinks": f"{theirs}.self_attn"}
+    return moe_rules(ours, theirs, router="router") | sinks | llama.layer_rules(ours, theirs)
 
 
 def weight_names(config: GptOssConfig) -> NameMap:
     """Return the names in Hugging Face's checkpoints, whose experts are stacked, in MXFP4 or 16 bits."""
-    dense, layer = llama.weight_names(config), "layers.{layer}"
-    return NameMap(
-        {
-            f"{layer}.mlp.router": f"model.{layer}.mlp.router",
-            f"{layer}.mlp.experts": f"model.{layer}.mlp.experts.{{expert}}.{{part}}",
-            f"{layer}.self_attn.sinks": f"model.{layer}.self_attn",
-            **dense.rules,
-        },
-        ignored=dense.ignored,
-        packed=interleaved_experts(f"model.{layer}", config.routing.num_experts),
-    )
+    assert config.experts is not None, "every layer has some"
+    packed = interleaved_experts("model.layers.{layer}", config.experts.routing.num_experts)
+    return decoder_names(_layer_rules, config.tie_embeddings, packed=packed)
 
 
-FAMILY = ModelFamily(read_config, GptOssForCausalLM, weight_names)
+FAMILY = ModelFamily(read_config, LlamaMoeForCausalLM, weight_names)

@@ -2,7 +2,7 @@
 flags. EAGLE heads (`speculative.drafts`) use the same layers."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -15,20 +15,11 @@ from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.mlp import GatedMLP
 from workers.layers.norm import RMSNorm
 from workers.layers.rotary import RopeConfig, rotary_tables
-from workers.models.config import ROPE_KINDS, ModelConfig, dtype_of, rope_of
-from workers.models.config_fields import (
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    architecture_of,
-    flag_of,
-    ids_of,
-    number_of,
-    size_of,
-)
-from workers.models.decoder import Decoder
-from workers.models.family import ModelFamily
-from workers.models.name_map import NameMap
-from workers.quantization.table import read_quant_method
+from workers.models.config import ROPE_KINDS, ModelConfig, check_cuts, decoder_fields, rope_of
+from workers.models.config_fields import flag_of, size_of
+from workers.models.decoder import Decoder, in_default_dtype
+from workers.models.name_map import NameMap, decoder_names, text_part_names
+from workers.models.registry import ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +29,8 @@ class LlamaConfig(ModelConfig):
     rotated_dim: dimensions of a head that RoPE rotates; all in Llama.
     qkv_bias: in Qwen2; in a Llama with attention_bias together with o_bias.
     qk_norm: an RMSNorm per head on q and k (Qwen3).
+    mlp_name: what config.json calls intermediate_size.
+    embedding_scale, logit_cap, logit_divisor: see `Decoder`.
     """
 
     intermediate_size: int
@@ -46,6 +39,10 @@ class LlamaConfig(ModelConfig):
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
+    mlp_name: str = "intermediate_size"
+    embedding_scale: float | None = None
+    logit_cap: float | None = None
+    logit_divisor: float = 1.0
 
     @property
     def layer_ropes(self) -> tuple[RopeConfig, ...]:
@@ -55,24 +52,13 @@ class LlamaConfig(ModelConfig):
     @property
     def cut_sizes(self) -> dict[str, int]:
         """Sharded intermediate sizes, by config.json's names."""
-        return {"intermediate_size": self.intermediate_size}
+        return {self.mlp_name: self.intermediate_size}
 
     def check_shards(self, tensor_parallel: int, source: str) -> None:
-        heads, kv, sizes = self.num_heads, self.num_kv_heads, self.cut_sizes
+        heads, kv = self.num_heads, self.num_kv_heads
         if heads % kv:
             raise ValueError(f"{source}: num_attention_heads={heads} is no multiple of num_key_value_heads={kv}")
-
-        def fits(size: int) -> bool:
-            kv_fits = kv % size == 0 if kv >= size else size % kv == 0
-            return heads % size == 0 and kv_fits and not any(cut % size for cut in sizes.values())
-
-        if not fits(tensor_parallel):
-            named = ", ".join(f"{name}={cut}" for name, cut in sizes.items())
-            works = [n for n in range(1, heads + 1) if fits(n)]
-            raise ValueError(
-                f"tensor_parallel={tensor_parallel}: does not divide {source} (num_attention_heads={heads}, "
-                f"num_key_value_heads={kv}, {named}); try one of {works}"
-            )
+        check_cuts(tensor_parallel, source, heads, self.cut_sizes, (kv,))
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         layout = HeadsLayout(self.num_kv_heads_per_rank(tensor_parallel), self.head_dim, dtype)
@@ -82,39 +68,27 @@ class LlamaConfig(ModelConfig):
         return {
             "hidden_size": self.hidden_size,
             "num_attention_heads * head_dim": self.num_heads * self.head_dim // tensor_parallel,
-            "intermediate_size": self.intermediate_size // tensor_parallel,
+            self.mlp_name: self.intermediate_size // tensor_parallel,
         }
 
 
 def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
     """Read config.json of a target or draft. Raises ValueError for settings that are not supported."""
-    heads = size_of(config, "num_attention_heads", source)
-    hidden = size_of(config, "hidden_size", source)
-    layers = size_of(config, "num_hidden_layers", source, most=MAX_LAYERS)
-    architecture = architecture_of(config, "LlamaForCausalLM")
-    _refuse_unsupported(config, layers, source)
+    fields = decoder_fields(config, source, "LlamaForCausalLM")
+    heads, architecture = fields["num_heads"], fields["architecture"]
+    _refuse_unsupported(config, fields["num_layers"], source)
     has_bias = flag_of(config, "attention_bias", source)
-    head_dim = _head_dim(config, hidden, heads, source)
+    head_dim = _head_dim(config, fields["hidden_size"], heads, source)
     return LlamaConfig(
-        architecture=architecture,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
+        **fields,
         num_kv_heads=size_of(config, "num_key_value_heads", source, heads),
         head_dim=head_dim,
         intermediate_size=size_of(config, "intermediate_size", source),
-        vocab_size=size_of(config, "vocab_size", source),
-        max_position=size_of(config, "max_position_embeddings", source, 2048, most=MAX_POSITIONS),
-        rms_eps=number_of(config, "rms_norm_eps", source, 1e-6),
         rope=rope_of(config, source),
         rotated_dim=head_dim,
-        tie_embeddings=flag_of(config, "tie_word_embeddings", source),
         qkv_bias=architecture.startswith("Qwen2") or has_bias,
         o_bias=has_bias and not architecture.startswith("Qwen2"),
         qk_norm=architecture.startswith("Qwen3"),
-        dtype=dtype_of(config),
-        quant=read_quant_method(config, source),
-        eos_token_ids=ids_of(config, "eos_token_id", source),
     )
 
 
@@ -207,11 +181,13 @@ def make_layer(config: LlamaConfig, layer: int, group: TPGroup) -> DecoderLayer:
 class LlamaForCausalLM(Decoder):
     """See `Decoder`. Families with other layers override `make_layer` and `norm_type`.
 
+    rounds_scale: embedding_scale is rounded to the model's dtype.
     max_position: rows of the rotary tables, on `device`.
     """
 
     make_layer: ClassVar[Callable[..., DecoderLayer]] = staticmethod(make_layer)
     norm_type: ClassVar[type[RMSNorm]] = RMSNorm
+    rounds_scale: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -220,47 +196,34 @@ class LlamaForCausalLM(Decoder):
         max_position: int,
         device: torch.device,
         capture: tuple[int, ...] = (),
-        embedding_scale: float | None = None,
-        logit_cap: float | None = None,
-        logit_divisor: float = 1.0,
     ) -> None:
         rotary = rotary_tables(config.layer_ropes, config.rotated_dim, max_position, device)
         layers = [self.make_layer(config, layer, group) for layer in range(config.num_layers)]
-        factors = (embedding_scale, logit_cap, logit_divisor)
+        scale = config.embedding_scale
+        scale = in_default_dtype(scale) if self.rounds_scale and scale is not None else scale
+        factors = (scale, config.logit_cap, config.logit_divisor)
         super().__init__(config, group, rotary, layers, capture, self.norm_type, *factors)
 
 
+def layer_rules(ours: str, theirs: str) -> dict[str, str]:
+    """Return the rules of a `NameMap` for one layer. ours, theirs: its path and its name in the checkpoint."""
+    return {
+        f"{ours}.self_attn.qkv": f"{theirs}.self_attn.{{part}}",
+        f"{ours}.mlp.gate_up": f"{theirs}.mlp.{{part}}",
+        f"{ours}.{{block}}.{{module}}": f"{theirs}.{{block}}.{{module}}",
+        f"{ours}.{{norm}}": f"{theirs}.{{norm}}",
+    }
+
+
 def weight_names(config: LlamaConfig) -> NameMap:
-    """Return the names in Hugging Face's checkpoints. Ignored: rotary frequencies of old checkpoints, and a vocabulary
-    head that repeats a tied embedding."""
-    return NameMap(
-        rules={
-            "lm_head": "lm_head",
-            "embed_tokens": "model.embed_tokens",
-            "norm": "model.norm",
-            "layers.{layer}.self_attn.qkv": "model.layers.{layer}.self_attn.{part}",
-            "layers.{layer}.mlp.gate_up": "model.layers.{layer}.mlp.{part}",
-            "layers.{layer}.{block}.{module}": "model.layers.{layer}.{block}.{module}",
-            "layers.{layer}.{norm}": "model.layers.{layer}.{norm}",
-        },
-        ignored=("*.rotary_emb.inv_freq", *(("lm_head.weight",) if config.tie_embeddings else ())),
-    )
+    """Return the names in Hugging Face's checkpoints."""
+    return decoder_names(layer_rules, config.tie_embeddings)
 
 
 def text_weight_names(config: LlamaConfig) -> NameMap:
     """Return `weight_names`, also for models of images and text, whose names have a prefix and whose towers are
     ignored."""
-    names = weight_names(config)
-    towers = [f"{prefix}{tower}.*" for prefix in ("", "model.") for tower in ("vision_tower", "multi_modal_projector")]
-    return replace(
-        names,
-        aliases=(
-            ("language_model.model.", "model."),
-            ("model.language_model.", "model."),
-            ("language_model.lm_head.", "lm_head."),
-        ),
-        ignored=(*names.ignored, *towers),
-    )
+    return text_part_names(weight_names(config))
 
 
 FAMILY = ModelFamily(read_config, LlamaForCausalLM, weight_names, is_served)

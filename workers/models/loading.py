@@ -23,7 +23,7 @@ from workers.models.decoder import TargetModel
 from workers.models.finite import check_finite
 from workers.models.name_map import NameMap
 from workers.models.registry import family_for, family_of_config
-from workers.models.weight_formats import weight_formats
+from workers.models.weight_bytes import weight_formats
 from workers.models.weights import (
     Advance,
     checkpoint_tensors,

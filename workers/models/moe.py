@@ -1,4 +1,4 @@
-"""Common parts of families with mixtures of experts: names, sizes, and placement."""
+"""What families with experts share: which layers have them, sizes, layers, names and placement."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -7,10 +7,15 @@ import torch
 from torch import Tensor
 
 from attention.capability import Capability
+from workers.distributed.tp_group import TPGroup
+from workers.layers.decoder_layer import DecoderLayer, FeedForward
+from workers.layers.moe import MixtureOfExperts
 from workers.layers.weighted import WrongTensorError
+from workers.models import llama
 from workers.models.config_fields import MAX_EXPERTS, architecture_of, size_of
-from workers.models.llama import LlamaConfig
+from workers.models.llama import LlamaConfig, LlamaForCausalLM, make_attention, make_mlp
 from workers.models.name_map import Packed
+from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.experts.route import Routing
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -18,16 +23,94 @@ _GROUPED_MAJORS = (9, 10)  # compute capabilities on which torch 2.13 computes g
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaMoeConfig(LlamaConfig):
-    """Llama layers whose MLPs are experts, in all or some layers."""
+class ExpertLayers:
+    """The layers with experts of a model.
+
+    routing: of routed experts.
+    layers: numbers of the layers.
+    width: intermediate size of an expert.
+    shared_width: intermediate size of a layer's shared experts together; 0: none.
+    width_name, shared_name: what config.json calls these sizes.
+    activation, biased: of routed experts, see `MixtureOfExperts`.
+    """
 
     routing: Routing
+    layers: frozenset[int]
+    width: int
+    shared_width: int = 0
+    width_name: str = "moe_intermediate_size"
+    shared_name: str = "n_shared_experts * moe_intermediate_size"
+    activation: GatedActivation = SWIGLU
+    biased: bool = False
+
+    def cut_sizes(self, whole: bool) -> dict[str, int]:
+        """Return the sizes that ranks share, by config.json's names. whole: see `ModelConfig.whole_experts`."""
+        routed = {"the number of experts": self.routing.num_experts} if whole else {self.width_name: self.width}
+        return routed | ({self.shared_name: self.shared_width} if self.shared_width else {})
+
+    def linear_inputs(self, whole: bool, tensor_parallel: int) -> dict[str, int]:
+        """See `ModelConfig.linear_inputs`."""
+        inputs = {self.width_name: self.width if whole else self.width // tensor_parallel}
+        return inputs | ({self.shared_name: self.shared_width // tensor_parallel} if self.shared_width else {})
+
+    def module(self, hidden_size: int, group: TPGroup, whole: bool) -> MixtureOfExperts:
+        """Return the experts of one layer."""
+        return MixtureOfExperts(
+            hidden_size, self.width, self.routing, group, self.shared_width, whole, self.activation, self.biased
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaMoeConfig(LlamaConfig):
+    """A Llama with experts instead of MLPs in all or some layers.
+
+    intermediate_size: of MLPs.
+    experts: None: a dense model.
+    """
+
+    experts: ExpertLayers | None
+
+    @property
+    def has_mlps(self) -> bool:
+        """Whether some layer has an MLP instead of experts."""
+        return self.experts is None or not self.experts.layers.issuperset(range(self.num_layers))
+
+    @property
+    def cut_sizes(self) -> dict[str, int]:
+        dense = super().cut_sizes if self.has_mlps else {}
+        return dense if self.experts is None else dense | self.experts.cut_sizes(self.whole_experts)
+
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        inputs = super().linear_inputs(tensor_parallel)
+        if not self.has_mlps:
+            del inputs[self.mlp_name]
+        if self.experts is None:
+            return inputs
+        return inputs | self.experts.linear_inputs(self.whole_experts, tensor_parallel)
 
     def with_whole_experts(self, source: str) -> Self:
-        return replace(self, whole_experts=True)
+        return super().with_whole_experts(source) if self.experts is None else replace(self, whole_experts=True)
 
     def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
-        check_experts_device(device, dtype, source)
+        if self.experts is not None:
+            check_experts_device(device, dtype, source)
+
+
+def make_feed_forward(config: LlamaMoeConfig, layer: int, group: TPGroup) -> FeedForward:
+    """Return the experts of a layer, or its MLP."""
+    experts = config.experts
+    if experts is None or layer not in experts.layers:
+        return make_mlp(config, group)
+    return experts.module(config.hidden_size, group, config.whole_experts)
+
+
+def make_layer(config: LlamaMoeConfig, layer: int, group: TPGroup) -> DecoderLayer:
+    attention = make_attention(config, layer, group, config.hidden_size)
+    return DecoderLayer(config.hidden_size, config.rms_eps, attention, make_feed_forward(config, layer, group), group)
+
+
+class LlamaMoeForCausalLM(LlamaForCausalLM):
+    make_layer = staticmethod(make_layer)
 
 
 def num_experts_of(config: dict[str, Any], source: str) -> int:
@@ -41,31 +124,31 @@ def num_experts_of(config: dict[str, Any], source: str) -> int:
     )
 
 
-def expert_cuts(routing: Routing, width: int, shared_width: int, whole: bool) -> dict[str, int]:
-    """Return the sharded dimensions of a layer's experts, by config.json's names; see `MixtureOfExperts`."""
-    if not whole:
-        return {"moe_intermediate_size": width}
-    shared = {"n_shared_experts * moe_intermediate_size": shared_width} if shared_width else {}
-    return {"the number of experts": routing.num_experts} | shared
-
-
-def expert_inputs(width: int, shared_width: int, whole: bool, tensor_parallel: int) -> dict[str, int]:
-    """Return the entries of `ModelConfig.linear_inputs` for experts."""
-    if not whole:
-        return {"moe_intermediate_size": width // tensor_parallel}
-    shared = {"n_shared_experts * moe_intermediate_size": shared_width // tensor_parallel} if shared_width else {}
-    return {"moe_intermediate_size": width} | shared
-
-
-def moe_rules(ours: str, theirs: str) -> dict[str, str]:
+def moe_rules(
+    ours: str, theirs: str, block: str = "mlp", router: str = "gate", shared: str = "shared_experts"
+) -> dict[str, str]:
     """Return the rules of a `NameMap` for a layer's `MixtureOfExperts`; put them before the rules of dense layers.
-    ours, theirs: the layer's path and its name in the checkpoint."""
+
+    ours, theirs: the layer's path and its name in the checkpoint.
+    block, router, shared: names in the checkpoint of the block, and of router and shared experts in it.
+    """
+    block = f"{theirs}.{block}"
     return {
-        f"{ours}.mlp.router": f"{theirs}.mlp.gate",
-        f"{ours}.mlp.experts": f"{theirs}.mlp.experts.{{expert}}.{{part}}",
-        f"{ours}.mlp.shared_experts.gate_up": f"{theirs}.mlp.shared_experts.{{part}}",
-        f"{ours}.mlp.shared_experts.{{module}}": f"{theirs}.mlp.shared_experts.{{module}}",
+        f"{ours}.mlp.router": f"{block}.{router}",
+        f"{ours}.mlp.experts": f"{block}.experts.{{expert}}.{{part}}",
+        f"{ours}.mlp.shared_experts.gate_up": f"{block}.{shared}.{{part}}",
+        f"{ours}.mlp.shared_experts.{{module}}": f"{block}.{shared}.{{module}}",
     }
+
+
+def layer_rules(ours: str, theirs: str) -> dict[str, str]:
+    """See `workers.models.llama.layer_rules`."""
+    return moe_rules(ours, theirs) | llama.layer_rules(ours, theirs)
+
+
+def mtp_names(num_layers: int, num_mtp_layers: int) -> list[str]:
+    """Return patterns of the tensors of MTP modules, which are stored as layers after the last one."""
+    return [f"model.layers.{num_layers + i}.*" for i in range(num_mtp_layers)]
 
 
 def stacked_experts(

@@ -1,8 +1,8 @@
 """`NameMap`: a family's names of its modules' tensors in checkpoints."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -173,6 +173,47 @@ class NameMap:
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:
         return [(_pattern(path), name) for path, name in self.rules.items()]
+
+
+def decoder_names(
+    layer_rules: Callable[[str, str], dict[str, str]],
+    tie_embeddings: bool,
+    prefix: str = "model",
+    aliases: tuple[tuple[str, str], ...] = (),
+    ignored: Iterable[str] = (),
+    packed: tuple[Packed, ...] = (),
+) -> NameMap:
+    """Return the names of a decoder: embedding, layers, norm and head. Besides `ignored`, it ignores rotary frequencies
+    of old checkpoints, and a vocabulary head that repeats a tied embedding.
+
+    layer_rules: (path of a layer, its name in the checkpoint) -> rules.
+    prefix: of all names but the head's.
+    """
+    return NameMap(
+        layer_rules("layers.{layer}", f"{prefix}.layers.{{layer}}")
+        | {"lm_head": "lm_head", "embed_tokens": f"{prefix}.embed_tokens", "norm": f"{prefix}.norm"},
+        aliases=aliases,
+        ignored=("*.rotary_emb.inv_freq", *ignored, *(("lm_head.weight",) if tie_embeddings else ())),
+        packed=packed,
+    )
+
+
+# Modules of models of images, sound and text that no text needs.
+_TOWERS = (
+    *("vision_tower", "vision_model", "vision_embedder", "visual", "embed_vision"),
+    *("audio_tower", "embed_audio", "multi_modal_projector"),
+)
+_TEXT_PREFIXES = (
+    ("language_model.model.", "model."),
+    ("model.language_model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+)
+
+
+def text_part_names(names: NameMap) -> NameMap:
+    """Return a decoder's names also for the models of images and text that contain it."""
+    towers = [f"{prefix}{tower}.*" for prefix in ("", "model.") for tower in _TOWERS]
+    return replace(names, aliases=_TEXT_PREFIXES, ignored=(*names.ignored, *towers))
 
 
 def split_rows(full: Tensor, sizes: Sequence[int], what: str) -> list[Tensor]:

@@ -10,10 +10,9 @@ from workers.layers.rotary import RopeConfig
 from workers.models import llama
 from workers.models.config import rope_of
 from workers.models.config_fields import architecture_of
-from workers.models.family import ModelFamily
-from workers.models.layer_kinds import FULL, SLIDING, ropes_of, windows_of
 from workers.models.llama import LlamaForCausalLM, make_attention, make_mlp, weight_names
-from workers.models.mistral import LocalRopeConfig
+from workers.models.mistral import FULL, SLIDING, LocalRopeConfig, ropes_of, windows_of
+from workers.models.registry import ModelFamily
 
 # transformers' defaults for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {

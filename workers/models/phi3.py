@@ -9,11 +9,11 @@ from torch import Tensor
 
 from workers.models import mistral
 from workers.models.config import rope_scaling_of, rotated_dim_of
-from workers.models.family import ModelFamily
 from workers.models.llama import LlamaForCausalLM
 from workers.models.llama import weight_names as llama_names
 from workers.models.mistral import WindowedConfig
 from workers.models.name_map import NameMap, Packed, split_rows
+from workers.models.registry import ModelFamily
 from workers.quantization.integers.format import split_outputs
 
 

@@ -1,20 +1,51 @@
-"""The table of architectures with a class of their own (docs/add-a-model.md); all others go to the adapter."""
+"""`ModelFamily`, what a file of this folder declares about the architectures that it serves, and the table of these
+architectures (docs/add-a-model.md). All others go to the adapter."""
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
+
+import torch
 
 from workers.config import Implementation
+from workers.distributed.tp_group import TPGroup
 from workers.models.config import ModelConfig
 from workers.models.config_fields import architecture_of
-from workers.models.family import ModelFamily
+from workers.models.decoder import TargetModel
+from workers.models.name_map import NameMap
+
+ConfigT = TypeVar("ConfigT", bound=ModelConfig)
+
+
+def _all(config: Mapping[str, Any]) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class ModelFamily(Generic[ConfigT]):
+    """The functions by which a model family is served.
+
+    read_config: (config.json, name of the checkpoint for errors) -> configuration. Raises ValueError for unsupported
+        settings.
+    model: (configuration, ranks, rows of the rotary table, its device, layers to capture) -> this rank's module.
+    weight_names: the checkpoint's names of the model's tensors.
+    serves: whether this family serves a config.json of its architectures; the adapter gets the others.
+    """
+
+    read_config: Callable[[dict[str, Any], str], ConfigT]
+    model: Callable[[ConfigT, TPGroup, int, torch.device, tuple[int, ...]], TargetModel]
+    weight_names: Callable[[ConfigT], NameMap]
+    serves: Callable[[Mapping[str, Any]], bool] = _all
+
 
 Family = ModelFamily[Any]  # generic in its configuration
 
 # Key: config.json's "architectures". Value: the module in this folder with its FAMILY, imported on use.
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
-    "Llama4ForCausalLM": "llama4.model",
-    "Llama4ForConditionalGeneration": "llama4.model",
+    "Llama4ForCausalLM": "llama4",
+    "Llama4ForConditionalGeneration": "llama4",
     "Qwen2ForCausalLM": "llama",
     "Qwen3ForCausalLM": "llama",
     "Qwen3MoeForCausalLM": "qwen.qwen3_moe",
@@ -26,7 +57,7 @@ ARCHITECTURES = {
     "Qwen2VLForConditionalGeneration": "qwen.qwen_vl",
     "Qwen2_5_VLForConditionalGeneration": "qwen.qwen_vl",
     "Qwen3VLForConditionalGeneration": "qwen.qwen_vl",
-    "Qwen3VLMoeForConditionalGeneration": "qwen.qwen_vl_moe",
+    "Qwen3VLMoeForConditionalGeneration": "qwen.qwen_vl",
     "DeepseekV2ForCausalLM": "deepseek",
     "DeepseekV3ForCausalLM": "deepseek",
     "MistralForCausalLM": "mistral",
@@ -35,10 +66,10 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Olmo2ForCausalLM": "olmo",
     "Olmo3ForCausalLM": "olmo",
-    "GraniteForCausalLM": "granite.model",
-    "GraniteMoeForCausalLM": "granite.model",
-    "GraniteMoeSharedForCausalLM": "granite.model",
-    "GraniteMoeHybridForCausalLM": "granite.model",
+    "GraniteForCausalLM": "granite",
+    "GraniteMoeForCausalLM": "granite",
+    "GraniteMoeSharedForCausalLM": "granite",
+    "GraniteMoeHybridForCausalLM": "granite",
     "Qwen2MoeForCausalLM": "qwen.qwen3_moe",
     "GptOssForCausalLM": "gpt_oss",
     "Gemma2ForCausalLM": "gemma.gemma3",
@@ -48,8 +79,8 @@ ARCHITECTURES = {
     "Gemma4ForConditionalGeneration": "gemma.gemma4",
     "Gemma4UnifiedForCausalLM": "gemma.gemma4",
     "Gemma4UnifiedForConditionalGeneration": "gemma.gemma4",
-    "Glm4MoeForCausalLM": "glm.glm4_moe",
-    "Glm4MoeLiteForCausalLM": "glm.glm4_moe_lite",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "deepseek",
 }
 
 

@@ -1,5 +1,6 @@
-"""Memory of a model's weights on one rank, from its configuration alone, for `aerie plan`. Allocates nothing."""
+"""Memory and formats of a model's weights, for the log and `aerie plan`. Allocates nothing."""
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from workers.layers.experts import Experts
 from workers.layers.experts_method import ExpertsMethod
 from workers.layers.latent_attention import LatentUpProjection
 from workers.layers.linear import LinearBase
-from workers.layers.linear_method import LinearMethod
+from workers.layers.linear_method import LinearMethod, UnquantizedLinearMethod
 from workers.ops.gemm.workspace import GEMMOptions
 
 META = torch.device("meta")
@@ -39,3 +40,17 @@ def weight_bytes(model: nn.Module, multiplies_fp8: bool, without: tuple[str, ...
     named = (*model.named_parameters(), *model.named_buffers())
     others = [tensor for name, tensor in named if not name.startswith(tuple(f"{each}." for each in without))]
     return total + sum(tensor.nbytes for tensor in others if id(tensor) not in methods)
+
+
+def weight_formats(model: nn.Module) -> str:
+    """Return formats and numbers of layers, such as "int4 in groups of 128 (144), unquantised (1)"; "" if all layers
+    are unquantised. The experts of a layer count as one."""
+    counts: Counter[str] = Counter()
+    for module in model.modules():
+        if isinstance(module, LatentUpProjection) and not isinstance(module.method, UnquantizedLinearMethod):
+            counts[f"{module.method.format}, dequantised"] += 1  # multiplied head by head
+        elif isinstance(module, LinearBase | Experts) and module.method.kinds:  # a tied head has none
+            counts[module.method.format] += 1
+    if set(counts) <= {"unquantised"}:
+        return ""
+    return ", ".join(f"{name} ({count})" for name, count in counts.most_common())

@@ -2,6 +2,9 @@
 it was set aside."""
 
 import dataclasses
+import gc
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -14,6 +17,8 @@ from workers.config import GraphCapture
 from workers.runner.memory import GRAPH_BYTES
 
 pytestmark = pytest.mark.gpu
+
+_LIMIT_GB = 0.25
 
 
 @STRATEGIES
@@ -40,18 +45,28 @@ def test_captures_between_steps_change_no_answer(speculative: SpeculativeConfig 
 
 
 def test_late_captures_stay_within_what_was_set_aside() -> None:
-    """All that they take, on a device that nobody else uses meanwhile."""
+    """In a process of its own. After other engines, the captures would take memory that PyTorch's allocator and the
+    driver keep of those, and the device's free memory would not show it."""
+    gc.collect()
+    torch.cuda.empty_cache()  # the other process needs what earlier tests left
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        taken, num_always = processes.submit(_late_captures).result()
+    largest = 0.1e9  # the capture that uses the last of it up may end after it
+    print(f"{taken / 1e6:.0f} MB")
+    assert 0 < taken <= _LIMIT_GB * 1e9 + num_always * GRAPH_BYTES + largest
+
+
+def _late_captures() -> tuple[int, int]:
+    """Return the bytes of the device that the captures of a serving engine take, and how many graphs it captures beyond
+    the limit."""
     spec = on_gpu(None, dtype="float32")
-    capture = GraphCapture(limit_gb=0.25)
+    capture = GraphCapture(limit_gb=_LIMIT_GB)
     spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, graph_capture=capture))
     with local_engine(spec, all_graphs=False) as engine:
+        assert engine.scheduler.captures.graphs.num_waiting
         torch.cuda.synchronize()
         free = torch.cuda.mem_get_info()[0]
         while engine.scheduler.captures.graphs.num_waiting:
             engine.step()
         torch.cuda.synchronize()
-        taken = free - torch.cuda.mem_get_info()[0]
-        num_always = graphs(engine).num_always_captured
-    largest = 0.1e9  # the capture that uses the last of it up may end after it
-    print(f"{taken / 1e6:.0f} MB")
-    assert taken <= 0.25e9 + num_always * GRAPH_BYTES + largest
+        return free - torch.cuda.mem_get_info()[0], graphs(engine).num_always_captured

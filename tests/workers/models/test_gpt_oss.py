@@ -119,7 +119,7 @@ def test_a_config_that_says_little_is_read_as_transformers_reads_it(tmp_path: Pa
         theirs.attention_bias,
         theirs.attention_bias,
     )
-    assert ours.routing.experts_per_token == theirs.num_experts_per_tok
+    assert ours.experts.routing.experts_per_token == theirs.num_experts_per_tok
 
 
 def test_missing_experts_are_named_as_the_checkpoint_names_them(tmp_path: Path) -> None:

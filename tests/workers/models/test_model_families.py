@@ -10,9 +10,8 @@ from tests.support.repository.pages import page_code
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import check_greedy
 from workers.config import ModelSource
-from workers.models.family import ModelFamily
 from workers.models.loading import read_target_config
-from workers.models.registry import ARCHITECTURES, family_of
+from workers.models.registry import ARCHITECTURES, ModelFamily, family_of
 
 
 def test_an_unknown_architecture_names_those_that_exist(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from workers.layers.linear import kv_head_span
 from workers.layers.norm import ProjectionNorm, norm_projections
 from workers.layers.weighted import WeightKey
 from workers.models.config import ModelConfig
-from workers.models.granite.config import GraniteConfig
+from workers.models.granite import GraniteConfig
 from workers.models.loading import read_target_config
 from workers.models.mistral import LocalRopeConfig
 from workers.ops.norm import rms_norm
@@ -35,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {  # windows of 12 tokens; prompts have up to
     "Granite 4": {"architecture": "GraniteMoeHybrid"},
     "Granite 4, experts": {
         "architecture": "GraniteMoeHybrid",
-        "num_local_experts": 6,
+        "the number of experts": 6,
         "num_experts_per_tok": 2,
         "position_embedding_type": None,
     },
@@ -151,6 +151,6 @@ def test_ranks_may_hold_whole_experts(tmp_path: Path) -> None:
     assert isinstance(config, GraniteConfig)
     whole = config.with_whole_experts("model x")
     whole.check_shards(2, "model x")
-    assert whole.cut_sizes == {"shared_intermediate_size": 48, "num_local_experts": 6}
+    assert whole.cut_sizes == {"shared_intermediate_size": 48, "the number of experts": 6}
     with pytest.raises(ValueError, match="has no experts"):
         config_of(tmp_path / "d", "Granite", tie_word_embeddings=True).with_whole_experts("model x")

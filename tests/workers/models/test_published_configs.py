@@ -313,7 +313,7 @@ def test_what_is_not_experts_or_linear_stays_in_bf16() -> None:
     """Embedding, vocabulary head, norms, routers."""
     config = read(V3)
     assert isinstance(config, DeepseekConfig)
-    router = config.routing.num_experts * config.hidden_size
+    router = config.experts.routing.num_experts * config.hidden_size
     norms = 61 * (2 * 7168 + 1536 + 512) + 7168
     assert parameters(config, 1, torch.bfloat16) == 2 * 129280 * 7168 + 58 * router + norms
     assert parameters(config, 1, torch.float32) == 58 * 256

@@ -15,8 +15,7 @@ from tests.workers.quantization.published_configs import AUTO_ROUND, AWQ, GPTQMO
 from workers.distributed.tp_group import TPGroup
 from workers.models.loading import allocate
 from workers.models.registry import family_of
-from workers.models.weight_bytes import META, weight_bytes
-from workers.models.weight_formats import weight_formats
+from workers.models.weight_bytes import META, weight_bytes, weight_formats
 from workers.quantization.scheme import SchemeQuant
 from workers.quantization.table import read_quant_method
 

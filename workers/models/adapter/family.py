@@ -2,6 +2,6 @@
 
 from workers.models.adapter.config import AdapterConfig, read_config, weight_names
 from workers.models.adapter.model import TransformersModel
-from workers.models.family import ModelFamily
+from workers.models.registry import ModelFamily
 
 FAMILY: ModelFamily[AdapterConfig] = ModelFamily(read_config, TransformersModel, weight_names)

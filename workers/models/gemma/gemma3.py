@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import SandwichLayer
@@ -15,11 +13,9 @@ from workers.layers.rotary import RopeConfig
 from workers.models import llama
 from workers.models.config import rope_of, text_part
 from workers.models.config_fields import architecture_of, flag_of, number_of, size_of
-from workers.models.decoder import in_default_dtype
-from workers.models.family import ModelFamily
-from workers.models.layer_kinds import FULL, SLIDING, ropes_of, windows_of
 from workers.models.llama import LlamaForCausalLM, make_attention, text_weight_names
-from workers.models.mistral import LocalRopeConfig
+from workers.models.mistral import FULL, SLIDING, LocalRopeConfig, ropes_of, windows_of
+from workers.models.registry import ModelFamily
 from workers.ops.activation import ACTIVATIONS
 
 # transformers' defaults for fields that config.json leaves out.
@@ -39,13 +35,11 @@ class GemmaConfig(LocalRopeConfig):
 
     query_scale: factor on scores, before soft_cap.
     soft_cap: see `ScoreRule`.
-    logit_cap: see `LMHead`.
     activation: activation of MLPs.
     """
 
     query_scale: float
     soft_cap: float | None
-    logit_cap: float | None
     activation: str
 
     def score_rule(self, layer: int) -> ScoreRule:
@@ -57,13 +51,10 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
     settings that are not supported."""
     kind = architecture_of(config)[:6]
     config = _COMMON | _DEFAULTS[kind] | _given(text_part(config, source))
-    activation = str(config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh")
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"{source}: hidden_activation={activation!r} is not supported; it is one of {known}")
+    activation = activation_of(config, source)
     if flag_of(config, "use_bidirectional_attention", source):
         raise ValueError(f"{source}: use_bidirectional_attention=true: tokens that see later ones are not supported")
-    soft_cap = _cap(config, "attn_logit_softcapping", source)
+    soft_cap = cap_of(config, "attn_logit_softcapping", source)
     if kind == "Gemma3" and soft_cap is not None:
         raise ValueError(
             f"{source}: attn_logit_softcapping={soft_cap:g}: Gemma 3 has no cap on scores; transformers ignores it; "
@@ -73,7 +64,8 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
     dense = llama.read_config({**config, "hidden_act": "silu", "rope_parameters": None, "rope_scaling": None}, source)
     period = size_of(config, "sliding_window_pattern", source, _PATTERN[kind])
     pattern = tuple(FULL if (i + 1) % period == 0 else SLIDING for i in range(dense.num_layers))
-    own = vars(dense) | {"rope": rope, "qk_norm": kind == "Gemma3"}
+    own = vars(dense) | {"rope": rope, "qk_norm": kind == "Gemma3", "embedding_scale": dense.hidden_size**0.5}
+    own |= {"logit_cap": cap_of(config, "final_logit_softcapping", source)}
     return GemmaConfig(
         **own,
         windows=windows_of(config, dense.num_layers, dense.max_position, source, pattern),
@@ -81,7 +73,6 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
         local_rope=local,
         query_scale=number_of(config, "query_pre_attn_scalar", source, 256.0) ** -0.5,
         soft_cap=soft_cap,
-        logit_cap=_cap(config, "final_logit_softcapping", source),
         activation=activation,
     )
 
@@ -91,7 +82,17 @@ def _given(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if value is not None or key.endswith("softcapping")}
 
 
-def _cap(config: Mapping[str, Any], key: str, source: str) -> float | None:
+def activation_of(config: Mapping[str, Any], source: str) -> str:
+    """Return the name of the MLPs' activation. Raises ValueError for others than `ACTIVATIONS`."""
+    activation = str(config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh")
+    if activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"{source}: hidden_activation={activation!r} is not supported; it is one of {known}")
+    return activation
+
+
+def cap_of(config: Mapping[str, Any], key: str, source: str) -> float | None:
+    """Return a soft cap; None: no cap."""
     return None if config.get(key) is None else number_of(config, key, source, 1.0)
 
 
@@ -115,19 +116,7 @@ def make_layer(config: GemmaConfig, layer: int, group: TPGroup) -> SandwichLayer
 class GemmaForCausalLM(LlamaForCausalLM):
     make_layer = staticmethod(make_layer)
     norm_type = ZeroCentredRMSNorm
-
-    def __init__(
-        self,
-        config: GemmaConfig,
-        group: TPGroup,
-        max_position: int,
-        device: torch.device,
-        capture: tuple[int, ...] = (),
-    ) -> None:
-        scale = in_default_dtype(config.hidden_size**0.5)
-        super().__init__(
-            config, group, max_position, device, capture, embedding_scale=scale, logit_cap=config.logit_cap
-        )
+    rounds_scale = True
 
 
 FAMILY = ModelFamily(read_config, GemmaForCausalLM, text_weight_names)

@@ -12,14 +12,12 @@ from workers.layers.norm import FullPrecisionRMSNorm
 from workers.layers.rotary import RotaryTable
 from workers.models import llama
 from workers.models.decoder import Decoder, in_default_dtype
-from workers.models.family import ModelFamily
 from workers.models.gemma.gemma4_config import Gemma4Config, read_config
 from workers.models.gemma.gemma4_layer import ExpertsBeside, Gemma4Layer, Gemma4Tail, PerLayerEmbedding
 from workers.models.moe import stacked_experts
 from workers.models.name_map import NameMap
+from workers.models.registry import ModelFamily
 from workers.ops.experts.gated import GATED
-
-_TOWERS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder")
 
 
 def make_layer(config: Gemma4Config, layer: int, group: TPGroup) -> Gemma4Layer:
@@ -84,8 +82,8 @@ class Gemma4ForCausalLM(Decoder):
 
 
 def weight_names(config: Gemma4Config) -> NameMap:
-    """Return the names in Hugging Face's checkpoints. Ignored: towers of images and sound, and projections to KV of
-    layers that read the KV of another layer."""
+    """Return the names in Hugging Face's checkpoints. Ignored: projections to KV of layers that read the KV of
+    another layer."""
     names, layer = llama.text_weight_names(config), "layers.{layer}"
     theirs = f"model.{layer}"
     rules = {
@@ -105,10 +103,9 @@ def weight_names(config: Gemma4Config) -> NameMap:
     }
     shared = [i for i in range(config.num_layers) if config.kv_layer(i) is not None]
     unused = [f"model.layers.{i}.self_attn.[kv]_*" for i in shared]
-    towers = [f"{prefix}{tower}.*" for prefix in ("", "model.") for tower in _TOWERS]
     experts = config.experts
     packed = () if experts is None else stacked_experts(f"{theirs}.experts", experts.routing.num_experts)
-    return replace(names, rules={**rules, **names.rules}, ignored=(*names.ignored, *unused, *towers), packed=packed)
+    return replace(names, rules={**rules, **names.rules}, ignored=(*names.ignored, *unused), packed=packed)
 
 
 FAMILY = ModelFamily(read_config, Gemma4ForCausalLM, weight_names)

@@ -1,11 +1,10 @@
 """Gemma 4's configuration."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
-from attention.capability import Capability
 from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.scores import ScoreRule
@@ -14,11 +13,10 @@ from workers.layers.linear import kv_head_span
 from workers.layers.rotary import RopeConfig
 from workers.models import llama
 from workers.models.config import rope_of, text_part
-from workers.models.config_fields import MAX_EXPERTS, architecture_of, flag_of, number_of, section_of, size_of
-from workers.models.layer_kinds import FULL, SLIDING, windows_of
-from workers.models.llama import LlamaConfig
-from workers.models.moe import check_experts_device
-from workers.ops.activation import ACTIVATIONS
+from workers.models.config_fields import MAX_EXPERTS, architecture_of, flag_of, section_of, size_of
+from workers.models.gemma.gemma3 import activation_of, cap_of
+from workers.models.mistral import FULL, SLIDING, windows_of
+from workers.models.moe import ExpertLayers, LlamaMoeConfig
 from workers.ops.experts.route import Routing
 
 # transformers' defaults for fields that config.json leaves out.
@@ -31,7 +29,6 @@ _COMMON: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 256,
     "global_head_dim": 512,
-    "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
@@ -59,17 +56,9 @@ class Heads:
     keys_as_values: bool = False
 
 
-@dataclass(frozen=True)
-class BesideExperts:
-    """Experts in parallel with each MLP. width: intermediate size of an expert."""
-
-    routing: Routing
-    width: int
-
-
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Config(LlamaConfig):
-    """See `LlamaConfig`.
+class Gemma4Config(LlamaMoeConfig):
+    """See `LlamaMoeConfig`. Experts are beside the MLPs.
 
     num_kv_heads, head_dim: values of the first layer.
     heads: heads of each layer.
@@ -79,7 +68,6 @@ class Gemma4Config(LlamaConfig):
         kind.
     shared_width: intermediate size of the MLPs of those layers.
     input_size: size of a layer's own embedding (per-layer embedding); 0: none.
-    logit_cap: see `LMHead`.
     activation: activation of MLPs and experts.
     """
 
@@ -89,8 +77,6 @@ class Gemma4Config(LlamaConfig):
     num_shared: int
     shared_width: int
     input_size: int
-    experts: BesideExperts | None
-    logit_cap: float | None
     activation: str
 
     def kv_layer(self, layer: int) -> int | None:
@@ -107,21 +93,9 @@ class Gemma4Config(LlamaConfig):
     def score_rule(self, layer: int) -> ScoreRule:
         return ScoreRule(1.0, window=self.windows[layer])
 
-    def with_whole_experts(self, source: str) -> Self:
-        return super().with_whole_experts(source) if self.experts is None else replace(self, whole_experts=True)
-
-    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
-        if self.experts is not None:
-            check_experts_device(device, dtype, source)
-
     @property
-    def cut_sizes(self) -> dict[str, int]:
-        sizes = {"intermediate_size": self.intermediate_size}
-        if self.experts is None:
-            return sizes
-        if self.whole_experts:
-            return sizes | {"num_experts": self.experts.routing.num_experts}
-        return sizes | {"moe_intermediate_size": self.experts.width}
+    def has_mlps(self) -> bool:
+        return True
 
     def check_shards(self, tensor_parallel: int, source: str) -> None:
         for heads in dict.fromkeys(self.heads):
@@ -141,8 +115,6 @@ class Gemma4Config(LlamaConfig):
         for heads in dict.fromkeys(self.heads):
             name = f"num_attention_heads * head_dim ({heads.head_dim})"
             inputs[name] = self.num_heads * heads.head_dim // tensor_parallel
-        if self.experts is not None:
-            inputs["moe_intermediate_size"] = self.experts.width // (1 if self.whole_experts else tensor_parallel)
         return inputs | ({"hidden_size_per_layer_input": self.input_size} if self.input_size else {})
 
 
@@ -152,10 +124,6 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
     kind = "Gemma4Unified" if architecture_of(config).startswith("Gemma4Unified") else "Gemma4"
     given = {key: value for key, value in text_part(config, source).items() if value is not None}
     config = _COMMON | _DEFAULTS[kind] | given
-    activation = str(config["hidden_activation"])
-    if activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"{source}: hidden_activation={activation!r} is not supported; it is one of {known}")
     if config.get("use_bidirectional_attention") == "all":
         raise ValueError(f"{source}: use_bidirectional_attention='all': tokens that see later ones are not supported")
     dense = llama.read_config({**config, "hidden_act": "silu", "rope_parameters": None}, source)
@@ -169,8 +137,8 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
             "correct it, or download the checkpoint again"
         )
     twice = 2 if flag_of(config, "use_double_wide_mlp", source) else 1
-    cap = config.get("final_logit_softcapping")
     own = vars(dense) | {"qk_norm": True, "num_kv_heads": heads[0].num_kv_heads, "head_dim": heads[0].head_dim}
+    own |= {"logit_cap": cap_of(config, "final_logit_softcapping", source)}
     return Gemma4Config(
         **own,
         heads=heads,
@@ -179,9 +147,8 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
         num_shared=num_shared,
         shared_width=twice * dense.intermediate_size,
         input_size=size_of(config, "hidden_size_per_layer_input", source, 0, least=0),
-        experts=_experts(config, source) if flag_of(config, "enable_moe_block", source) else None,
-        logit_cap=None if cap is None else number_of(config, "final_logit_softcapping", source, 1.0),
-        activation=activation,
+        experts=_experts(config, dense.num_layers, source) if flag_of(config, "enable_moe_block", source) else None,
+        activation=activation_of(config, source),
     )
 
 
@@ -220,7 +187,7 @@ def _heads(config: dict[str, Any], kinds: tuple[str, ...], source: str) -> tuple
     return tuple(heads)
 
 
-def _experts(config: dict[str, Any], source: str) -> BesideExperts:
+def _experts(config: dict[str, Any], num_layers: int, source: str) -> ExpertLayers:
     routing = Routing(
         num_experts=size_of(config, "num_experts", source, most=MAX_EXPERTS),
         experts_per_token=size_of(config, "top_k_experts", source),
@@ -228,4 +195,5 @@ def _experts(config: dict[str, Any], source: str) -> BesideExperts:
         scales_experts=True,
     )
     routing.check(source)
-    return BesideExperts(routing, size_of(config, "moe_intermediate_size", source))
+    width = size_of(config, "moe_intermediate_size", source)
+    return ExpertLayers(routing=routing, layers=frozenset(range(num_layers)), width=width)

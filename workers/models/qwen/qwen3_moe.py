@@ -1,92 +1,62 @@
-"""Mixtures of experts of Qwen2 and Qwen3: the dense model with experts instead of MLPs in all or some layers."""
+"""Mixtures of experts of Qwen2 and Qwen3: the dense model with experts instead of MLPs in all or some layers. Those of
+Qwen's hybrids and of its models of images are read and named alike."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer, FeedForward
-from workers.layers.moe import MixtureOfExperts
 from workers.models import llama
 from workers.models.config_fields import architecture_of, flag_of, ids_of, size_of
-from workers.models.family import ModelFamily
-from workers.models.llama import LlamaForCausalLM, make_attention, make_mlp
-from workers.models.moe import LlamaMoeConfig, expert_cuts, expert_inputs, moe_rules, num_experts_of
-from workers.models.name_map import NameMap
-from workers.models.qwen.hybrid_names import shared_expert_rules
+from workers.models.moe import (
+    ExpertLayers,
+    LlamaMoeConfig,
+    LlamaMoeForCausalLM,
+    layer_rules,
+    moe_rules,
+    num_experts_of,
+)
+from workers.models.name_map import NameMap, decoder_names
+from workers.models.registry import ModelFamily
 from workers.ops.experts.route import Routing
 
 _SHARED = "shared_expert_intermediate_size"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(LlamaMoeConfig):
-    """See `LlamaConfig`.
-
-    moe_layers: layers with experts; the others have MLPs of intermediate_size.
-    expert_width: intermediate size of an expert.
-    shared_width: intermediate size of the shared expert (Qwen2); 0: none.
-    """
-
-    expert_width: int
-    moe_layers: frozenset[int]
-    shared_width: int = 0
-
-    @property
-    def cut_sizes(self) -> dict[str, int]:
-        shared = {_SHARED: self.shared_width} if self.shared_width else {}
-        return self._dense_sizes | expert_cuts(self.routing, self.expert_width, 0, self.whole_experts) | shared
-
-    @property
-    def _dense_sizes(self) -> dict[str, int]:
-        return super().cut_sizes if len(self.moe_layers) < self.num_layers else {}
-
-    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
-        inputs = super().linear_inputs(tensor_parallel)
-        if not self._dense_sizes:
-            del inputs["intermediate_size"]
-        shared = {_SHARED: self.shared_width // tensor_parallel} if self.shared_width else {}
-        return inputs | expert_inputs(self.expert_width, 0, self.whole_experts, tensor_parallel) | shared
-
-
-def read_config(config: dict[str, Any], source: str) -> Qwen3MoeConfig:
+def read_config(config: dict[str, Any], source: str) -> LlamaMoeConfig:
     dense = llama.read_config(config, source)
     if architecture_of(config).startswith("Qwen2"):
         dense = replace(dense, qkv_bias=flag_of(config, "qkv_bias", source, True))
+    return LlamaMoeConfig(**vars(dense), experts=read_experts(config, source, normalise=False))
+
+
+def read_experts(config: dict[str, Any], source: str, normalise: bool) -> ExpertLayers:
+    """Read which layers have experts, and what they are. normalise: the default of `norm_topk_prob`."""
     routing = Routing(
         num_experts=num_experts_of(config, source),
         experts_per_token=size_of(config, "num_experts_per_tok", source),
-        normalise=flag_of(config, "norm_topk_prob", source),
+        normalise=flag_of(config, "norm_topk_prob", source, normalise),
         shared_gate=config.get(_SHARED) is not None,
     )
     routing.check(source)
     step, without = size_of(config, "decoder_sparse_step", source, 1), ids_of(config, "mlp_only_layers", source)
-    layers = frozenset(i for i in range(dense.num_layers) if i not in without and (i + 1) % step == 0)
-    width = size_of(config, "moe_intermediate_size", source)
-    shared = size_of(config, _SHARED, source, 0)
-    return Qwen3MoeConfig(**vars(dense), routing=routing, expert_width=width, moe_layers=layers, shared_width=shared)
+    layers = range(size_of(config, "num_hidden_layers", source))
+    return ExpertLayers(
+        routing=routing,
+        layers=frozenset(i for i in layers if i not in without and (i + 1) % step == 0),
+        width=size_of(config, "moe_intermediate_size", source),
+        shared_width=size_of(config, _SHARED, source, 0),
+        shared_name=_SHARED,
+    )
 
 
-def make_layer(config: Qwen3MoeConfig, layer: int, group: TPGroup) -> DecoderLayer:
-    mlp: FeedForward
-    if layer in config.moe_layers:
-        mlp = MixtureOfExperts(
-            config.hidden_size, config.expert_width, config.routing, group, config.shared_width, config.whole_experts
-        )
-    else:
-        mlp = make_mlp(config, group)
-    attention = make_attention(config, layer, group, config.hidden_size)
-    return DecoderLayer(config.hidden_size, config.rms_eps, attention, mlp, group)
+def shared_layer_rules(ours: str, theirs: str) -> dict[str, str]:
+    """See `workers.models.llama.layer_rules`. For a gated shared expert; its gate is a part of the router."""
+    return moe_rules(ours, theirs, router="{part}", shared="shared_expert") | llama.layer_rules(ours, theirs)
 
 
-class Qwen3MoeForCausalLM(LlamaForCausalLM):
-    make_layer = staticmethod(make_layer)
-
-
-def weight_names(config: Qwen3MoeConfig) -> NameMap:
-    dense, ours, theirs = llama.weight_names(config), "layers.{layer}", "model.layers.{layer}"
-    rules = shared_expert_rules(ours, theirs) if config.shared_width else moe_rules(ours, theirs)
-    return NameMap(rules | dict(dense.rules), ignored=dense.ignored)
+def weight_names(config: LlamaMoeConfig) -> NameMap:
+    is_shared = config.experts is not None and config.experts.routing.shared_gate
+    return decoder_names(shared_layer_rules if is_shared else layer_rules, config.tie_embeddings)
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
@@ -94,4 +64,4 @@ def is_served(config: Mapping[str, Any]) -> bool:
     return not config.get("use_sliding_window")
 
 
-FAMILY = ModelFamily(read_config, Qwen3MoeForCausalLM, weight_names, is_served)
+FAMILY = ModelFamily(read_config, LlamaMoeForCausalLM, weight_names, is_served)

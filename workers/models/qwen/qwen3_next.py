@@ -7,10 +7,9 @@ from torch import Tensor
 
 from attention.ops.delta_rule.tables import DeltaHeads
 from workers.layers.weighted import WrongTensorError
-from workers.models.family import ModelFamily
-from workers.models.name_map import NameMap, Packed, split_rows
-from workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM, read_config
-from workers.models.qwen.hybrid_names import layer_rules, packed_experts
+from workers.models.name_map import NameMap, Packed, decoder_names, split_rows
+from workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM, layer_rules, packed_experts, read_config
+from workers.models.registry import ModelFamily
 from workers.quantization.integers.format import split_outputs
 
 
@@ -49,16 +48,8 @@ def _by_key_heads(full: Tensor, heads: DeltaHeads, sizes: Sequence[int], what: s
 
 def weight_names(config: HybridConfig) -> NameMap:
     theirs = "model.layers.{layer}"
-    return NameMap(
-        {
-            "lm_head": "lm_head",
-            "embed_tokens": "model.embed_tokens",
-            "norm": "model.norm",
-            **layer_rules("layers.{layer}", theirs),
-        },
-        ignored=("mtp.*", *(("lm_head.weight",) if config.tie_embeddings else ())),
-        packed=(*_packed_projections(config, theirs), *packed_experts(config, theirs)),
-    )
+    packed = (*_packed_projections(config, theirs), *packed_experts(config, theirs))
+    return decoder_names(layer_rules, config.tie_embeddings, ignored=("mtp.*",), packed=packed)
 
 
 FAMILY = ModelFamily(read_config, HybridForCausalLM, weight_names)

@@ -1,5 +1,5 @@
-"""Text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3. M-RoPE has three positions per token. Without
-images they are equal, so it is RoPE."""
+"""Text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3, dense or with experts. M-RoPE has three positions
+per token. Without images they are equal, so it is RoPE."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,35 +8,54 @@ from typing import Any
 from workers.models import llama
 from workers.models.config import text_part
 from workers.models.config_fields import architecture_of
-from workers.models.family import ModelFamily
-from workers.models.llama import LlamaConfig, LlamaForCausalLM, text_weight_names
-from workers.models.name_map import NameMap
+from workers.models.moe import LlamaMoeConfig, LlamaMoeForCausalLM, outputs_first, stacked_experts
+from workers.models.name_map import NameMap, text_part_names
+from workers.models.qwen import qwen3_moe
+from workers.models.registry import ModelFamily
 
 _ROPE = ("rope_parameters", "rope_scaling")
+_EXPERTS = "model.layers.{layer}.mlp.experts"
 
 
-def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
-    """Read the text_config of a model of images and text; older models have its fields at the top level. Raises
-    ValueError for settings that are not supported."""
+def _has_experts(architecture: str) -> bool:
+    return architecture.startswith("Qwen3VLMoe")
+
+
+def read_config(config: dict[str, Any], source: str) -> LlamaMoeConfig:
+    """Read the text_config of a model of images and text; older models have its fields at the top level. Routers always
+    normalise. Raises ValueError for settings that are not supported."""
     text = text_part(config, source)
     architecture = architecture_of(text)
-    generation = "Qwen3" if architecture.startswith("Qwen3") else "Qwen2"
-    dense = llama.read_config(with_rope(text) | {"architectures": [f"{generation}ForCausalLM"]}, source)
-    return replace(dense, architecture=architecture)
+    text = _with_rope(text) | {"norm_topk_prob": True}
+    if _has_experts(architecture):
+        model = qwen3_moe.read_config(text | {"architectures": ["Qwen3MoeForCausalLM"]}, source)
+    else:
+        generation = "Qwen3" if architecture.startswith("Qwen3") else "Qwen2"
+        dense = llama.read_config(text | {"architectures": [f"{generation}ForCausalLM"]}, source)
+        model = LlamaMoeConfig(**vars(dense), experts=None)
+    return replace(model, architecture=architecture)
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """See `workers.models.llama.is_served`."""
+    """See `is_served` of Llama and of `workers.models.qwen.qwen3_moe`."""
     text = config.get("text_config")
-    return llama.is_served(with_rope(text if isinstance(text, dict) else config))
+    text = text if isinstance(text, dict) else config
+    return qwen3_moe.is_served(text) if _has_experts(architecture_of(config)) else llama.is_served(_with_rope(text))
 
 
-def weight_names(config: LlamaConfig) -> NameMap:
-    names = text_weight_names(config)
-    return replace(names, ignored=(*names.ignored, "visual.*", "model.visual.*"))
+def weight_names(config: LlamaMoeConfig) -> NameMap:
+    """Return the names in Hugging Face's checkpoints. Experts of 16 bits are stacked: gate and up projections [experts,
+    hidden_size, 2 * width], down projections [experts, width, hidden_size]; transformers 5 saves them with outputs
+    first."""
+    experts, hidden = config.experts, config.hidden_size
+    if experts is None:
+        return text_part_names(llama.weight_names(config))
+    gate_up, down = stacked_experts(_EXPERTS, experts.routing.num_experts)
+    packed = (outputs_first(gate_up, 2 * experts.width, hidden), outputs_first(down, hidden, experts.width))
+    return replace(text_part_names(qwen3_moe.weight_names(config)), packed=packed)
 
 
-def with_rope(text: Mapping[str, Any]) -> dict[str, Any]:
+def _with_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields with RoPE in place of M-RoPE, which older files list as a kind of RoPE."""
     changed = dict(text)
     for key in _ROPE:
@@ -47,4 +66,4 @@ def with_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
-FAMILY = ModelFamily(read_config, LlamaForCausalLM, weight_names, is_served)
+FAMILY = ModelFamily(read_config, LlamaMoeForCausalLM, weight_names, is_served)
