@@ -1,16 +1,17 @@
 """Grouped-query attention over a `ForwardContext`."""
 
+import torch
 from torch import Tensor
 
 from attention.head_norms import HeadNorms
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
-from workers.layers.attention_sinks import AttentionSinks
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.kv_scales import KVScaleWeights
 from workers.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, kv_head_span, rank_span
 from workers.layers.norm import ProjectionNorm, RMSNorm, norm_projections
+from workers.layers.weighted import Vector
 from workers.ops.activation import sigmoid_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.rotary import Angles
@@ -67,15 +68,16 @@ class Attention(AttentionLayer):
         self.k_norm = None if norm_eps is None or not self.has_kv else norm(head_dim, norm_eps)
         self.norms_values = value_norm and self.has_kv
         self._projection_norms: tuple[ProjectionNorm, ProjectionNorm] | None = None
+        heads = rank_span(num_heads, group, "num_attention_heads")
         if norms_projections:
             assert norm_eps is not None and projections == QKV and not gated, "no family has both"
-            q_heads = rank_span(num_heads, group, "num_attention_heads")
             kv_heads = Span(*kv_head_span(num_kv_heads, group), num_kv_heads)
-            norms = ProjectionNorm(q_heads, head_dim, norm_eps), ProjectionNorm(kv_heads, head_dim, norm_eps)
+            norms = ProjectionNorm(heads, head_dim, norm_eps), ProjectionNorm(kv_heads, head_dim, norm_eps)
             self.q_norm, self.k_norm = self._projection_norms = norms
         self.kv_scales = KVScaleWeights(layer) if self.has_kv else None
         self.gated = gated
-        self.sinks = AttentionSinks(num_heads, group) if self.rule.has_sinks else None
+        # one more score per query head, without a value (gpt-oss)
+        self.sinks = Vector("sinks", heads, torch.float32) if self.rule.has_sinks else None
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -91,7 +93,7 @@ class Attention(AttentionLayer):
 
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
         q, kv, gate = self._heads(x)
-        sinks = None if self.sinks is None else self.sinks.sinks
+        sinks = None if self.sinks is None else self.sinks.weight
         out = context.attend(self.layer, q, kv, angles, self.rule, sinks, self.head_norms)
         if gate is not None:
             out = sigmoid_mul(out.contiguous(), context.attending_rows(gate))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod, check_plain
+from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
 from workers.layers.shared_experts import shared_columns, shared_rows, with_shared
-from workers.layers.weighted import check_shape
+from workers.layers.weighted import check_plain, check_shape
 from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
 from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.experts.grouped import Biases, check_experts, experts_one_by_one, grouped_experts, local_expert_ids

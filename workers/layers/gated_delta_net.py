@@ -11,8 +11,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
-from workers.layers.linear_method import check_plain
-from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.rotary import Angles
 from workers.span import Span

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup, shard_size
-from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod, check_plain
-from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
 from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.gemm.tiles import workspace_size
 from workers.ops.gemm.workspace import GEMMOptions

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.ops import contracts
-from workers.layers.weighted import WrongTensorError, check_shape
+from workers.layers.weighted import check_plain, check_shape
 from workers.ops.activation import silu_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.choice import TorchGEMM, choose_gemm
@@ -22,7 +22,6 @@ from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
 _ALIGNED_BYTES = 16  # alignment of addresses that kernels load through tensor maps
-_PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,6 @@ class LinearShape:
 
     def part(self, name: str) -> Part:
         return next(part for part in self.parts if part.name == name)
-
-
-def check_plain(full: Tensor) -> None:
-    """Raise WrongTensorError unless a checkpoint's tensor is float32, bfloat16 or float16."""
-    if full.dtype not in _PLAIN_DTYPES:
-        raise WrongTensorError(f"is {full.dtype}, which config.json's quantization_config does not declare")
 
 
 class LinearMethod(nn.Module, ABC):

@@ -1,6 +1,5 @@
 """Mixture of experts: a router chooses each row's experts; shared experts compute every row."""
 
-import torch
 from torch import Tensor
 
 from workers.distributed.tp_group import TPGroup
@@ -8,7 +7,7 @@ from workers.layers.decoder_layer import FeedForward
 from workers.layers.experts import Experts
 from workers.layers.mlp import GatedMLP
 from workers.layers.routing import Router
-from workers.layers.weighted import WeightedModule, WeightKey
+from workers.layers.weighted import Unweighted
 from workers.ops.activation import sigmoid_mul
 from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.experts.norm_route import MAX_LOGITS, Norm, norm_route
@@ -17,7 +16,7 @@ from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
 
 
-class MixtureOfExperts(FeedForward, WeightedModule):
+class MixtureOfExperts(FeedForward, Unweighted):
     """width: intermediate size of an expert.
     shared_width: intermediate size of all shared experts together; 0 without. They are one MLP, sharded along its
         width. `finish` joins it to the routed experts if possible. Its weight is 1, or the sigmoid of the router's last
@@ -92,15 +91,6 @@ class MixtureOfExperts(FeedForward, WeightedModule):
         unused = workspace.part[: weights.routing.num_logits].view(1, -1)  # logits; the experts are chosen already
         router = RouterLogits(unused, weights.correction, weights.routing, live, routed=done.routed)
         return method.multiply(done.normed, router), done.stream
-
-    def weight_keys(self) -> tuple[WeightKey, ...]:
-        return ()  # its submodules have their own
-
-    def load(self, key: WeightKey, full: Tensor) -> None:
-        raise AssertionError("has no weights of its own")
-
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        pass
 
     def finish(self, options: GEMMOptions) -> None:
         shared = self.shared_experts

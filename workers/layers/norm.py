@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.linear_method import check_plain
-from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.layers.weighted import Vector, WeightKey
 from workers.ops.fp8.norm import fp8_rms_norm
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.workspace import GEMMOptions
@@ -15,13 +14,12 @@ from workers.ops.norm import add_rms_norm, rms_norm
 from workers.span import Span
 
 
-class RMSNorm(WeightedModule):
+class RMSNorm(Vector):
     """x / rms(x) * weight over the last dimension, computed in float32 for 16-bit dtypes."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
+    def __init__(self, size: int, eps: float, dtype: torch.dtype | None = None) -> None:
+        super().__init__("weight", Span.whole(size), dtype)
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(size), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -56,17 +54,6 @@ class RMSNorm(WeightedModule):
         out = wanted.empty(x)
         return fp8_rms_norm(group.all_reduce(x), residual, self.weight, self.eps, out), residual
 
-    def weight_keys(self) -> tuple[WeightKey, ...]:
-        return (WeightKey("weight"),)
-
-    def load(self, key: WeightKey, full: Tensor) -> None:
-        check_plain(full)
-        check_shape(full, self.weight.shape)
-        self.weight.data.copy_(full)
-
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        self.weight.data.fill_(1.0)
-
 
 class UnitRMSNorm(RMSNorm):
     """RMSNorm with a weight of ones, which the checkpoint lacks."""
@@ -82,8 +69,7 @@ class FullPrecisionRMSNorm(RMSNorm):
     """An RMSNorm with a float32 weight, which is multiplied before the result is rounded (Gemma 4)."""
 
     def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps)
-        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32), requires_grad=False)
+        super().__init__(size, eps, torch.float32)
 
 
 class ZeroCentredRMSNorm(FullPrecisionRMSNorm):
@@ -129,13 +115,9 @@ class ProjectionNorm(FullPrecisionRMSNorm):
     """
 
     def __init__(self, heads: Span, head_dim: int, eps: float) -> None:
-        self.span = heads.times(head_dim)
-        super().__init__(self.span.size, eps)
-
-    def load(self, key: WeightKey, full: Tensor) -> None:
-        check_plain(full)
-        check_shape(full, (self.span.total,))
-        self.weight.data.copy_(full[self.span.first : self.span.end])
+        span = heads.times(head_dim)
+        super().__init__(span.size, eps)
+        self.span = span
 
     def scaled(self, x: Tensor, squares: Tensor, ranks: int) -> Tensor:
         """Return the norm of x, given the sums of squares over all ranks.

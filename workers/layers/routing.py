@@ -5,37 +5,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from workers.layers.linear_method import check_plain
-from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.layers.weighted import Vector, WeightedModule, WeightKey, check_shape
 from workers.ops.experts.norm_route import RouterWeights, cells_of
 from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
 from workers.ops.experts.router_gemm import router_gemm
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
+from workers.span import Span
 
 # Checkpoint names of the parts of the router's weight.
 GATE, SHARED_GATE = "gate", "shared_expert_gate"
-
-
-class ExpertScales(WeightedModule):
-    """A factor on each expert's weights: the tensor `per_expert_scale` of a router.
-
-    values: [num_experts] float32.
-    """
-
-    def __init__(self, num_experts: int) -> None:
-        super().__init__()
-        self.values = nn.Parameter(torch.ones(num_experts, dtype=torch.float32), requires_grad=False)
-
-    def weight_keys(self) -> tuple[WeightKey, ...]:
-        return (WeightKey("per_expert_scale"),)
-
-    def load(self, key: WeightKey, full: Tensor) -> None:
-        check_plain(full)
-        check_shape(full, self.values.shape)
-        self.values.data.copy_(full)
-
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        self.values.data.fill_(1.0)
 
 
 class Router(WeightedModule):
@@ -45,6 +23,7 @@ class Router(WeightedModule):
     weight: [num_logits, hidden_size]: the experts' rows, then the shared gate's row if there is one, then zeros.
     bias: [num_logits] added to the logits; None without.
     e_score_correction_bias: [num_experts] float32; None without.
+    scales: a factor on each expert's weights; None without.
     """
 
     def __init__(self, hidden_size: int, routing: Routing) -> None:
@@ -58,17 +37,21 @@ class Router(WeightedModule):
         self.bias = nn.Parameter(bias, requires_grad=False) if routing.biased_logits else None
         correction = torch.empty(routing.num_experts, dtype=torch.float32)
         self.e_score_correction_bias = nn.Parameter(correction, requires_grad=False) if routing.has_bias else None
-        self.scales = ExpertScales(routing.num_experts) if routing.scales_experts else None
+        self.scales = (
+            Vector("per_expert_scale", Span.whole(routing.num_experts), torch.float32)
+            if routing.scales_experts
+            else None
+        )
 
     def forward(self, x: Tensor, live: TokenSlots | None = None) -> RouterLogits:
         """Return the router logits of x [rows, hidden_size]."""
         logits = router_gemm(x, self.weight, self.bias, self._workspace, self._deterministic)
-        scales = None if self.scales is None else self.scales.values
+        scales = None if self.scales is None else self.scales.weight
         return RouterLogits(logits, self.e_score_correction_bias, self.routing, live, scales)
 
     def weights(self, num_shared: int) -> RouterWeights:
         """num_shared: shared experts joined to the routed ones."""
-        scales = None if self.scales is None else self.scales.values
+        scales = None if self.scales is None else self.scales.weight
         return RouterWeights(self.weight, self.bias, self.e_score_correction_bias, scales, self.routing, num_shared)
 
     @property

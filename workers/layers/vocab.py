@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from workers.distributed.tp_group import TPGroup
 from workers.layers.linear import LinearBase
-from workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part, check_plain
-from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part
+from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
 from workers.ops.vocabulary.largest import largest
 from workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
 from workers.span import Span

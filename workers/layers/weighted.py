@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from workers.ops.gemm.workspace import GEMMOptions
+from workers.span import Span
+
+_PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class WrongTensorError(ValueError):
@@ -63,6 +66,52 @@ class WeightedModule(nn.Module, ABC):
 
     def finish(self, options: GEMMOptions) -> None:
         """Pack the final weights and choose kernels, before the first pass."""
+
+
+class Unweighted(WeightedModule):
+    """A module without tensors of its own, which `finish` prepares."""
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return ()
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        raise AssertionError("has no weights of its own")
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        pass
+
+
+class Vector(WeightedModule):
+    """One vector of the checkpoint.
+
+    kind: its name, as the last component.
+    span: this rank's share.
+    dtype: None: the model's.
+
+    weight: [this rank's share].
+    """
+
+    def __init__(self, kind: str, span: Span, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.kind, self.span = kind, span
+        self.weight = nn.Parameter(torch.ones(span.size, dtype=dtype), requires_grad=False)
+
+    def weight_keys(self) -> tuple[WeightKey, ...]:
+        return (WeightKey(self.kind),)
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        check_plain(full)
+        check_shape(full, (self.span.total,))
+        self.weight.data.copy_(full[self.span.first : self.span.end])
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.weight.data.fill_(1.0)
+
+
+def check_plain(full: Tensor) -> None:
+    """Raise WrongTensorError unless a checkpoint's tensor is float32, bfloat16 or float16."""
+    if full.dtype not in _PLAIN_DTYPES:
+        raise WrongTensorError(f"is {full.dtype}, which config.json's quantization_config does not declare")
 
 
 def check_shape(tensor: Tensor, shape: Sequence[int]) -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from workers.layers.experts_method import ExpertsMethod, ExpertsShape
-from workers.layers.linear_method import Part, check_plain
-from workers.layers.weighted import check_shape
+from workers.layers.linear_method import Part
+from workers.layers.weighted import check_plain, check_shape
 from workers.ops.experts.route import RouterLogits
 from workers.ops.experts.weights import ExpertSizes
 from workers.ops.fp8.rows import Fp8Rows

@@ -15,8 +15,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import DecoderLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ReplicatedLinear
-from workers.layers.linear_method import check_plain
-from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
 from workers.models.config_fields import section_of, size_of
 from workers.models.llama import LlamaConfig, make_attention, make_mlp
 from workers.ops.rotary import Angles

@@ -11,9 +11,9 @@ from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, kv_head_span, rank_span
-from workers.layers.linear_method import DenseLinearMethod, check_plain
+from workers.layers.linear_method import DenseLinearMethod
 from workers.layers.vocab import LMHead, VocabEmbedding
-from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
 from workers.models.adapter.survey import AttentionCall
 from workers.ops.experts.route import TokenSlots
 from workers.ops.rotary import Angles

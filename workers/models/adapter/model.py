@@ -13,7 +13,7 @@ from attention.capability import Capability
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.vocab import LMHead, VocabEmbedding
-from workers.layers.weighted import WeightedModule, WeightKey
+from workers.layers.weighted import Unweighted
 from workers.models.adapter.blocks import fuse_blocks
 from workers.models.adapter.config import AdapterConfig, transformers_config
 from workers.models.adapter.host_constants import HostConstants
@@ -135,21 +135,12 @@ class _Given(nn.Module):
         return _Output(last_hidden_state=inputs_embeds)
 
 
-class _Constants(WeightedModule):
+class _Constants(Unweighted):
     """Computes the model's tensors that checkpoints lack, such as RoPE frequencies."""
 
     def __init__(self, theirs: PreTrainedModel) -> None:
         super().__init__()
         self._theirs = (theirs,)
-
-    def weight_keys(self) -> tuple[WeightKey, ...]:
-        return ()
-
-    def load(self, key: WeightKey, full: Tensor) -> None:
-        raise AssertionError("has no weights")
-
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        pass
 
     def finish(self, options: GEMMOptions) -> None:
         owner: PreTrainedModel = self._theirs[0]

@@ -93,7 +93,7 @@ def weight_names(config: Gemma4Config) -> NameMap:
         f"{layer}.experts.matrices": f"{theirs}.experts.{{expert}}.{{part}}",
         f"{layer}.experts.pre_norm": f"{theirs}.pre_feedforward_layernorm_2",
         f"{layer}.experts.post_norm": f"{theirs}.post_feedforward_layernorm_2",
-        f"{layer}.tail": theirs,
+        f"{layer}.tail.scalar": theirs,
         f"{layer}.tail.gate": f"{theirs}.per_layer_input_gate",
         f"{layer}.tail.projection": f"{theirs}.per_layer_projection",
         f"{layer}.tail.norm": f"{theirs}.post_per_layer_input_norm",

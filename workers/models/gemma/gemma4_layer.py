@@ -8,16 +8,16 @@ from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer, FeedForward, LayerInputs, LayerTail, SandwichLayer
 from workers.layers.experts import Experts
 from workers.layers.linear import ReplicatedLinear
-from workers.layers.linear_method import check_plain
 from workers.layers.norm import FullPrecisionRMSNorm
 from workers.layers.routing import Router
 from workers.layers.vocab import VocabEmbedding
-from workers.layers.weighted import WeightedModule, WeightKey, check_shape
+from workers.layers.weighted import Vector, WeightKey
 from workers.models.decoder import in_default_dtype
 from workers.ops.activation import ACTIVATIONS
 from workers.ops.experts.gated import GatedActivation
 from workers.ops.experts.route import Routing, TokenSlots
 from workers.ops.fp8.rows import Fp8Rows
+from workers.span import Span
 
 
 class Gemma4Layer(SandwichLayer):
@@ -50,8 +50,9 @@ class Gemma4Layer(SandwichLayer):
 class RouterNorm(FullPrecisionRMSNorm):
     """The norm of a router's inputs. Its weight is the checkpoint's `scale` / sqrt(hidden_size)."""
 
-    def weight_keys(self) -> tuple[WeightKey, ...]:
-        return (WeightKey("scale"),)
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.kind = "scale"
 
     def load(self, key: WeightKey, full: Tensor) -> None:
         super().load(key, full)
@@ -99,16 +100,15 @@ class ExpertsBeside(nn.Module):
         return out
 
 
-class Gemma4Tail(LayerTail, WeightedModule):
+class Gemma4Tail(LayerTail):
     """(x + norm(W (activation(G x) * input))) * layer_scalar, or x * layer_scalar without a layer's input.
 
     input_size: size of the layer's input; 0: none.
-    layer_scalar: [1].
     """
 
     def __init__(self, hidden_size: int, input_size: int, rms_eps: float, activation: str) -> None:
         super().__init__()
-        self.layer_scalar = nn.Parameter(torch.ones(1), requires_grad=False)
+        self.scalar = Vector("layer_scalar", Span.whole(1))
         self.activation = ACTIVATIONS[activation]
         self.gate = ReplicatedLinear(hidden_size, input_size) if input_size else None
         self.projection = ReplicatedLinear(input_size, hidden_size) if input_size else None
@@ -119,18 +119,7 @@ class Gemma4Tail(LayerTail, WeightedModule):
             assert self.gate is not None and self.projection is not None and self.norm is not None
             gated = self.activation(torch.cat((self.gate(stream), layer_input), dim=-1))
             stream = stream.add_(self.norm(self.projection(gated)))
-        return stream.mul_(self.layer_scalar)
-
-    def weight_keys(self) -> tuple[WeightKey, ...]:
-        return (WeightKey("layer_scalar"),)
-
-    def load(self, key: WeightKey, full: Tensor) -> None:
-        check_plain(full)
-        check_shape(full, (1,))
-        self.layer_scalar.data.copy_(full)
-
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        self.layer_scalar.data.fill_(1.0)
+        return stream.mul_(self.scalar.weight)
 
 
 class PerLayerEmbedding(LayerInputs):

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from workers.layers.linear_method import Part, check_plain
-from workers.layers.weighted import WrongTensorError, check_shape
+from workers.layers.linear_method import Part
+from workers.layers.weighted import WrongTensorError, check_plain, check_shape
 from workers.ops.packed.weight import SYMMETRIC_ZERO, Code
 from workers.span import Span
 
