@@ -6,8 +6,7 @@ Adding one is a file beside this one (the `QuantMethod`, its `LinearMethod`) and
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from workers.quantization.fp4 import read_compressed_fp4, read_modelopt, read_mxfp4
-from workers.quantization.fp8_quant import read_compressed_fp8, read_fp8
+from workers.quantization.floats import read_compressed_fp4, read_compressed_fp8, read_fp8, read_modelopt, read_mxfp4
 from workers.quantization.integers.auto_round import read_auto_round
 from workers.quantization.integers.awq import read_awq
 from workers.quantization.integers.gptq import read_gptq

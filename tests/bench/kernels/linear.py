@@ -21,7 +21,7 @@ from tests.bench.machine import commit
 from tests.bench.round import QUANTIZATIONS
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.quantization.fp8_quant import Fp8Quant, block_scheme
+from workers.quantization.floats import FloatQuant, block_scheme
 from workers.quantization.table import read_quant_method
 from workers.span import Span
 
@@ -52,7 +52,7 @@ PRODUCTS = (
 W4A16 = read_quant_method({"quantization_config": QUANTIZATIONS["w4a16"]}, "w4a16")
 METHODS: dict[str, Callable[[LinearShape], LinearMethod]] = {
     "bf16": UnquantizedLinearMethod,
-    "fp8": lambda shape: Fp8Quant(block_scheme((128, 128))).linear_method(["weight"], shape),
+    "fp8": lambda shape: FloatQuant(block_scheme((128, 128))).linear_method(["weight"], shape),
     "w4a16": lambda shape: W4A16.linear_method(["weight"], shape),
 }
 BYTES = {"bf16": 2.0, "fp8": 1.0, "w4a16": 0.5 + 2 / 128}  # of a number and its scale

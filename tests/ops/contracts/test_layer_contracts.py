@@ -23,9 +23,9 @@ from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, quantize_rows
 from workers.ops.gemm.choice import TorchGEMM, choose_gemm
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
 from workers.ops.packed.experts import packed_expert_products
+from workers.quantization.floats import CHANNEL, TENSOR, block_scheme
 from workers.quantization.fp8_experts import Fp8Experts
 from workers.quantization.fp8_linear import Fp8Linear
-from workers.quantization.fp8_quant import CHANNEL, TENSOR, block_scheme
 from workers.span import Span
 
 CPU, ROWS, SIZE, WIDTH = torch.device("cpu"), 3, 128, 128

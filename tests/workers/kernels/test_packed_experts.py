@@ -19,7 +19,7 @@ from workers.ops.packed import experts_triton  # noqa: E402
 from workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, packed_expert_tiles, partial_sizes  # noqa: E402
 from workers.ops.packed.experts import PackedExpertWeights, raised  # noqa: E402
 from workers.ops.packed.weight import Code, PackedWeight, dequantize, pack  # noqa: E402
-from workers.quantization.fp4 import GPT_OSS_MXFP4  # noqa: E402
+from workers.quantization.floats import GPT_OSS_MXFP4  # noqa: E402
 from workers.quantization.packed_experts import PackedExperts  # noqa: E402
 from workers.span import Span  # noqa: E402
 

@@ -14,7 +14,7 @@ from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
 from tests.workers.models.test_targets import check_greedy
 from workers.distributed.tp_group import TPGroup
-from workers.quantization.fp8_quant import Fp8Quant, block_scheme, read_fp8
+from workers.quantization.floats import FloatQuant, block_scheme, read_fp8
 
 BLOCK = (16, 24)  # of which neither divides all sizes
 _QUANTISED = tuple(
@@ -134,7 +134,7 @@ def test_other_kinds_of_fp8_are_refused(quantization: dict[str, Any], message: s
     with pytest.raises(ValueError, match=message):
         read_fp8(quantization, "model x")
     assert read_fp8({"weight_block_size": [128, 64]}, "model x").scheme.block == (128, 64)  # type: ignore[attr-defined]
-    assert Fp8Quant(block_scheme((1, 1))).fallback(torch.device("cpu")) is not None
+    assert FloatQuant(block_scheme((1, 1))).fallback(torch.device("cpu")) is not None
 
 
 @pytest.mark.parametrize(

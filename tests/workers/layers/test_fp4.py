@@ -24,7 +24,7 @@ from workers.models.weights import CheckpointTensor, load_weights
 from workers.ops.experts.gated import GPT_OSS
 from workers.ops.experts.route import RouterLogits, Routing
 from workers.ops.gemm.workspace import GEMMOptions
-from workers.quantization.fp4 import GPT_OSS_MXFP4, Fp4Quant, read_mxfp4
+from workers.quantization.floats import GPT_OSS_MXFP4, FloatQuant, read_mxfp4
 from workers.quantization.packed_experts import PackedExperts
 from workers.quantization.table import read_quant_method
 from workers.span import Span
@@ -241,7 +241,7 @@ def test_modules_that_are_left_are_named_by_patterns() -> None:
     settings = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head", "model.layers.0.self_attn*", "re:.*visual.*"]}
     for nested in (settings, {"quantization": settings}):
         quant = read_quant_method({"quantization_config": {"quant_method": "modelopt"} | nested}, "model x")
-        assert isinstance(quant, Fp4Quant)
+        assert isinstance(quant, FloatQuant)
         names = ("lm_head", "model.layers.0.self_attn.q_proj", "model.visual.0", "model.layers.10.self_attn.q_proj")
         assert [quant.ignores(name) for name in names] == [True, True, True, False]
     gpt_oss = read_mxfp4({"modules_to_not_convert": ["model.layers.*.self_attn"]}, "model x")

@@ -45,14 +45,14 @@ from workers.ops.gemm.workspace import (
 from workers.ops.latent.normed_latents_triton import normed_latents  # noqa: E402
 from workers.ops.norm_triton import add_rms_norm, rms_norm  # noqa: E402
 from workers.ops.rotary import Angles  # noqa: E402
+from workers.quantization.floats import CHANNEL, FloatQuant, block_scheme  # noqa: E402
 from workers.quantization.fp8_linear import Fp8Linear  # noqa: E402
-from workers.quantization.fp8_quant import CHANNEL, Fp8Quant, block_scheme  # noqa: E402
 from workers.quantization.quant_method import QuantMethod  # noqa: E402
 from workers.span import Span  # noqa: E402
 
 pytestmark = MARKS
 TYPE = torch.float32 if INTERPRETED else torch.bfloat16
-METHODS: dict[str, QuantMethod] = {"block": Fp8Quant(block_scheme((128, 128))), "channel": Fp8Quant(CHANNEL)}
+METHODS: dict[str, QuantMethod] = {"block": FloatQuant(block_scheme((128, 128))), "channel": FloatQuant(CHANNEL)}
 
 
 @pytest.fixture(autouse=True)

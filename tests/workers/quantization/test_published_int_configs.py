@@ -16,7 +16,7 @@ from workers.distributed.tp_group import TPGroup
 from workers.models.loading import allocate
 from workers.models.registry import family_of
 from workers.models.weight_bytes import META, weight_bytes, weight_formats
-from workers.quantization.scheme import SchemeQuant
+from workers.quantization.integers.scheme import SchemeQuant
 from workers.quantization.table import read_quant_method
 
 

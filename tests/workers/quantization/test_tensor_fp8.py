@@ -17,8 +17,8 @@ from tests.workers.models.test_targets import check_greedy
 from workers.distributed.tp_group import TPGroup
 from workers.layers.experts_method import ExpertsShape, UnquantizedExperts
 from workers.layers.linear_method import LinearShape
-from workers.quantization import fp8_quant
-from workers.quantization.fp8_quant import PER_TOKEN, Fp8Quant, block_scheme
+from workers.quantization import floats
+from workers.quantization.floats import PER_TOKEN, FloatQuant, block_scheme
 from workers.quantization.table import read_quant_method
 from workers.span import Span
 
@@ -99,7 +99,7 @@ def test_every_rank_has_the_scale_of_the_matrix(tmp_path: Path) -> None:
 
 def test_scales_of_inputs_that_are_not_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where FP8 is multiplied; elsewhere the log says that it is not."""
-    monkeypatch.setattr(fp8_quant, "fp8_fallback", lambda device: None)
+    monkeypatch.setattr(floats, "fp8_fallback", lambda device: None)
     for name, (settings, has_input_scale) in CONFIGS.items():
         quant = read_quant_method({"quantization_config": settings}, "model x")
         assert quant.fallback(torch.device("cpu")) == (PER_TOKEN if has_input_scale else None), name
@@ -134,7 +134,7 @@ def test_experts_in_16_bits_beside_layers_in_fp8() -> None:
     gate_up = LinearShape.stacked(stacked, Span.whole(128))
     down = LinearShape.stacked([("down", Span.whole(128))], Span.whole(64))
     shape = ExpertsShape(Span.whole(2), gate_up, down)
-    quant = Fp8Quant(block_scheme((128, 128)), ("model.layers.3.mlp.experts",))
+    quant = FloatQuant(block_scheme((128, 128)), ("model.layers.3.mlp.experts",))
     assert isinstance(quant.experts_method(names, shape), UnquantizedExperts)
     with pytest.raises(ValueError, match="only"):
-        Fp8Quant(block_scheme((128, 128)), (names[0],)).experts_method(names, shape)
+        FloatQuant(block_scheme((128, 128)), (names[0],)).experts_method(names, shape)

@@ -2,7 +2,7 @@
 
 readers of quantization_config
     awq, gptq, auto_round, pack_quantized
-scheme          `IntScheme`: gives layers their methods
+scheme          `IntScheme`: gives layers their methods; `SchemeQuant`: a scheme per module
     experts
 format          `IntFormat`: the tensors of each layout; shards and reads them
 stored          a matrix's tensors until they are packed

@@ -7,10 +7,9 @@ from typing import Any
 
 from workers.quantization.integers.awq import UNQUANTISED, awq_scheme
 from workers.quantization.integers.gptq import gptq_scheme
-from workers.quantization.integers.scheme import IntScheme
+from workers.quantization.integers.scheme import IntScheme, SchemeQuant
 from workers.quantization.module_lists import bits_of, check_pattern, contains, flag_in, group_of, only, refuse
 from workers.quantization.quant_method import QuantMethod
-from workers.quantization.scheme import Scheme, SchemeQuant
 
 _PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _PLAIN_BITS = 16
@@ -26,7 +25,7 @@ class AutoRound(SchemeQuant):
     modules: tuple[tuple[str, IntScheme | None], ...]
     blocks: tuple[str, ...]
 
-    def declared(self, name: str) -> Scheme | None:
+    def declared(self, name: str) -> IntScheme | None:
         for entry, scheme in self.modules:
             if entry == name:
                 return scheme

@@ -4,11 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workers.quantization.integers.format import IntFormat
-from workers.quantization.integers.scheme import IntScheme
+from workers.quantization.integers.scheme import IntScheme, SchemeQuant
 from workers.quantization.module_lists import bits_of, contains, flag_in, group_of, only
 from workers.quantization.quant_method import QuantMethod, list_of_names
-from workers.quantization.scheme import Scheme, SchemeQuant
 
 # Not quantised by default: the vocabulary head, and projections of drafts.
 UNQUANTISED = ("lm_head", "shared_head.head", "eh_proj", "fc")
@@ -21,12 +19,12 @@ class Awq(SchemeQuant):
     scheme: IntScheme
     left: tuple[str, ...]
 
-    def declared(self, name: str) -> Scheme | None:
+    def declared(self, name: str) -> IntScheme | None:
         return None if any(contains(entry, name) for entry in self.left) else self.scheme
 
 
 def awq_scheme(group: int | None, symmetric: bool) -> IntScheme:
-    return IntScheme(IntFormat("awq", 4, group, symmetric))
+    return IntScheme("awq", 4, group, symmetric)
 
 
 def read_awq(quantization: Mapping[str, Any], source: str) -> QuantMethod:

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from workers.quantization.integers.awq import UNQUANTISED
-from workers.quantization.integers.format import IntFormat
-from workers.quantization.integers.scheme import IntScheme
+from workers.quantization.integers.scheme import IntScheme, SchemeQuant
 from workers.quantization.module_lists import bits_of, check_pattern, contains, flag_in, group_of, only, refuse
 from workers.quantization.quant_method import QuantMethod
-from workers.quantization.scheme import Scheme, SchemeQuant
 
 _OVERRIDES = ("bits", "group_size", "desc_act", "sym")
 
@@ -35,7 +33,7 @@ class Gptq(SchemeQuant):
     only: tuple[str, ...]
     quantises_head: bool
 
-    def declared(self, name: str) -> Scheme | None:
+    def declared(self, name: str) -> IntScheme | None:
         for rule in self.rules:
             if re.match(rule.pattern, name):
                 return rule.scheme
@@ -48,9 +46,7 @@ class Gptq(SchemeQuant):
 
 def gptq_scheme(bits: int, group: int | None, symmetric: bool, ordered: bool = False, v2: bool = False) -> IntScheme:
     """Return the scheme. ordered: `desc_act`; without groups, the order of inputs has no effect."""
-    return IntScheme(
-        IntFormat("gptq", bits, group, symmetric, ordered=ordered and group is not None, zeros_less_one=not v2)
-    )
+    return IntScheme("gptq", bits, group, symmetric, ordered=ordered and group is not None, zeros_less_one=not v2)
 
 
 def read_gptq(quantization: Mapping[str, Any], source: str) -> QuantMethod:

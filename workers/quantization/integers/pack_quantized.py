@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from workers.quantization.integers.format import IntFormat, Layout
-from workers.quantization.integers.scheme import IntScheme
+from workers.quantization.integers.format import Layout
+from workers.quantization.integers.scheme import IntScheme, SchemeQuant
 from workers.quantization.module_lists import bits_of, check_pattern, flag_in, group_of, matches, refuse
 from workers.quantization.quant_method import QuantMethod, list_of_names
-from workers.quantization.scheme import Scheme, SchemeQuant
 
 _PACKED: Layout = "pack-quantized"
 _W8A8: Layout = "int-quantized"
@@ -35,11 +34,11 @@ class PackQuantized(SchemeQuant):
     ignored: tuple[str, ...]
 
     def fallback(self, device: torch.device) -> str | None:
-        has_w8a8 = any(scheme.layout.layout == _W8A8 for _, scheme in self.groups)
+        has_w8a8 = any(scheme.layout == _W8A8 for _, scheme in self.groups)
         told = [super().fallback(device), _KEPT if has_w8a8 else None]
         return "; ".join(filter(None, told)) or None
 
-    def declared(self, name: str) -> Scheme | None:
+    def declared(self, name: str) -> IntScheme | None:
         if any(entry == _LINEAR or matches(entry, name) for entry in self.ignored):
             return None
         found = [(target, scheme) for target, scheme in self.groups if target == _LINEAR or matches(target, name)]
@@ -121,4 +120,4 @@ def _scheme(name: str, group: Mapping[str, Any], layout: Any, source: str) -> In
     ordered = order in (True, "group", "dynamic") and size is not None
     if ordered and layout == _W8A8:
         refuse(source, f"{key}.weights.actorder", order, f"is not supported for {_W8A8}")
-    return IntScheme(IntFormat(layout, bits, size, is_symmetric, ordered))
+    return IntScheme(layout, bits, size, is_symmetric, ordered)

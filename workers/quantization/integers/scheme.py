@@ -1,57 +1,108 @@
-"""`IntScheme`: weights of 4- or 8-bit integers and 16-bit activations (W4A16, W8A16), in any layout of `IntFormat`."""
+"""`IntScheme`: weights of 4- or 8-bit integers and 16-bit activations (W4A16, W8A16), in any layout of `IntFormat`.
+`SchemeQuant`: a checkpoint with a scheme per module."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 
-from workers.layers.experts_method import ExpertsMethod, ExpertsShape
-from workers.layers.linear_method import LinearMethod, LinearShape, Part
+from attention.capability import Capability
+from workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
 from workers.quantization.integers.experts import IntMatrix, UnorderedIntExperts
 from workers.quantization.integers.format import IntFormat
 from workers.quantization.integers.packing import max_inputs, pack_parts, packed_bytes
 from workers.quantization.integers.stored import StoredInt
 from workers.quantization.packed_experts import PackedExperts
 from workers.quantization.packed_linear import LinearLayout, PackedLinear, PackedPart, StoredMatrix
-from workers.quantization.scheme import Scheme
+from workers.quantization.quant_method import QuantMethod
+from workers.quantization.separate_parts import SeparateParts
 from workers.span import Span
 
 
 @dataclass(frozen=True)
-class IntScheme(Scheme, LinearLayout):
-    layout: IntFormat
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return self.layout.kinds
-
-    def linear_method(self, shape: LinearShape) -> LinearMethod:
-        return PackedLinear(shape, self)
-
-    def experts_method(self, shape: ExpertsShape) -> ExpertsMethod:
-        if self.layout.ordered:
-            return UnorderedIntExperts(shape, self.layout)
-        return PackedExperts(shape, IntMatrix(self.layout))
-
-    def __str__(self) -> str:
-        return str(self.layout)
+class IntScheme(IntFormat, LinearLayout):
+    """The storage of one module's weight, equal for modules that can be merged into one product."""
 
     @property
     def all_kinds(self) -> tuple[str, ...]:
-        return self.layout.kinds
+        return self.kinds
 
-    @property
-    def optional(self) -> tuple[str, ...]:
-        return self.layout.optional
+    def experts_method(self, shape: ExpertsShape) -> ExpertsMethod:
+        """See `QuantMethod.experts_method`."""
+        return UnorderedIntExperts(shape, self) if self.ordered else PackedExperts(shape, IntMatrix(self))
 
     def stored(self, part: Part) -> StoredMatrix:
-        return StoredInt(self.layout, part)
+        return StoredInt(self, part)
 
     def pack(self, stored: Sequence[StoredMatrix], shape: LinearShape) -> list[PackedPart]:
-        return pack_parts([each.matrix() for each in stored if isinstance(each, StoredInt)], shape, self.layout)
+        return pack_parts([each.matrix() for each in stored if isinstance(each, StoredInt)], shape, self)
 
     def max_inputs(self, columns: Span) -> int:
-        return max_inputs(columns, self.layout)
+        return max_inputs(columns, self)
 
     def layer_bytes(self, shape: LinearShape, scale_dtype: torch.dtype) -> int:
-        return packed_bytes(shape, self.layout, scale_dtype)
+        return packed_bytes(shape, self, scale_dtype)
+
+
+@dataclass(frozen=True)
+class SchemeQuant(QuantMethod):
+    """A checkpoint with a scheme per module, chosen by its name.
+
+    source: names the checkpoint in errors.
+    stored_plain: modules that have a 16-bit weight in the files, regardless of quantization_config; see `fitted`.
+    """
+
+    source: str
+    stored_plain: frozenset[str] = field(default=frozenset(), kw_only=True)
+
+    def fallback(self, device: torch.device) -> str | None:
+        if Capability.of(device).runs_kernels:
+            return None
+        return "weights of few bits are multiplied in the model's type (this device has no product of them)"
+
+    @abstractmethod
+    def declared(self, name: str) -> IntScheme | None:
+        """Return the scheme that quantization_config declares for a module; None: it is not quantised."""
+
+    def scheme_of(self, name: str) -> IntScheme | None:
+        return None if name in self.stored_plain else self.declared(name)
+
+    def fitted(self, with_weight: Callable[[], frozenset[str]]) -> Self:
+        """Return the method for the files: a module that has a plain `weight` there is unquantised if the declared
+        scheme has no tensor of that name, because published lists of modules may be incomplete."""
+
+        def is_plain(name: str) -> bool:
+            scheme = self.declared(name)
+            return scheme is not None and "weight" not in scheme.kinds
+
+        return replace(self, stored_plain=frozenset(filter(is_plain, with_weight())))
+
+    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
+        schemes = [self.scheme_of(name) for name in names]
+        if len(set(schemes)) == 1:
+            return _method(schemes[0], shape)
+        return SeparateParts(
+            shape,
+            [
+                _method(scheme, LinearShape((replace(part, offset=0),)))
+                for scheme, part in zip(schemes, shape.parts, strict=True)
+            ],
+        )
+
+    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
+        schemes = {name: self.scheme_of(name) for name in names}
+        if len(set(schemes.values())) > 1:
+            told = ", ".join(f"{name} {scheme or 'unquantised'}" for name, scheme in schemes.items())
+            raise ValueError(
+                f"{self.source}: quantization_config: the matrices of an expert are quantised differently ({told}), "
+                "which is not supported; use a checkpoint that quantises all of them alike"
+            )
+        scheme = next(iter(schemes.values()))
+        return UnquantizedExperts(shape) if scheme is None else scheme.experts_method(shape)
+
+
+def _method(scheme: IntScheme | None, shape: LinearShape) -> LinearMethod:
+    return UnquantizedLinearMethod(shape) if scheme is None else PackedLinear(shape, scheme)

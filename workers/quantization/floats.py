@@ -1,0 +1,180 @@
+"""Checkpoints of floats of few bits, of which one scheme is for all modules that they do not list.
+
+FP8 has a scale per block of rows and columns (DeepSeek-V3, Qwen; arXiv 2412.19437, section 3.3), per output, or per
+matrix (treated as one per output). Inputs are quantised with a scale per group or token, even if the checkpoint has a
+scale per tensor for them.
+
+4-bit floats are MXFP4 and NVFP4. Weights stay in 4 bits; activations stay in the model's dtype, even if the checkpoint
+would quantise them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from workers.quantization.fp4_scheme import Fp4Scheme
+from workers.quantization.fp8_experts import Fp8Experts
+from workers.quantization.fp8_linear import Fp8Linear
+from workers.quantization.fp8_weight import Block, Fp8Scheme, fp8_fallback
+from workers.quantization.module_lists import contains, is_listed, matches, only
+from workers.quantization.packed_experts import PackedExperts
+from workers.quantization.packed_linear import PackedLinear
+from workers.quantization.quant_method import QuantMethod, all_or_none, list_of_names
+
+GPT_OSS_MXFP4 = Fp4Scheme("blocks", "scales", 32)  # openai/gpt-oss
+CT_MXFP4 = Fp4Scheme("weight_packed", "weight_scale", 32, unused=("input_global_scale",))
+CT_NVFP4 = Fp4Scheme(
+    "weight_packed", "weight_scale", 16, "weight_global_scale", divides=True, unused=("input_global_scale",)
+)
+MODELOPT_NVFP4 = Fp4Scheme("weight", "weight_scale", 16, "weight_scale_2", unused=("input_scale",))
+TENSOR = Fp8Scheme("weight_scale", None, per_matrix=True, unused=("input_scale",))
+CHANNEL = Fp8Scheme("weight_scale", None, unused=("input_scale",))
+PER_TOKEN = "inputs are rounded to FP8 with a scale per token, not per tensor, which is more exact"
+_PLAIN_INPUTS = "activations stay in the model's type (weights alone have 4 bits here), which is more exact"
+_UNQUANTISED = ("lm_head", "eh_proj", "shared_head.head")  # not listed in published checkpoints with blocks
+# Values that compressed-tensors' quantization_config may have for a group's tensors.
+_WEIGHTS = {"num_bits": (8,), "type": ("float",), "strategy": ("channel", "tensor"), "symmetric": (True,)}
+_INPUTS = {"num_bits": (8,), "type": ("float",), "strategy": ("token", "tensor"), "symmetric": (True,)}
+_REMEDY = "only FP8 with scales of channels or tensors and rounded inputs is; use the checkpoint in bf16"
+
+
+def is_named(entry: str, name: str) -> bool:
+    """Whether an entry is a module, or a module around it: components of its name, or a pattern with `*`."""
+    return contains(entry, name) or is_listed(entry, name)
+
+
+@dataclass(frozen=True)
+class FloatQuant(QuantMethod):
+    """Every linear layer and expert has the scheme, except those that the checkpoint lists.
+
+    ignored: entries of modules that keep the model's dtype.
+    names: (entry, name of a module) -> whether the entry names it.
+    only_experts: whether only experts are quantised.
+    other_inputs: how activations differ from what the checkpoint intends, for the log; None: not at all.
+    """
+
+    scheme: Fp4Scheme | Fp8Scheme
+    ignored: tuple[str, ...] = ()
+    names: Callable[[str, str], bool] = is_named
+    only_experts: bool = False
+    other_inputs: str | None = None
+
+    def ignores(self, name: str) -> bool:
+        """Return whether a module of the checkpoint is not quantised."""
+        return any(self.names(entry, name) for entry in self.ignored)
+
+    def fallback(self, device: torch.device) -> str | None:
+        return (fp8_fallback(device) if isinstance(self.scheme, Fp8Scheme) else None) or self.other_inputs
+
+    def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
+        if self.only_experts or all_or_none(names, self.ignores):
+            return UnquantizedLinearMethod(shape)
+        if isinstance(self.scheme, Fp8Scheme):
+            return Fp8Linear(shape, self.scheme)
+        return PackedLinear(shape, self.scheme)
+
+    def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
+        if all_or_none(names, self.ignores):
+            return UnquantizedExperts(shape)
+        if isinstance(self.scheme, Fp8Scheme):
+            return Fp8Experts(shape, self.scheme)
+        return PackedExperts(shape, self.scheme)
+
+
+def block_scheme(block: Block) -> Fp8Scheme:
+    """Return the scheme. block: rows and columns that share a scale."""
+    return Fp8Scheme("weight_scale_inv", block)
+
+
+def read_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
+    """Read `quant_method: fp8`, with or without `weight_block_size`. See `workers.quantization.table.QuantReader`."""
+    block = quantization.get("weight_block_size")
+    left = list_of_names(quantization, "modules_to_not_convert", source)
+    if not block:
+        only(quantization, source, "activation_scheme", "dynamic", "static")
+        left = ("lm_head", *left, *list_of_names(quantization, "ignored_layers", source))
+        is_static = quantization.get("activation_scheme") == "static"
+        return FloatQuant(TENSOR, left, other_inputs=PER_TOKEN if is_static else None)
+    only(quantization, source, "fmt", "e4m3")
+    only(quantization, source, "activation_scheme", "dynamic")
+    are_sizes = isinstance(block, list) and all(type(size) is int and size > 0 for size in block)
+    if not are_sizes or len(block) != 2:
+        raise ValueError(f"{source}: quantization_config.weight_block_size={block!r}: must be two sizes, as [128, 128]")
+    return FloatQuant(block_scheme((block[0], block[1])), (*_UNQUANTISED, *left))
+
+
+def read_mxfp4(quantization: Mapping[str, Any], source: str) -> QuantMethod:
+    """Read `quant_method: mxfp4`, as in gpt-oss: only experts are quantised. See
+    `workers.quantization.table.QuantReader`."""
+    left = list_of_names(quantization, "modules_to_not_convert", source)
+    return FloatQuant(GPT_OSS_MXFP4, left, is_listed, only_experts=True)
+
+
+def read_modelopt(quantization: Mapping[str, Any], source: str) -> QuantMethod:
+    """Read `quant_method: modelopt`. See `workers.quantization.table.QuantReader`."""
+    inner = quantization.get("quantization")
+    settings = inner if isinstance(inner, dict) else quantization
+    algorithm = settings.get("quant_algo")
+    left = (*list_of_names(settings, "ignore", source), *list_of_names(settings, "exclude_modules", source))
+    if algorithm == "FP8":
+        return FloatQuant(TENSOR, left, other_inputs=PER_TOKEN)
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        return FloatQuant(CHANNEL, left)
+    if algorithm != "NVFP4":
+        raise ValueError(
+            f"{source}: quantization_config.quant_algo={algorithm!r} is not supported; only 'NVFP4', 'FP8' and "
+            "'FP8_PER_CHANNEL_PER_TOKEN' are; use the checkpoint in bf16"
+        )
+    size = settings.get("group_size") or 16
+    if size != 16:
+        raise ValueError(f"{source}: quantization_config.group_size={size!r} is not supported; NVFP4 has 16")
+    return FloatQuant(MODELOPT_NVFP4, left, is_listed, other_inputs=_PLAIN_INPUTS)
+
+
+def read_compressed_fp4(quantization: Mapping[str, Any], source: str) -> QuantMethod | None:
+    """Read `quant_method: compressed-tensors` with 4-bit float weights; None for other weights."""
+    given = quantization.get("config_groups")
+    groups = [group for group in given.values() if isinstance(group, dict)] if isinstance(given, dict) else []
+    weights = [group.get("weights") or {} for group in groups]
+    if not any(each.get("type") == "float" and each.get("num_bits") == 4 for each in weights):
+        return None
+    if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
+        raise ValueError(
+            f"{source}: quantization_config.config_groups: 4-bit floats must be one group of all Linear; "
+            "use the checkpoint in bf16"
+        )
+    size = weights[0].get("group_size")
+    schemes = {16: CT_NVFP4, 32: CT_MXFP4}
+    if size not in schemes:
+        raise ValueError(
+            f"{source}: quantization_config: weights.group_size={size!r} is not supported for 4-bit floats; "
+            "only 16 (NVFP4) and 32 (MXFP4) are; use the checkpoint in bf16"
+        )
+    if not weights[0].get("symmetric", True):
+        raise ValueError(f"{source}: quantization_config: weights.symmetric=false is not supported for 4-bit floats")
+    other = None if groups[0].get("input_activations") is None else _PLAIN_INPUTS
+    return FloatQuant(schemes[size], list_of_names(quantization, "ignore", source), is_listed, other_inputs=other)
+
+
+def read_compressed_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
+    """Read compressed-tensors' `float-quantized`. See `workers.quantization.table.QuantReader`."""
+    given_groups = quantization.get("config_groups")
+    groups = list(given_groups.values()) if isinstance(given_groups, dict) else []
+    if len(groups) != 1 or not isinstance(groups[0], dict) or groups[0].get("targets") != ["Linear"]:
+        raise ValueError(f"{source}: quantization_config.config_groups: must be one group of all Linear; {_REMEDY}")
+    for name, wanted in (("weights", _WEIGHTS), ("input_activations", _INPUTS)):
+        given = groups[0].get(name)
+        given = given if isinstance(given, dict) else {}
+        for key, supported in wanted.items():
+            if given.get(key) not in supported:
+                raise ValueError(
+                    f"{source}: quantization_config: {name}.{key}={given.get(key)!r} is not supported; {_REMEDY}"
+                )
+    scheme = TENSOR if groups[0]["weights"]["strategy"] == "tensor" else CHANNEL
+    is_static = groups[0]["input_activations"]["strategy"] == "tensor"
+    ignored = list_of_names(quantization, "ignore", source)
+    return FloatQuant(scheme, ignored, matches, other_inputs=PER_TOKEN if is_static else None)
