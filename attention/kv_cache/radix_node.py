@@ -1,5 +1,6 @@
 """A node of the prefix cache's radix tree, and the snapshots at its pages. Used by `prefix_cache` alone."""
 
+from dataclasses import dataclass, field
 from enum import Enum
 
 import numpy as np
@@ -9,6 +10,7 @@ Tokens = npt.NDArray[np.int32]
 EvictionKey = tuple[bool, int]
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A node of the radix tree: consecutive pages.
 
@@ -22,28 +24,16 @@ class Node:
     queued: its key in the eviction queue; None outside of it.
     """
 
-    __slots__ = ("tokens", "pages", "digests", "depth", "children", "parent", "key", "stamp", "snapshots", "queued")
-
-    def __init__(
-        self,
-        tokens: Tokens,
-        pages: list[int],
-        digests: list[bytes],
-        depth: int,
-        parent: "Node | None",
-        key: bytes,
-        stamp: int,
-    ) -> None:
-        self.tokens = tokens
-        self.pages = pages
-        self.digests = digests
-        self.depth = depth
-        self.children: dict[bytes, Node] = {}
-        self.parent = parent
-        self.key = key
-        self.stamp = stamp
-        self.snapshots: list[Snapshot] = []
-        self.queued: EvictionKey | None = None
+    tokens: Tokens
+    pages: list[int]
+    digests: list[bytes]
+    depth: int
+    parent: "Node | None"
+    key: bytes
+    stamp: int
+    children: "dict[bytes, Node]" = field(default_factory=dict)
+    snapshots: "list[Snapshot]" = field(default_factory=list)
+    queued: EvictionKey | None = None
 
     @staticmethod
     def root() -> "Node":
@@ -101,6 +91,7 @@ class SnapshotKind(Enum):
     ANSWER = "along an answer"
 
 
+@dataclass(slots=True, eq=False)
 class Snapshot:
     """The state of all recurrent layers after a text's first `end` pages, in one row of every rank's state pool.
 
@@ -111,16 +102,14 @@ class Snapshot:
     recorded: tick up to which the estimates of `Snapshots` include its time.
     """
 
-    __slots__ = ("row", "end", "node", "kind", "before", "after", "since", "recorded")
-
-    def __init__(self, row: int, end: int, node: Node, kind: "SnapshotKind", now: int) -> None:
-        self.row = row
-        self.end = end
-        self.node = node
-        self.kind = kind
-        self.before: Snapshot | None = None
-        self.after: set[Snapshot] = set()
-        self.since = self.recorded = now
+    row: int
+    end: int
+    node: Node
+    kind: SnapshotKind
+    since: int
+    recorded: int
+    before: "Snapshot | None" = None
+    after: "set[Snapshot]" = field(default_factory=set)
 
     @property
     def cost(self) -> int:

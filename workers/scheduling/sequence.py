@@ -1,5 +1,7 @@
 """The scheduler's state of a request, of a step in flight, and of a plan under construction."""
 
+from dataclasses import dataclass, field
+
 import numpy as np
 import numpy.typing as npt
 
@@ -10,6 +12,7 @@ from workers.scheduling.timing.step import Prediction, Step
 Int64s = npt.NDArray[np.int64]
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A request's state.
 
@@ -23,45 +26,29 @@ class Sequence:
     not_before: the last step planned before its preemption; it may be admitted again after that step's result.
     """
 
-    __slots__ = (
-        "request",
-        "number",
-        "deadline_s",
-        "prompt",
-        "tokens",
-        "slot",
-        "num_cached",
-        "computed",
-        "kept",
-        "not_before",
-        "probation",
-        "pages_missing",
-        "max_len",
-        "submitted_s",
-        "first_token_s",
-        "first_output",
-        "was_admitted",
-        "is_finished",
-    )
+    request: Request
+    number: int
+    submitted_s: float
+    deadline_s: float = field(init=False)
+    prompt: npt.NDArray[np.int32] = field(init=False)
+    tokens: npt.NDArray[np.int32] = field(init=False)  # prompt and output at its last admission
+    max_len: int = field(init=False)
+    slot: int = -1
+    num_cached: int = 0
+    computed: int = 0
+    kept: int = 0
+    not_before: int = -1
+    probation: int = 0
+    pages_missing: tuple[int, int] = (-1, 0)  # (number of cache insertions, missing pages) when it last did not fit
+    first_token_s: float = -1.0
+    first_output: int = 0  # length of the output after its first token on this engine
+    was_admitted: bool = False
+    is_finished: bool = False
 
-    def __init__(self, request: Request, number: int, now: float) -> None:
-        self.request = request
-        self.number = number
-        self.deadline_s = now
-        self.prompt = np.asarray(request.prompt, np.int32)
-        self.tokens = self.prompt  # prompt and output at its last admission
-        self.slot = -1
-        self.num_cached = 0
-        self.computed = self.kept = 0
-        self.not_before = -1
-        self.probation = 0
-        self.pages_missing = (-1, 0)  # (number of cache insertions, missing pages) when it last did not fit
-        self.max_len = len(request.prompt) + request.sampling.max_tokens
-        self.submitted_s = now
-        self.first_token_s = -1.0
-        self.first_output = 0  # length of the output after its first token on this engine
-        self.was_admitted = False
-        self.is_finished = False
+    def __post_init__(self) -> None:
+        self.deadline_s = self.submitted_s
+        self.prompt = self.tokens = np.asarray(self.request.prompt, np.int32)
+        self.max_len = len(self.request.prompt) + self.request.sampling.max_tokens
 
     @property
     def order(self) -> tuple[float, int]:
@@ -74,6 +61,7 @@ class Sequence:
         return np.concatenate((self.prompt, np.asarray(output, np.int32))) if output else self.prompt
 
 
+@dataclass(slots=True, eq=False)
 class InFlightStep:
     """A planned step without an applied result. Its first `num_rounds` sequences run a round, the other n - num_rounds
     their last chunk.
@@ -91,59 +79,29 @@ class InFlightStep:
     is_change: whether the rounds draft another shape than they verify, so that their time is neither shape's.
     """
 
-    __slots__ = (
-        "step",
-        "sequences",
-        "slots",
-        "numbers",
-        "num_rounds",
-        "max_new_tokens",
-        "shape",
-        "drafted",
-        "num_drafted",
-        "reason",
-        "with_prompt_logprobs",
-        "expected",
-        "load",
-        "match_classes",
-        "is_change",
-    )
+    step: int
+    sequences: list[Sequence]
+    slots: Int64s  # of the rounds, until those of the last chunks are added
+    numbers: Int64s
+    max_new_tokens: int
+    shape: int
+    drafted: Int64s
+    reason: str
+    with_prompt_logprobs: list[Sequence]
+    load: Step = Step()  # noqa: RUF009 - immutable
+    match_classes: Int64s | None = None
+    expected: Prediction | None = None
+    is_change: bool = False
+    num_rounds: int = field(init=False)
+    num_drafted: Int64s = field(init=False)
 
-    def __init__(
-        self,
-        step: int,
-        sequences: list[Sequence],
-        round_slots: Int64s,
-        round_numbers: Int64s,
-        max_new_tokens: int,
-        shape: int,
-        drafted: Int64s,
-        reason: str,
-        with_prompt_logprobs: list[Sequence],
-        load: Step = Step(),  # noqa: B008 - immutable
-        match_classes: Int64s | None = None,
-        expected: Prediction | None = None,
-        is_change: bool = False,
-    ) -> None:
-        self.step = step
-        self.sequences = sequences
-        self.slots = round_slots
-        self.numbers = round_numbers
-        self.num_rounds = len(round_slots)
-        self.max_new_tokens = max_new_tokens
-        self.shape = shape
-        self.drafted = drafted
-        self.num_drafted = np.zeros(len(sequences), np.int64)
-        self.reason = reason
-        self.with_prompt_logprobs = with_prompt_logprobs
-        self.expected = expected
-        self.load = load
-        self.match_classes = match_classes
-        self.is_change = is_change
-        rest = sequences[len(round_slots) :]
+    def __post_init__(self) -> None:
+        self.num_rounds = len(self.slots)
+        self.num_drafted = np.zeros(len(self.sequences), np.int64)
+        rest = self.sequences[self.num_rounds :]
         if rest:
-            self.slots = np.concatenate((round_slots, np.array([sequence.slot for sequence in rest], np.int64)))
-            self.numbers = np.concatenate((round_numbers, np.array([sequence.number for sequence in rest], np.int64)))
+            self.slots = np.concatenate((self.slots, np.array([sequence.slot for sequence in rest], np.int64)))
+            self.numbers = np.concatenate((self.numbers, np.array([sequence.number for sequence in rest], np.int64)))
 
     @staticmethod
     def without_requests(step: int) -> "InFlightStep":
@@ -152,6 +110,7 @@ class InFlightStep:
         return InFlightStep(step, [], none, none, 0, 0, none, "", [])
 
 
+@dataclass(slots=True, eq=False)
 class PlanBuilder:
     """Plan number `step` under construction.
 
@@ -166,29 +125,14 @@ class PlanBuilder:
     num_planned: tokens of the plan's chunks, by slot.
     """
 
-    __slots__ = (
-        "step",
-        "oldest_in_flight",
-        "inits",
-        "chunks",
-        "last_chunks",
-        "with_prompt_logprobs",
-        "max_kv_len",
-        "preempted",
-        "admits",
-        "held",
-        "num_planned",
-    )
-
-    def __init__(self, step: int, oldest_in_flight: int) -> None:
-        self.step = step
-        self.oldest_in_flight = oldest_in_flight
-        self.inits: list[SlotInit] = []
-        self.chunks: list[Chunk] = []
-        self.last_chunks: list[Sequence] = []
-        self.with_prompt_logprobs: list[Sequence] = []
-        self.max_kv_len = 0
-        self.preempted = False
-        self.admits = True
-        self.held: set[int] = set()
-        self.num_planned: dict[int, int] = {}
+    step: int
+    oldest_in_flight: int
+    inits: list[SlotInit] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    last_chunks: list[Sequence] = field(default_factory=list)
+    with_prompt_logprobs: list[Sequence] = field(default_factory=list)
+    max_kv_len: int = 0
+    preempted: bool = False
+    admits: bool = True
+    held: set[int] = field(default_factory=set)
+    num_planned: dict[int, int] = field(default_factory=dict)
