@@ -83,65 +83,46 @@ def rope_store(
     norms: None = None,
 ) -> Tensor:
     """`attention.ops.rope_store.rope_store`; q in place."""
-    rows, num_kv_heads, head_dim = k.shape
-    group = q.shape[1] // num_kv_heads
-    _rope_store[(rows, num_kv_heads)](
+    return _launch(q, k, v, cos, sin, index, kv, slot_mapping)
+
+
+def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: None = None) -> Tensor:
+    """`attention.ops.rope_store.rope`; in place."""
+    return _launch(q, None, None, cos, sin, index, None, None)
+
+
+def _launch(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    index: Tensor,
+    kv: LayerKV | None,
+    slot_mapping: Tensor | None,
+) -> Tensor:
+    rows, num_heads, head_dim = q.shape
+    heads = num_heads if k is None else k.shape[1]  # each with a program per row
+    group = num_heads // heads
+    _rope_store[(rows, heads)](
         q,
         k,
         v,
         cos,
         sin,
         index,
-        kv.k,
-        kv.v,
+        None if kv is None else kv.k,
+        None if kv is None else kv.v,
         slot_mapping,
-        1.0 / kv.k_scale,
-        1.0 / kv.v_scale,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
+        1.0 if kv is None else 1.0 / kv.k_scale,
+        1.0 if kv is None else 1.0 / kv.v_scale,
+        *(0 if x is None else x.stride(i) for x in (q, k, v) for i in range(2)),
         GROUP=group,
         GROUP_PADDED=max(1, triton.next_power_of_2(group)),
-        KV_HEADS=num_kv_heads,
+        KV_HEADS=heads,
         D=head_dim,
         ROTATED=2 * cos.shape[-1],
-        STORES=True,
-        INTERPRETED=INTERPRETED,
-        num_warps=1,
-        **pdl_wait(q.device),
-    )
-    return q
-
-
-def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: None = None) -> Tensor:
-    """`attention.ops.rope_store.rope`; in place."""
-    rows, num_heads, head_dim = q.shape
-    nothing = (None,) * 2
-    _rope_store[(rows, num_heads)](
-        q,
-        *nothing,
-        cos,
-        sin,
-        index,
-        *nothing,
-        None,
-        1.0,
-        1.0,
-        q.stride(0),
-        q.stride(1),
-        0,
-        0,
-        0,
-        0,
-        GROUP=1,
-        GROUP_PADDED=1,
-        KV_HEADS=num_heads,
-        D=head_dim,
-        ROTATED=2 * cos.shape[-1],
-        STORES=False,
+        STORES=k is not None,
         INTERPRETED=INTERPRETED,
         num_warps=1,
         **pdl_wait(q.device),
