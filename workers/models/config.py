@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from attention.capability import Capability
+from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.recurrent.layout import StateGroup
 from attention.scores import ScoreRule
@@ -100,6 +101,19 @@ class ModelConfig(ABC):
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
         """Return the input sizes of one rank's linear layers, by config.json's names. Batch-invariant GEMMs require
         multiples of some size (`workers.runner.deterministic`)."""
+
+
+def head_groups(heads: Iterable[tuple[int, int]], tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
+    """Return a model's first layers, grouped by layout on one rank.
+
+    heads: (KV heads, head_dim) of each.
+    dtype: of KV.
+    """
+    layers: dict[HeadsLayout, list[int]] = {}
+    for layer, (num_kv_heads, head_dim) in enumerate(heads):
+        first, end = kv_head_span(num_kv_heads, TPGroup(0, tensor_parallel))
+        layers.setdefault(HeadsLayout(end - first, head_dim, dtype), []).append(layer)
+    return tuple(LayerGroup(tuple(which), layout) for layout, which in layers.items())
 
 
 def check_cuts(

@@ -99,7 +99,7 @@ def family_of_config(config: ModelConfig, source: str) -> Family:
 
 
 def _adapter() -> Family:
-    return cast(Family, import_module(f"{_ADAPTER}.family").FAMILY)
+    return cast(Family, import_module(f"{_ADAPTER}.model").FAMILY)
 
 
 def family_of(architecture: str, source: str) -> Family:

@@ -17,5 +17,4 @@ host_constants  caches tensors that a model creates from numbers in each pass
 replace    puts our layers into the model
 ranks      tries a rank's share of a model on the meta device
 model      `TransformersModel`, the target that the runner calls
-family     the entry of `workers.models.registry` for every other architecture
 """

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.layers.norm import RMSNorm
-from workers.models.adapter.matching import RandomNumbers, copied, is_close, result_of
+from workers.models.adapter.matching import Mark, RandomNumbers, copied, is_close, tensor_of
 
 _WIDTH, _ROWS = 8, 3  # of random inputs
 # Arguments that transformers' models pass to their layers besides the hidden states.
@@ -97,8 +97,8 @@ def _try(layer: nn.Module, block: Block, mlp_in_tuple: bool) -> tuple[str, ...] 
         narrow = copied(layer)
         narrow._modules |= stand_ins
         x = random.normal(1, _ROWS, _WIDTH)
-        passed = {name: _Mark() for name in _PASSED}
-        found = result_of(lambda given: narrow(given, **passed), x)
+        passed = {name: Mark() for name in _PASSED}
+        found = tensor_of(narrow, x, **passed)
         if found is None:
             return None
         got = {name: value for name, value in attention.given.items() if value is passed.get(name)}
@@ -107,10 +107,6 @@ def _try(layer: nn.Module, block: Block, mlp_in_tuple: bool) -> tuple[str, ...] 
         attention.in_tuple = mlp.in_tuple = False
         sums = x + attention(before(x))
         return tuple(got) if is_close(sums + mlp(after(sums)), found) else None
-
-
-class _Mark:
-    """An argument that a layer only passes on."""
 
 
 def _forward_of(layer: nn.Module, block: Block) -> Any:

@@ -14,12 +14,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attention.capability import Capability
-from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.lazy_import import load
 from attention.scores import ScoreRule
-from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import kv_head_span
 from workers.models.adapter.names import (
     TransformersNames,
     conversions,
@@ -41,7 +38,7 @@ from workers.models.adapter.survey import (
     record_chosen,
     survey,
 )
-from workers.models.config import ModelConfig, dtype_of
+from workers.models.config import ModelConfig, check_cuts, dtype_of, head_groups
 from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, ids_of, number_of, size_of
 from workers.models.moe import check_experts_device, stacked_experts
 from workers.quantization.quant_method import Unquantized
@@ -102,19 +99,8 @@ class AdapterConfig(ModelConfig):
                 f"tensor_parallel={tensor_parallel}: transformers has no plan of how ranks share {source} "
                 f"({self.architecture}); use tensor_parallel: 1"
             )
-        cut = dict(self.cut) | {"num_attention_heads": self.num_heads}
-        kv = {call.num_kv_heads for call in self.calls}
-
-        def fits(size: int) -> bool:
-            kv_fits = all(heads % size == 0 if heads >= size else size % heads == 0 for heads in kv)
-            return kv_fits and not any(total % size for total in cut.values())
-
-        if not fits(tensor_parallel):
-            named = ", ".join(f"{name}={total}" for name, total in cut.items())
-            raise ValueError(
-                f"tensor_parallel={tensor_parallel}: does not divide {source} ({named}, num_key_value_heads="
-                f"{', '.join(map(str, sorted(kv)))}); try one of {[n for n in range(1, 129) if fits(n)]}"
-            )
+        kv_heads = (call.num_kv_heads for call in self.calls)
+        check_cuts(tensor_parallel, source, self.num_heads, dict(self.cut), kv_heads)
         load("workers.models.adapter.ranks:check_ranks")(self, tensor_parallel, source)  # which runs our model
 
     @property
@@ -125,12 +111,7 @@ class AdapterConfig(ModelConfig):
         return all(re.sub(r"\.\d+(?=\.|$)", ".*", call.module) in cut for call in self.calls)
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-        group = TPGroup(0, tensor_parallel)
-        layers: dict[HeadsLayout, list[int]] = {}
-        for layer, call in enumerate(self.calls):
-            first, end = kv_head_span(call.num_kv_heads, group)
-            layers.setdefault(HeadsLayout(end - first, call.kept_dim, dtype), []).append(layer)
-        return tuple(LayerGroup(tuple(which), layout) for layout, which in layers.items())
+        return head_groups(((call.num_kv_heads, call.kept_dim) for call in self.calls), tensor_parallel, dtype)
 
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
         heads = self.num_heads * self.head_dim // tensor_parallel

@@ -74,7 +74,7 @@ def match_norm(module: nn.Module, dtype: torch.dtype) -> NormMatch | None:
         scales = torch.logspace(-4, 2, _ROWS, dtype=torch.float32).unsqueeze(1)  # small scales reveal epsilon
         x = (random.normal(_ROWS, size) + 0.3) * scales
         given = 0.5 + random.uniform(size)
-        expected = result_of(_with_weight(module, given), x)
+        expected = tensor_of(_with_weight(module, given), x)
         if expected is None:
             return None
         equal = [
@@ -84,7 +84,7 @@ def match_norm(module: nn.Module, dtype: torch.dtype) -> NormMatch | None:
             if is_close(rms_norm.reference(x, given + added, eps), expected)
         ]
         x, given = x.to(dtype), given.to(dtype)
-        rounded = result_of(_with_weight(module, given), x)
+        rounded = tensor_of(_with_weight(module, given), x)
         if not equal or rounded is None or rounded.dtype != dtype:
             return None
 
@@ -128,7 +128,7 @@ def _is_gated(
         x = random.normal(_ROWS, _NARROW)
         inner = torch.cat([small[name](x) for name in gates], dim=-1)
         expected = small[down](ACTIVATIONS[activation].reference(inner))
-        found = result_of(narrow, x.unsqueeze(0))  # models call it with [1, rows, hidden]
+        found = tensor_of(narrow, x.unsqueeze(0))  # models call it with [1, rows, hidden]
     return found is not None and is_close(expected, found.squeeze(0))
 
 
@@ -140,7 +140,7 @@ def match_experts(module: nn.Module) -> GatedActivation | None:
     with torch.device("cpu"), torch.no_grad():
         scales = torch.logspace(-2, 3, _ROWS, dtype=torch.float32).unsqueeze(1)  # large scales reveal limits
         x = RandomNumbers(0).normal(_ROWS, 2 * _WIDE) * scales
-        found = result_of(getattr(module, _APPLY_GATE), x)
+        found = tensor_of(getattr(module, _APPLY_GATE), x)
         if found is None or found.device != x.device:
             return None
         gate, up = x.chunk(2, dim=-1)
@@ -181,12 +181,21 @@ def copied(module: nn.Module) -> Any:
     return other
 
 
-def result_of(module: Callable[[Tensor], Any], x: Tensor) -> Tensor | None:
-    """Return the result of a module of transformers; None if the call fails."""
+class Mark:
+    """An argument or result that a module of transformers only passes on."""
+
+
+def result_of(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Return the result of a module or function of transformers; None if the call fails."""
     try:
-        found = module(x)
+        return function(*given, **named)
     except Exception:  # a model's own code may raise any exception
         return None
+
+
+def tensor_of(function: Callable[..., Any], *given: Any, **named: Any) -> Tensor | None:
+    """Return `result_of`; None if it is no tensor."""
+    found = result_of(function, *given, **named)
     return found if isinstance(found, Tensor) else None
 
 

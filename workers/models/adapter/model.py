@@ -15,7 +15,7 @@ from workers.layers.forward_context import ForwardContext
 from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import Unweighted
 from workers.models.adapter.blocks import fuse_blocks
-from workers.models.adapter.config import AdapterConfig, transformers_config
+from workers.models.adapter.config import AdapterConfig, read_config, transformers_config, weight_names
 from workers.models.adapter.host_constants import HostConstants
 from workers.models.adapter.layers import Head, PagedAttention, Passing, own_tensors
 from workers.models.adapter.replace import put_layers
@@ -23,6 +23,7 @@ from workers.models.adapter.rotation import rebind
 from workers.models.adapter.streams import capture_streams
 from workers.models.adapter.survey import UnservableError, decoder, keep_angles, make_model
 from workers.models.decoder import DecoderOutput, TargetModel
+from workers.models.registry import ModelFamily
 from workers.ops.gemm.workspace import GEMMOptions
 
 
@@ -178,3 +179,7 @@ def _check_constants(module: nn.Module) -> None:
 
 def _mark_of(constant: Tensor) -> float:
     return float("nan") if constant.is_floating_point() else torch.iinfo(constant.dtype).min
+
+
+FAMILY: ModelFamily[AdapterConfig] = ModelFamily(read_config, TransformersModel, weight_names)
+"""The family of every decoder of transformers that has no family of its own."""

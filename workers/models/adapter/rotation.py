@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.rotation import rotate
-from workers.models.adapter.matching import RandomNumbers
+from workers.models.adapter.matching import RandomNumbers, result_of
 
 _WORD = "rotary"  # in the names of transformers' RoPE functions
 _RTOL, _ATOL = 1e-4, 1e-5  # float32 rounding
@@ -120,7 +120,7 @@ def _has_equal_halves(angles: _Angles) -> bool:
             name: None if buffer is None else random.uniform(*buffer.shape).to(buffer.dtype)
             for name, buffer in angles.module._buffers.items()
         }
-        found = _called(module.forward, _on_cpu(angles.given, random), _on_cpu(angles.named, random))
+        found = result_of(module.forward, *_on_cpu(angles.given, random), **_on_cpu(angles.named, random))
     if not _is_pair(found):
         return False
     halves = [each.chunk(2, dim=-1) for each in found]
@@ -138,7 +138,7 @@ def _rotates_alike(call: _Rotation) -> bool:
         half = (*cos.shape[:-1], cos.shape[-1] // 2)
         cos, sin = (random.normal(*half) for _ in range(2))
         both = (torch.cat((each, each), dim=-1) for each in (cos, sin))
-        found = _called(call.function, (q, k, *both, *call.given[4:]), call.named)
+        found = result_of(call.function, q, k, *both, *call.given[4:], **call.named)
         expected = [rotate(each[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1)[None] for each in (q, k)]
     return _is_pair(found) and all(
         ours.shape == theirs.shape and torch.allclose(ours, theirs, _RTOL, _ATOL)
@@ -157,11 +157,3 @@ def _on_cpu(given: Any, random: RandomNumbers) -> Any:
     if given.is_floating_point():
         return random.normal(*given.shape)
     return torch.arange(given.numel()).view(given.shape)
-
-
-def _called(function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Return the result; None if the call fails."""
-    try:
-        return function(*given, **named)
-    except Exception:  # a model's own code may raise any exception
-        return None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.layers.routing import Router
-from workers.models.adapter.matching import RandomNumbers, copied
+from workers.models.adapter.matching import Mark, RandomNumbers, copied, result_of
 from workers.ops.experts.route import SCORINGS, RouterLogits, Routing, TokenSlots, route
 
 _ROWS = 64  # random rows; enough to reveal a router that chooses differently
@@ -161,10 +161,7 @@ def _with_tensors(module: nn.Module, linear: str | None, weight: Tensor, bias: T
 def _result(module: Any, x: Tensor, bias: Tensor | None) -> tuple[tuple[str, ...], Tensor, int] | None:
     """Return the order of the module's results, the weight of each expert in each row, and the number of chosen
     experts; None if the module does not return logits, weights and chosen experts."""
-    try:
-        found = module(x, *(() if bias is None else (bias,)))
-    except Exception:  # a model's own code may raise anything
-        return None
+    found = result_of(module, x, *(() if bias is None else (bias,)))
     if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, Tensor) for each in found):
         return None
     flat = [each.reshape(-1, each.shape[-1]) for each in found]
@@ -201,13 +198,9 @@ def _candidates(module: nn.Module, num_experts: int, num_chosen: int, has_bias: 
             )
 
 
-class _Mark:
-    """A router's result that a block only passes on."""
-
-
 def _only_passes(block: nn.Module, router: str, experts: str, match: RouterMatch, flat: bool) -> bool:
     """Return whether `block` calls its experts once, with unmodified results of its router."""
-    mark, num_experts = _Mark(), match.routing.num_experts
+    mark, num_experts = Mark(), match.routing.num_experts
     calls: list[bool] = []
 
     class Marks(nn.Module):
@@ -224,9 +217,6 @@ def _only_passes(block: nn.Module, router: str, experts: str, match: RouterMatch
     other = copied(block)
     other._modules |= {router: Marks(), experts: Takes()}
     x = torch.empty(1, 3, hidden_of(block.get_submodule(router), match), device="meta")
-    try:
-        with torch.no_grad():
-            other(x)
-    except Exception:  # a model's own code may raise anything
-        return False
-    return calls == [True, True]
+    with torch.no_grad():
+        ran = result_of(other, x) is not None
+    return ran and calls == [True, True]

@@ -5,14 +5,11 @@ from typing import Any
 
 import torch
 
-from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.scores import ScoreRule
-from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import kv_head_span
 from workers.layers.rotary import RopeConfig
 from workers.models import llama
-from workers.models.config import rope_of, text_part
+from workers.models.config import head_groups, rope_of, text_part
 from workers.models.config_fields import MAX_EXPERTS, architecture_of, flag_of, section_of, size_of
 from workers.models.gemma.gemma3 import activation_of, cap_of
 from workers.models.mistral import FULL, SLIDING, windows_of
@@ -103,12 +100,8 @@ class Gemma4Config(LlamaMoeConfig):
             super(Gemma4Config, one).check_shards(tensor_parallel, source)
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-        layers: dict[HeadsLayout, list[int]] = {}
-        for layer in range(self.num_layers - self.num_shared):
-            heads = self.heads[layer]
-            first, end = kv_head_span(heads.num_kv_heads, TPGroup(0, tensor_parallel))
-            layers.setdefault(HeadsLayout(end - first, heads.head_dim, dtype), []).append(layer)
-        return tuple(LayerGroup(tuple(which), layout) for layout, which in layers.items())
+        own = self.heads[: self.num_layers - self.num_shared]
+        return head_groups(((heads.num_kv_heads, heads.head_dim) for heads in own), tensor_parallel, dtype)
 
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
         inputs = super().linear_inputs(tensor_parallel)
