@@ -2,6 +2,7 @@
 
 import random
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from attention.config import CacheConfig
@@ -11,7 +12,14 @@ from tests.support.simulation.integrity import check_queues
 from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from workers.scheduling.cost_table import CostTable
 from workers.scheduling.plan import SamplingParams, StepPlan, unpack_i32
-from workers.scheduling.request import FinishReason, Request, RequestOutput, RequestState
+from workers.scheduling.request import (
+    FinishReason,
+    QueueFullError,
+    Request,
+    RequestOutput,
+    RequestState,
+    RequestTooLargeError,
+)
 from workers.scheduling.scheduler import Scheduler
 
 TREE = RoundShape(name="tree", width=6, max_new_tokens=4, draft_tokens=5)
@@ -169,6 +177,46 @@ class Simulation:
         assert request.state is RequestState.FINISHED
         assert request.output == scripted_output(len(request.prompt), request.sampling)
         assert request.output == self.outputs[request.request_id]
+
+
+def random_history(
+    sim: Simulation,
+    rng: random.Random,
+    num_requests: int,
+    submit: Callable[[Sequence[Request]], Request],
+    abort_chance: float = 0.03,
+) -> int:
+    """Submit requests at random times, abort some, and lose the worker group now and then, until all have ended.
+    Check what each that was not aborted emits. Return how many were aborted.
+
+    submit: submits a request, given the former ones. It may be refused.
+    abort_chance: of each step.
+    """
+    requests: list[Request] = []
+    aborted: set[str] = set()
+    while len(requests) < num_requests:
+        if rng.random() < 0.3:
+            try:
+                requests.append(submit(requests))
+            except (QueueFullError, RequestTooLargeError):
+                continue
+        if rng.random() < abort_chance and requests:
+            victim = rng.choice(requests)
+            if sim.scheduler.abort(victim.request_id) is not None:
+                aborted.add(victim.request_id)
+                assert victim.state is RequestState.FINISHED
+            check_queues(sim.scheduler.queues)
+        if rng.random() < 0.01:
+            sim.new_worker_group(sim.scheduler.epoch + 1)
+        sim.step()
+    sim.run()
+    for request in requests:
+        if request.request_id in aborted:
+            assert request.request_id not in sim.finished
+        else:
+            sim.check_output(request)
+    assert len(sim.finished) + len(aborted) == len(requests)
+    return len(aborted)
 
 
 def random_prompt(rng: random.Random, max_len: int) -> list[int]:

@@ -1,13 +1,13 @@
 """Random histories. The rank's KV model fails if a page is missing, shared wrongly, or holds another's content."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
-from tests.support.simulation.integrity import check_queues
-from tests.support.simulation.scheduler import Simulation, random_prompt
+from tests.support.simulation.scheduler import Simulation, random_history, random_prompt
 from tests.support.slow import covering
-from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
+from workers.scheduling.request import FinishReason, Request
 
 POOLS = {1: 110, 4: 30, 16: 12, 64: 5}  # pages: the largest request fits, few of them do at once
 
@@ -26,40 +26,19 @@ def test_every_request_gets_its_script_whatever_happens(seed, page_size, lookahe
         prefix_cache=rng.random() < 0.8,
         max_in_flight=rng.choice([1, 2, 2, 3]),
     )
-    requests: list[Request] = []
-    aborted: set[str] = set()
-    while len(requests) < 40:
-        if rng.random() < 0.3:
-            try:
-                requests.append(
-                    sim.submit(
-                        random_prompt(rng, 60),
-                        max_tokens=rng.randint(1, 45),
-                        speculative=rng.random() < 0.7,
-                        stop_token_ids=(3, 500, 501, 502) if rng.random() < 0.5 else (),
-                        logprobs=rng.choice([-1, 0]),
-                        repetition_penalty=rng.choice([1.0, 1.2]),
-                    )
-                )
-            except (QueueFullError, RequestTooLargeError):
-                continue
-        if rng.random() < 0.03 and requests:
-            victim = rng.choice(requests)
-            if sim.scheduler.abort(victim.request_id) is not None:
-                aborted.add(victim.request_id)
-                assert victim.state is RequestState.FINISHED
-            check_queues(sim.scheduler.queues)
-        if rng.random() < 0.01:
-            sim.new_worker_group(sim.scheduler.epoch + 1)
-        sim.step()
-    sim.run()
-    for request in requests:
-        if request.request_id in aborted:
-            assert request.request_id not in sim.finished
-        else:
-            sim.check_output(request)
-    assert len(sim.finished) + len(aborted) == len(requests)
-    assert sim.scheduler.stats.finished.get(FinishReason.ABORT.value, 0) == len(aborted)
+
+    def submit(former: Sequence[Request]) -> Request:
+        return sim.submit(
+            random_prompt(rng, 60),
+            max_tokens=rng.randint(1, 45),
+            speculative=rng.random() < 0.7,
+            stop_token_ids=(3, 500, 501, 502) if rng.random() < 0.5 else (),
+            logprobs=rng.choice([-1, 0]),
+            repetition_penalty=rng.choice([1.0, 1.2]),
+        )
+
+    num_aborted = random_history(sim, rng, 40, submit)
+    assert sim.scheduler.stats.finished.get(FinishReason.ABORT.value, 0) == num_aborted
 
 
 @pytest.mark.parametrize("page_size", sorted(POOLS))

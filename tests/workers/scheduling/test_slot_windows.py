@@ -2,15 +2,15 @@
 another request's content; the integrity checks of every step fail if a window page is lost."""
 
 import random
+from collections.abc import Sequence
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attention.kv_cache.window_pages import WindowSizes
-from tests.support.simulation.integrity import check_queues
-from tests.support.simulation.scheduler import Simulation, random_prompt
+from tests.support.simulation.scheduler import Simulation, random_history, random_prompt
 from workers.config import RoundShapes
-from workers.scheduling.request import QueueFullError, Request, RequestTooLargeError
+from workers.scheduling.request import Request
 
 POOLS = {1: 110, 4: 30, 16: 12}  # pages: the largest request fits, few of them do at once
 
@@ -46,30 +46,13 @@ def simulation(rng: random.Random, page_size: int, window: int, spare: int) -> S
 def test_no_window_page_is_freed_too_early_or_lost(seed: int, page_size: int, window: int, spare: int) -> None:
     rng = random.Random(seed)
     sim = simulation(rng, page_size, window, spare)
-    requests: list[Request] = []
-    aborted: set[str] = set()
-    while len(requests) < 15:
-        if rng.random() < 0.3:
-            try:
-                requests.append(
-                    sim.submit(
-                        random_prompt(rng, 60),
-                        max_tokens=rng.randint(1, 45),
-                        speculative=rng.random() < 0.7,
-                        stop_token_ids=(3, 500, 501, 502) if rng.random() < 0.5 else (),
-                    )
-                )
-            except (QueueFullError, RequestTooLargeError):
-                continue
-        if rng.random() < 0.05 and requests:
-            victim = rng.choice(requests)
-            if sim.scheduler.abort(victim.request_id) is not None:
-                aborted.add(victim.request_id)
-            check_queues(sim.scheduler.queues)
-        if rng.random() < 0.01:
-            sim.new_worker_group(sim.scheduler.epoch + 1)
-        sim.step()
-    sim.run()
-    for request in requests:
-        if request.request_id not in aborted:
-            sim.check_output(request)
+
+    def submit(former: Sequence[Request]) -> Request:
+        return sim.submit(
+            random_prompt(rng, 60),
+            max_tokens=rng.randint(1, 45),
+            speculative=rng.random() < 0.7,
+            stop_token_ids=(3, 500, 501, 502) if rng.random() < 0.5 else (),
+        )
+
+    random_history(sim, rng, 15, submit, abort_chance=0.05)

@@ -2,12 +2,13 @@
 state of other tokens, if a state is read before it is written, or if KV that others share is written again."""
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from tests.support.simulation.integrity import check_queues
 from tests.support.simulation.prefix_loads import possible_tokens, prompt_heavy
-from tests.support.simulation.scheduler import Simulation, random_prompt
+from tests.support.simulation.scheduler import Simulation, random_history, random_prompt
 from tests.support.simulation.states import hits
 from tests.support.slow import slow
 from workers.scheduling.request import FinishReason, Request
@@ -174,28 +175,16 @@ def test_states_are_right_whatever_happens(seed, page_size, lookahead):
         num_snapshots=rng.choice([1, 3, 10]),
         state_interval=page_size * rng.choice([1, 2, 8]),
     )
-    requests: list[Request] = []
-    aborted: set[str] = set()
-    while len(requests) < 50:
-        if rng.random() < 0.3:
-            ended = [each for each in requests if each.request_id in sim.finished and len(each.prompt) < 60]
-            if ended and rng.random() < 0.5:
-                former = rng.choice(ended[-4:])
-                prompt = [*former.prompt, *former.output[: rng.randint(0, 40)], *random_prompt(rng, 9)][:60]
-            else:
-                prompt = random_prompt(rng, 60)
-            requests.append(sim.submit(prompt, max_tokens=rng.randint(1, 38), speculative=rng.random() < 0.7))
-        if rng.random() < 0.03 and requests:
-            victim = rng.choice(requests)
-            if sim.scheduler.abort(victim.request_id) is not None:
-                aborted.add(victim.request_id)
-            check_queues(sim.scheduler.queues)
-        if rng.random() < 0.01:
-            sim.new_worker_group(sim.scheduler.epoch + 1)
-        sim.step()
-    sim.run()
-    for request in requests:
-        if request.request_id not in aborted:
-            sim.check_output(request)
+
+    def submit(former: Sequence[Request]) -> Request:
+        ended = [each for each in former if each.request_id in sim.finished and len(each.prompt) < 60]
+        if ended and rng.random() < 0.5:
+            last = rng.choice(ended[-4:])
+            prompt = [*last.prompt, *last.output[: rng.randint(0, 40)], *random_prompt(rng, 9)][:60]
+        else:
+            prompt = random_prompt(rng, 60)
+        return sim.submit(prompt, max_tokens=rng.randint(1, 38), speculative=rng.random() < 0.7)
+
+    random_history(sim, rng, 50, submit)
     snapshots = sim.scheduler.prefix_cache.snapshots
     assert snapshots.num_lent == snapshots.num_saved == 0, "the cache is empty, and no request runs"
