@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attention.metadata import ChunkLists, PrefillBatch
 from attention.ops.slot_mapping import map_rows
+from attention.rotation import Angles
 from attention.views import ExpandedKV
 
 MAX_TOKENS = 8  # maximum expanded tokens per row of the pass, which bounds memory
@@ -68,15 +69,12 @@ class ExpandedChunks(ABC):
         return self.ends[:-1]
 
     @abstractmethod
-    def attend(
-        self, q: Tensor, made: ExpandedKV, cos: Tensor, sin: Tensor, index: Tensor, scale: float, out: Tensor
-    ) -> Tensor:
+    def attend(self, q: Tensor, made: ExpandedKV, angles: Angles, scale: float, out: Tensor) -> Tensor:
         """Write causal attention of one layer's rows to `out` and return it; zeros for rows without a chunk.
 
         q         [rows, heads, key_dim + rotated], before RoPE
         made      keys and values of `tokens`
-        cos, sin  [any, rotated / 2] float32
-        index     [rows] int64, each row's line of cos and sin
+        angles    of the rows
         scale     positive
         out       [rows, heads, value_dim], written
         """

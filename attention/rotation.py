@@ -1,8 +1,28 @@
-"""Rotary position embedding (arXiv 2104.09864) in torch, in the half-split order of most checkpoints and in DeepSeek's.
-Layouts use it on CPUs; tests compare the kernel `attention.ops.rope_store_triton` with it."""
+"""Rotary position embedding (arXiv 2104.09864): the angles of rows, and the rotation in torch, in the half-split order
+of most checkpoints and in DeepSeek's. Layouts use it on CPUs; tests compare the kernel
+`attention.ops.rope_store_triton` with it."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Angles:
+    """RoPE angles of a pass's rows: row i is rotated by cos[index[i]] and sin[index[i]].
+
+    cos, sin: [positions, rotated dimensions / 2] float32, contiguous.
+    index: [rows] int64.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    index: Tensor
+
+    def of_rows(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of each row, [rows, rotated dimensions / 2] float32."""
+        return self.cos[self.index], self.sin[self.index]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

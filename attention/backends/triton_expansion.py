@@ -5,18 +5,17 @@ from torch import Tensor
 from attention.expansion import ExpandedChunks
 from attention.ops.attend.expanded_prefill_triton import attend_expanded, expanded_tiles
 from attention.ops.attend.prefill_plan_triton import plan_tiles
+from attention.rotation import Angles
 from attention.views import ExpandedKV
 
 
 class TritonExpandedChunks(ExpandedChunks):
     """Expanded chunks for our kernel. Lists their tiles once per pass."""
 
-    def attend(
-        self, q: Tensor, made: ExpandedKV, cos: Tensor, sin: Tensor, index: Tensor, scale: float, out: Tensor
-    ) -> Tensor:
+    def attend(self, q: Tensor, made: ExpandedKV, angles: Angles, scale: float, out: Tensor) -> Tensor:
         tiles = expanded_tiles(q.itemsize)
         if tiles.block_m not in self.tile_lists:
             self.tile_lists[tiles.block_m] = plan_tiles(self.batch, tiles.block_m)
         if self.batch.is_padded:
             out.zero_()
-        return attend_expanded(q, made, cos, sin, index, self.tile_lists[tiles.block_m], tiles, scale, out)
+        return attend_expanded(q, made, angles, self.tile_lists[tiles.block_m], tiles, scale, out)

@@ -10,6 +10,7 @@ from attention.fp8 import FP8, KVScales
 from attention.head_norms import HeadNorms
 from attention.kv_cache.layout import KVLayout, PerToken
 from attention.ops.rope_store import rope, rope_store
+from attention.rotation import Angles
 from attention.views import LayerKV
 
 
@@ -39,15 +40,13 @@ class HeadsLayout(KVLayout[LayerKV]):
         view: LayerKV,
         q: Tensor,
         rows: tuple[Tensor, ...],
-        cos: Tensor,
-        sin: Tensor,
-        index: Tensor,
+        angles: Angles,
         slot_mapping: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """rows: k and v [rows, kv_heads, head_dim], before norms and RoPE."""
         k, v = rows
-        return rope_store(q, k, v, cos, sin, index, view, slot_mapping, norms)
+        return rope_store(q, k, v, angles, view, slot_mapping, norms)
 
-    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> Tensor:
-        return rope(q, cos, sin, index, norms)
+    def rotate(self, q: Tensor, angles: Angles, norms: HeadNorms | None = None) -> Tensor:
+        return rope(q, angles, norms)

@@ -12,7 +12,7 @@ from attention.fp8 import FP8, KVScales, write_rows
 from attention.head_norms import HeadNorms
 from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
 from attention.ops.nan_values import without_nan
-from attention.rotation import rotate_pairs
+from attention.rotation import Angles, rotate_pairs
 from attention.views import LatentKV
 
 
@@ -41,9 +41,7 @@ class LatentLayout(KVLayout[LatentKV]):
         view: LatentKV,
         q: Tensor,
         rows: tuple[Tensor, ...],
-        cos: Tensor,
-        sin: Tensor,
-        index: Tensor,
+        angles: Angles,
         slot_mapping: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
@@ -52,7 +50,7 @@ class LatentLayout(KVLayout[LatentKV]):
         On GPUs `workers.ops.latent.normed_latents_triton` does this, together with a layer's norms.
         """
         assert norms is None, "latent rows have no heads"
-        (row,), cos, sin = rows, cos[index], sin[index]
+        (row,), (cos, sin) = rows, angles.of_rows()
         rotated = self._rotated(row.unsqueeze(1), cos, sin).squeeze(1)
         keys, latents = without_nan(rotated[:, self.latent :], rotated[:, : self.latent])
         write_rows(view.rows, slot_mapping, torch.cat((latents, keys), dim=-1), view.scale)

@@ -17,6 +17,7 @@ from torch import Tensor
 from attention.fp8 import KVScales
 from attention.head_norms import HeadNorms
 from attention.ops.move_path import move_path
+from attention.rotation import Angles
 
 View = TypeVar("View")
 
@@ -63,9 +64,7 @@ class KVLayout(ABC, Generic[View]):
         view: View,
         q: Tensor,
         rows: tuple[Tensor, ...],
-        cos: Tensor,
-        sin: Tensor,
-        index: Tensor,
+        angles: Angles,
         slot_mapping: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
@@ -74,13 +73,12 @@ class KVLayout(ABC, Generic[View]):
 
         q: [rows, q_heads, head_dim].
         rows: the layer's projections for the cache, [rows, ...] each; their number depends on the layout.
-        cos, sin: [any, rotated dimensions / 2] float32.
-        index: [rows] int64, each row's line in cos and sin.
+        angles: of the rows.
         slot_mapping: [rows] int64 token indexes. If rows share one (padding, on page 0), any of them may be stored.
         norms: norms of q and the rows, applied before RoPE, for the layout of heads; None: none.
         """
 
-    def rotate(self, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> Tensor:
+    def rotate(self, q: Tensor, angles: Angles, norms: HeadNorms | None = None) -> Tensor:
         """Return rotated q, as `store` does, with the same arguments. Only for layouts whose layers may share KV."""
         raise NotImplementedError(f"layers over {self.kind} do not share KV")
 

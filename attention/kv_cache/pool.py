@@ -12,6 +12,7 @@ from attention.capability import Capability
 from attention.fp8 import KVScales
 from attention.head_norms import HeadNorms
 from attention.kv_cache.layout import KVLayout, LayerGroup
+from attention.rotation import Angles
 
 
 def bytes_per_page(groups: Iterable[LayerGroup], page_size: int, of_windows: bool = False) -> int:
@@ -95,22 +96,18 @@ class KVPool:
         layer: int,
         q: Tensor,
         rows: tuple[Tensor, ...],
-        cos: Tensor,
-        sin: Tensor,
-        index: Tensor,
+        angles: Angles,
         slot_mapping: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
         """Rotate the rows of a pass by their positions, and store them as the layer's layout does: see
         `KVLayout.store`. Return rotated q."""
         layout, view = self._layers[layer]
-        return layout.store(view, q, rows, cos, sin, index, slot_mapping, norms)
+        return layout.store(view, q, rows, angles, slot_mapping, norms)
 
-    def rotate(
-        self, layer: int, q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None
-    ) -> Tensor:
+    def rotate(self, layer: int, q: Tensor, angles: Angles, norms: HeadNorms | None = None) -> Tensor:
         """Return q rotated as `store` does, for a layer that shares an earlier layer's KV: see `KVLayout.rotate`."""
-        return self._layers[layer][0].rotate(q, cos, sin, index, norms)
+        return self._layers[layer][0].rotate(q, angles, norms)
 
     def clear(self, pages: Tensor, of_windows: bool = False) -> None:
         """Zero pages [n] int64 in all layers that have them. of_windows: they are window pages."""

@@ -8,7 +8,7 @@ from attention.fp8 import write_rows
 from attention.head_norms import HeadNorms
 from attention.ops.nan_values import without_nan
 from attention.ops.operation import Implementation, on_gpu, operation
-from attention.rotation import rotate
+from attention.rotation import Angles, rotate
 from attention.views import LayerKV
 
 
@@ -16,8 +16,9 @@ def _is_power_of_two(size: int) -> bool:
     return size & (size - 1) == 0
 
 
-def _check_rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> None:
+def _check_rope(q: Tensor, angles: Angles, norms: HeadNorms | None = None) -> None:
     rows, _, head_dim = q.shape
+    cos, sin, index = angles.cos, angles.sin, angles.index
     assert q.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous()
     assert cos.dtype == sin.dtype == torch.float32 and cos.shape == sin.shape and 2 * cos.shape[1] <= head_dim
     assert index.dtype == torch.int64 and index.shape == (rows,) and index.is_contiguous()
@@ -29,18 +30,18 @@ def _check_rope_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
+    angles: Angles,
     kv: LayerKV,
     slot_mapping: Tensor,
     norms: HeadNorms | None = None,
 ) -> None:
-    _check_rope(q, cos, sin, index, norms)
+    _check_rope(q, angles, norms)
     assert k.stride(2) == v.stride(2) == 1 and q.dtype == k.dtype == v.dtype and k.shape == v.shape
     assert q.shape[0] == k.shape[0] and q.shape[1] % k.shape[1] == 0 and q.shape[2] == k.shape[2]
     assert kv.k.is_contiguous() and kv.v.is_contiguous()
-    assert slot_mapping.dtype == torch.int64 and slot_mapping.shape == index.shape and slot_mapping.is_contiguous()
+    assert (
+        slot_mapping.dtype == torch.int64 and slot_mapping.shape == angles.index.shape and slot_mapping.is_contiguous()
+    )
 
 
 @operation(
@@ -48,15 +49,15 @@ def _check_rope_store(
         "triton_norm",
         "attention.ops.rope_store_normed_triton:rope_store",
         on_gpu,
-        lambda q, k, v, cos, sin, index, kv, slot_mapping, norms=None: norms is not None,
+        lambda q, k, v, angles, kv, slot_mapping, norms=None: norms is not None,
         "norms",
     ),
     Implementation(
         "triton",
         "attention.ops.rope_store_triton:rope_store",
         on_gpu,
-        lambda q, k, v, cos, sin, index, kv, slot_mapping, norms=None: (
-            norms is None and _is_power_of_two(q.shape[2]) and _is_power_of_two(cos.shape[1])
+        lambda q, k, v, angles, kv, slot_mapping, norms=None: (
+            norms is None and _is_power_of_two(q.shape[2]) and _is_power_of_two(angles.cos.shape[1])
         ),
         "no norms; head_dim and rotated dimensions powers of two",
     ),
@@ -66,9 +67,7 @@ def rope_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
+    angles: Angles,
     kv: LayerKV,
     slot_mapping: Tensor,
     norms: HeadNorms | None = None,
@@ -79,8 +78,7 @@ def rope_store(
     q             [rows, q_heads, head_dim], last stride 1; without norms it may be rotated in place: use the result.
                   May have 0 heads
     k, v          [rows, kv_heads, head_dim] of q's dtype, last stride 1, unchanged; may be the same tensor
-    cos, sin      [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim
-    index         [rows] int64, each row's line of cos and sin
+    angles        of the rows; rotated is even and at most head_dim
     kv            the layer's pages, written as `attention.fp8.stored`, after rounding to k's dtype; 0 instead of NaN in
                   v, and NaN in the k of that head (`attention.ops.nan_values`)
     slot_mapping  [rows] int64, token indices; if rows share an index (padding), any of them is stored
@@ -89,7 +87,7 @@ def rope_store(
     """
     if norms is not None:
         q, k, v = norms.of_queries(q), norms.of_keys(k), norms.of_values(v)
-    cos, sin = cos[index], sin[index]
+    cos, sin = angles.of_rows()
     k, v = without_nan(rotate(k, cos, sin), v)
     write_rows(kv.k, slot_mapping, k, kv.k_scale)
     write_rows(kv.v, slot_mapping, v, kv.v_scale)
@@ -101,25 +99,24 @@ def rope_store(
         "triton_norm",
         "attention.ops.rope_store_normed_triton:rope",
         on_gpu,
-        lambda q, cos, sin, index, norms=None: norms is not None,
+        lambda q, angles, norms=None: norms is not None,
         "norms",
     ),
     Implementation(
         "triton",
         "attention.ops.rope_store_triton:rope",
         on_gpu,
-        lambda q, cos, sin, index, norms=None: norms is None and _is_power_of_two(cos.shape[1]),
+        lambda q, angles, norms=None: norms is None and _is_power_of_two(angles.cos.shape[1]),
         "no norms; rotated dimensions a power of two",
     ),
     contract=_check_rope,
 )
-def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms | None = None) -> Tensor:
+def rope(q: Tensor, angles: Angles, norms: HeadNorms | None = None) -> Tensor:
     """Return rotated q, as `rope_store` does, for a layer that attends to the KV of an earlier layer.
 
-    q         [rows, q_heads, head_dim], last stride 1; without norms it may be rotated in place: use the result
-    cos, sin  [any, rotated / 2] float32, contiguous; rotated is even and at most head_dim
-    index     [rows] int64, each row's line of cos and sin
-    norms     of q; None: none
-    ->        as q; with norms contiguous
+    q       [rows, q_heads, head_dim], last stride 1; without norms it may be rotated in place: use the result
+    angles  of the rows; rotated is even and at most head_dim
+    norms   of q; None: none
+    ->      as q; with norms contiguous
     """
-    return rotate(q if norms is None else norms.of_queries(q), cos[index], sin[index])
+    return rotate(q if norms is None else norms.of_queries(q), *angles.of_rows())

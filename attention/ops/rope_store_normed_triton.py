@@ -15,6 +15,7 @@ from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.nan_values_triton import nan_where, without_nan
 from attention.ops.pdl import pdl_wait
 from attention.ops.rms_norm_triton import inverse_rms, scaled_by
+from attention.rotation import Angles
 from attention.views import LayerKV
 
 _MAX_QUERY_ELEMENTS = 512  # query elements per program, 16 per thread; more only if one head has more
@@ -154,35 +155,31 @@ def rope_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
+    angles: Angles,
     kv: LayerKV,
     slot_mapping: Tensor,
     norms: HeadNorms,
 ) -> Tensor:
     """`attention.ops.rope_store.rope_store` with norms."""
-    return _launch(q, k, v, cos, sin, index, kv, slot_mapping, norms)
+    return _launch(q, k, v, angles, kv, slot_mapping, norms)
 
 
-def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: HeadNorms) -> Tensor:
+def rope(q: Tensor, angles: Angles, norms: HeadNorms) -> Tensor:
     """`attention.ops.rope_store.rope` with norms."""
-    return _launch(q, None, None, cos, sin, index, None, None, norms)
+    return _launch(q, None, None, angles, None, None, norms)
 
 
 def _launch(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
+    angles: Angles,
     kv: LayerKV | None,
     slot_mapping: Tensor | None,
     norms: HeadNorms,
 ) -> Tensor:
     rows, num_heads, head_dim = q.shape
-    num_kv_heads, half = 1 if k is None else k.shape[1], cos.shape[-1]
+    num_kv_heads, half = 1 if k is None else k.shape[1], angles.cos.shape[-1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = num_heads // num_kv_heads
     heads = query_heads(group, head_dim)
@@ -193,9 +190,9 @@ def _launch(
         out,
         norms.q,
         norms.k,
-        cos,
-        sin,
-        index,
+        angles.cos,
+        angles.sin,
+        angles.index,
         None if kv is None else kv.k,
         None if kv is None else kv.v,
         slot_mapping,

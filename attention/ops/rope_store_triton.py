@@ -9,6 +9,7 @@ from attention.ops.fp8_triton import as_stored
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.nan_values_triton import nan_where, without_nan
 from attention.ops.pdl import pdl_wait
+from attention.rotation import Angles
 from attention.views import LayerKV
 
 
@@ -75,29 +76,25 @@ def rope_store(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
+    angles: Angles,
     kv: LayerKV,
     slot_mapping: Tensor,
     norms: None = None,
 ) -> Tensor:
     """`attention.ops.rope_store.rope_store`; q in place."""
-    return _launch(q, k, v, cos, sin, index, kv, slot_mapping)
+    return _launch(q, k, v, angles, kv, slot_mapping)
 
 
-def rope(q: Tensor, cos: Tensor, sin: Tensor, index: Tensor, norms: None = None) -> Tensor:
+def rope(q: Tensor, angles: Angles, norms: None = None) -> Tensor:
     """`attention.ops.rope_store.rope`; in place."""
-    return _launch(q, None, None, cos, sin, index, None, None)
+    return _launch(q, None, None, angles, None, None)
 
 
 def _launch(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
+    angles: Angles,
     kv: LayerKV | None,
     slot_mapping: Tensor | None,
 ) -> Tensor:
@@ -108,9 +105,9 @@ def _launch(
         q,
         k,
         v,
-        cos,
-        sin,
-        index,
+        angles.cos,
+        angles.sin,
+        angles.index,
         None if kv is None else kv.k,
         None if kv is None else kv.v,
         slot_mapping,
@@ -121,7 +118,7 @@ def _launch(
         GROUP_PADDED=max(1, triton.next_power_of_2(group)),
         KV_HEADS=heads,
         D=head_dim,
-        ROTATED=2 * cos.shape[-1],
+        ROTATED=2 * angles.cos.shape[-1],
         STORES=k is not None,
         INTERPRETED=INTERPRETED,
         num_warps=1,

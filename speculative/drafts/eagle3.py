@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from attention.rotation import Angles
 from speculative.drafts.checkpoint_files import tensor_names
 from speculative.drafts.config import check_target, check_width
 from speculative.drafts.eagle3_checkpoint import captured_layers, count_layers, weight_names
@@ -34,7 +35,6 @@ from workers.models.config import ModelConfig
 from workers.models.config_fields import MAX_LAYERS, flag_of, size_of
 from workers.models.llama import LlamaConfig, make_layer, read_config
 from workers.models.name_map import NameMap
-from workers.ops.rotary import Angles
 
 
 @dataclass(frozen=True)

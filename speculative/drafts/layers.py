@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from attention.rotation import Angles
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.norm import RMSNorm
 from workers.models.llama import LlamaConfig, make_attention, make_mlp
-from workers.ops.rotary import Angles
 
 IGNORED_WEIGHTS = ("t2d", "*rotary_emb*")
 

@@ -14,6 +14,7 @@ from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.ops.move_path import move_path
 from attention.ops.rope_store import rope, rope_store
 from attention.ops.slot_mapping import map_decode_rows, map_prefill_rows
+from attention.rotation import Angles
 from attention.views import LayerKV
 from tests.ops.case import Case
 
@@ -133,7 +134,7 @@ def _rope(
         pages = torch.zeros((2, num_pages, 16, heads, head_dim), dtype=kv_dtype or dtype, device=device)
         kv = LayerKV(*pages.unbind(), *((0.3, 1.7) if kv_dtype else (1.0, 1.0)))
         of_heads = None if norms is None else norms.of(head_dim, device)
-        return q, k, v, angles.cos(), angles.sin(), index, kv, slots, of_heads
+        return q, k, v, Angles(angles.cos(), angles.sin(), index), kv, slots, of_heads
 
     return arguments
 
@@ -145,7 +146,8 @@ def _queries(heads: int, head_dim: int, rotated: int, dtype: torch.dtype, norms:
         q = _numbers(5, heads + 2, head_dim, dtype=dtype).to(device)[:, :heads]
         angles = _numbers(40, rotated // 2).to(device) * 6
         of_heads = None if norms is None else replace(norms.of(head_dim, device), k=None)
-        return q, angles.cos(), angles.sin(), torch.tensor([39, 4, 4, 0, 17], device=device), of_heads
+        index = torch.tensor([39, 4, 4, 0, 17], device=device)
+        return q, Angles(angles.cos(), angles.sin(), index), of_heads
 
     return arguments
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attention.fp8 import FP8, stored
+from attention.rotation import Angles
 from attention.views import LatentKV
 from tests.ops.case import TYPES, Case
 from tests.ops.norm_cases import rows
@@ -17,7 +18,6 @@ from workers.ops.latent.expand_latents import expand_latents
 from workers.ops.latent.head_products import head_products
 from workers.ops.latent.latent_values import latent_values
 from workers.ops.latent.normed_latents import normed_latents
-from workers.ops.rotary import Angles
 
 Arguments = Callable[[torch.device], tuple[Any, ...]]
 F32, BF16 = TYPES

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from attention.head_norms import HeadNorms
+from attention.rotation import Angles
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
@@ -14,7 +15,6 @@ from workers.layers.norm import ProjectionNorm, RMSNorm, norm_projections
 from workers.layers.weighted import Vector
 from workers.ops.activation import sigmoid_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.rotary import Angles
 from workers.span import Span
 
 

@@ -4,13 +4,13 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
+from attention.rotation import Angles
 from workers.distributed.tp_group import SOLO, TPGroup
 from workers.layers.forward_context import ForwardContext
 from workers.layers.norm import RMSNorm
 from workers.ops.experts.norm_route import Norm
 from workers.ops.experts.route import TokenSlots
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.rotary import Angles
 
 
 class AttentionLayer(nn.Module, ABC):

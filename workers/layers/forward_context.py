@@ -16,9 +16,9 @@ from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights
 from attention.ops.slot_mapping import map_rows
 from attention.recurrent.batch import StateBatch
+from attention.rotation import Angles
 from attention.scores import ScoreRule
 from workers.ops.experts.route import TokenSlots
-from workers.ops.rotary import Angles
 
 BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 
@@ -123,10 +123,9 @@ class ForwardContext:
         self, layer: int, q: Tensor, rows: tuple[Tensor, ...], angles: Angles, norms: HeadNorms | None = None
     ) -> Tensor:
         """Apply norms and RoPE and store as `attend` does. Return rotated q."""
-        at = angles.cos, angles.sin, angles.index
         if not rows:
-            return self.pool.rotate(layer, q, *at, norms)
-        return self.pool.store(layer, q, rows, *at, self.slot_mapping, norms)
+            return self.pool.rotate(layer, q, angles, norms)
+        return self.pool.store(layer, q, rows, angles, self.slot_mapping, norms)
 
     def plan(self, layer: int, q: Tensor, rule: ScoreRule) -> bool:
         """Call `Prepared.plan` of each batch, before the layer's rows are stored. Does not read q's values. Return

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from attention.ops.delta_rule.tables import TAPS, DeltaHeads, DeltaRows, DeltaWeights
+from attention.rotation import Angles
 from workers.distributed.tp_group import TPGroup
 from workers.layers.decoder_layer import AttentionLayer
 from workers.layers.forward_context import ForwardContext
 from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
 from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.rotary import Angles
 from workers.span import Span
 
 IN_PROJ = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z")

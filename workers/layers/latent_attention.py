@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attention.expansion import ExpandedChunks
+from attention.rotation import Angles
 from attention.scores import ScoreRule
 from attention.views import ExpandedKV
 from workers.distributed.tp_group import TPGroup
@@ -22,7 +23,6 @@ from workers.ops.latent.expand_latents import expand_latents
 from workers.ops.latent.head_products import head_products
 from workers.ops.latent.latent_values import latent_values
 from workers.ops.latent.normed_latents import normed_latents
-from workers.ops.rotary import Angles
 from workers.span import Span
 
 LATENT_EPS = 1e-6  # epsilon of latent norms; config.json's rms_norm_eps is for the other norms
@@ -175,7 +175,7 @@ class LatentAttention(AttentionLayer):
         cached, up = context.pool.layer(self.layer), self.kv_b_proj
         kv, rotated = expand_latents(cached.rows, expanded.tokens, expanded.ends, up.keys_and_values, cached.scale)
         made = ExpandedKV(kv.unflatten(1, (self.num_heads, -1)), rotated, expanded.first, self.key_dim)  # type: ignore[no-untyped-call]
-        expanded.attend(q, made, angles.cos, angles.sin, angles.index, self.rule.scale, out)
+        expanded.attend(q, made, angles, self.rule.scale, out)
 
 
 def _rows(angles: Angles, first: int, end: int) -> Angles:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.ops.rotary import Angles
+from attention.rotation import Angles
 
 
 @dataclass(frozen=True)

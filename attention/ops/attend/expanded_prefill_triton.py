@@ -17,6 +17,7 @@ from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
 from attention.ops.attend.prefill_triton import PrefillTiles
 from attention.ops.attend.references import masked_positions
 from attention.ops.interpreter_triton import INTERPRETED
+from attention.rotation import Angles
 from attention.views import ExpandedKV
 
 
@@ -134,9 +135,7 @@ def expanded_tiles(itemsize: int) -> PrefillTiles:
 def attend_expanded(
     q: Tensor,
     made: ExpandedKV,
-    cos: Tensor,
-    sin: Tensor,
-    index: Tensor,
+    angles: Angles,
     tile_list: Tensor,
     tiles: PrefillTiles,
     scale: float,
@@ -145,8 +144,6 @@ def attend_expanded(
     """Write attention of q to out. Each row sees the tokens up to its own; padding rows are not written.
 
     q: [rows, heads, key_dim + rotated], before RoPE.
-    cos, sin: [any, rotated / 2] float32.
-    index: [rows] int64, each row's line of cos and sin.
     tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with tiles.block_m rows each.
     scale: positive.
     out: [rows, heads, value_dim].
@@ -155,15 +152,15 @@ def attend_expanded(
     (_, heads, value_dim), rotated = out.shape, made.k_pe.shape[1]
     assert q.stride(2) == out.stride(2) == made.k_pe.stride(1) == 1 and out.stride(1) == value_dim and scale > 0
     assert q.shape[1:] == (heads, made.key_dim + rotated) and made.kv.shape[1:] == (heads, made.key_dim + value_dim)
-    assert made.kv.is_contiguous() and tile_list.is_contiguous() and cos.shape[1] == rotated // 2
+    assert made.kv.is_contiguous() and tile_list.is_contiguous() and angles.cos.shape[1] == rotated // 2
     _attend_expanded[(heads, tile_list.shape[0])](
         q,
         made.kv,
         made.k_pe,
         out,
-        cos,
-        sin,
-        index,
+        angles.cos,
+        angles.sin,
+        angles.index,
         made.first,
         tile_list,
         scale * LOG2_E,

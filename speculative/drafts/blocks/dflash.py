@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from attention.rotation import Angles
 from speculative.drafts.blocks.config import (
     SCALES,
     BlockForm,
@@ -32,7 +33,6 @@ from workers.models.config import ModelConfig
 from workers.models.config_fields import size_of
 from workers.models.llama import LlamaConfig, make_layer, read_config
 from workers.models.name_map import NameMap
-from workers.ops.rotary import Angles
 
 
 @dataclass(frozen=True)

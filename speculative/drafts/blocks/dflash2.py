@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from attention.rotation import Angles
 from speculative.drafts.blocks.config import SCALES, all_keys
 from speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel, RowCandidates
 from speculative.ops.block_head import convolve_blocks, score_candidates
@@ -18,7 +19,6 @@ from workers.layers.linear import ReplicatedLinear
 from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
 from workers.models.config_fields import section_of, size_of
 from workers.models.llama import LlamaConfig, make_attention, make_mlp
-from workers.ops.rotary import Angles
 
 _KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _DEFAULTS = (2, 16, 256, 16)

@@ -14,6 +14,7 @@ from attention.metadata import Mode, PrefillBatch  # noqa: E402
 from attention.ops.attend import prefill_plan_triton, references  # noqa: E402
 from attention.ops.slot_mapping import map_rows  # noqa: E402
 from attention.registry import build_backend  # noqa: E402
+from attention.rotation import Angles  # noqa: E402
 from attention.scores import ScoreRule
 from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
@@ -137,13 +138,14 @@ def test_a_captured_graph_follows_chunks_rows_and_pages() -> None:
     static = padded([0], [rows], 16, num_pages, chunks, rows, width)
     q, k, v = (random_rows(rows, heads, 128, torch.bfloat16) for heads in (32, 8, 8))
     cos, sin = torch.ones((1, 64), device=DEVICE), torch.zeros((1, 64), device=DEVICE)  # turns nothing
-    first, backend = torch.zeros(rows, dtype=torch.int64, device=DEVICE), build_backend("triton", Mode.PREFILL)
+    angles = Angles(cos, sin, torch.zeros(rows, dtype=torch.int64, device=DEVICE))
+    backend = build_backend("triton", Mode.PREFILL)
 
     def step() -> Tensor:
         prepared, kv = backend.prepare(static), pool.layer(0)
         _, slots = map_rows(static, 16)
         prepared.plan(q, kv, ScoreRule(0.1))
-        pool.store(0, q, (k, v), cos, sin, first, slots)
+        pool.store(0, q, (k, v), angles, slots)
         return prepared.forward(q, kv, ScoreRule(0.1))
 
     outs: list[Tensor] = []

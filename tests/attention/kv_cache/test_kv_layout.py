@@ -19,14 +19,13 @@ from attention.kv_cache.pool import KVPool, bytes_per_page
 from attention.metadata import DecodeBatch, Mode, PrefillBatch
 from attention.ops.slot_mapping import map_decode_rows
 from attention.registry import BACKENDS, limit
-from attention.rotation import rotate
+from attention.rotation import Angles, rotate
 from attention.scores import ScoreRule
 from attention.views import LayerKV
 from tests.support.kernels.attention_cases import WORKS, Shape, use_of
 from workers.config import RoundShapes, SchedulerConfig
 from workers.engine_layout import EngineLayout, pages_asked
 from workers.layers.forward_context import ForwardContext, make_context
-from workers.ops.rotary import Angles
 
 CPU = torch.device("cpu")
 PAGE = 4
@@ -64,13 +63,11 @@ class ScaledLayout(KVLayout[ScaledView]):
         view: ScaledView,
         q: Tensor,
         rows: tuple[Tensor, ...],
-        cos: Tensor,
-        sin: Tensor,
-        index: Tensor,
+        angles: Angles,
         slot_mapping: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        cos, sin = cos[index], sin[index]
+        cos, sin = angles.of_rows()
         k, v = rows
         for pages, scales, x in (
             (view.kv.k, view.scales.k, rotate(k, cos, sin)),
@@ -141,7 +138,7 @@ def test_latent_rows_are_stored_attended_to_and_moved() -> None:
         torch.testing.assert_close(out[r], weights @ seen[:, :24])
 
     k = torch.randn(5, 2, 8)
-    pool.store(0, torch.randn(5, 4, 8), (k, -k), *vars(angles(depths, 8)).values(), slots)
+    pool.store(0, torch.randn(5, 4, 8), (k, -k), angles(depths, 8), slots)
     kept = [pool.layer(0).v.view(-1, 2, 8)[slots].clone(), pool.layer(1).rows.view(-1, 32)[slots].clone()]
     pool.move_path(table, length, torch.tensor([[0, 2, 3, 0]]))
     for now, before in zip((pool.layer(0).v.view(-1, 2, 8), pool.layer(1).rows.view(-1, 32)), kept, strict=True):
@@ -170,8 +167,7 @@ def test_scaled_heads_keep_their_scales_where_they_move() -> None:
     torch.manual_seed(1)
     pool = KVPool([LayerGroup((0,), ScaledLayout(2, 8))], 3, PAGE, CPU)
     k, positions = torch.randn(4, 2, 8) * torch.tensor([1.0, 9, 0.1, 3]).view(4, 1, 1), torch.arange(4)
-    at = angles(positions, 8)
-    pool.store(0, torch.randn(4, 2, 8), (k, k), at.cos, at.sin, at.index, PAGE + positions)
+    pool.store(0, torch.randn(4, 2, 8), (k, k), angles(positions, 8), PAGE + positions)
     table, length = torch.tensor([[1]], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
     pool.move_path(table, length, torch.tensor([[0, 2, 3]]))
     view = pool.layer(0)

@@ -22,6 +22,7 @@ from attention.capability import Capability
 from attention.kv_cache.heads import HeadsLayout
 from attention.metadata import DecodeBatch, Mode, causal_mask
 from attention.ops.rope_store_triton import rope_store
+from attention.rotation import Angles
 from attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import uniform_pool, write_tokens
 from workers.ops.norm_triton import rms_norm
@@ -60,8 +61,8 @@ class Stress:
         self.slots = slots  # of every position
         write_tokens(self.kv, slots.flatten(), self.keys.flatten(0, 1), self.values.flatten(0, 1))
         self.expected = self._expected(self._rows())
-        self.cos, self.sin = (torch.full((1, HEAD_DIM // 2), x, device=device) for x in (1.0, 0.0))  # turns nothing
-        self.first_angle = torch.zeros(num_requests, dtype=torch.int64, device=device)
+        cos, sin = (torch.full((1, HEAD_DIM // 2), x, device=device) for x in (1.0, 0.0))  # turns nothing
+        self.angles = Angles(cos, sin, torch.zeros(num_requests, dtype=torch.int64, device=device))
         self.request = torch.arange(num_requests, device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         self.worst = torch.zeros((), device=device)
@@ -100,7 +101,7 @@ class Stress:
             q = self._rows()
             if plans_before_the_store:
                 prepared.plan(q, kv, ScoreRule(SCALE))
-            rope_store(q, k, v, self.cos, self.sin, self.first_angle, kv, slots)
+            rope_store(q, k, v, self.angles, kv, slots)
             out = prepared.forward(q, kv, ScoreRule(SCALE))
             error = (out.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
             torch.maximum(self.worst, error.max(), out=self.worst)

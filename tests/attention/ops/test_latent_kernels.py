@@ -17,7 +17,10 @@ from attention.expansion import ExpandedChunks  # noqa: E402
 from attention.kv_cache.latent import LatentLayout  # noqa: E402
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
 from attention.ops.attend import decode_plan_triton, expanded_prefill_triton, references  # noqa: E402
-from attention.rotation import rotate_pairs  # noqa: E402
+from attention.rotation import (
+    Angles,  # noqa: E402
+    rotate_pairs,  # noqa: E402
+)
 from attention.scores import ScoreRule
 from attention.views import (
     ExpandedKV,  # noqa: E402
@@ -38,7 +41,6 @@ from workers.ops.latent import head_products_triton as head_kernels  # noqa: E40
 from workers.ops.latent import normed_latents_triton as layer_kernels  # noqa: E402
 from workers.ops.latent.expand_latents_triton import expand_latents  # noqa: E402
 from workers.ops.latent.normed_latents import normed_latents  # noqa: E402
-from workers.ops.rotary import Angles  # noqa: E402
 
 pytestmark = MARKS
 production = pytest.mark.gpu  # sizes that the interpreter would take minutes for
@@ -438,10 +440,10 @@ def check_expanded(
     kv = random_rows(sum(lengths), heads, key + value, dtype).contiguous()
     made = ExpandedKV(kv, random_rows(sum(lengths), 1, rotated, dtype).squeeze(1), chunks.first, key)
     q, angles = random_rows(batch.num_rows, heads, key + rotated, dtype), random_angles(batch.num_rows, rotated)
-    cos, sin = angles.cos[angles.index], angles.sin[angles.index]
+    cos, sin = angles.of_rows()
     q_rotated = torch.cat((q[..., :key], rotate_pairs(q[..., key:], cos, sin)), dim=-1)
     out = torch.full((batch.num_rows, heads, value), float("nan"), dtype=dtype, device=DEVICE)
-    chunks.attend(q, made, angles.cos, angles.sin, angles.index, SCALE, out)
+    chunks.attend(q, made, angles, SCALE, out)
     rows = sum(counts)
     assert_close(out[:rows], expanded_prefill_triton.reference(q_rotated, made, batch, SCALE)[:rows], dtype)
     assert not out[rows:].any()

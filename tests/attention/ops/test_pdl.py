@@ -26,6 +26,7 @@ from attention.ops.attend import (  # noqa: E402
     merge_states_triton,
 )
 from attention.ops.attend.split_kv_triton import Items  # noqa: E402
+from attention.rotation import Angles  # noqa: E402
 from attention.scores import ScoreRule
 from attention.views import LayerKV  # noqa: E402
 from speculative.ops import block_head_triton, head_input_triton  # noqa: E402
@@ -50,7 +51,6 @@ from workers.ops.fp8 import rows_triton as fp8_rows  # noqa: E402
 from workers.ops.latent import head_products_triton as head_products  # noqa: E402
 from workers.ops.latent import normed_latents_triton as latent  # noqa: E402
 from workers.ops.packed import dequantize_triton, order_rows_triton, stream_triton  # noqa: E402
-from workers.ops.rotary import Angles  # noqa: E402
 
 CPU = torch.device("cpu")
 BF16 = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "x_ptr", "weight_ptr", "residual_ptr"), "bf16")

@@ -116,7 +116,9 @@ LIMITS: dict[tuple[str, str], Callable[[Sequence[Any]], Changes]] = {
     ("quantize_rows", "16 or 32 bits"): lambda given: {0: given[0].double()},
     ("quantize_rows", "an even number of gated columns"): lambda given: {0: given[0][:, 1:], 3: True},
     ("read_trees", "width within the tree"): lambda given: {2: given[0].tokens.shape[1] + 1},
-    ("rope", "at most a head's dimensions"): lambda given: {1: repeated(given[1], 2), 2: repeated(given[2], 2)},
+    ("rope", "at most a head's dimensions"): lambda given: {
+        1: replace(given[1], cos=repeated(given[1].cos, 2), sin=repeated(given[1].sin, 2))
+    },
     ("rope_store", "as many rows of q as of k"): lambda given: {1: given[1][1:], 2: given[2][1:]},
     ("topk_log_softmax", "k of one or more"): lambda given: {1: 0},
     ("topk_log_softmax", "k within the vocabulary"): lambda given: {1: given[0].shape[1] + 1},

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from attention.backends.triton_backend import TritonBackend  # noqa: E402
 from attention.kv_cache.latent import LatentLayout  # noqa: E402
 from attention.metadata import Mode  # noqa: E402
+from attention.rotation import Angles  # noqa: E402
 from attention.views import LatentKV  # noqa: E402
 from tests.support.kernels.attention_cases import uniform_pool  # noqa: E402
 from tests.support.kernels.triton_cases import random_decode  # noqa: E402
@@ -44,7 +45,6 @@ from workers.ops.gemm.workspace import (
 )
 from workers.ops.latent.normed_latents_triton import normed_latents  # noqa: E402
 from workers.ops.norm_triton import add_rms_norm, rms_norm  # noqa: E402
-from workers.ops.rotary import Angles  # noqa: E402
 from workers.quantization.floats import CHANNEL, FloatQuant, block_scheme  # noqa: E402
 from workers.quantization.fp8_linear import Fp8Linear  # noqa: E402
 from workers.quantization.quant_method import QuantMethod  # noqa: E402

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attention.rotation import Angles
 from attention.scores import ScoreRule
 from workers.distributed.tp_group import TPGroup
 from workers.layers.forward_context import ForwardContext
@@ -16,7 +17,6 @@ from workers.layers.vocab import LMHead, VocabEmbedding
 from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
 from workers.models.adapter.survey import AttentionCall
 from workers.ops.experts.route import TokenSlots
-from workers.ops.rotary import Angles
 from workers.span import Span
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of models

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from attention.ops.operation import Implementation, on_gpu, operation
-from attention.rotation import rotate_pairs
+from attention.rotation import Angles, rotate_pairs
 from workers.ops.fp8.rows import GROUP, Fp8Rows, quantize_rows
-from workers.ops.rotary import Angles
 
 
 def _check(x: Tensor, weight: Tensor, out: Tensor | Fp8Rows, angles: Angles | None = None, fixed: bool = False) -> None:
@@ -41,4 +40,4 @@ def head_products(
         return
     out[..., :n] = products
     if angles is not None:
-        out[..., n:] = rotate_pairs(x[..., k:], angles.cos[angles.index], angles.sin[angles.index])
+        out[..., n:] = rotate_pairs(x[..., k:], *angles.of_rows())

@@ -11,9 +11,9 @@ from attention.ops.attend.latent_tile_triton import rotate_pairs
 from attention.ops.fp8_triton import to_fp8
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
+from attention.rotation import Angles
 from workers.ops.fp8.rows import GROUP, Fp8Rows
 from workers.ops.fp8.rows_triton import scale_of
-from workers.ops.rotary import Angles
 
 FEW_ROWS = 16  # maximum rows for narrower tiles, which give more programs
 BATCH_ROWS = 512  # maximum rows (of verified batches) for tiles of 64 rows, which give more programs

@@ -10,11 +10,10 @@ from torch import Tensor
 from attention.fp8 import write_rows
 from attention.ops.nan_values import without_nan
 from attention.ops.operation import Implementation, on_gpu, operation
-from attention.rotation import rotate_pairs
+from attention.rotation import Angles, rotate_pairs
 from attention.views import LatentKV
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, quantize_rows
 from workers.ops.norm import rms_norm
-from workers.ops.rotary import Angles
 
 
 def _check(
@@ -71,7 +70,7 @@ def normed_latents(
     width = kv.rows.shape[2]
     both = both if both.dim() == 2 else both.sum(0).to(row_weight.dtype)
     q, row = both[:, :-width], both[:, -width:]
-    rotated = rotate_pairs(row[:, kv.latent :].unsqueeze(1), angles.cos[angles.index], angles.sin[angles.index])
+    rotated = rotate_pairs(row[:, kv.latent :].unsqueeze(1), *angles.of_rows())
     keys, latents = without_nan(rotated.squeeze(1), rms_norm.reference(row[:, : kv.latent], row_weight, eps))
     write_rows(kv.rows, slot_mapping, torch.cat((latents, keys), dim=-1), kv.scale)
     if q_weight is None:

@@ -9,12 +9,12 @@ from attention.ops.fp8_triton import as_stored
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.nan_values_triton import nan_where, without_nan
 from attention.ops.pdl import pdl_wait
+from attention.rotation import Angles
 from attention.views import LatentKV
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.fp8.rows_triton import store_fp8
 from workers.ops.gemm.splits_triton import sum_of_splits
 from workers.ops.norm_triton import normed, num_warps
-from workers.ops.rotary import Angles
 
 
 @triton.jit
