@@ -13,7 +13,6 @@ split_kv_triton          cuts contexts into items for programs, on the device
 merge_states_triton      merges the partial results of a request
 online_softmax_triton    one tile of the online softmax
 latent_tile_triton       one tile of latent rows
-tree_mask_triton         suffix columns that a row sees by its tree mask
-window_triton            KV positions that a row sees through a window
+tree_mask_triton         what a row of a round sees: by its tree mask, and through a window
 references               attention in float64, for tests
 """

@@ -37,8 +37,7 @@ from attention.ops.attend.online_softmax_triton import (
 )
 from attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from attention.ops.attend.split_kv_triton import ITEM_FIELDS
-from attention.ops.attend.tree_mask_triton import num_seen, path_columns
-from attention.ops.attend.window_triton import oldest_seen
+from attention.ops.attend.tree_mask_triton import num_seen, oldest_seen, path_columns
 from attention.ops.fp8_triton import as_multiplied
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait

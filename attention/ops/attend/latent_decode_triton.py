@@ -32,8 +32,7 @@ from attention.ops.attend.latent_tile_triton import (
 from attention.ops.attend.merge_states_triton import merge_apart, merge_by_the_last
 from attention.ops.attend.online_softmax_triton import LOG2_E
 from attention.ops.attend.split_kv_triton import ITEM_FIELDS
-from attention.ops.attend.tree_mask_triton import path_columns
-from attention.ops.attend.window_triton import oldest_seen
+from attention.ops.attend.tree_mask_triton import oldest_seen, path_columns
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from attention.views import LatentKV

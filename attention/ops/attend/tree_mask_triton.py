@@ -1,6 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The tree mask of a row in kernels (int64, not negative): bit j is set if the row sees suffix column j (see
-`DecodeBatch.mask`). `speculative.ops.tree_growth` computes it."""
+"""What a row of a round sees, in kernels: suffix columns by its tree mask, and KV positions through a sliding window.
+
+Bit j of a tree mask (int64, not negative) is set if the row sees suffix column j (see `DecodeBatch.mask`);
+`speculative.ops.tree_growth` computes it. WINDOW (see `DecodeBatch.window`) is 0 without a window; such kernels contain
+no code for it.
+"""
 
 import triton
 import triton.language as tl
@@ -34,3 +38,14 @@ def path_columns(path, over):
         place += tl.sum(tl.where(hit, bit[None, :], 0), 1)
         length += tl.sum(ones, 0)
     return place, over < length
+
+
+@triton.jit
+def oldest_seen(bits, prefix, WINDOW: tl.constexpr):
+    """Return the first KV position that rows with masks `bits` see after `prefix` tokens; negative if they see all."""
+    return prefix + num_seen(bits) - WINDOW
+
+
+def first_seen(prefix_len: int, window: int | None) -> int:
+    """Return the first KV position that any row may see: that of a row that sees only itself in the suffix."""
+    return 0 if window is None else max(prefix_len + 1 - window, 0)
