@@ -5,7 +5,7 @@ linear           column- and row-parallel linear layers; `finish_weights`
 linear_method    `LinearMethod`: stores, loads and multiplies a linear layer's weight
 moe              mixture of experts: `routing` chooses experts, `experts` holds them, `experts_method` stores and
                  multiplies their weights (`shared_experts`: joins shared experts to the routed ones)
-weighted         `WeightedModule`: the interface between a layer and the weight loader
+weighted         `WeightedModule`: the interface between a layer and the weight loader; `WeightMethod`
 decoder_layer    the pre-norm block, and the interfaces of its attention and MLP
 attention, mlp   grouped-query attention; the gated MLP
 latent_attention multi-head latent attention (MLA), absorbed

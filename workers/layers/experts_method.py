@@ -1,6 +1,6 @@
 """`ExpertsMethod`: stores and multiplies the experts of a layer. `UnquantizedExperts` is the unquantised one."""
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
 from workers.layers.shared_experts import shared_columns, shared_rows, with_shared
-from workers.layers.weighted import check_plain, check_shape
+from workers.layers.weighted import WeightMethod, check_plain, check_shape
 from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
 from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.experts.grouped import Biases, check_experts, experts_one_by_one, grouped_experts, local_expert_ids
@@ -71,13 +71,8 @@ class ExpertsShape:
         return (*self.gate_up.parts, *self.down.parts)
 
 
-class ExpertsMethod(nn.Module, ABC):
-    """The weights of a layer's experts. Same life cycle as `LinearMethod`.
-
-    kinds: the checkpoint's tensors per matrix and expert.
-    """
-
-    kinds: tuple[str, ...] = ("weight",)
+class ExpertsMethod(WeightMethod):
+    """The weights of a layer's experts. `finish` is called once."""
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
@@ -92,26 +87,9 @@ class ExpertsMethod(nn.Module, ABC):
         Raises WrongTensorError for a wrong shape or dtype.
         """
 
-    @property
-    def format(self) -> str:
-        """See `LinearMethod.format`."""
-        return "unquantised"
-
-    def num_bytes(self, options: GEMMOptions) -> int:
-        """See `LinearMethod.num_bytes`."""
-        return sum(parameter.nbytes for parameter in self.parameters())
-
     def fill_missing(self, kind: str) -> bool:
         """See `workers.layers.weighted.WeightedModule.fill_missing`."""
         return False
-
-    @abstractmethod
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        """See `workers.layers.weighted.WeightedModule.fill_dummy`."""
-
-    @abstractmethod
-    def finish(self, options: GEMMOptions) -> None:
-        """Prepare the final weights for multiplication. Called once."""
 
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
         """Append the shared experts to the routed ones, before `finish`; `multiply` then includes their output.
@@ -120,19 +98,10 @@ class ExpertsMethod(nn.Module, ABC):
         """
         return False
 
-    def workspace_size(self) -> tuple[int, int]:
-        """See `workers.layers.weighted.WeightedModule.workspace_size`."""
-        return 0, 0
-
     @property
     def is_fused(self) -> bool:
         """Whether `multiply` accepts experts that are chosen already (`RouterLogits.routed`)."""
         return False
-
-    @property
-    def fp8_inputs(self) -> Fp8Inputs | None:
-        """The FP8 format that `multiply` accepts besides the model's dtype; None if it accepts none."""
-        return None
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:

@@ -4,7 +4,7 @@ A layer (`workers.layers.linear`) knows this rank's rows and columns of the chec
 tensors that store them, for example a weight and scales. `workers.quantization.table` chooses the method.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.ops import contracts
-from workers.layers.weighted import check_plain, check_shape
+from workers.layers.weighted import WeightMethod, check_plain, check_shape
 from workers.ops.activation import silu_mul
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.ops.gemm.choice import TorchGEMM, choose_gemm
@@ -71,14 +71,9 @@ class LinearShape:
         return next(part for part in self.parts if part.name == name)
 
 
-class LinearMethod(nn.Module, ABC):
-    """The weights of one layer. Constructed while torch's default dtype is the model's. Raises ValueError if it cannot
-    store `shape` (for instance, parts that share a scale block).
-
-    kinds: the checkpoint's tensors of each part, by the last component of their names.
-    """
-
-    kinds: tuple[str, ...] = ("weight",)
+class LinearMethod(WeightMethod):
+    """The weight of one linear layer. Raises ValueError if it cannot store `shape` (for instance, parts that share a
+    scale block)."""
 
     def __init__(self, shape: LinearShape) -> None:
         super().__init__()
@@ -89,25 +84,10 @@ class LinearMethod(nn.Module, ABC):
     def dtype(self) -> torch.dtype:
         """Dtype of inputs and results."""
 
-    @property
-    def fp8_inputs(self) -> Fp8Inputs | None:
-        """The FP8 format that `multiply` accepts besides the model's dtype; None if it accepts none. Known after
-        `finish`."""
-        return None
-
     @abstractmethod
     def load(self, kind: str, part: Part, full: Tensor) -> None:
         """Copy this rank's share of `full`, the checkpoint's whole tensor of `kind` and `part`. Raises WrongTensorError
         for a wrong shape or dtype."""
-
-    @property
-    def format(self) -> str:
-        """Format of the weight in the checkpoint, for the log."""
-        return "unquantised"
-
-    def num_bytes(self, options: GEMMOptions) -> int:
-        """Return the bytes of the weight after `finish(options)`. May be called before weights are loaded."""
-        return sum(parameter.nbytes for parameter in self.parameters())
 
     def kinds_of(self, part: Part) -> tuple[str, ...]:
         """Return the kinds of tensors that the checkpoint has for one part; all of `kinds` unless parts differ."""
@@ -116,19 +96,6 @@ class LinearMethod(nn.Module, ABC):
     def fill_missing(self, kind: str, part: Part) -> bool:
         """See `workers.layers.weighted.WeightedModule.fill_missing`."""
         return False
-
-    @abstractmethod
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        """See `workers.layers.weighted.WeightedModule.fill_dummy`."""
-
-    def workspace_size(self) -> tuple[int, int]:
-        """See `workers.layers.weighted.WeightedModule.workspace_size`."""
-        return 0, 0
-
-    @abstractmethod
-    def finish(self, options: GEMMOptions) -> None:
-        """Prepare the final weights for multiplication; call again after a change. Raises ValueError if
-        `options.deterministic` is not possible."""
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from workers.ops.fp8.rows import Fp8Inputs
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
 
@@ -106,6 +107,43 @@ class Vector(WeightedModule):
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         self.weight.data.fill_(1.0)
+
+
+class WeightMethod(nn.Module, ABC):
+    """Stores, loads and multiplies the weights of one layer. Constructed while torch's default dtype is the model's.
+
+    kinds: the checkpoint's tensors of each matrix, by the last component of their names.
+    """
+
+    kinds: tuple[str, ...] = ("weight",)
+
+    @property
+    def format(self) -> str:
+        """Format of the weights in the checkpoint, for the log."""
+        return "unquantised"
+
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        """The FP8 format that `multiply` accepts besides the model's dtype; None if it accepts none. Known after
+        `finish`."""
+        return None
+
+    def num_bytes(self, options: GEMMOptions) -> int:
+        """Return the bytes of the weights after `finish(options)`. May be called before weights are loaded."""
+        return sum(parameter.nbytes for parameter in self.parameters())
+
+    @abstractmethod
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        """See `WeightedModule.fill_dummy`."""
+
+    def workspace_size(self) -> tuple[int, int]:
+        """See `WeightedModule.workspace_size`."""
+        return 0, 0
+
+    @abstractmethod
+    def finish(self, options: GEMMOptions) -> None:
+        """Prepare the final weights for multiplication; call again after a change. Raises ValueError if
+        `options.deterministic` is not possible."""
 
 
 def check_plain(full: Tensor) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from workers.layers.experts import Experts
-from workers.layers.experts_method import ExpertsMethod
 from workers.layers.latent_attention import LatentUpProjection
 from workers.layers.linear import LinearBase
-from workers.layers.linear_method import LinearMethod, UnquantizedLinearMethod
+from workers.layers.linear_method import UnquantizedLinearMethod
+from workers.layers.weighted import WeightMethod
 from workers.ops.gemm.workspace import GEMMOptions
 
 META = torch.device("meta")
@@ -32,10 +32,7 @@ def weight_bytes(model: nn.Module, multiplies_fp8: bool, without: tuple[str, ...
         if isinstance(module, LinearBase | Experts):
             total += module.method.num_bytes(absorbed if isinstance(module, LatentUpProjection) else options)
     methods = {
-        id(tensor)
-        for module in model.modules()
-        if isinstance(module, LinearMethod | ExpertsMethod)
-        for tensor in module.parameters()
+        id(tensor) for module in model.modules() if isinstance(module, WeightMethod) for tensor in module.parameters()
     }
     named = (*model.named_parameters(), *model.named_buffers())
     others = [tensor for name, tensor in named if not name.startswith(tuple(f"{each}." for each in without))]
