@@ -72,11 +72,14 @@ class ExpertsShape:
 
 
 class ExpertsMethod(WeightMethod):
-    """The weights of a layer's experts. `finish` is called once."""
+    """The weights of a layer's experts. `finish` is called once.
+
+    dtype: of inputs and results.
+    """
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.dtype = shape, torch.get_default_dtype()
 
     @abstractmethod
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
@@ -117,17 +120,14 @@ class DenseExperts(ExpertsMethod):
     """Experts whose weights have the dtype of their inputs. Uses fused kernels where they fit, else torch."""
 
     _fused: FusedExperts | None = None
+    _dense: tuple[Tensor, Tensor] | None = None  # dequantised weights, from `finish` on
     biases: Biases | None = None
 
-    @property
-    @abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Dtype of inputs and results."""
-
-    @abstractmethod
     def dense_weights(self) -> tuple[Tensor, Tensor]:
         """Return gate_up [experts, 2 * width, hidden_size] and down [experts, hidden_size, width], joined experts
         last."""
+        assert self._dense is not None, "finish comes first, and FP8 is multiplied elsewhere"
+        return self._dense
 
     def workspace_size(self) -> tuple[int, int]:
         shape = self.shape
@@ -191,7 +191,7 @@ class UnquantizedExperts(DenseExperts):
         super().__init__(shape)
 
         def stacked(one: LinearShape) -> nn.Parameter:
-            return nn.Parameter(shape.stacked(one, torch.get_default_dtype()), requires_grad=False)
+            return nn.Parameter(shape.stacked(one, self.dtype), requires_grad=False)
 
         def bias(one: LinearShape) -> nn.Parameter | None:
             empty = torch.empty(shape.num_experts, one.out_features)
@@ -200,10 +200,6 @@ class UnquantizedExperts(DenseExperts):
         self.gate_up, self.down = stacked(shape.gate_up), stacked(shape.down)
         self.gate_up_bias, self.down_bias = bias(shape.gate_up), bias(shape.down)
         self.kinds = ("weight", "bias") if shape.biased else ("weight",)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.gate_up.dtype
 
     @property
     def biases(self) -> Biases | None:  # type: ignore[override]

@@ -44,19 +44,14 @@ class Fp8Experts(DenseExperts):
                 "use a checkpoint in MXFP4 or bf16"
             )
         self.kinds = scheme.kinds
-        self.scheme, self._dtype = scheme, torch.get_default_dtype()
+        self.scheme = scheme
         self.weights = nn.ParameterList(
             nn.Parameter(shape.stacked(one, FP8), requires_grad=False) for one in (shape.gate_up, shape.down)
         )
         self.scales = nn.ParameterDict(
             {part.name: empty(shape.num_experts, *scheme.num_scales(part), dtype=torch.float32) for part in shape.parts}
         )
-        self._dense: tuple[Tensor, Tensor] | None = None
         self._shared: tuple[Fp8Linear, Fp8Linear] | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
 
     @property
     def format(self) -> str:
@@ -65,14 +60,10 @@ class Fp8Experts(DenseExperts):
     def num_bytes(self, options: GEMMOptions) -> int:
         shapes = (self.shape.gate_up, self.shape.down)
         is_kept = options.fp8 and all(unreadable(one.parts, self.scheme) is None for one in shapes)
-        size = 1 if is_kept else self._dtype.itemsize
+        size = 1 if is_kept else self.dtype.itemsize
         return sum(int(w.numel()) * size for w in self.weights) + sum(
             int(scale.nbytes) for scale in self.scales.values()
         )
-
-    def dense_weights(self) -> tuple[Tensor, Tensor]:
-        assert self._dense is not None, "finish comes first, and FP8 is multiplied elsewhere"
-        return self._dense
 
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
         if kind == "weight":
@@ -135,16 +126,16 @@ class Fp8Experts(DenseExperts):
                 scales[i] = with_shared(scales[i], by_expert(scale, num_shared))
         gate_up, down = (weights.data for weights in self.weights)
         weights = ExpertWeights(gate_up, down, scales[0], scales[1], num_shared, shape.held_if_some)
-        self._fused = choose_experts(weights, options, self._dtype)
+        self._fused = choose_experts(weights, options, self.dtype)
         self._shared, self.scales = None, nn.ParameterDict()
 
     def _all_dequantised(self, weights: Tensor, shape: LinearShape) -> Tensor:
         """Dequantise expert by expert, because scales expanded to the size of all weights would take four times their
         memory."""
-        dense = torch.empty(weights.shape, dtype=self._dtype, device=weights.device)
+        dense = torch.empty(weights.shape, dtype=self.dtype, device=weights.device)
         for part in shape.parts:
             block = self.scheme.block_of(part)
             for expert in range(self.shape.num_experts):
                 mine, scale = rows_of(weights[expert], part), self.scales[part.name].data[expert]
-                rows_of(dense[expert], part).copy_(dequantised(mine, scale, part, block, self._dtype))
+                rows_of(dense[expert], part).copy_(dequantised(mine, scale, part, block, self.dtype))
         return dense

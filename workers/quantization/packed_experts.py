@@ -32,7 +32,7 @@ class PackedExperts(ExpertsMethod):
 
     def __init__(self, shape: ExpertsShape, scheme: PackedScheme) -> None:
         super().__init__(shape)
-        self.scheme, self._dtype = scheme, torch.get_default_dtype()
+        self.scheme = scheme
         self.kinds = (*scheme.kinds, *scheme.unused, *((BIAS,) if shape.biased else ()))
         self.stored = nn.ParameterDict(
             {
@@ -102,7 +102,7 @@ class PackedExperts(ExpertsMethod):
             gate_up, weights, gate_up_bias, down_bias, shape.activation, shape.held_if_some
         )
         if options.workspace is not None:
-            reason = unserved(self._weights, self._dtype)
+            reason = unserved(self._weights, self.dtype)
             if reason is not None:
                 raise ValueError(f"experts of few bits on a GPU: {reason}; use another checkpoint, or dtype: bfloat16")
             self._weights = raised(self._weights)

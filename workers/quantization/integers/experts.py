@@ -98,13 +98,8 @@ class UnorderedIntExperts(DenseExperts):
     def __init__(self, shape: ExpertsShape, layout: IntFormat) -> None:
         super().__init__(shape)
         self.kinds = layout.kinds
-        self.layout, self._dtype = layout, torch.get_default_dtype()
+        self.layout = layout
         self.stored = nn.ModuleDict({part.name: StoredInt(layout, part, shape.num_experts) for part in shape.parts})
-        self._dense: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._dtype
 
     @property
     def format(self) -> str:
@@ -112,13 +107,9 @@ class UnorderedIntExperts(DenseExperts):
 
     def num_bytes(self, options: GEMMOptions) -> int:
         return sum(
-            self.shape.num_experts * one.out_features * one.in_features * self._dtype.itemsize
+            self.shape.num_experts * one.out_features * one.in_features * self.dtype.itemsize
             for one in (self.shape.gate_up, self.shape.down)
         )
-
-    def dense_weights(self) -> tuple[Tensor, Tensor]:
-        assert self._dense is not None, "finish comes first"
-        return self._dense
 
     def _of(self, part: Part) -> StoredInt:
         stored = self.stored[part.name]
@@ -146,9 +137,9 @@ class UnorderedIntExperts(DenseExperts):
     def _dequantised(self, one: LinearShape) -> Tensor:
         """Dequantise expert by expert, which bounds the scratch memory."""
         device = next(self._of(one.parts[0]).parameters()).device
-        dense = torch.empty(self.shape.num_experts, one.out_features, one.in_features, dtype=self._dtype, device=device)
+        dense = torch.empty(self.shape.num_experts, one.out_features, one.in_features, dtype=self.dtype, device=device)
         for expert, out in enumerate(dense):
             stored = [self._of(part).matrix(expert) for part in one.parts]
             packed = pack_parts(stored, one, self.layout)
-            out.copy_(torch.cat([part.dense(one.in_features, self._dtype) for part in packed]))
+            out.copy_(torch.cat([part.dense(one.in_features, self.dtype) for part in packed]))
         return dense
