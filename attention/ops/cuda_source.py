@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
-from attention.capability import nvrtc_path
+from attention.capability import Capability, nvrtc_path
 
 _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _TENSOR_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
@@ -56,17 +56,18 @@ class Kernel:
 
     threads: per thread block.
     shared_bytes: dynamic shared memory per thread block.
+    early: launched before its predecessor has ended (`attention.ops.pdl`).
     """
 
     function: ctypes.c_void_p
     threads: int
     shared_bytes: int
+    early: bool
 
-    def launch(self, grid: Sequence[int], cluster: tuple[int, int], early: bool, *arguments: object) -> None:
+    def launch(self, grid: Sequence[int], cluster: tuple[int, int], *arguments: object) -> None:
         """Launch on the current stream.
 
         cluster: thread blocks per cluster; (1, 1): no clusters.
-        early: before the predecessor has ended (`attention.ops.pdl`).
         arguments: tensors become pointers, None a null pointer, ints 32-bit ints, floats 32-bit floats, and arrays of
             bytes structures.
         """
@@ -78,7 +79,7 @@ class Kernel:
             attributes[count].id = _CLUSTER
             attributes[count].value[:3] = [*cluster, 1]
             count += 1
-        if early:
+        if self.early:
             attributes[count].id = _EARLY
             attributes[count].value[0] = 1
             count += 1
@@ -113,7 +114,7 @@ def load(
         _check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()), "cuModuleGetFunction")
         _check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_BYTES, shared_bytes), "cuFuncSetAttribute")
         _check(driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
-    return Kernel(function, threads, shared_bytes)
+    return Kernel(function, threads, shared_bytes, Capability.of(torch.device("cuda", device)).supports_pdl)
 
 
 def compiled(source: str, defines: Defines, compute: tuple[int, int]) -> bytes:

@@ -84,7 +84,7 @@ def delta_rule_rounds(
     defines = constants_of(rows, weights, kept, width, tiles, early)
     kernel = load(out.get_device(), source(), "delta_few_rows", defines, threads=32 * tiles.warps, shared_bytes=0)
     kernel.launch(
-        (kept.heads.value_heads, batch), (1, 1), early,
+        (kept.heads.value_heads, batch), (1, 1),
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
         kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
         tables.slots, tables.prefix_len, tables.mask, tables.snapshot_at, tables.snapshot_entry,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.capability import Capability, num_multiprocessors
+from attention.capability import num_multiprocessors
 from attention.ops.cuda_source import tensor_map, tensor_map_of
 from workers.ops.blocks import cdiv
 from workers.ops.gemm.skinny_triton import SkinnyGEMM
@@ -40,8 +40,7 @@ def gated_rows(x: Tensor, weight: Tensor, width: int, out: Tensor) -> Tensor:
     groups = weight.view(2, n // 8, 8, k).transpose(0, 1)
     maps = tensor_map(x, 64, MAX_GATED_ROWS // 2), tensor_map_of(groups, (width // 16, 2, 8, 64))
     pairs = min(cdiv(cdiv(2 * n, width), 2), num_multiprocessors(x.device) // 2)
-    early = Capability.of(x.device).supports_pdl
-    KERNEL.on(x, width).launch([2 * pairs], _CLUSTER, early, *maps, out, rows, n, k // INPUT_STEP)
+    KERNEL.on(x, width).launch([2 * pairs], _CLUSTER, *maps, out, rows, n, k // INPUT_STEP)
     return out
 
 

@@ -32,10 +32,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
     assert x.stride(1) == 1 and x.data_ptr() % 16 == 0 and weight.is_contiguous() and out.is_contiguous()
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     blocks = num_multiprocessors(weight.device)
-    early = Capability.of(x.device).supports_pdl
-    _kernel(x.get_device(), n, k, x.dtype == torch.float16, blocks).launch(
-        [blocks], (1, 1), early, x, weight, bias, out, n
-    )
+    _kernel(x.get_device(), n, k, x.dtype == torch.float16, blocks).launch([blocks], (1, 1), x, weight, bias, out, n)
     return out
 
 

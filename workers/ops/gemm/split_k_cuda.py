@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
 from attention.ops.cuda_source import tensor_map
 from workers.ops.blocks import cdiv
 from workers.ops.gemm.skinny_triton import SkinnyGEMM
@@ -42,11 +41,9 @@ def split_k(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace
     assert fits(x) and weight.is_contiguous() and out.is_contiguous()
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     maps = tensor_map(x, 64, MAX_GATED_ROWS // 2), tensor_map(weight, 64, width // 2)
-    early = Capability.of(x.device).supports_pdl
     KERNEL.on(x, width).launch(
         [4 * cdiv(n, width)],
         _CLUSTER,
-        early,
         *maps,
         bias,
         out,

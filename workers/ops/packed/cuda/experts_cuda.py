@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention.capability import Capability, num_multiprocessors
+from attention.capability import num_multiprocessors
 from attention.ops.cuda_source import Kernel, load
 from workers.ops.experts.gated import GatedActivation
 from workers.ops.experts.route import Routed, RouterLogits
@@ -50,7 +50,6 @@ def one_row_experts(
     _kernel(x.get_device(), tiles, activation).launch(
         [tiles.blocks],
         (1, 1),
-        Capability.of(x.device).supports_pdl,
         *(x, routed.used, routed.num_used, routed.chosen, routed.weight),
         *(weights.gate_up.codes, weights.gate_up.scales, weights.gate_up_bias),
         *(weights.down.codes, weights.down.scales, weights.down_bias),

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention.capability import Capability, num_multiprocessors
+from attention.capability import num_multiprocessors
 from attention.ops.cuda_source import Kernel, load
 from workers.ops.gemm.workspace import GEMMOptions, Workspace
 from workers.ops.packed.cuda.gated_mlp_tiles import GROUP, GatedMLPTiles, gated_mlp_tiles
@@ -50,7 +50,6 @@ def gated_mlp_of(
         _kernel(x.get_device(), tiles).launch(
             [tiles.blocks],
             (1, 1),
-            Capability.of(x.device).supports_pdl,
             *(x, rows, x.stride(0), gate_up.codes, gate_up.scales, down.codes, down.scales, out, workspace.tickets),
         )
     return out

@@ -76,7 +76,6 @@ def packed_cuda(
     _kernel(tiles, x.get_device(), gated, x.dtype == torch.float16, weight.zeros is not None).launch(
         grid,
         cluster,
-        Capability.of(x.device).supports_pdl,
         *(*inputs, weight.codes, weight.scales, weight.zeros, bias, out, n),
         *(cdiv(weight.out_features, TILE), k // STEP, 0 if weight.group == k else weight.group // STEP),
         *((workspace.part, workspace.tickets) if isinstance(tiles, ManyRowsTiles) else ()),
