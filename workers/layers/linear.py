@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from workers.distributed.tp_group import TPGroup, shard_size
 from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
+from workers.ops.blocks import largest
 from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.gemm.tiles import workspace_size
 from workers.ops.gemm.workspace import GEMMOptions
@@ -122,9 +123,8 @@ class QKVParallelLinear(ColumnParallelLinear):
         return self.method.multiply_last(x, self.bias, self._num_stored)
 
     def workspace_size(self) -> tuple[int, int]:
-        own = super().workspace_size()
         stored = workspace_size([(self._num_stored, self.shape.in_features)] if self._num_stored else [])
-        return max(own[0], stored[0]), max(own[1], stored[1])
+        return largest([super().workspace_size(), stored])
 
 
 class GateUpParallelLinear(ColumnParallelLinear):

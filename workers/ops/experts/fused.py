@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attention.ops.operation import Implementation
+from workers.ops.blocks import largest
 from workers.ops.experts.route import RouterLogits
 from workers.ops.experts.weights import ExpertSizes, ExpertWeights, fits_kernels, workspace_size
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
@@ -66,9 +67,8 @@ def fused_workspace_size(held: Span, num_shared: int, experts_per_token: int, si
     """
     if not fits_kernels(size, width):
         return 0, 0
-    sizes = [
+    return largest(
         workspace_size(ExpertSizes(held.size, shared, experts_per_token, size, width, step, held.total - held.size))
         for shared in {0, num_shared}
         for step in (64, 128)
-    ]
-    return max(cells for cells, _ in sizes), max(tickets for _, tickets in sizes)
+    )

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from attention.capability import MULTIPROCESSORS
 from attention.fp8 import FP8
+from workers.ops.blocks import largest
 from workers.ops.experts.route import MAX_LISTED
 from workers.ops.fp8.rows import GROUP
 from workers.span import Span
@@ -188,19 +189,17 @@ def _fits_one_load(sizes: ExpertSizes) -> bool:
 def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:
     """Return float32 cells and tickets of a `Workspace` for the routing and all `few_row_tiles`."""
     each = [partial_sizes(rows, sizes, few_row_tiles(rows, sizes)) for rows in range(1, MAX_FEW_ROWS + 1)]
-    experts = sizes.num_routed + sizes.num_shared
-    return max(cells for cells, _ in each), max(experts, *(tickets for _, tickets in each))
+    return largest([(0, sizes.num_routed + sizes.num_shared), *each])
 
 
 def partial_sizes(rows: int, sizes: ExpertSizes, tiles: ExpertTiles) -> tuple[int, int]:
     """Return cells and tickets that these tiles need."""
-    cells, num_tickets = 0, 1
+    needed = [(0, 1)]
     for product, places in (
         (tiles.gate_up, sizes.max_used(rows) * sizes.width // tiles.gate_up.block_n),
         (tiles.down, sizes.size // tiles.down.block_n),
     ):
         if product.splits > 1:
             twice = 2 if product is tiles.gate_up else 1
-            cells = max(cells, twice * places * product.splits * product.block_n * tiles.block_m)
-            num_tickets = max(num_tickets, places)
-    return cells, num_tickets
+            needed.append((twice * places * product.splits * product.block_n * tiles.block_m, places))
+    return largest(needed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from attention.capability import MULTIPROCESSORS
-from workers.ops.blocks import cdiv, next_power_of_2
+from workers.ops.blocks import cdiv, largest, next_power_of_2
 from workers.ops.fp8.rows import GROUP
 from workers.ops.gemm.tiles import MAX_SPLITS, SHARED_BYTES
 
@@ -222,7 +222,7 @@ def rounding_columns(weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
 
 def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return cells and tickets of a `Workspace` for weights of these shapes [N, K]."""
-    cells = num_tiles = 0
+    needed = [(2 * MULTIPROCESSORS * 64 * 64, MULTIPROCESSORS)]  # of `_split`, for any number of rows
     for n, k in shapes:
         few = [fp8_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)]
         fewest = [fp8_ahead_tiles(rows, n, k) for rows in (1, 2, 4, MAX_AHEAD_ROWS)]
@@ -231,7 +231,5 @@ def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
         for splits, block_n, rows in sums:
             if splits > 1:
                 tiles_of_w = cdiv(n, block_n)
-                num_tiles = max(num_tiles, tiles_of_w)
-                cells = max(cells, tiles_of_w * splits * block_n * rows)
-    # `_split` for any number of rows
-    return max(cells, 2 * MULTIPROCESSORS * 64 * 64), max(num_tiles, MULTIPROCESSORS)
+                needed.append((tiles_of_w * splits * block_n * rows, tiles_of_w))
+    return largest(needed)

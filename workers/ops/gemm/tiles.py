@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from attention.capability import MULTIPROCESSORS
-from workers.ops.blocks import cdiv, next_power_of_2
+from workers.ops.blocks import cdiv, largest, next_power_of_2
 
 MAX_ROWS = 128  # with more rows cuBLAS is faster, see tests/bench/RESULTS.md
 MAX_GATED_ROWS = 256  # higher, because gated products save a kernel
@@ -135,15 +135,13 @@ def one_row_bytes(n: int, k: int, blocks: int) -> int | None:
 
 def workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return cells and tickets for weights of these shapes [N, K]."""
-    cells = num_tiles = 0
+    needed: list[tuple[int, int]] = []
     for n, k in shapes:
         if (width := split_width(n, k)) is not None:
             tiles_of_w = cdiv(n, width)
-            num_tiles = max(num_tiles, tiles_of_w * SPLIT_FLAGS)
-            cells = max(cells, tiles_of_w * width * MAX_GATED_ROWS)
+            needed.append((tiles_of_w * width * MAX_GATED_ROWS, tiles_of_w * SPLIT_FLAGS))
         for tiles in (skinny_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):
             if tiles is not None and tiles.splits > 1:
                 tiles_of_w = cdiv(n, tiles.block_n)
-                num_tiles = max(num_tiles, tiles_of_w)
-                cells = max(cells, tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m)
-    return cells, num_tiles
+                needed.append((tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m, tiles_of_w))
+    return largest(needed)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attention.capability import Capability
+from workers.ops.blocks import largest
 from workers.ops.fp8.tiles import fp8_workspace_size
 from workers.ops.gemm.tiles import workspace_size
 
@@ -67,5 +68,5 @@ class GEMMOptions:
         sizes = [workspace_size(shapes), *others]
         if here.multiplies_fp8:
             sizes.append(fp8_workspace_size(shapes))
-        workspace = Workspace.of_size(max(cells for cells, _ in sizes), max(tickets for _, tickets in sizes), device)
+        workspace = Workspace.of_size(*largest(sizes), device)
         return GEMMOptions(workspace, deterministic, here.multiplies_fp8, packed=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from attention.capability import MULTIPROCESSORS
+from workers.ops.blocks import largest
 from workers.ops.experts.weights import ExpertSizes
 from workers.ops.packed.cuda.one_row_tiles import one_row_tiles
 from workers.ops.packed.weight import BITS, TILE, PackedWeight
@@ -132,23 +133,17 @@ def _warps_k(chunks: int) -> int:
 
 def packed_expert_workspace(sizes: ExpertSizes) -> tuple[int, int]:
     """Return float32 cells and tickets of a `Workspace` for the routing and all listed tiles."""
-    cells, tickets = 0, sizes.num_routed
-    for rows in range(1, MAX_LISTED_ROWS + 1):
-        needed = partial_sizes(rows, sizes, _listed_tiles(rows, sizes))
-        cells, tickets = max(cells, needed[0]), max(tickets, needed[1])
+    listed = [partial_sizes(rows, sizes, _listed_tiles(rows, sizes)) for rows in range(1, MAX_LISTED_ROWS + 1)]
     one_row = one_row_tiles(sizes, MULTIPROCESSORS)
-    if one_row is not None:
-        cells, tickets = max(cells, one_row.workspace[0]), max(tickets, one_row.workspace[1])
-    return cells, tickets
+    return largest([(0, sizes.num_routed), *listed, *([] if one_row is None else [one_row.workspace])])
 
 
 def partial_sizes(rows: int, sizes: ExpertSizes, tiles: PackedExpertTiles) -> tuple[int, int]:
     """Return cells and tickets that these tiles need."""
-    cells, num_tickets = 0, 1
+    needed = [(0, 1)]
     gate_up_places = sizes.max_used(rows) * sizes.width // TILE
     down_places = -(-sizes.size // (TILE * tiles.down.warps_n))
     for product, places in ((tiles.gate_up, gate_up_places), (tiles.down, down_places)):
         if product.splits > 1:
-            cells = max(cells, places * product.splits * product.row_tiles * 8 * product.warps_n * TILE)
-            num_tickets = max(num_tickets, places)
-    return cells, num_tickets
+            needed.append((places * product.splits * product.row_tiles * 8 * product.warps_n * TILE, places))
+    return largest(needed)
