@@ -36,8 +36,8 @@ def main() -> int:
 
 
 def _leave_out_current_folder() -> None:
-    """Take it off Python's path, here and in the processes to come, unless Aerie itself lies there. An empty entry of
-    PYTHONPATH, as `PYTHONPATH=$PYTHONPATH:/x` leaves one, means the current folder."""
+    """Remove the current folder from Python's path, also for child processes, unless Aerie itself is there. An empty
+    entry of PYTHONPATH, as in `PYTHONPATH=$PYTHONPATH:/x`, means the current folder."""
     os.environ["PYTHONSAFEPATH"] = "1"
     if os.path.realpath("") == str(ROOT):
         return

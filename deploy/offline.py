@@ -61,7 +61,7 @@ class LLM:
         if names_model(str(model)):
             args, base = model_args(str(model), draft, revision), Path.cwd()
         elif draft is not None or revision is not None:
-            raise ConfigError(f"draft, revision: only beside a model; {model} is a config file: write it there")
+            raise ConfigError(f"draft, revision: only with a model; {model} is a config file: write it there")
         else:
             path = find_config(model)
             args, base = dict(read_args(path)), path.resolve().parent

@@ -99,7 +99,7 @@ class SpeculativeConfig:
             return
         if self.method != "mtp":
             raise ValueError(
-                f"draft_vocab_size={size}: is of method mtp; the vocabulary of other heads is that of their checkpoint"
+                f"draft_vocab_size={size}: is only for method mtp; other heads have the vocabulary of their checkpoint"
             )
         if size < 0 or 0 < size < self.top_k:
             raise ValueError(
@@ -110,8 +110,8 @@ class SpeculativeConfig:
         copies = self.method == "suffix" or self.suffix_tokens > 0
         if not copies and (self.match_min, self.match_max) != (2, 16):
             raise ValueError(
-                f"match_min={self.match_min}, match_max={self.match_max}: are of method suffix and of suffix_tokens; "
-                "leave them out"
+                f"match_min={self.match_min}, match_max={self.match_max}: are only for method suffix and suffix_tokens"
+                "; leave them out"
             )
         if not 1 <= self.match_min <= self.match_max <= MAX_MATCH:
             raise ValueError(
@@ -120,12 +120,12 @@ class SpeculativeConfig:
             )
         if self.suffix_tokens < 0 or self.num_draft_tokens + self.suffix_tokens > MAX_WIDTH:
             raise ValueError(
-                f"suffix_tokens={self.suffix_tokens}: must be 0 to {MAX_WIDTH - self.num_draft_tokens}, beside "
+                f"suffix_tokens={self.suffix_tokens}: must be 0 to {MAX_WIDTH - self.num_draft_tokens}, with "
                 f"num_draft_tokens={self.num_draft_tokens}"
             )
         if self.suffix_tokens and self.synthetic_acceptance_length is not None:
             raise ValueError(
-                f"suffix_tokens={self.suffix_tokens}: no branch is copied with synthetic_acceptance_length; leave one "
+                f"suffix_tokens={self.suffix_tokens}: cannot be combined with synthetic_acceptance_length; leave one "
                 "of them out"
             )
         if self.method != "suffix":

@@ -224,7 +224,7 @@ def pages_asked(layout: EngineLayout, slot_bytes: int) -> PageCounts | None:
     pages = min(counts.pages, counts.windows) if layout.window is not None else counts.pages
     if pages < 2:
         raise ValueError(
-            f"cache.memory_gb={cache.memory_gb}: holds {max(0, pages)} pages of {per_page} bytes beside {slot_bytes} "
-            f"of tables for scheduler.max_running; give at least {(3 * per_page + slot_bytes) / 1e9:.4f}, or auto"
+            f"cache.memory_gb={cache.memory_gb}: holds {max(0, pages)} pages of {per_page} bytes and {slot_bytes} "
+            f"bytes of tables for scheduler.max_running; give at least {(3 * per_page + slot_bytes) / 1e9:.4f}, or auto"
         )
     return counts

@@ -253,7 +253,7 @@ class _PreparedPieces(Prepared):
 
 def list_pieces(batch: PrefillBatch, rows: int) -> list[tuple[int, int, int, int]]:
     """Return the chunks' rows in pieces of `rows` rows, as (chunk, first row, its position, rows). The last piece of a
-    chunk may overlap the one before. A chunk of fewer rows is one piece."""
+    chunk may overlap the previous one. A chunk of fewer rows is one piece."""
     pieces, end, chunks = [], 0, batch.known
     for chunk, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
         first, end = end, end + count

@@ -1,8 +1,8 @@
 """Hosts and origins that a server without API keys answers to. Used by `cluster.http.middleware`.
 
-A foreign page in a user's browser must not use a server that the browser can reach. It could do so through a name of
-its own that resolves to this machine (DNS rebinding: the Host header has that name), or by a cross-origin request,
-whose reply it cannot read but whose work would be done. With keys, the key decides.
+A foreign web page in a user's browser must not use a server that the browser can reach. It could do so through its own
+host name that resolves to this machine (DNS rebinding; the Host header has that name), or by a cross-origin request (it
+cannot read the reply, but the server would do the work). With API keys, only the key is checked.
 """
 
 import ipaddress

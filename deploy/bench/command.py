@@ -127,7 +127,7 @@ def _prefixes(arguments: argparse.Namespace, mix: Mix) -> Prefixes | None:
     count = default.count if arguments.prefixes is None else arguments.prefixes
     tokens = default.tokens if arguments.prefix_tokens is None else arguments.prefix_tokens
     if not 0 <= share <= 1 or count < 1 or tokens < 1:
-        raise ConfigError("--share, --prefixes, --prefix-tokens: must be from 0 to 1, at least 1, at least 1")
+        raise ConfigError("--share: must be from 0 to 1; --prefixes, --prefix-tokens: at least 1")
     return Prefixes(count, tokens, share) if share else None
 
 

@@ -30,11 +30,11 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
         wanted = {"--draft": arguments.draft, "--tensor-parallel": arguments.tensor_parallel, "--set": arguments.set}
         wanted |= {"--save": arguments.save, "--revision": arguments.revision}
         if used := [name for name, value in wanted.items() if value]:
-            raise ConfigError(f"{used[0]}: only beside a model; {given} is a config file: write it there")
+            raise ConfigError(f"{used[0]}: only with a model; {given} is a config file: write it there")
         path = find_config(arguments.config)
         if keys := _vllm_keys(arguments):
             raise ConfigError(
-                f"{', '.join(f'{key}={value}' for key, value in keys.items())}: options of vLLM's stand only beside a "
+                f"{', '.join(f'{key}={value}' for key, value in keys.items())}: vLLM's options are allowed only with a "
                 f"model; {path} is a config file: write these keys there"
             )
         return path

@@ -44,13 +44,13 @@ class Eagle(DraftMethod):
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
         model = read_layer(path, raw)
         check_target(path, model, size_of(raw, "target_hidden_size", f"draft {path}", model.hidden_size), target)
-        check_width(path, model, target, "an EAGLE head reads the target's hidden state beside the embedding")
+        check_width(path, model, target, "an EAGLE head reads the target's hidden state and an embedding")
         flags = {**raw, **section_of(raw, "eagle_config", f"draft {path}")}
         set_flags = [flag.name for flag in fields(HeadFlags) if flags.get(flag.name)]
         if set_flags:
             raise ValueError(
-                f"draft {path}: {', '.join(set_flags)} is of EAGLE-3 heads; set speculative.method: eagle3 if it is "
-                "one, else use a head without it"
+                f"draft {path}: {', '.join(set_flags)} exists only in EAGLE-3 heads; set speculative.method: eagle3 "
+                "if it is one, else use a head without it"
             )
         return cls(path, model, target.vocab_size, (), flag_of(raw, "bias", f"draft {path}", default=True))
 

@@ -75,8 +75,8 @@ class Eagle3(DraftMethod):
             check_width(path, model, target, "use_aux_hidden_state=false means that it reads the target's hidden state")
             if flags.norm_before_fc or flags.fc_norm:
                 raise ValueError(
-                    f"draft {path}: norm_before_fc and fc_norm are of captured layers, but use_aux_hidden_state=false "
-                    "says that it reads none; correct the draft's config"
+                    f"draft {path}: norm_before_fc and fc_norm apply to captured layers, but "
+                    "use_aux_hidden_state=false says that it reads none; correct the draft's config"
                 )
         vocab_size = size_of(raw, "draft_vocab_size", f"draft {path}", model.vocab_size)
         return cls(

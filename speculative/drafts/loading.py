@@ -212,7 +212,7 @@ def take_target_ids(tensors: dict[str, Tensor], method: DraftMethod) -> Tensor |
     if members is not None and not torch.equal(ids.sort().values, members):
         raise ValueError(
             f"{source}: d2t and t2d name different tokens of the target, whether d2t has offsets or ids; use a "
-            "checkpoint whose d2t and t2d are of one vocabulary"
+            "checkpoint whose d2t and t2d agree"
         )
     same = vocab_size == target_size and torch.equal(ids, torch.arange(vocab_size))
     return None if same else ids

@@ -59,6 +59,6 @@ def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:
     if right is None and "speculators_model_type" in raw:
         architecture = f"{architecture}, speculators_model_type {raw['speculators_model_type']}"
     if right is None:
-        return f"{draft} (architecture {architecture}) is of no method that exists; those are {', '.join(METHODS)}"
+        return f"{draft} (architecture {architecture}) belongs to no known method; known are {', '.join(METHODS)}"
     article = "a" if right.startswith("d") else "an"
     return f"{draft} is {article} {right} head (architecture {architecture}); set method: {right}"

@@ -61,7 +61,7 @@ def score_candidates(
     candidates  [B, depths, n] int64, contiguous: token ids
     projected   [B, depths, rank], contiguous
     previous    [B, k] int64, contiguous: token ids
-    before      [vocabulary, rank], contiguous, as projected: vectors of the token before
+    before [vocabulary, rank], contiguous, as projected: vectors of the previous token
     after       shape and dtype of `before`: vectors of candidates
     ->          [B * k, n] float32; [B * k, n] int64
     """

@@ -1,7 +1,7 @@
 """The published kinds of block heads and their files: DFlash and DFlash2 in z-lab's folder layout, DSpark in
 DeepSpec's.
 
-DSpark's and DFlash2's scores of a row depend on the token before. `speculative.drafts.blocks` serves the same files.
+DSpark's and DFlash2's scores of a row depend on the previous token. `speculative.drafts.blocks` serves the same files.
 Parameter names are those of the published heads.
 """
 
@@ -42,11 +42,11 @@ from speculative.training.losses import BlockScores, Objective
 from speculative.training.samples import Sample
 
 _MODEL_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # model_type of supported targets
-_CODE_STD = 0.1  # of the codes of the token before; those of the next token start at zero, so all biases do
+_CODE_STD = 0.1  # of the codes of the previous token; those of the next token start at zero, and so do all biases
 
 
 class MarkovHead(nn.Module):
-    """A low-rank bias that depends on the token before."""
+    """A low-rank bias that depends on the previous token."""
 
     def __init__(self, vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -63,7 +63,8 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkHead(BlockHead):
-    """DFlash with a Markov head and a confidence head, which reads the row's state and the code of the token before."""
+    """DFlash with a Markov head and a confidence head. The latter reads the row's state and the code of the previous
+    token."""
 
     def __init__(self, method: DSpark, objective: Objective) -> None:
         super().__init__(method, objective)
@@ -131,7 +132,7 @@ class ConvolvedLayer(Qwen3DecoderLayer):  # type: ignore[misc]
 
 
 class CandidateSelector(nn.Module):
-    """Scores a row's tokens given the token before: <predecessor[previous] * projection(state), successor[token]>."""
+    """Scores a row's tokens given the previous token: <predecessor[previous] * projection(state), successor[token]>."""
 
     def __init__(self, vocab_size: int, rank: int, hidden_size: int) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 The engine serves the same files with `speculative.drafts.blocks.dflash`, which reads KV from pages;
 `tests/speculative/training/test_training_blocks.py` compares the two. Parameter names are those of the published heads.
-`block_kinds` has the heads whose rows depend on the token before. Paper: DFlash, arXiv 2602.06036.
+`block_kinds` has the heads whose rows depend on the previous token. Paper: DFlash, arXiv 2602.06036.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class BlockHead(TrainedDraft):
         return self.score(self.states(embeddings, captured, anchors, previous.shape[2], depths), previous)
 
     def score(self, states: Tensor, previous: Tensor) -> BlockScores:
-        """Return the scores of rows. states: [.., H]. previous: [..] int64, the token before."""
+        """Return the scores of rows. states: [.., H]. previous: [..] int64, the previous token."""
         return BlockScores(self.logits(states))
 
     def best(self, scores: BlockScores) -> Tensor:

@@ -76,8 +76,8 @@ class TrainedDraft(nn.Module, ABC):
         """
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return [.., draft vocabulary] logits of recurrent states [.., H]; the target's, in the dtype of its head, if
-        the draft has no head of its own."""
+        """Return [.., draft vocabulary] logits of recurrent states [.., H]. A draft without a head uses the target's,
+        in that head's dtype."""
         head = self._target_head[0]
         logits: Tensor = head(hidden.to(next(head.parameters()).dtype))
         return logits
@@ -158,14 +158,14 @@ class DraftKind(ABC):
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         self.arguments, self.target = arguments, target
         if arguments.random_depths and arguments.method not in BLOCK_METHODS:
-            raise TrainingError(f"random_depths: is of {', '.join(BLOCK_METHODS)}; leave it out")
+            raise TrainingError(f"random_depths: is only for {', '.join(BLOCK_METHODS)}; leave it out")
 
     def refuse_head_options(self, method: str) -> None:
         """Raise TrainingError for options of EAGLE-3 heads. method: this kind's name."""
         for name in ("draft_vocab", "intermediate_size", "head_flags"):
             value = vars(self.arguments)[name]
             if value is not None:
-                raise TrainingError(f"{name}={value}: is of EAGLE-3 heads; leave it out with --method {method}")
+                raise TrainingError(f"{name}={value}: is only for EAGLE-3 heads; leave it out with --method {method}")
 
     def unrolling(self) -> Unrolling:
         """Return the options by which its drafts are trained."""

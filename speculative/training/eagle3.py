@@ -151,7 +151,7 @@ def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder
     model = method.model
     untrained = {
         f"num_hidden_layers={model.num_layers}": model.num_layers > 1,
-        f"hidden_size={model.hidden_size} beside its target's {method.target_hidden_size}": model.hidden_size
+        f"hidden_size={model.hidden_size} and its target has {method.target_hidden_size}": model.hidden_size
         != method.target_hidden_size,
         "use_aux_hidden_state=false": not method.capture,
         "the output of the target's last layer among those captured": method.reads_last_layer and bool(method.capture),

@@ -88,8 +88,8 @@ class Objective:
 class BlockScores(NamedTuple):
     """A head's output for the rows of blocks.
 
-    logits: [.., vocabulary] of each row, given the token before if the head reads it.
-    unary: [.., vocabulary] logits that ignore the token before, by which DFlash2 chooses candidates; None in other
+    logits: [.., vocabulary] of each row, given the previous token if the head reads it.
+    unary: [.., vocabulary] logits that ignore the previous token, by which DFlash2 chooses candidates; None in other
         heads.
     confidence: [..] logits of being accepted; None in heads without a confidence head.
     """

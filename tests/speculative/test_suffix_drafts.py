@@ -213,7 +213,7 @@ def test_it_takes_no_weights_and_no_kv(pair: Pair) -> None:
         ({"num_draft_tokens": 8, "num_steps": 4, "top_k": 2}, "top_k=2: method suffix drafts a chain"),
         ({"window": 64}, "window=64: method suffix has no draft model"),
         ({"draft_tp": 1}, "draft_tp=1: method suffix has no draft model"),
-        ({"method": "eagle3", "match_max": 4}, "match_max=4: are of method suffix and of suffix_tokens"),
+        ({"method": "eagle3", "match_max": 4}, "match_max=4: are only for method suffix and suffix_tokens"),
         ({"suffix_tokens": 4}, "suffix_tokens=4: with method suffix it is num_steps"),
         ({"method": "eagle3", "suffix_tokens": 60}, "suffix_tokens=60: must be 0 to 47"),
     ],

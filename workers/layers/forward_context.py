@@ -82,7 +82,7 @@ class ForwardContext:
 
     @cached_property
     def token_slots(self) -> TokenSlots:
-        """Return the marks of padding among the rows that attend."""
+        """Return which of the rows that attend are padding."""
         mapping = self.slot_mapping if self.live_mapping is None else self.live_mapping
         return TokenSlots(self.attending_rows(mapping), self.pool.page_size)
 

@@ -177,7 +177,8 @@ def _stacked(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
 
 
 def outputs_first(packed: Packed, outputs: int, inputs: int) -> Packed:
-    """Return the rule for matrices of either layout; square matrices have inputs first, as published."""
+    """Return a rule that accepts matrices with outputs or inputs first. Square matrices are taken to have inputs first,
+    as in published checkpoints."""
 
     def split(full: Tensor, kind: str) -> list[Tensor]:
         if full.dim() != 3 or set(full.shape[1:]) != {outputs, inputs}:

@@ -179,8 +179,9 @@ class RankMemory:
         return (
             f"{max(0, counts.pages)} KV pages ({kv_gb:.3f} GB, or {kv_gb + layout.slot_bytes / 1e9:.3f} GB with the "
             f"tables of scheduler.max_running) fit into cache.memory_share={cache.memory_share:g} of the "
-            f"{self._free_at_start / 1e9:.2f} GB that were free at the start, beside {self.used() / 1e9:.2f} GB in "
-            f"use, {activations / 1e9:.2f} GB for the largest step and {graphs / 1e9:.2f} GB for graphs"
+            f"{self._free_at_start / 1e9:.2f} GB that were free at the start, in addition to "
+            f"{self.used() / 1e9:.2f} GB in use, {activations / 1e9:.2f} GB for the largest step and "
+            f"{graphs / 1e9:.2f} GB for graphs"
             + (f" and {layout.saved_bytes / 1e9:.2f} GB for cache.state_snapshots" if layout.saved_bytes else "")
             + "; configure less, or raise parallel.tensor_parallel or cache.memory_share, or lower "
             "scheduler.max_running, scheduler.max_step_tokens or graph_capture.limit_gb"

@@ -35,13 +35,13 @@ class RoundCosts(msgspec.Struct, frozen=True, array_like=True):
 class CostTable(msgspec.Struct, frozen=True, array_like=True):
     """Times of all kinds of steps.
 
-    rounds: by index of the shape; index 0 is non-speculative decoding.
+    rounds: costs of each shape, by its index; index 0 is non-speculative decoding.
     chunk_requests: measured numbers of requests in mixed batches, ascending from 0.
     chunk_tokens: measured prompt tokens of the chunk, ascending.
     chunk_ms: [chunk_requests][chunk_tokens] milliseconds of the whole step.
     default: index of the default shape.
     ms_per_chunk_kv: attention time per (token of a chunk, token before the chunk).
-    beside: shape of the rounds in `chunk_ms`, by chunk_requests; empty: always the default.
+    beside: shape of the rounds in `chunk_ms`, one per entry of chunk_requests; empty: always the default.
     """
 
     rounds: tuple[RoundCosts, ...]

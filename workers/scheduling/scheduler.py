@@ -278,7 +278,7 @@ class Scheduler:
         return in_flight
 
     def apply(self, result: StepResult) -> list[RequestOutput]:
-        """Apply the oldest result, unless it is of another epoch. Return the outputs of requests that changed."""
+        """Apply the oldest result, unless it belongs to another epoch. Return the outputs of requests that changed."""
         if result.epoch != self.epoch:
             self.stats.num_stale_results += 1
             return []

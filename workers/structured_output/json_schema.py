@@ -150,7 +150,7 @@ class _Writer:
     @staticmethod
     def _with_type(branch: Any, kind: Any, path: str) -> Any:
         if not isinstance(branch, dict) or branch.get("type", kind) != kind or "$ref" in branch:
-            raise UnsupportedSchemaError(path, "type", "it stands beside anyOf too; say it in each schema alone")
+            raise UnsupportedSchemaError(path, "type", "it is also next to anyOf; write it only inside anyOf")
         return {"type": kind, **branch}
 
     def _types(self, schema: Schema, path: str) -> list[str]:
@@ -172,7 +172,7 @@ class _Writer:
         known = {"type"}.union(*(OF_TYPE[kind] for kind in types))
         for key in schema:
             if key not in known:
-                raise UnsupportedSchemaError(path, key, f"it demands nothing of {' or '.join(types)}; leave it out")
+                raise UnsupportedSchemaError(path, key, f"it has no effect on {' or '.join(types)}; leave it out")
         written = [self._of_type(schema, kind, path, depth) for kind in types]
         return written[0] if len(written) == 1 else {"anyOf": written}
 
@@ -196,7 +196,7 @@ class _Writer:
         if isinstance(found.get("items"), list):
             found = self._of_2020(found, path)
         if "additionalItems" in found:
-            raise UnsupportedSchemaError(path, "additionalItems", "it is of items that are a list; write items")
+            raise UnsupportedSchemaError(path, "additionalItems", "it is only for a list of items; write items")
         if "prefixItems" in found:
             if not isinstance(found["prefixItems"], list):
                 raise UnsupportedSchemaError(path, "prefixItems", "must be a list of schemas")
@@ -213,7 +213,7 @@ class _Writer:
     def _of_2020(found: Schema, path: str) -> Schema:
         """Convert a tuple of drafts before 2020-12, where prefixItems are called items, and items additionalItems."""
         if "prefixItems" in found:
-            raise UnsupportedSchemaError(path, "prefixItems", "beside a list of items; leave one of the two out")
+            raise UnsupportedSchemaError(path, "prefixItems", "not with a list of items; leave one of the two out")
         others = {key: value for key, value in found.items() if key not in ("items", "additionalItems")}
         rest = {"items": found["additionalItems"]} if "additionalItems" in found else {}
         return others | {"prefixItems": found["items"]} | rest
@@ -232,7 +232,7 @@ class _Writer:
             if name not in names:
                 raise UnsupportedSchemaError(path, "required", f"{name!r} is not among properties; describe it there")
         if "propertyNames" in found and ("properties" in found or "patternProperties" in found):
-            raise UnsupportedSchemaError(path, "propertyNames", "beside properties it is not enforced; leave it out")
+            raise UnsupportedSchemaError(path, "propertyNames", "not enforced together with properties; leave it out")
         described = {"properties", "patternProperties", "propertyNames", "unevaluatedProperties"} & found.keys()
         if not described and "additionalProperties" not in found:
             found["additionalProperties"] = True

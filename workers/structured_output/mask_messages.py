@@ -40,9 +40,9 @@ class Advanced(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Fill(msgspec.Struct, frozen=True, array_like=True):
-    """Fill the masks of one request for a step.
+    """An order to fill the masks of one request for a step.
 
-    count: nodes of its tree.
+    count: nodes of the request's tree.
     guide: index of its guide in the step; -1 without guides.
     num_guided: nodes that get a state in the guide.
     """

@@ -95,7 +95,7 @@ def check_alone(schema: Mapping[str, Any], keyword: str, path: str, allowed: tup
     """Raise for keywords that are not enforced together with `keyword`."""
     for key in schema:
         if key != keyword and key not in allowed:
-            raise UnsupportedSchemaError(path, key, f"beside {keyword} it is not enforced; leave one of the two out")
+            raise UnsupportedSchemaError(path, key, f"not enforced together with {keyword}; leave one of the two out")
 
 
 def check_counts(schema: Schema, names: tuple[str, ...], path: str) -> None:
@@ -127,7 +127,7 @@ def check_string(schema: Schema, path: str) -> None:
     demand = next((name for name in ("pattern", "format") if name in schema), None)
     other = next((name for name in ("minLength", "maxLength") if name in schema), None)
     if demand is not None and other is not None:
-        raise UnsupportedSchemaError(path, other, f"beside {demand} it is not enforced; say it in a pattern")
+        raise UnsupportedSchemaError(path, other, f"not enforced together with {demand}; put it into a pattern")
 
 
 def check_patterns(names: Mapping[str, Any], patterns: Iterable[str], path: str) -> None:
@@ -140,12 +140,12 @@ def check_patterns(names: Mapping[str, Any], patterns: Iterable[str], path: str)
     prefixes = [_PREFIX.fullmatch(pattern) for pattern in patterns]
     known = [found[1] for found in prefixes if found]
     if (len(prefixes) > 1 or names) and len(known) < len(prefixes):
-        reason = "beside properties or other patterns it is enforced where it says a prefix, as ^x- does, alone"
+        reason = "with properties or other patterns, only patterns of a prefix are enforced, such as ^x-"
         raise UnsupportedSchemaError(path, "patternProperties", reason)
     for i, prefix in enumerate(known):
         for other in [*names, *known[:i], *known[i + 1 :]]:
             if other.startswith(prefix):
-                reason = f"of {other!r} other properties speak too; describe each name once"
+                reason = f"{prefix!r} overlaps with {other!r}; describe each name once"
                 raise UnsupportedSchemaError(path, "patternProperties", reason)
 
 

@@ -162,7 +162,7 @@ class _Call:
 
 
 class _Value:
-    """One parameter's value.
+    """State of one parameter's value while it is parsed.
 
     types: its possible JSON types; empty: any.
     """

@@ -103,7 +103,7 @@ class DFlash(DraftMethod):
 class RowCandidates:
     """The candidate tokens of each block row, for heads that propose no others. The same on every rank.
 
-    scores: [B, depths, n] float32 log-probabilities, not given the token before.
+    scores: [B, depths, n] float32 log-probabilities that ignore the previous token.
     ids: [B, depths, n] int64 target ids.
     projected: [B, depths, rank] projections of the rows' states.
     """
@@ -130,7 +130,7 @@ class Block:
 class DFlashModel(DraftModel):
     """Row k of a block is at position anchor + k. `keep` writes the context's KV.
 
-    conditional: whether a row's logits depend on the token before.
+    conditional: whether a row's logits depend on the previous token.
     num_candidates: tokens that the head proposes per row; 0: all.
     """
 

@@ -1,5 +1,5 @@
 """DFlash2 (z-lab): DFlash with convolutions over the rows of a block, around attention and MLP, and a selector, which
-scores a row's best tokens given the token before."""
+scores a row's best tokens given the previous token."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -143,7 +143,7 @@ class DFlash2Layer(DecoderLayer):
 
 
 class Selector(nn.Module):
-    """Scores a token after the token before: its logit + <predecessor[previous] * projection(state),
+    """Scores a token given the previous one: its logit + <predecessor[previous] * projection(state),
     successor[token]>."""
 
     def __init__(self, model: LlamaConfig, rank: int) -> None:

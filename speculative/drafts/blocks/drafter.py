@@ -2,7 +2,7 @@
 
 The rows of the block write their KV after the committed positions, where the next round's target features overwrite it.
 The depth-d nodes of a tree are the best tokens of row d. Rows of plain DFlash do not depend on the token chosen for the
-row before, so all parents of a depth have the same children. Other heads score a row's tokens given the token before;
+row before, so all parents of a depth have the same children. Other heads score a row's tokens given the previous token;
 for these, drafting is a beam search over path probabilities.
 """
 
@@ -65,7 +65,7 @@ class BlockDrafter(Drafter):
         self._trees.write(batch.slots, chain(self._slots.bonus[batch.slots], best))
 
     def _one_by_one(self, batch: DraftBatch, block: Block) -> None:
-        """Draft chains whose tokens depend on the token before, by the head or a grammar."""
+        """Draft chains whose tokens depend on the previous token, because of the head or a grammar."""
         bonus = self._slots.bonus[batch.slots]
         tokens, previous = [], bonus
         for step in self._steps:

@@ -23,7 +23,7 @@ class DSpark(DFlash):
     """A DSpark head.
 
     rank: rank of the Markov head.
-    gated: whether a gate of the row's state multiplies the embedding of the token before.
+    gated: whether a gate computed from the row's state multiplies the embedding of the previous token.
     """
 
     name: ClassVar[str] = "dspark"

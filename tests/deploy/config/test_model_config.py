@@ -52,7 +52,7 @@ def test_a_model_and_options_amount_to_a_file(tmp_path: Path, capsys: pytest.Cap
         ([TARGET, "--set", "cache.memory_gb"], "must be KEY=VALUE"),
         ([TARGET, "--set", "cache.memory=1"], "cache.memory: unknown key; did you mean cache.memory_gb?"),
         ([TARGET, "--set", "model.path.x=1"], "path is no section"),
-        (["eagle", "--draft", DRAFT], "--draft: only beside a model"),
+        (["eagle", "--draft", DRAFT], "--draft: only with a model"),
         (["nothing.yaml"], "nothing.yaml: no such file"),
     ],
 )

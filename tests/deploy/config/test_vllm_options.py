@@ -102,7 +102,7 @@ def test_what_cannot_be_honoured_is_refused_by_name_with_the_remedy(
 
 def test_beside_a_config_file_the_key_to_write_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "eagle", "--max-model-len", "4096", "--nodes", "0"]) == 2
-    assert capsys.readouterr().err.startswith("model.max_model_len=4096: options of vLLM's stand only beside a model")
+    assert capsys.readouterr().err.startswith("model.max_model_len=4096: vLLM's options are allowed only with a model")
 
 
 @pytest.mark.parametrize("option", vllm_options.OPTIONS, ids=lambda option: option.name)

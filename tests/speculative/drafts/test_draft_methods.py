@@ -118,6 +118,6 @@ def test_a_checkpoint_of_no_known_method_is_refused_with_those_that_exist(pair: 
     spec = spec_of(pair.target)
     with pytest.raises(
         ValueError,
-        match=r"d \(architecture MedusaModel\) is of no method that exists; those are eagle, .*, dspark, dflash2$",
+        match=r"d \(architecture MedusaModel\) belongs to no known method; known are eagle, .*, dspark, dflash2$",
     ):
         read_draft("eagle3", str(draft), str(pair.target), read_target_config(spec.worker.model, 1))

@@ -56,7 +56,7 @@ def pair(deep_pair: Pair) -> Pair:
         ),
         (
             {"fc_norm": True, "eagle_config": {"use_aux_hidden_state": False}},
-            "fc_norm are of captured layers, but use_aux_hidden_state=false",
+            "fc_norm apply to captured layers, but use_aux_hidden_state=false",
         ),
     ],
 )
@@ -93,7 +93,7 @@ def test_flags_of_eagle3_on_an_eagle_head_are_refused(pair: Pair, tmp_path: Path
     config = flat(Head(), architectures=["LlamaForCausalLM"], target_hidden_size=None, norm_output=True)
     del config["draft_vocab_size"]
     with pytest.raises(
-        ValueError, match="norm_output is of EAGLE-3 heads; set speculative.method: eagle3 if it is one"
+        ValueError, match="norm_output exists only in EAGLE-3 heads; set speculative.method: eagle3 if it is one"
     ):
         plan_engine(spec_of(pair.target, save_head(tmp_path / "d", config, {}), "eagle"))
 

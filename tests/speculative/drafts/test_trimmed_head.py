@@ -98,7 +98,9 @@ def test_sizes_without_sense_are_refused(tmp_path: Path) -> None:
         head_ids(MODEL, VOCAB, 4, ())
     with pytest.raises(ValueError, match="draft_vocab_size=2: must be at least top_k=4, or 0"):
         SpeculativeConfig("", "mtp", 5, 4, 8, draft_vocab_size=2)
-    with pytest.raises(ValueError, match="draft_vocab_size=64: is of method mtp; the vocabulary of other heads"):
+    with pytest.raises(
+        ValueError, match="draft_vocab_size=64: is only for method mtp; other heads have the vocabulary"
+    ):
         SpeculativeConfig("d", "eagle3", draft_vocab_size=64)
 
 

@@ -283,12 +283,12 @@ def test_a_time_limit_ends_the_schedule_and_steps_may_end_it_earlier() -> None:
 @pytest.mark.parametrize(
     "option,message",
     [
-        ("--draft-vocab 64", "draft_vocab=64: is of EAGLE-3 heads; leave it out with --method dflash"),
+        ("--draft-vocab 64", "draft_vocab=64: is only for EAGLE-3 heads; leave it out with --method dflash"),
         ("--mask-token 300", "mask_token_id=300: the target's vocabulary has 300 tokens"),
         ("--block-size 64", "block_size.*from 1 to 63"),
         ("--regenerated nowhere.jsonl", "regenerated=nowhere.jsonl: no such file; use --regenerate first"),
         ("--regenerate --regenerated nowhere.jsonl", "give it or --regenerate, not both"),
-        ("--method eagle3 --random-depths", "random_depths: is of dflash, dspark, dflash2; leave it out"),
+        ("--method eagle3 --random-depths", "random_depths: is only for dflash, dspark, dflash2; leave it out"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -124,7 +124,9 @@ def test_what_cannot_be_trained_further_is_refused(
     save_module_target(model, tokenizer, tmp_path)
     nothing = dict.fromkeys(("draft_vocab", "intermediate_size", "head_flags", "random_depths"))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
-    with pytest.raises(TrainingError, match="draft_vocab=64: is of EAGLE-3 heads; leave it out with --method mtp"):
+    with pytest.raises(
+        TrainingError, match="draft_vocab=64: is only for EAGLE-3 heads; leave it out with --method mtp"
+    ):
         DRAFTS["mtp"](argparse.Namespace(target=tmp_path, **nothing | {"draft_vocab": 64}), reference)
     with pytest.raises(TrainingError, match="model_type='deepseek_v3' is not supported"):
         DRAFTS["eagle3"](argparse.Namespace(target=tmp_path, output=tmp_path / "x", **nothing), reference)

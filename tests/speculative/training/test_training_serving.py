@@ -106,7 +106,7 @@ def test_every_flag_and_every_kind_of_head_can_be_trained() -> None:
         ),
         ({"attention_bias": True}, "has attention_bias=true, which can be served but not"),
         ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, "has norms on the heads of its attention, which can be served"),
-        ({"hidden_size": 64}, "has hidden_size=64 beside its target's 32, which can be served"),
+        ({"hidden_size": 64}, "has hidden_size=64 and its target has 32, which can be served"),
         (
             {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 7]}},
             "the output of the target's last layer among",

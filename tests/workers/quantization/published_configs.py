@@ -189,11 +189,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "checkpoint_format='marlin' is not supported; only 'gptq',",
     ),
     "old marlin": (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True is not supported; only False is"),
-    "marlin 2:4": (packed([]) | {"format": "marlin-24"}, "format='marlin-24' is not supported for weights of integers"),
+    "marlin 2:4": (packed([]) | {"format": "marlin-24"}, "format='marlin-24' is not supported for integer weights"),
     "int8 with zeros": (w8a8(symmetric=False), "weights.symmetric=False is not supported for int-quantized; only true"),
     "int8 activations beside packed codes": (
         w8a8() | {"format": "pack-quantized"},
-        "config_groups.group_0.input_activations=.* is not supported beside weights of integers",
+        "config_groups.group_0.input_activations=.* is not supported with integer weights",
     ),
     "3 bits": (GPTQ | {"bits": 3}, "bits=3 is not supported; 4 and 8 bits are; use the checkpoint in bf16"),
     "5 bits": (packed([], num_bits=5), "num_bits=5 is not supported; 4 and 8 bits are"),

@@ -162,7 +162,7 @@ def test_a_number_that_does_not_fit_is_refused_with_one_that_does(cache: CacheCo
 
 def test_nothing_left_is_refused() -> None:
     worker, layout = settings(scheduler=SchedulerConfig(max_running=9))
-    with pytest.raises(ValueError, match=r"cache\.memory_gb=auto: only 0 KV pages \(.*beside 15.01 GB in use"):
+    with pytest.raises(ValueError, match=r"cache\.memory_gb=auto: only 0 KV pages \(.*in addition to 15.01 GB in use"):
         settled(worker, layout, DescribedMemory(16 * GB), weights=15 * GB)
 
 

@@ -234,7 +234,7 @@ def transformers_config(raw: Mapping[str, Any], source: str) -> PreTrainedConfig
     if kind not in CONFIG_MAPPING:
         raise UnservableError(f"has model_type={kind!r}, which this release of transformers does not have")
     if raw.get("is_encoder_decoder"):
-        raise UnservableError("has an encoder beside its decoder")
+        raise UnservableError("has an encoder and a decoder")
     try:
         config: PreTrainedConfig = CONFIG_MAPPING[kind].from_dict(
             {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}

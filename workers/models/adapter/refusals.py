@@ -25,7 +25,7 @@ def check_class(config: PreTrainedConfig) -> None:
         raise UnservableError(f"is a {made.__name__}, whose attention transformers does not let others replace")
     layers, shared = (getattr(config, name, None) or 0 for name in ("num_hidden_layers", "num_kv_shared_layers"))
     if 0 < layers <= shared:
-        raise UnservableError("is a draft, of which all layers read the KV of another model")
+        raise UnservableError("is a draft whose layers all read the KV of another model")
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_KINDS
     if kinds:
         raise UnservableError(f"has layers of {', '.join(sorted(kinds))}, which only a family of its own could serve")

@@ -26,8 +26,8 @@ def load_weight(
     GROUP: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Load a chunk of 64 inputs. Return tensors: codes of each 16 outputs (int8: and of each 32 inputs); then scales,
-    and zeros if there are any, of each 32 inputs, or of all 64."""
+    """Load a chunk of 64 inputs. Return a tuple: one tensor of codes per 16 outputs (int8: per 16 outputs and 32
+    inputs); then one of scales, and of zeros if there are any, per 32 inputs or for all 64."""
     loaded = ()
     word, t = index % 128, index // 4 % 4
     at = tl.minimum(chunk, CHUNKS - 1)

@@ -97,14 +97,14 @@ def _scheme(name: str, group: Mapping[str, Any], layout: Any, source: str) -> In
     key, weights = f"config_groups.{name}", _weights(group)
     layout = group.get("format") or layout
     if layout not in (_PACKED, _W8A8):
-        refuse(source, "format", layout, f"is not supported for weights of integers; {_PACKED!r} and {_W8A8!r} are")
+        refuse(source, "format", layout, f"is not supported for integer weights; {_PACKED!r} and {_W8A8!r} are")
     inputs = group.get("input_activations") or {}
     if inputs and (layout != _W8A8 or inputs.get("num_bits") != 8 or inputs.get("type", "int") != "int"):
-        refuse(source, f"{key}.input_activations", inputs, "is not supported beside weights of integers")
+        refuse(source, f"{key}.input_activations", inputs, "is not supported with integer weights")
     if group.get("output_activations"):
         refuse(source, f"{key}.output_activations", group["output_activations"], "is not supported")
     if weights.get("type", "int") != "int":
-        refuse(source, f"{key}.weights.type", weights.get("type"), "is not supported beside groups of integers")
+        refuse(source, f"{key}.weights.type", weights.get("type"), "is not supported with groups of integer weights")
     supported = (8,) if layout == _W8A8 else (4, 8)
     bits = bits_of(weights, source, "num_bits", supported=supported, within=f"{key}.weights.")
     is_symmetric = flag_in(weights, source, "symmetric", True)

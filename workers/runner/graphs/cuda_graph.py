@@ -113,7 +113,7 @@ class GraphedDecoding:
 
     @property
     def wanted_token_buckets(self) -> tuple[int, ...]:
-        """`token_buckets` once all graphs are captured."""
+        """The value of `token_buckets` when all graphs are captured."""
         return self._keys.tokens
 
     @property

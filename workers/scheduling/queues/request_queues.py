@@ -169,8 +169,8 @@ class RequestQueues:
         return [sequence for sequence in self.suspects if sequence.slot >= 0]
 
     def may_be_admitted(self, sequence: Sequence) -> bool:
-        """Whether a request may get a slot. Only one suspect runs at a time, so that another crash identifies the
-        cause."""
+        """Whether a request may get a slot. Of the suspects (requests whose step crashed) only one runs at a time, so
+        that another crash identifies the cause."""
         return sequence.probation == 0 or not self.on_probation
 
     @property

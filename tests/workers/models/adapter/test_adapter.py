@@ -250,7 +250,7 @@ def test_a_head_is_refused_where_layers_pass_on_several_streams(tmp_path: Path) 
         ("mamba", {}, "a MambaForCausalLM, which keeps a state"),
         ("bamba", {}, "a BambaForCausalLM, which keeps a state"),  # its infinity is an object in config.json
         ("stablelm", {}, "attention transformers does not let others replace"),
-        ("bart", {}, "an encoder beside its decoder"),
+        ("bart", {}, "an encoder and a decoder"),
         ("bert", {}, "rows that see later ones"),
         ("bert", {"is_decoder": True}, "one tensor as cls.predictions.bias and as cls.predictions.decoder.bias"),
         ("roberta", {"is_decoder": True, "tie_word_embeddings": False}, "counts positions (roberta.embeddings) from"),
@@ -260,7 +260,7 @@ def test_a_head_is_refused_where_layers_pass_on_several_streams(tmp_path: Path) 
         ("emu3", {}, "model_type='emu3_text_model', of which transformers has no causal language model"),
         ("dbrx", {}, "reads numbers from the device in a pass"),
         ("doge", {}, "a mask of its own"),
-        ("gemma4_assistant", {}, "a draft, of which all layers read the KV of another model"),
+        ("gemma4_assistant", {}, "a draft whose layers all read the KV of another model"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )

@@ -25,7 +25,7 @@ from workers.models.adapter.survey import decoder
 from workers.models.loading import read_target_config
 
 EQUAL = "answers are equal"
-ENCODER = "has an encoder beside its decoder"
+ENCODER = "has an encoder and a decoder"
 OUTCOMES: dict[str, str] = {
     EQUAL: """
         afmoe apertus arcee axk1 bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm deepseek_v2 deepseek_v3
@@ -61,7 +61,7 @@ OUTCOMES: dict[str, str] = {
     "of which transformers has no causal language model": """
         emu3 mllama
     """,
-    "is a draft, of which all layers read the KV of another model": """
+    "is a draft whose layers all read the KV of another model": """
         gemma4_assistant gemma4_unified_assistant
     """,
     "layers of deepseek_sparse_attention": """
