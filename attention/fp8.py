@@ -3,7 +3,7 @@ of kernels that write KV, and by the torch backend.
 
 A number x is stored as x / scale, rounded to the nearest e4m3 number; beyond 448 it saturates, and NaN stays NaN.
 Stored numbers convert to float16, bfloat16 and float32 exactly. Attention multiplies in 16 or 32 bits, never in FP8,
-and sums in float32. Scales are applied with the factor on q . k and to the output.
+and sums in float32. The key scale is multiplied into the score scale, the value scale into the output.
 """
 
 from dataclasses import dataclass

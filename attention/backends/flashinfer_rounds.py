@@ -88,8 +88,8 @@ class Heads:
 class Kernel:
     """One of fa2's kernels as FlashInfer plans it, for `rows` rows of each request.
 
-    wrapper: copied for each shape of batches.
-    plan: the fields of its plan.
+    wrapper: FlashInfer's wrapper; each batch shape gets a copy.
+    plan: names of the fields of the wrapper's plan.
     tile_rows: query rows x heads of a KV head in a tile.
     room: maximum tiles per KV head.
     """
@@ -109,7 +109,7 @@ class Kernel:
 class RoundPlan:
     """A wrapper that reads its plan from our memory, for batches of one shape.
 
-    kernel: for this number of rows.
+    kernel: kernel for this number of rows.
     mask: [B, bytes] uint8; None if the mask is causal.
     """
 

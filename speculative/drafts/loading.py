@@ -118,8 +118,8 @@ def _share_with_target(
     other = [name for name in lacking if widths[name] != theirs[name]]
     if other and not _ties_head(method, lacking):
         raise ValueError(
-            f"draft {method.path}: has hidden_size={width} of its own but no {other[0]}.weight, and the target's has "
-            f"{theirs[other[0]]}; use a complete checkpoint"
+            f"draft {method.path}: has hidden_size={width} but no {other[0]}.weight, and that of the target has "
+            f"width {theirs[other[0]]}; use a complete checkpoint"
         )
     if not lacking:
         return frozenset()

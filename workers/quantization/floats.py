@@ -43,7 +43,8 @@ _REMEDY = "only FP8 with scales of channels or tensors and rounded inputs is; us
 
 
 def is_named(entry: str, name: str) -> bool:
-    """Whether an entry is a module, or a module around it: components of its name, or a pattern with `*`."""
+    """Return whether an entry of a checkpoint's list names the module, or a module that contains it, by components of
+    its name or by a pattern with `*`."""
     return contains(entry, name) or is_listed(entry, name)
 
 

@@ -103,7 +103,7 @@ class _Product:
 
 
 class PackedLinear(DenseLinearMethod):
-    """stored: matrices by part; empty after `finish`."""
+    """stored: the matrix of each part as stored in the checkpoint; empty after `finish`."""
 
     def __init__(self, shape: LinearShape, layout: LinearLayout) -> None:
         super().__init__(shape)

@@ -68,7 +68,7 @@ class LatencyBudget:
         return self.limit_ms > self.target_ms
 
     def updated(self) -> "LatencyBudget":
-        """Return the budget for the current step times, which "auto" follows."""
+        """Return the budget with the target for the current step times if the target is "auto"."""
         if not self.may_stretch:
             return self
         target_ms = self.step_time.itl_target_ms()

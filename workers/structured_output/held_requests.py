@@ -1,5 +1,5 @@
-"""Tracks requests with a grammar on one rank, and those whose late mask no report will announce. Used by
-`workers.structured_output.slot_grammars`."""
+"""Tracks requests with a grammar on one rank, and decides when requests with late masks are scheduled again if no
+report will come. Used by `workers.structured_output.slot_grammars`."""
 
 import time
 from collections import deque

@@ -90,8 +90,8 @@ class Filled(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Deadline(msgspec.Struct, frozen=True, array_like=True):
-    """The step of order `sequence` drops the request whose mask is being filled; with `closes`, all unfilled
-    requests."""
+    """The deadline of order `sequence` has passed: its step runs without the request whose mask is being filled, with
+    `closes` without all unfilled requests."""
 
     sequence: int
     closes: bool

@@ -20,7 +20,7 @@ class DecodeTiles:
 
     block_m: rows x group per program.
     block_n: KV positions per tile.
-    warps, stages: Triton's.
+    warps, stages: Triton's num_warps and num_stages.
     programs_per_sm: target number of items per multiprocessor after splitting.
     min_span: minimum length of an item of a split request, up to rounding.
     """

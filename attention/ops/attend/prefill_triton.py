@@ -162,7 +162,7 @@ class PrefillTiles:
 
     block_m: rows x group per program.
     block_n: KV positions per tile.
-    warps, stages: Triton's.
+    warps, stages: Triton's num_warps and num_stages.
     """
 
     block_m: int

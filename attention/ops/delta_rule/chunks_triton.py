@@ -231,8 +231,8 @@ class ChunkTiles:
     """Tiles of the four kernels.
 
     part: columns of the state per program of `_advance`.
-    solve, advance, finish: warps.
-    stages: Triton's, of `_advance`: blocks in shared memory or being loaded.
+    solve, advance, finish: warps of these kernels.
+    stages: Triton's num_stages of `_advance`: blocks that are in shared memory or being loaded.
     """
 
     part: int

@@ -61,13 +61,13 @@ class Family:
         distillations of Llama and Qwen have DeepSeek's template.
     not_shown_by: a text that distinguishes another family whose template also has `shown_by`.
     thinking: opening and closing mark of reasoning.
-    calls: marks of calls, and what makes the reader of the text after each, given the argument types of tools; None:
-        the mark is dropped.
-    reader: makes a reader of calls that are not between marks.
+    calls: marks of calls, each with a function that makes the reader of the text after it from the argument types of
+        tools; None: the mark is dropped.
+    reader: function that makes a reader of calls that are not between marks.
     other_marks: an answer's text contains all marks, even if they are special tokens. None: it contains all special
         tokens.
     calls_in_thinking: start of calls, for models that may call within their reasoning (Qwen3.5).
-    ids: makes ids of calls, given the prompt.
+    ids: function that makes ids of calls from the prompt.
     syntax: None: calls cannot be forced.
     has_own_parser: `cluster.http.parsers.table` has one, which reads calls.
     """

@@ -102,7 +102,7 @@ def test_a_head_of_another_width_must_have_its_own_embedding(pair: Pair, tmp_pat
     head = Head(hidden=32, heads=2, kv_heads=1)
     spec = spec_of(pair.target, save_head(tmp_path / "d", flat(head), head.tensors()))
     with pytest.raises(
-        ValueError, match="hidden_size=32 of its own but no embed_tokens.weight, and the target's has 64"
+        ValueError, match="hidden_size=32 but no embed_tokens.weight, and that of the target has width 64"
     ):
         build_worker(spec, plan_engine(spec))
 

@@ -162,8 +162,8 @@ def _own_sinks(sinks: Tensor, mine: Span) -> Tensor:
 
 
 def _rows(heads: Tensor, mine: Span) -> Tensor:
-    """Return [rows, this rank's heads, size], with adjacent heads as attention backends need, from [1, heads of this
-    rank or of all ranks, rows, size]."""
+    """Convert [1, heads, rows, size], with the heads of this rank or of all ranks, to [rows, this rank's heads, size].
+    The last two dimensions are contiguous, as attention backends require."""
     rows = heads[0].transpose(0, 1)
     if rows.shape[1] != mine.size:
         rows = rows[:, mine.first : mine.end]
@@ -240,7 +240,7 @@ class Passing:
             return self._context.attend(layer, q, rows, angles, rule, sinks)
 
     def _index(self, by_row: bool) -> Tensor:
-        """Return [rows] int64: row numbers, or zeros; one tensor for all layers of a pass."""
+        """Return [rows] int64: row numbers if `by_row`, else zeros. All layers of a pass use the same tensor."""
         assert self._context is not None, "attention is called in a pass"
         if by_row not in self._rows:
             positions = self._context.positions

@@ -112,7 +112,7 @@ class ProductTiles:
 
     block_n: outputs per program, 64 or 128; for gate and up projections each.
     splits: programs that share a sum (split K).
-    stages, warps: Triton's.
+    stages, warps: Triton's num_stages and num_warps.
     blocks: consecutive blocks of `block_n` outputs that a program computes.
     ahead: whether a program computes one expert of one row, and reads all weights before it waits
         (`attention.ops.pdl`).

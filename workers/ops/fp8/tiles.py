@@ -24,7 +24,7 @@ class Fp8GemmTiles:
     block_n: rows of W per program; in a gated product, of gate and up each.
     splits: programs that share a sum (split K).
     ahead: groups of W's columns read before the PDL wait.
-    stages, warps: Triton's.
+    stages, warps: Triton's num_stages and num_warps.
     """
 
     block_m: int
@@ -71,7 +71,7 @@ class Fp8WideTiles:
     """Tiles for many rows: `block_m` rows by `block_n` rows of W per program.
 
     splits: programs that share a sum (split K).
-    stages, warps: Triton's.
+    stages, warps: Triton's num_stages and num_warps.
     """
 
     block_m: int

@@ -29,7 +29,7 @@ class SkinnyGemmTiles:
     block_k: columns per step.
     splits: programs that share a sum (split K).
     ahead: whether the first step of W is read before the wait.
-    stages, warps: Triton's.
+    stages, warps: Triton's num_stages and num_warps.
     """
 
     block_m: int

@@ -113,7 +113,7 @@ class ProductBlocks(NamedTuple):
 
     m, n, k: rows, columns, and inner dimensions per step (powers of two).
     ahead: the whole weight is read before the wait.
-    warps, stages: Triton's.
+    warps, stages: Triton's num_warps and num_stages.
     """
 
     m: int

@@ -67,7 +67,8 @@ class BlockTiles:
         return cdiv(cdiv(k, _TILE * self.chunks), self.splits) * self.chunks
 
     def scales_sums(self, k: int, group: int) -> bool:
-        """Return whether sums are scaled: if `scaled_sums`, and inputs that are multiplied at once share a scale."""
+        """Return whether sums are scaled instead of weights. This needs `scaled_sums`, and one scale for inputs that
+        are multiplied at once."""
         return self.scaled_sums and (group == k or group % (_TILE * self.chunks) == 0)
 
     def part_cells(self, rows: int, n: int) -> int:

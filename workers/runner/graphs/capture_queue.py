@@ -58,7 +58,7 @@ class CaptureQueue:
 
     @property
     def missed_rows(self) -> int:
-        """Padding rows so far because of the most missed graph."""
+        """Number of padding rows that the most missed graph has caused so far."""
         return max(self._missed.values(), default=0)
 
     def missed(self, key: GraphKey, num_rows: int) -> None:

@@ -113,7 +113,7 @@ def test_a_head_does_not_share_an_embedding_that_is_narrower_than_the_layers(tmp
     head = head_for(read_target_config(source, 1), tmp_path)
     spec = EngineSpec(WorkerConfig(source), SpeculativeConfig(str(head), "eagle3"))
     with pytest.raises(
-        ValueError, match="hidden_size=96 of its own but no embed_tokens.weight, and the target's has 64"
+        ValueError, match="hidden_size=96 but no embed_tokens.weight, and that of the target has width 64"
     ):
         check_weights(spec, plan_engine(spec))
 
