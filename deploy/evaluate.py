@@ -18,8 +18,7 @@ from cluster.config import ConfigError
 from cluster.http.text.tokenizer import ChatTokenizer
 from deploy.checks import checked_file
 from deploy.config.files import find_config
-from speculative.build import EngineSpec
-from speculative.local import local_engine
+from speculative.build import EngineSpec, local_engine
 from speculative.training import TrainingError
 from speculative.training.rows import read_conversations
 from workers.scheduling.plan import SamplingParams

@@ -32,7 +32,7 @@ from deploy.offline_requests import (
     is_token_ids,
     prompt_of,
 )
-from speculative.local import local_engine
+from speculative.build import local_engine
 from workers.scheduling.request import RequestOutput as StepOutput
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]

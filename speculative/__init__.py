@@ -9,6 +9,6 @@ tree_table: the tree of every slot.
 ops: acceptance, tree growth and other operations of a round.
 draft_backlog: writes the draft's KV of several non-speculative rounds at a time.
 speculation: the part of an engine's plan that speculates, with a draft or without a model.
-build, local: an engine that speculates.
+build: an engine that speculates.
 training: trains a draft for a target.
 """

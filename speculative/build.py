@@ -1,6 +1,7 @@
 """Builds an engine with or without a draft: the target's (`workers.runner.build`) plus what a draft adds. Used by
 `cluster.assembly`, benchmarks and tests, so that all run the same engine."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from attention.capability import Capability
@@ -20,9 +21,11 @@ from workers.models.loading import allocate, fill_target, read_target_config
 from workers.models.registry import family_of_config
 from workers.models.weight_bytes import META, weight_bytes, weight_formats
 from workers.runner import build
+from workers.runner import local_engine as plain
 from workers.runner.deterministic import checked_deterministic
 from workers.runner.layout import EnginePlan, NoSpeculation, Speculation
 from workers.runner.layout import plan_engine as plan_of
+from workers.runner.local_engine import LocalEngine
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,12 @@ def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePla
     worker = spec.worker
     target = read_target_config(worker.model, worker.tensor_parallel, worker.expert_parallel)
     return plan_of(spec.worker, target, _speculation(spec, target), device)
+
+
+def local_engine(spec: EngineSpec, all_graphs: bool = True) -> AbstractContextManager[LocalEngine]:
+    """Run an engine while the context is open: one rank in this process, several in a child process each. all_graphs:
+    see `workers.runner.local_engine.local_engine`. Raises what building a rank raises."""
+    return plain.local_engine(spec.worker, plan_engine(spec), all_graphs)
 
 
 def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:

@@ -66,7 +66,7 @@ class EagleModel(DraftModel):
     """An EAGLE head on one rank. In the next draft step its recurrent state takes the place of the target's hidden
     state."""
 
-    reads_last_layer: ClassVar[bool] = True
+    reads_last_layer = True
 
     def __init__(self, method: Eagle, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)

@@ -44,7 +44,8 @@ class Eagle3(DraftMethod):
     capture: the target's layers whose input it reads; empty if it reads the final hidden state, without a projection.
     projection_bias: whether the projection of captured layers has a bias; published heads have none.
     target_hidden_size: width of a captured layer; the head's own is `model.hidden_size`.
-    reads_last_layer: whether it reads the target's last layer, normalised or not.
+    reads_last_layer: whether it reads the target's last layer, normalised or, if captured, not (NVIDIA's third gpt-oss
+        head).
     """
 
     name: ClassVar[str] = "eagle3"
@@ -91,10 +92,7 @@ class Eagle3(DraftMethod):
         )
 
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "Eagle3Model":
-        if not self.capture:
-            return FinalStateEagle3Model(self, group, max_position, device)
-        kind = LastLayerEagle3Model if self.reads_last_layer else Eagle3Model
-        return kind(self, group, max_position, device)
+        return Eagle3Model(self, group, max_position, device)
 
     @property
     def weight_names(self) -> NameMap:
@@ -125,7 +123,7 @@ class Eagle3Model(DraftModel):
     def __init__(self, method: Eagle3, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)
         model, flags, width = method.model, method.flags, len(method.capture) * method.target_hidden_size
-        self.flags = flags
+        self.flags, self.reads_last_layer = flags, method.reads_last_layer
         self.rotary = RotaryTable(model.rope, model.head_dim, max_position, device)
         self.fc = ReplicatedLinear(width, model.hidden_size, method.projection_bias) if width else None
         self.input_norm = RMSNorm(width, model.rms_eps) if flags.norm_before_fc else None
@@ -139,8 +137,10 @@ class Eagle3Model(DraftModel):
         return self.step(ids, self.project(features), context)
 
     def project(self, features: Tensor) -> Tensor:
-        """Project captured layers [rows, F] to [rows, hidden_size]."""
-        assert self.fc is not None, "a head without a projection has its own `project`"
+        """Project captured layers [rows, F] to [rows, hidden_size]. NVIDIA's Llama-4 head has no projection, and reads
+        the target's final state."""
+        if self.fc is None:
+            return features.clone()  # the layer adds to its residual stream in place
         return projected(features, self.input_norm, self.fc_norm, self.fc)
 
     def keep(self, ids: Tensor, features: Tensor, context: ForwardContext) -> None:
@@ -185,16 +185,3 @@ class Eagle3Model(DraftModel):
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.lm_head(hidden if self.flags.norm_output else self.norm(hidden))
         return logits
-
-
-class LastLayerEagle3Model(Eagle3Model):
-    """A head that also captures the output of the target's last layer (NVIDIA's third gpt-oss head)."""
-
-    reads_last_layer: ClassVar[bool] = True
-
-
-class FinalStateEagle3Model(LastLayerEagle3Model):
-    """A head that reads the target's final hidden state instead of projected features (NVIDIA's Llama-4 head)."""
-
-    def project(self, features: Tensor) -> Tensor:
-        return features.clone()  # the layer adds to its residual stream in place

@@ -184,7 +184,7 @@ class AssistantModel(DraftModel):
     """An assistant on one rank. The output of its last norm is its recurrent state; later draft steps use its
     projection in place of the target's hidden state. Contexts come from `TargetKVRunner`."""
 
-    reads_last_layer: ClassVar[bool] = True
+    reads_last_layer = True
 
     def __init__(self, method: Gemma4Assistant, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)

@@ -122,7 +122,7 @@ class DraftModel(nn.Module, ABC):
     drafts_blocks: whether one pass drafts all tokens (`speculative.drafts.blocks`). Its KV is then extended by `keep`.
     """
 
-    reads_last_layer: ClassVar[bool] = False
+    reads_last_layer: bool = False
     drafts_blocks: ClassVar[bool] = False
     embed_tokens: VocabEmbedding
     lm_head: LMHead

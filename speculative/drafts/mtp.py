@@ -198,7 +198,7 @@ class MtpModel(DraftModel):
     layer: attention and MLP; layer 0 of the draft's KV.
     """
 
-    reads_last_layer: ClassVar[bool] = True
+    reads_last_layer = True
 
     def __init__(self, method: Mtp, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group)

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from deploy.bench.table import table
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.bench.host.finding import Finding, Report
 from tests.bench.quality.decoding import Decoding
 from tests.support.embedded import BLOCK_TREE, CHAIN, TREE, eos_token_ids, measured_spec

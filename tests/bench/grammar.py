@@ -29,7 +29,7 @@ import torch
 from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from speculative.local import local_engine
+from speculative.build import local_engine
 from tests.bench.prompts import random_prompts
 from tests.bench.quality.decoding import accepted_tokens
 from tests.bench.round import (

@@ -10,7 +10,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from speculative.local import local_engine
+from speculative.build import local_engine
 from tests.bench.models import configured
 from tests.bench.prompts import random_prompts
 from tests.bench.round import MODELS, SHAPES, Setting, engine_spec, hardware, write_checkpoints

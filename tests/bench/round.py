@@ -30,10 +30,9 @@ import torch
 
 from attention.config import CacheConfig, DraftAttention, TargetAttention
 from deploy.bench.table import table
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import Method, SpeculativeConfig
 from speculative.drafts.registry import method_of
-from speculative.local import local_engine
 from tests.bench.kernels.gpu_time import copy_bytes_per_s, hardware
 from tests.bench.machine import commit
 from tests.bench.models import configured

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from speculative.build import EngineSpec
-from speculative.local import local_engine
+from speculative.build import EngineSpec, local_engine
 from tests.bench.prompts import random_prompts
 from tests.bench.round import (
     Setting,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention.ops import contracts
 from attention.ops.operation import OPERATIONS, Implementation, operation
-from speculative.local import local_engine
+from speculative.build import local_engine
 from tests.support.embedded import embedded_spec
 from workers.ops.norm import add_rms_norm
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from speculative.build import EngineSpec, plan_engine
+from speculative.build import EngineSpec, local_engine, plan_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
 from tests.support.engine_plans import as_captured
 from tests.support.kernels.eager_graphs import LazyRecorder

@@ -15,9 +15,8 @@ from attention.capability import Capability
 from attention.config import DraftAttention, TargetAttention
 from attention.metadata import DecodeBatch, Mode
 from attention.registry import BACKENDS, build_backend, choose_backends
-from speculative.build import EngineSpec, plan_engine
+from speculative.build import EngineSpec, local_engine, plan_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from speculative.speculation import draft_choices
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import plan_engine
-from speculative.local import local_engine
+from speculative.build import local_engine, plan_engine
 from tests.speculative.conftest import Pair
 from tests.support.drafts.oracle import capture
 from tests.support.engine_plans import build_worker

@@ -14,9 +14,11 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from attention.backends.triton_backend import TritonBackend  # noqa: E402
 from attention.config import CacheConfig  # noqa: E402
 from attention.metadata import Mode  # noqa: E402
-from speculative.build import EngineSpec  # noqa: E402
+from speculative.build import (
+    EngineSpec,  # noqa: E402
+    local_engine,  # noqa: E402
+)
 from speculative.config import SpeculativeConfig  # noqa: E402
-from speculative.local import local_engine  # noqa: E402
 from tests.speculative.conftest import Pair  # noqa: E402
 from tests.support.kernels.triton_interpreter import INTERPRETED  # noqa: E402
 from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E402

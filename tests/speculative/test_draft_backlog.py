@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import speculative.draft_backlog as backlog
+from speculative.build import local_engine
 from speculative.drafts.drafter import DraftRunner
-from speculative.local import local_engine
 from speculative.ops.acceptance import accept_commit
 from speculative.step_parts import Rounds
 from speculative.tree.nodes import Tree, root_only_trees

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import pytest
 
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.requests.test_prompt_logprobs import TOP, collect, requests_of
 from tests.speculative.test_losslessness import acceptance_length
 from tests.support.embedded import CHAIN, embedded_spec, eos_token_ids

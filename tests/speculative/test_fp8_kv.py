@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec, plan_engine
-from speculative.local import local_engine
+from speculative.build import EngineSpec, local_engine, plan_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.test_decoding import accepted_share, run
 from tests.support.slow import slow

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support import ROOT
 from tests.support.slow import slow
 from tests.support.targets.needles import ANSWER, NEEDLES, texts

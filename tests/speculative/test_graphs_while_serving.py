@@ -7,9 +7,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
 from tests.support.kernels.eager_graphs import LazyRecorder
 from workers.config import GraphCapture

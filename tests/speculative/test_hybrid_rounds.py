@@ -13,9 +13,8 @@ from torch import Tensor
 from attention.config import CacheConfig
 from attention.ops.delta_rule.formulas import advanced, convolved, gates, heads_of
 from attention.ops.delta_rule.tables import TAPS, LayerState
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative import test_backends as backends_tests
 from tests.speculative.conftest import EOS, Pair
 from tests.speculative.test_decoding import run

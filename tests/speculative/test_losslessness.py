@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.drafts.block_reference import head_for, make_block_head
 from tests.support.embedded import BLOCK_TREE, CHAIN, TREE, embedded_spec, eos_token_ids

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import plan_engine
-from speculative.local import local_engine
+from speculative.build import local_engine, plan_engine
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import VOCAB
 from workers.config import SchedulerConfig

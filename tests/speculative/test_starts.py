@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from deploy.config.files import starting_point
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support.embedded import embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.scheduling.plan import SamplingParams

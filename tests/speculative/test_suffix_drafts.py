@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec, plan_engine, plan_weights
+from speculative.build import EngineSpec, local_engine, plan_engine, plan_weights
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative import test_backends as backends_tests
 from tests.speculative.conftest import EOS, Pair
 from tests.speculative.test_graphs_while_serving import with_recordings

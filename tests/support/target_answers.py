@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support.tiny_models import make_eagle3
 from tests.workers.models.test_targets import by_transformers, by_us, prompts, requests_of, worker_of
 from workers.config import ModelSource, WorkerConfig

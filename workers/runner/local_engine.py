@@ -5,7 +5,7 @@ does, with two steps in flight.
     with local_engine(worker, plan_engine(worker, target)) as engine:
         requests = engine.generate(prompts, SamplingParams(64, 0.0))
 
-`speculative.local` does the same for an engine with a draft.
+`speculative.build.local_engine` does the same for an engine with a draft.
 """
 
 import contextlib

@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 
 from deploy.bench.table import table
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import copying_prompts, held_out_prompts, tokenized
 from workers.scheduling.plan import SamplingParams

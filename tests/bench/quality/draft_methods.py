@@ -36,8 +36,8 @@ from pathlib import Path
 import torch
 
 from deploy.config.drafts import block_shape, draft_method
+from speculative.build import local_engine
 from speculative.config import Method, SpeculativeConfig
-from speculative.local import local_engine
 from tests.bench.kernels.gpu_time import hardware
 from tests.bench.machine import commit, physical_cores
 from tests.bench.quality.decoding import Decoding

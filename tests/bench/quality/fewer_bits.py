@@ -19,9 +19,8 @@ from deploy.arguments import parser as command_line
 from deploy.bench.table import table
 from deploy.quantize.checkpoint import quantise
 from deploy.quantize.texts import mean_loss, read_texts, reader
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from speculative.training.rows import read_conversations
 from tests.bench.quality.decoding import accepted_tokens
 from tests.support import MODELS, ROOT

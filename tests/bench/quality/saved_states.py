@@ -20,8 +20,7 @@ from torch import Tensor
 
 from attention.config import CacheConfig
 from deploy.bench.table import table
-from speculative.build import EngineSpec
-from speculative.local import local_engine
+from speculative.build import EngineSpec, local_engine
 from tests.bench.quality.word_problems import read_problems
 from tests.support import ROOT
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig

@@ -27,9 +27,8 @@ from pathlib import Path
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.bench.models import hybrids
 from tests.bench.prompts import random_prompts
 from tests.bench.round import add_engine_options, commit, drafted_by, hardware, model_of, write_checkpoints

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.bench.quality.decoding import Decoding
 from tests.bench.round import commit, hardware
 from tests.support.embedded import CHAIN, TREE, eos_token_ids, measured_spec

@@ -11,9 +11,9 @@ from torch import Tensor
 from attention.backends.torch_backend import TorchBackend
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from speculative.build import local_engine
 from speculative.config import Method, SpeculativeConfig
 from speculative.drafts.layers import DraftLayer
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import LAYERS, make_target
 from workers.config import ModelSource

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support.targets.copies import copying_target, shuffled
 from tests.support.tiny_models import make_eagle
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig

@@ -3,8 +3,8 @@
 import pytest
 from msgspec.structs import replace
 
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.slow import slow
 from workers.scheduling.plan import SamplingParams

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from speculative.build import local_engine
 from speculative.config import Method, SpeculativeConfig
 from speculative.drafts.registry import METHODS, read_draft
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited, spec_of
 from tests.support.repository.pages import page_code

@@ -18,12 +18,11 @@ from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.scores import ScoreRule
 from deploy.config.drafts import draft_method
-from speculative.build import plan_engine, plan_weights
+from speculative.build import local_engine, plan_engine, plan_weights
 from speculative.config import SpeculativeConfig
 from speculative.drafts.drafter import TargetKVRunner
 from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import read_draft
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited
 from tests.support.drafts.fuzzed_requests import Seen, serve_fuzzed

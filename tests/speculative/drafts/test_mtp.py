@@ -11,11 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec, check_weights, plan_engine, plan_weights
+from speculative.build import EngineSpec, check_weights, local_engine, plan_engine, plan_weights
 from speculative.config import SpeculativeConfig
 from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import read_draft
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited
 from tests.support.drafts.mtp import FEW_PAGES, answers, check_answers, check_fp8_states, check_states, read_mtp

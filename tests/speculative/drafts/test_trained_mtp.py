@@ -14,14 +14,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import Method, SpeculativeConfig
-from speculative.local import LocalEngine, local_engine
 from tests.support import ROOT
 from tests.support.prompts import held_out_prompts
 from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from workers.runner.graphs.graph_keys import GraphKey
 from workers.runner.graphs.step_capture import CapturedStep
+from workers.runner.local_engine import LocalEngine
 from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import Request
 

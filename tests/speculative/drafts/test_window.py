@@ -12,12 +12,11 @@ from attention.config import DraftAttention
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from attention.registry import choose_backends
-from speculative.build import plan_engine
+from speculative.build import local_engine, plan_engine
 from speculative.config import SpeculativeConfig
 from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import read_draft
-from speculative.local import local_engine
 from speculative.speculation import draft_choices
 from tests.speculative.conftest import Pair
 from tests.speculative.test_losslessness import acceptance_length

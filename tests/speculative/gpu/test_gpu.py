@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from workers.scheduling.plan import SamplingParams

@@ -4,9 +4,8 @@ import dataclasses
 
 import pytest
 
-from speculative.build import EngineSpec, plan_engine
+from speculative.build import EngineSpec, local_engine, plan_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.engine_plans import build_worker
 from tests.support.prompts import held_out_prompts, tokenized

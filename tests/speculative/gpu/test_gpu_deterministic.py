@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized

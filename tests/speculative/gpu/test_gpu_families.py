@@ -10,9 +10,8 @@ from random import Random
 import pytest
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec, plan_engine
+from speculative.build import EngineSpec, local_engine, plan_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.gpu.test_gpu_hybrids import on_gpu
 from tests.speculative.test_backends import RefuseHostReads, step_of
 from tests.support.drafts.block_reference import head_for, make_block_head

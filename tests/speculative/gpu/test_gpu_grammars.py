@@ -5,9 +5,8 @@ import dataclasses
 
 import pytest
 
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.requests.test_grammars import MAX_TOKENS, SCHEMAS, SHAPES, requests
 from tests.support.embedded import embedded_spec
 from tests.support.structured_output.sampled import assert_follows

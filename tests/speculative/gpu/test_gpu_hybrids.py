@@ -7,9 +7,8 @@ from typing import Literal
 import pytest
 import torch
 
-from speculative.build import EngineSpec, plan_engine
+from speculative.build import EngineSpec, local_engine, plan_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.bench.models import hybrids
 from tests.bench.prompts import random_prompts
 from tests.bench.round import Setting, engine_spec, write_checkpoints

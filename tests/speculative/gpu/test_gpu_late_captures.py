@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.gpu.test_gpu import on_gpu
 from tests.speculative.gpu.test_gpu_sampling import MIXED, STRATEGIES, answers, graphs, run
 from workers.config import GraphCapture

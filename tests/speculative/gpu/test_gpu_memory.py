@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec, plan_engine
+from speculative.build import EngineSpec, local_engine, plan_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from workers.config import GraphCapture, SchedulerConfig
 from workers.runner.build import build_rank

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.gpu.test_gpu import on_gpu
 from tests.speculative.gpu.test_gpu_sampling import graphs
 from tests.speculative.requests.test_prompt_logprobs import collect, requests_of

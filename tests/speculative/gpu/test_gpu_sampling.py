@@ -6,9 +6,8 @@ from collections import defaultdict
 import pytest
 from msgspec.structs import replace
 
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.gpu.test_gpu import on_gpu
 from tests.support.embedded import CHAIN, TREE
 from tests.support.kernels.gpu_waits import refuse_gpu_waits

@@ -17,9 +17,8 @@ import torch
 from msgspec.structs import replace
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.kernels.eager_graphs import LazyRecorder
 from tests.support.prompts import held_out_prompts, tokenized

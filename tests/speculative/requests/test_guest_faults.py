@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import workers.runner.step_result as step_result
-from speculative.local import local_engine
+from speculative.build import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow

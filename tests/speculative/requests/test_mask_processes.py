@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.local import local_engine
+from speculative.build import local_engine
 from tests.support.embedded import CHAIN, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.structured_output.hostile import STOPS

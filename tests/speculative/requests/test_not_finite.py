@@ -9,8 +9,8 @@ import pytest
 from torch import Tensor
 
 from attention.config import CacheConfig
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.conftest import EOS, Pair
 from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from attention.config import CacheConfig
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.slow import slow
 from workers.config import SchedulerConfig

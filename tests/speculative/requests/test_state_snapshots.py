@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec, plan_engine
+from speculative.build import EngineSpec, local_engine, plan_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support.clients.conversations import Conversations
 from tests.support.drafts.oracle import capture
 from tests.support.engine_plans import as_captured

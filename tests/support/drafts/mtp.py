@@ -10,11 +10,11 @@ from attention.backends.torch_backend import TorchBackend
 from attention.config import CacheConfig
 from attention.kv_cache.pool import KVPool
 from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
 from speculative.drafts.drafter import DraftRunner
 from speculative.drafts.loading import load_draft
 from speculative.drafts.registry import DraftMethod, read_draft
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import HIDDEN, VOCAB
 from workers.config import ModelSource

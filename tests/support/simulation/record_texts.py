@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from speculative.ops import acceptance
 from speculative.ops.acceptance import Accepted, Committed
 from speculative.tree.nodes import Tree

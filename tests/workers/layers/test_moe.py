@@ -16,8 +16,8 @@ from attention.kv_cache.heads import HeadsLayout
 from attention.kv_cache.layout import LayerGroup
 from attention.kv_cache.pool import KVPool
 from attention.metadata import Mode, PrefillBatch
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
 from workers.config import ModelSource, WorkerConfig

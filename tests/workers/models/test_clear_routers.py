@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.build import EngineSpec
-from speculative.local import local_engine
+from speculative.build import EngineSpec, local_engine
 from tests.support.known_models import make_known
 from tests.support.slow import slow
 from tests.support.targets.clear_routers import check_greedy_in_bfloat16, clear_routers

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.support import MODELS
 from tests.support.embedded import embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from speculative.build import EngineSpec
-from speculative.local import local_engine
+from speculative.build import EngineSpec, local_engine
 from tests.speculative.requests.test_not_finite import POISON, outputs, run, target_of
 from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow

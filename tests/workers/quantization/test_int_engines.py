@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from speculative.build import local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from tests.speculative.conftest import Pair
 from tests.support.int_checkpoints import Recipe, awq, gptq, int_quantized, is_linear, pack_quantized, quantise
 from tests.support.tiny_models import VOCAB, add_mtp, add_qwen_mtp, make_eagle, make_eagle3, make_target

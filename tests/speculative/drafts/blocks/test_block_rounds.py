@@ -11,9 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from attention.config import CacheConfig
-from speculative.build import EngineSpec
+from speculative.build import EngineSpec, local_engine
 from speculative.config import SpeculativeConfig
-from speculative.local import local_engine
 from speculative.tree.shape import TreeShape
 from tests.speculative import test_backends
 from tests.speculative.conftest import Pair

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speculative.build import EngineSpec
-from speculative.local import local_engine
+from speculative.build import EngineSpec, local_engine
 from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.kernels.launches import counted_launches
 from tests.support.known_models import known_config, make_known
