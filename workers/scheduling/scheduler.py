@@ -55,7 +55,6 @@ class Scheduler:
         clock: Callable[[], float],
         shapes: RoundShapes = RoundShapes(),  # noqa: B008 - frozen
         lookahead: int = 0,
-        epoch: int = 0,
         choose_shape: Callable[[RoundShapes], int] | None = None,
         graph_capture: GraphCapture = GraphCapture(),  # noqa: B008 - frozen
         num_snapshots: int | None = None,
@@ -89,7 +88,7 @@ class Scheduler:
         self.admission = Admission(config, max_model_len, self.queues, shapes)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
-        self.epoch = epoch
+        self.epoch = 0
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
         self.step_time: StepTime | None = None
