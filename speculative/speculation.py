@@ -108,8 +108,6 @@ class SuffixSpeculation(WithoutDraftModel):
     target."""
 
     config: SpeculativeConfig
-    captured_layers: tuple[int, ...] = ()
-    lookahead: int = 0
 
     @property
     def shapes(self) -> RoundShapes:

@@ -127,7 +127,10 @@ class EngineParts:
 
 
 class WithoutDraftModel:
-    """The methods of `Speculation` that concern a draft model, for engines without one."""
+    """What of `Speculation` concerns a draft model, for engines without one."""
+
+    captured_layers: tuple[int, ...] = ()
+    lookahead: int = 0
 
     def kv_groups(self, dtype: torch.dtype) -> Sequence[LayerGroup]:
         return ()
@@ -144,8 +147,6 @@ class NoSpeculation(WithoutDraftModel):
     """`Speculation` of non-speculative decoding."""
 
     shapes: RoundShapes = RoundShapes()  # noqa: RUF009 - frozen
-    captured_layers: tuple[int, ...] = ()
-    lookahead: int = 0
     has_synthetic_acceptance: bool = False
 
     @property
