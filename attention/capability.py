@@ -19,6 +19,7 @@ GENERATIONS = (
     (10, 0),
     (9, 0),
 )  # one for each GPU generation that tables distinguish
+ALIGNED_BYTES = 16  # of addresses for which kernels are compiled, and which tensor maps need
 MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for it
 _FP8_MAJORS = (9, 10)  # GPUs whose tensor cores multiply FP8 in our kernels
 _LIBRARIES = ("triton", "flashinfer")

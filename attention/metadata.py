@@ -13,10 +13,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
+from attention.capability import ALIGNED_BYTES, Capability
 from attention.to_device import to_device
 
-ALIGNMENT = 4  # int32 values; kernels are compiled for addresses that are multiples of 16 bytes
+_ALIGNMENT = ALIGNED_BYTES // 4  # int32 values
 
 
 class Mode(Enum):
@@ -150,7 +150,7 @@ class PrefillBatch:
         num_chunks, padding = page_table.shape[0], page_table.shape[0] - len(starts)
         assert padding >= 0 and len(starts) == len(counts)
         lists = ChunkLists((*starts, *[0] * padding), (*counts, *[0] * padding))
-        begin = -(-(num_chunks + 1) // ALIGNMENT) * ALIGNMENT
+        begin = -(-(num_chunks + 1) // _ALIGNMENT) * _ALIGNMENT
         host = torch.zeros(begin + num_chunks, dtype=torch.int32)
         host[1 : num_chunks + 1] = torch.tensor(lists.counts, dtype=torch.int32).cumsum(0)
         host[begin:] = torch.tensor(lists.starts, dtype=torch.int32)

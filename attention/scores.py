@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LOG2_E = 1.4426950408889634  # kernels compute powers of two
+
 
 @dataclass(frozen=True)
 class ScoreRule:

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.ops.flashinfer_plan_triton import ALIGNMENT
+
 TILE_ROWS = 64  # query rows x heads per program
 TILE_TOKENS = 64  # tokens per step; pieces begin at multiples
-ALIGNMENT = 4  # int32 values: FlashInfer aligns its arrays at 16 bytes
 ELEMENTS = 4096  # tiles x pieces compared at a time
 # Arrays in the order of `MLAPlanInfo`. PIECE_ARRAYS, per piece: first row, first page-table entry, first partial row
 # (-1: none). MERGE_ARRAYS are per program, EXTENT_ARRAYS per piece.

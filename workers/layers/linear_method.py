@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from attention.capability import ALIGNED_BYTES
 from attention.ops import contracts
 from workers.layers.weighted import WeightMethod, check_plain, check_shape
 from workers.ops.activation import silu_mul
@@ -20,8 +21,6 @@ from workers.ops.gemm.choice import TorchGEMM, choose_gemm
 from workers.ops.gemm.tiles import INPUT_STEP
 from workers.ops.gemm.workspace import GEMMOptions
 from workers.span import Span
-
-_ALIGNED_BYTES = 16  # alignment of addresses that kernels load through tensor maps
 
 
 @dataclass(frozen=True)
@@ -174,7 +173,7 @@ class DenseLinearMethod(LinearMethod):
             assert x.dtype == self.dtype
             if inputs and inputs % INPUT_STEP == 0:
                 places = x.data_ptr() | x.stride(0) * x.itemsize
-                assert places % _ALIGNED_BYTES == 0, "rows are aligned for loads of 16 bytes"
+                assert places % ALIGNED_BYTES == 0, "rows are aligned for loads of 16 bytes"
         else:
             assert self.fp8_inputs is not None, "the layer takes no FP8 rows"
             self.fp8_inputs.check(x, inputs)

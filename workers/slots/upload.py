@@ -8,12 +8,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
+from attention.capability import ALIGNED_BYTES, Capability
 from attention.to_device import to_device
 
 Columns = Mapping[str, npt.NDArray[Any]]
 
-_ALIGNMENT = 16  # bytes; kernels are compiled for addresses divisible by 16
 _TORCH: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -56,4 +55,4 @@ def _packed(columns: Columns, kinds: Mapping[np.dtype[Any], list[str]]) -> tuple
 
 def _size_and_padding(num_bytes: int, unit: int) -> tuple[int, int]:
     """Return an array's size, and the padding to the next multiple of the alignment, in units of `unit` bytes."""
-    return num_bytes // unit, -num_bytes % _ALIGNMENT // unit
+    return num_bytes // unit, -num_bytes % ALIGNED_BYTES // unit

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
+from attention.capability import ALIGNED_BYTES, Capability
 from workers.ops.sampling.masks import FREE
 from workers.structured_output.guide_table import NOWHERE, GuideTable, block_size
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 HELD = -2  # `index` of a slot whose mask is missing, and which emits no token in this step
 NUM_SPARE = 4  # masks per slot for positions after its tree
 MAX_RUNNING = 256  # entries for requests whose masks are being filled, after the table in shared memory
-_ALIGNMENT = 4  # int32 numbers, because kernels are compiled for addresses divisible by 16
+_ALIGNMENT = ALIGNED_BYTES // 4  # int32 numbers
 
 
 class MaskTable:

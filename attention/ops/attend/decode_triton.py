@@ -28,7 +28,6 @@ from attention.metadata import DecodeBatch, Mode
 from attention.ops.attend.decode_plan_triton import FAN, DecodePlan, partial_rows
 from attention.ops.attend.merge_states_triton import merge_apart, merge_by_the_last
 from attention.ops.attend.online_softmax_triton import (
-    LOG2_E,
     accumulate,
     accumulate_pairs,
     both,
@@ -41,7 +40,7 @@ from attention.ops.attend.tree_mask_triton import num_seen, oldest_seen, path_co
 from attention.ops.fp8_triton import as_multiplied
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
-from attention.scores import ScoreRule
+from attention.scores import LOG2_E, ScoreRule
 from attention.views import LayerKV
 
 TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in the other modes, a row's path is a chain

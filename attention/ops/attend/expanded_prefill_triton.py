@@ -12,12 +12,13 @@ from torch import Tensor
 
 from attention.metadata import PrefillBatch
 from attention.ops.attend.latent_tile_triton import no_state, rotate_pairs
-from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate
+from attention.ops.attend.online_softmax_triton import accumulate
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
 from attention.ops.attend.prefill_triton import PrefillTiles
 from attention.ops.attend.references import masked_positions
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.rotation import Angles
+from attention.scores import LOG2_E
 from attention.views import ExpandedKV
 
 

@@ -30,11 +30,11 @@ from attention.ops.attend.latent_tile_triton import (
     score_latent_tile,
 )
 from attention.ops.attend.merge_states_triton import merge_apart, merge_by_the_last
-from attention.ops.attend.online_softmax_triton import LOG2_E
 from attention.ops.attend.split_kv_triton import ITEM_FIELDS
 from attention.ops.attend.tree_mask_triton import oldest_seen, path_columns
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
+from attention.scores import LOG2_E
 from attention.views import LatentKV
 
 

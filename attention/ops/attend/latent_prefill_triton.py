@@ -18,10 +18,10 @@ from attention.ops.attend.latent_tile_triton import (
     no_state,
     score_latent_tile,
 )
-from attention.ops.attend.online_softmax_triton import LOG2_E
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
 from attention.ops.attend.prefill_triton import PrefillTiles
 from attention.ops.interpreter_triton import INTERPRETED
+from attention.scores import LOG2_E
 from attention.views import LatentKV
 
 

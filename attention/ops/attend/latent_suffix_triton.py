@@ -9,9 +9,9 @@ from torch import Tensor
 
 from attention.metadata import DecodeBatch
 from attention.ops.attend.latent_tile_triton import load_latent_rows, load_queries, score_latent_tile
-from attention.ops.attend.online_softmax_triton import LOG2_E
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
+from attention.scores import LOG2_E
 from attention.views import LatentKV
 
 BLOCK_M = 16  # query rows x heads per program

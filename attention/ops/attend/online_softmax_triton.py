@@ -6,8 +6,6 @@ import triton.language as tl
 
 from attention.ops.fp8_triton import even, odd
 
-LOG2_E = 1.4426950408889634
-
 
 @triton.jit
 def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr):

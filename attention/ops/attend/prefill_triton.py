@@ -11,12 +11,12 @@ from torch import Tensor
 
 from attention.fp8 import weight_unit
 from attention.metadata import PrefillBatch
-from attention.ops.attend.online_softmax_triton import LOG2_E, accumulate, score_tile
+from attention.ops.attend.online_softmax_triton import accumulate, score_tile
 from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
 from attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from attention.ops.fp8_triton import as_multiplied
 from attention.ops.interpreter_triton import INTERPRETED
-from attention.scores import ScoreRule
+from attention.scores import LOG2_E, ScoreRule
 from attention.views import LayerKV
 
 

@@ -372,7 +372,7 @@ def test_any_tiles_are_right(block_n: int, splits: int) -> None:
 def test_tall_blocks_in_spans_of_columns(kind: str, block_n: int, held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of prompts; with and without the rows' inner activations kept from one block of columns to the next."""
     monkeypatch.setattr(many_row_module, "_MAX_HELD", 4 if held else 0)
-    monkeypatch.setattr(many_row_module, "_MAX_PARTIAL_BYTES", 0)  # as many spans as there can be
+    monkeypatch.setattr(many_row_module, "MAX_PARTIAL_BYTES", 0)  # as many spans as there can be
     products = ProductTiles(block_n, 1, 2, 8), ProductTiles(64, 1, 2, 4, blocks=2 if held else 1)
     check(kind, many(ExpertTiles(64, *products)), 5 if INTERPRETED else 700, 7)
 

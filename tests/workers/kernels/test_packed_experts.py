@@ -163,7 +163,7 @@ def test_a_row_of_many_depends_on_nothing_else() -> None:
 
 
 def test_many_rows_in_spans_of_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_triton, "_MAX_PARTIAL_BYTES", 1)
+    monkeypatch.setattr(experts_triton, "MAX_PARTIAL_BYTES", 1)
     check(weights_of("int4", 3), 17)
 
 

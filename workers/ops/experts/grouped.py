@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.capability import ALIGNED_BYTES
 from workers.ops.activation import silu_mul
 from workers.ops.experts.gated import SWIGLU, GatedActivation
 from workers.ops.experts.route import MAX_LISTED, RouterLogits
 from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from workers.span import Span
 
-_ALIGNED_BYTES = 16  # alignment of addresses that kernels load through tensor maps, or 16 bytes at a time
 Biases = tuple[Tensor, Tensor]  # of all experts: gate_up [experts, 2 * width], down [experts, size]
 
 
@@ -33,7 +33,7 @@ def check_experts(
     if isinstance(x, Tensor):
         rows = x.shape[0]
         assert x.shape == (rows, size) and x.dtype == dtype and x.is_contiguous(), "x: [rows, size], contiguous"
-        assert x.data_ptr() % _ALIGNED_BYTES == 0, "x is aligned to 16 bytes"
+        assert x.data_ptr() % ALIGNED_BYTES == 0, "x is aligned to 16 bytes"
     else:
         assert inputs is not None, "experts take no FP8 rows"
         inputs.check(x, size, MAX_LISTED)

@@ -43,7 +43,7 @@ from workers.ops.experts.weights import (
 from workers.ops.fp8.rows import Fp8Rows
 from workers.ops.gemm.tiles import SHARED_BYTES
 
-_MAX_PARTIAL_BYTES = 1 << 28  # bound on scratch for the results per row and expert
+MAX_PARTIAL_BYTES = 1 << 28  # bound on scratch for the results per row and expert
 _MAX_HELD = 4  # steps of a down projection for which a program keeps its rows in registers
 _MIN_BLOCKS, _MAX_BLOCKS = 8, 28  # blocks of columns per program, for short blocks of rows
 _START_COST = 2.5  # cost of starting a program, in blocks
@@ -197,12 +197,12 @@ def sum_slots(parts: Tensor, chosen: Tensor, out: Tensor, number: int, step: int
 
 
 def columns_at_once(bytes_of_column: int, size: int, tiles: ExpertTiles) -> int:
-    """Return the maximum number of columns whose results fit in `_MAX_PARTIAL_BYTES`; at least one program's."""
+    """Return the maximum number of columns whose results fit in `MAX_PARTIAL_BYTES`; at least one program's."""
     if tiles.block_m < TALL:
         return size
     programs = size // (tiles.down.block_n * tiles.down.blocks)
     fitting = (
-        n for n in range(1, programs + 1) if programs % n == 0 and bytes_of_column * size // n <= _MAX_PARTIAL_BYTES
+        n for n in range(1, programs + 1) if programs % n == 0 and bytes_of_column * size // n <= MAX_PARTIAL_BYTES
     )
     return size // next(fitting, programs)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
-from workers.ops.experts.many_rows_triton import sum_slots
+from workers.ops.experts.many_rows_triton import MAX_PARTIAL_BYTES, sum_slots
 from workers.ops.experts.order_triton import bins_of, order_by_expert
 from workers.ops.experts.route import Routed, RouterLogits
 from workers.ops.experts.route_triton import route
@@ -24,8 +24,6 @@ from workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, list
 from workers.ops.packed.experts import PackedExpertWeights
 from workers.ops.packed.stream_triton import TL_TYPES
 from workers.ops.packed.weight import TILE, PackedWeight
-
-_MAX_PARTIAL_BYTES = 1 << 28  # bound on scratch for the results per row and expert
 
 
 def packed_expert_products(
@@ -146,10 +144,10 @@ def ordered_experts(
 
 
 def columns_at_once(bytes_of_column: int, size: int, step: int) -> int:
-    """Return the maximum number of columns whose results fit in `_MAX_PARTIAL_BYTES`: all, or a multiple of `step`."""
-    if bytes_of_column * size <= _MAX_PARTIAL_BYTES:
+    """Return the maximum number of columns whose results fit in `MAX_PARTIAL_BYTES`: all, or a multiple of `step`."""
+    if bytes_of_column * size <= MAX_PARTIAL_BYTES:
         return size
-    return max(1, _MAX_PARTIAL_BYTES // (bytes_of_column * step)) * step
+    return max(1, MAX_PARTIAL_BYTES // (bytes_of_column * step)) * step
 
 
 def gate_up(

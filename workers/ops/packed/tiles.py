@@ -7,12 +7,12 @@ from itertools import product
 from attention.capability import MULTIPROCESSORS
 from workers.ops.blocks import cdiv, next_power_of_2
 from workers.ops.packed.cuda.tiles import SHARED_SUMS
+from workers.ops.packed.weight import TILE
 
 MAX_STREAM_ROWS = 32
 MAX_BLOCK_ROWS = 512  # with more, dequantising and cuBLAS are faster
 FIXED_ROWS = 32  # per launch of deterministic products
 _MAX_CELLS = 16 << 20  # 16-bit numbers dequantised at once; they stay in L2
-_TILE = 64  # outputs, and inputs of a chunk
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class StreamTiles:
 
     def part_cells(self, n: int) -> int:
         """Floats of partial sums."""
-        parts = cdiv(n, _TILE * self.warps_n) * self.splits if self.splits > 1 else 0
-        return parts * _TILE * self.warps_n * 8 * self.row_tiles
+        parts = cdiv(n, TILE * self.warps_n) * self.splits if self.splits > 1 else 0
+        return parts * TILE * self.warps_n * 8 * self.row_tiles
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class BlockTiles:
 
     def span(self, k: int) -> int:
         """Return the number of chunks per program."""
-        return cdiv(cdiv(k, _TILE * self.chunks), self.splits) * self.chunks
+        return cdiv(cdiv(k, TILE * self.chunks), self.splits) * self.chunks
 
     def scales_sums(self, k: int, group: int) -> bool:
         """Return whether sums are scaled instead of weights. This needs `scaled_sums`, and one scale for inputs that
         are multiplied at once."""
-        return self.scaled_sums and (group == k or group % (_TILE * self.chunks) == 0)
+        return self.scaled_sums and (group == k or group % (TILE * self.chunks) == 0)
 
     def part_cells(self, rows: int, n: int) -> int:
         """Floats of partial sums."""
-        outputs = _TILE * (1 + self.paired)
+        outputs = TILE * (1 + self.paired)
         return cdiv(n, outputs) * cdiv(rows, self.block_m) * self.splits * outputs * self.block_m
 
 
@@ -92,10 +92,10 @@ class BlockPlan:
 
     def tiles(self, rows: int, n: int, k: int, gated: bool) -> BlockTiles | None:
         """Return tiles for a weight [n, k]; None for a gated product that does not fit."""
-        if gated and (not self.paired or n % (2 * _TILE)):
+        if gated and (not self.paired or n % (2 * TILE)):
             return None
-        outputs = _TILE * (1 + self.paired)
-        splits = _splits(cdiv(n, outputs), cdiv(k, 4 * _TILE), self.programs)
+        outputs = TILE * (1 + self.paired)
+        splits = _splits(cdiv(n, outputs), cdiv(k, 4 * TILE), self.programs)
         block_m, direct = max(16, next_power_of_2(rows)), rows <= self.max_direct_rows
         return BlockTiles(block_m, self.paired, splits, 4, 2, True, direct)
 
@@ -127,17 +127,17 @@ def stream_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
         return None
     row_tiles = _row_tiles(rows)
     warps, chunks, programs = _STREAM[row_tiles]
-    splits = _splits(cdiv(n, _TILE), cdiv(k, _TILE * warps * chunks), programs)
+    splits = _splits(cdiv(n, TILE), cdiv(k, TILE * warps * chunks), programs)
     return StreamTiles(row_tiles, 1, warps, splits, chunks)
 
 
 def gated_tiles(rows: int, n: int, k: int) -> StreamTiles | None:
     """Return tiles for a gated product with weight [n, k]; None if it does not fit."""
-    if rows > MAX_STREAM_ROWS or n % (2 * _TILE):
+    if rows > MAX_STREAM_ROWS or n % (2 * TILE):
         return None
     row_tiles = _row_tiles(rows)
     warps, chunks, programs = _GATED[row_tiles]
-    splits = _splits(n // 2 // _TILE, cdiv(k, _TILE * warps * chunks), programs)
+    splits = _splits(n // 2 // TILE, cdiv(k, TILE * warps * chunks), programs)
     return StreamTiles(row_tiles, 2, warps, splits, chunks)
 
 
@@ -176,13 +176,13 @@ def block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
     if rows > MAX_BLOCK_ROWS:
         return None
     block_m = min(128, next_power_of_2(rows))
-    blocks = cdiv(rows, block_m) * cdiv(n, _TILE)
-    return BlockTiles(block_m, False, _splits(blocks, cdiv(k, _TILE * 8), MULTIPROCESSORS), stages=4)
+    blocks = cdiv(rows, block_m) * cdiv(n, TILE)
+    return BlockTiles(block_m, False, _splits(blocks, cdiv(k, TILE * 8), MULTIPROCESSORS), stages=4)
 
 
 def gated_block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
     """Return tiles for a gated product with weight [n, k]; None if it does not fit."""
-    if rows > MAX_BLOCK_ROWS or n % (2 * _TILE):
+    if rows > MAX_BLOCK_ROWS or n % (2 * TILE):
         return None
     return BlockTiles(min(128, next_power_of_2(rows)), True, 1, stages=3)
 
@@ -198,7 +198,7 @@ def _splits(tiles: int, steps: int, programs: int) -> int:
 
 def outputs_at_once(n: int, k: int) -> int:
     """Return the number of outputs of a weight [n, k] that are dequantised at once."""
-    return min(cdiv(n, _TILE) * _TILE, max(_TILE, _MAX_CELLS // k // _TILE * _TILE))
+    return min(cdiv(n, TILE) * TILE, max(TILE, _MAX_CELLS // k // TILE * TILE))
 
 
 def packed_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -206,7 +206,7 @@ def packed_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     cells, num_tickets = SHARED_SUMS
     for n, k in shapes:
         cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2), fixed_tiles(n, k).part_cells(n))
-        num_tickets = max(num_tickets, cdiv(n, _TILE))
+        num_tickets = max(num_tickets, cdiv(n, TILE))
         for rows in (8, 16, *range(32, 129, 32), *range(256, MAX_BLOCK_ROWS + 1, 128)):
             for gated, group in product((False, True), (_MEASURED_GROUP, 1)):
                 tiles = product_tiles(rows, n, k, gated, "int4", group)
@@ -214,5 +214,5 @@ def packed_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
                     cells = max(cells, tiles.part_cells(n))
                 elif tiles is not None and tiles.splits > 1:
                     cells = max(cells, tiles.part_cells(rows, n))
-                    num_tickets = max(num_tickets, cdiv(n, _TILE) * cdiv(rows, tiles.block_m))
+                    num_tickets = max(num_tickets, cdiv(n, TILE) * cdiv(rows, tiles.block_m))
     return cells, num_tickets

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from attention.ops.contracts import check_slots
 from attention.ops.operation import Implementation, on_gpu, operation
+from attention.scores import LOG2_E
 from workers.ops.sampling.filters import Filters, check_rows
 from workers.ops.sampling.gumbel import Draws
 
 LEVELS = 32  # from the best token down to 2^-31 of its probability
-LOG2_E = 1.4426950408889634
 DROPPED = 1024.0  # subtracted from the scores of filtered tokens; does not change their order
 PART = 4096  # columns per part
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention import scores
 from workers.ops.sampling import draft_scores
 from workers.ops.sampling.filters import Filters
 from workers.ops.sampling.filters_triton import is_filtered
@@ -17,7 +18,7 @@ from workers.ops.sampling.gumbel import Draws
 from workers.ops.sampling.gumbel_triton import draw_of_row, noisy
 
 LEVELS = tl.constexpr(draft_scores.LEVELS)
-LOG2_E = tl.constexpr(draft_scores.LOG2_E)
+LOG2_E = tl.constexpr(scores.LOG2_E)
 SUMMARY = 1 + draft_scores.LEVELS  # numbers per part: its largest scaled logit, then counts
 DROPPED = tl.constexpr(draft_scores.DROPPED)
 PART, TILE = draft_scores.PART, 128
