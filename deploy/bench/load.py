@@ -44,13 +44,20 @@ async def run_rate(
     arrivals: Sequence[Arrival],
     drain_s: float,
     progress: Progress = _unwatched,
+    request_ids: Sequence[str] = (),
 ) -> tuple[list[Answered], float]:
     """Send every request when it is due, then wait up to drain_s for answers. Return answers in the order of arrivals,
-    and the clock's start."""
+    and the clock's start.
+
+    request_ids: X-Request-Id of each request (`tests.bench.tracing`); empty: none is sent.
+    """
     where = urlsplit(target.url)
     encrypted = where.scheme == "https"
     host, port = where.hostname or "", where.port or (443 if encrypted else 80)
-    requests = [request_bytes(port, _body(arrival, target), "completions", host, target.key) for arrival in arrivals]
+    requests = [
+        request_bytes(port, _body(arrival, target), "completions", host, target.key, request_id)
+        for arrival, request_id in zip(arrivals, request_ids or [""] * len(arrivals), strict=True)
+    ]
     pool = Pool(host, port, encrypted)
     answers = [Answered() for _ in arrivals]
     tasks: list[asyncio.Task[None]] = []

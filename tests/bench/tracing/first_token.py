@@ -110,7 +110,9 @@ async def trace(url: str, folder: Path, arguments: argparse.Namespace) -> dict[s
         arrivals = traffic.arrivals(rate)
         numbers = range(number, number + len(arrivals))
         number += len(arrivals)
-        answers, begin_s = await run_rate(target, arrivals, arguments.drain, [f"{REQUEST_ID}{n}" for n in numbers])
+        answers, begin_s = await run_rate(
+            target, arrivals, arguments.drain, request_ids=[f"{REQUEST_ID}{n}" for n in numbers]
+        )
         faults = [answer.fault for answer in answers if answer.fault]
         if faults or not answers:
             raise RuntimeError(f"{url}: {len(faults)} of {len(answers)} requests failed: {faults[:1]}")

@@ -109,8 +109,11 @@ async def test_body_of_a_stated_length_ends_with_it() -> None:
 
 
 @asynccontextmanager
-async def _server(answers: Sequence[Sequence[bytes]]) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """Sends one of `answers` piece by piece for each request in turn; its URL, and the bodies that it got."""
+async def _server(
+    answers: Sequence[Sequence[bytes]], heads: list[bytes] | None = None
+) -> AsyncIterator[tuple[str, list[bytes]]]:
+    """Sends one of `answers` piece by piece for each request in turn; its URL, and the bodies that it got. heads: gets
+    the heads of requests."""
     bodies: list[bytes] = []
     left = iter(answers)
 
@@ -118,6 +121,8 @@ async def _server(answers: Sequence[Sequence[bytes]]) -> AsyncIterator[tuple[str
         while head := await reader.readuntil(b"\r\n\r\n"):
             length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
             bodies.append(await reader.readexactly(length))
+            if heads is not None:
+                heads.append(head)
             for piece in next(left):
                 await asyncio.sleep(0.02)
                 writer.write(piece)
@@ -163,6 +168,14 @@ async def test_answers_are_read_event_by_event() -> None:
     figures = rate_figures(2.0, [_arrival(0.0), _arrival(0.5)], answers, begin_s)
     assert figures["completed"] == 2 and figures["output_tokens"] == 14 and figures["wrong_length"] == 0
     assert (figures["prompt_tokens"], figures["cached_tokens"]) == (6, 4) and "67%" in markdown({"x": [figures]})[2]
+
+
+async def test_requests_have_the_ids_that_they_are_given() -> None:
+    pieces, heads = [HEAD, b"0\r\n\r\n"], list[bytes]()
+    async with _server([pieces] * 3, heads) as (url, _):
+        await run_rate(Target(url, "m"), [_arrival(0.0), _arrival(0.3)], 5.0, request_ids=["one", "two"])
+        await run_rate(Target(url, "m"), [_arrival(0.0)], 5.0)
+    assert [head.partition(b"X-Request-Id: ")[2].split(b"\r\n")[0] for head in heads] == [b"one", b"two", b""]
 
 
 async def test_streams_of_a_closed_loop_ask_again_until_a_failure() -> None:
