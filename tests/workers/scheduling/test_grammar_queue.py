@@ -2,48 +2,24 @@
 
 import msgspec
 
-from attention.config import CacheConfig
 from tests.support.scripted import ScriptedExecutor
-from workers.config import RoundShapes, SchedulerConfig
-from workers.scheduling.plan import Failure, Grammar, SamplingParams, StepPlan, pack_i32, unpack_i32
-from workers.scheduling.request import FinishReason, Request
-from workers.scheduling.scheduler import Scheduler
+from tests.support.simulation.grammar_engine import GrammarEngine
+from workers.config import RoundShapes
+from workers.scheduling.plan import Failure, Grammar, unpack_i32
+from workers.scheduling.request import FinishReason
 
 FIRST, SECOND = Grammar("regex", "a", (1,)), Grammar("regex", "b", (1,))
 
 
-class Engine:
-    """A scheduler and ranks whose compiler does as it is told."""
-
-    def __init__(self) -> None:
-        config, cache = SchedulerConfig(max_running=4, max_step_tokens=32), CacheConfig(page_size=4)
-        self.scheduler = Scheduler(config, cache, 200, 400, lambda: 0.0)
-        self.executor = ScriptedExecutor(RoundShapes(), 4, 200)
-        self.compiled: list[int] = []
-
-    def submit(self, name: str, grammar: Grammar | None) -> Request:
-        request = Request(name, [3, 4, 5], SamplingParams(50, grammar=grammar))
-        self.scheduler.submit(request)
-        return request
-
-    def step(self, failed: dict[int, Failure] | None = None) -> tuple[StepPlan, list[FinishReason | None]]:
-        plan = self.scheduler.schedule()
-        assert plan is not None
-        self.executor.submit(plan)
-        ready = pack_i32(self.compiled)
-        result = msgspec.structs.replace(self.executor.take(), grammars_ready=ready, failed=failed or {})
-        return plan, [output.finish_reason for output in self.scheduler.apply(result)]
-
-
 def test_a_request_alone_is_admitted_at_once() -> None:
-    engine = Engine()
+    engine = GrammarEngine()
     engine.submit("a", FIRST)
     plan, _ = engine.step()
     assert len(plan.inits) == 1 and plan.grammars == ()
 
 
 def test_beside_others_it_waits_for_the_compiler_and_lets_others_pass() -> None:
-    engine = Engine()
+    engine = GrammarEngine()
     engine.submit("running", None)
     engine.step()
     for name, grammar in (("a", FIRST), ("b", SECOND), ("c", FIRST), ("free", None)):
@@ -60,7 +36,7 @@ def test_beside_others_it_waits_for_the_compiler_and_lets_others_pass() -> None:
 
 
 def test_new_ranks_are_told_again() -> None:
-    engine = Engine()
+    engine = GrammarEngine()
     engine.submit("running", None)
     engine.step()
     engine.submit("a", FIRST)
@@ -75,7 +51,7 @@ def test_new_ranks_are_told_again() -> None:
 
 
 def test_a_request_that_left_its_grammar_ends_with_an_error() -> None:
-    engine = Engine()
+    engine = GrammarEngine()
     request = engine.submit("a", FIRST)
     engine.step()
     num_tokens = len(request.output)
@@ -85,7 +61,7 @@ def test_a_request_that_left_its_grammar_ends_with_an_error() -> None:
 
 
 def test_one_that_was_preempted_meanwhile_shows_nothing_of_the_step_that_left_its_grammar() -> None:
-    engine = Engine()
+    engine = GrammarEngine()
     request = engine.submit("a", FIRST)
     engine.submit("old", None)
     engine.step()

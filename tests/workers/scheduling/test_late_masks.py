@@ -2,44 +2,10 @@
 
 import msgspec
 
-from attention.config import CacheConfig
-from tests.support.scripted import ScriptedExecutor, scripted_output
-from workers.config import RoundShapes, SchedulerConfig
-from workers.scheduling.plan import Grammar, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
+from tests.support.scripted import scripted_output
+from tests.support.simulation.grammar_engine import GrammarEngine
+from workers.scheduling.plan import Grammar, StepPlan, StepResult, pack_i32, unpack_i32
 from workers.scheduling.request import FinishReason, Request
-from workers.scheduling.scheduler import Scheduler
-
-
-class Engine:
-    """A scheduler and ranks; `late` are slots that the next step runs without, `ready` requests whose mask came."""
-
-    def __init__(self) -> None:
-        config, cache = SchedulerConfig(max_running=4, max_step_tokens=32), CacheConfig(page_size=4, prefix_cache=False)
-        self.scheduler = Scheduler(config, cache, 200, 400, lambda: 0.0)
-        self.executor = ScriptedExecutor(RoundShapes(), 4, 200)
-        self.plans: list[StepPlan] = []
-
-    def submit(self, name: str, seed: int, grammar: Grammar | None = None) -> Request:
-        request = Request(name, [3, 4, 5], SamplingParams(12, seed=seed, grammar=grammar))
-        self.scheduler.submit(request)
-        return request
-
-    def plan(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
-        if plan is not None:
-            self.plans.append(plan)
-            self.executor.submit(plan)
-        return plan
-
-    def apply(self, plan: StepPlan, late: tuple[int, ...] = (), ready: tuple[int, ...] = ()) -> list[FinishReason]:
-        result = _without(self.executor.take(), plan, late)
-        result = msgspec.structs.replace(result, grammars_ready=pack_i32([0]), masks_ready=pack_i32(ready))
-        return [output.finish_reason for output in self.scheduler.apply(result) if output.finish_reason is not None]
-
-    def slot(self, name: str) -> int:
-        sequence = self.scheduler.queues.find(name)
-        assert sequence is not None
-        return sequence.slot
 
 
 def _without(result: StepResult, plan: StepPlan, late: tuple[int, ...]) -> StepResult:
@@ -55,16 +21,25 @@ def _without(result: StepResult, plan: StepPlan, late: tuple[int, ...]) -> StepR
     return msgspec.structs.replace(result, counts=pack_i32(counts), tokens=pack_i32(tokens), finish=bytes(finish))
 
 
-def started() -> tuple[Engine, Request, Request]:
+def applied(
+    engine: GrammarEngine, plan: StepPlan, late: tuple[int, ...] = (), ready: tuple[int, ...] = ()
+) -> list[FinishReason | None]:
+    """Apply the result of `plan`, which ran without the slots `late`; the masks of the requests `ready` have come."""
+    result = _without(engine.executor.take(), plan, late)
+    return engine.apply(result, masks_ready=pack_i32(ready))
+
+
+def started() -> tuple[GrammarEngine, Request, Request]:
     """Two requests that run, one with a grammar; no step is in flight."""
-    engine = Engine()
-    free = engine.submit("free", 2)
+    engine = GrammarEngine()
+    engine.compiled = [0]
+    free = engine.submit("free", None, 12, seed=2)
     for number in range(4):
         if number == 1:  # beside another, so that its grammar is announced and known to be compiled
-            masked = engine.submit("masked", 1, Grammar("regex", "a", (1,)))
+            masked = engine.submit("masked", Grammar("regex", "a", (1,)), 12, seed=1)
         plan = engine.plan()
         assert plan is not None
-        engine.apply(plan)
+        applied(engine, plan)
     assert engine.slot("masked") >= 0 and engine.slot("free") >= 0
     return engine, masked, free
 
@@ -75,16 +50,16 @@ def test_a_late_mask_costs_its_request_steps_and_no_token() -> None:
     late_in, also_planned = engine.plan(), engine.plan()
     assert late_in is not None and also_planned is not None
     slot, length = engine.slot("masked"), len(free.output)
-    engine.apply(late_in, late=(slot,))
+    applied(engine, late_in, late=(slot,))
     assert engine.slot("masked") < 0 and masked.output == before and len(free.output) == length + 1
     assert engine.scheduler.stats.num_late_masks == 1 and masked.num_preemptions == 1
-    engine.apply(also_planned, late=(slot,), ready=(number,))
+    applied(engine, also_planned, late=(slot,), ready=(number,))
     assert masked.num_preemptions == 1, "the next step, which was planned with it, is late for the same reason"
     plan = engine.plan()
     assert plan is not None and [init.slot for init in plan.inits] and engine.slot("masked") >= 0
-    engine.apply(plan)
+    applied(engine, plan)
     while (plan := engine.plan()) is not None:
-        engine.apply(plan)
+        applied(engine, plan)
     for request in (masked, free):
         assert request.output == scripted_output(3, request.sampling)
 
@@ -95,10 +70,10 @@ def test_it_enters_no_slot_before_the_result_of_the_last_step_that_could_run_it(
     late_in, also_planned = engine.plan(), engine.plan()
     assert late_in is not None and also_planned is not None
     slot = engine.slot("masked")
-    engine.apply(late_in, late=(slot,), ready=(number,))
+    applied(engine, late_in, late=(slot,), ready=(number,))
     third = engine.plan()
     assert third is not None and third.inits == (), "the second step is in flight and may still write to its slot"
-    engine.apply(also_planned, late=(slot,))
+    applied(engine, also_planned, late=(slot,))
     fourth = engine.plan()
     assert fourth is not None and len(fourth.inits) == 1, "the third was planned after its preemption"
 
@@ -107,11 +82,11 @@ def test_while_its_mask_is_awaited_others_go_on_and_it_stays_out() -> None:
     engine, masked, _ = started()
     plan = engine.plan()
     assert plan is not None
-    engine.apply(plan, late=(engine.slot("masked"),))
+    applied(engine, plan, late=(engine.slot("masked"),))
     for _ in range(4):
         plan = engine.plan()
         assert plan is not None and plan.inits == ()
-        engine.apply(plan)
+        applied(engine, plan)
     assert masked.num_preemptions == 1
 
 
@@ -119,6 +94,7 @@ def test_a_request_without_a_grammar_that_a_rank_could_not_start_ends_with_an_er
     engine, masked, free = started()
     plan = engine.plan()
     assert plan is not None
-    assert engine.apply(plan, late=(engine.slot("free"),)) == [FinishReason.ERROR]
+    reasons = applied(engine, plan, late=(engine.slot("free"),))
+    assert [reason for reason in reasons if reason is not None] == [FinishReason.ERROR]
     assert engine.scheduler.queues.find("free") is None and engine.slot("masked") >= 0
     assert free.num_preemptions == 0 and engine.scheduler.stats.num_late_masks == 0

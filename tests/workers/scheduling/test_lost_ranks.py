@@ -39,7 +39,7 @@ def test_after_a_failed_step_suspects_run_one_at_a_time_and_alone_are_blamed() -
     sim.run()
 
 
-def test_a_second_failure_leaves_the_request_on_probation_suspected_and_no_other() -> None:
+def test_a_blamed_request_that_is_aborted_leaves_the_others_suspected() -> None:
     sim = Simulation(max_in_flight=1, prefix_cache=False)
     for _ in range(3):
         sim.submit([1, 2, 3], max_tokens=40)
