@@ -90,7 +90,7 @@ HELP = """/spec on|off   speculation
 /temp NUMBER   temperature, 0 is greedy
 /max N         most tokens of an answer, 0: as many as fit
 /seed N        of sampling
-/system TEXT   what the model is told first; without TEXT: nothing
+/system TEXT   system prompt; without TEXT: none
 /clear         forget what was said
 /help, /quit   Ctrl-C stops an answer, Ctrl-D leaves"""
 
@@ -139,7 +139,7 @@ class Conversation:
             return "forgotten"
         if name == "/system":
             self.system = value
-            return "the model is told this first" if value else "the model is told nothing first"
+            return "system prompt set" if value else "system prompt removed"
         if name == "/spec":
             if value not in ("on", "off"):
                 raise CommandError("/spec: on or off")

@@ -149,7 +149,7 @@ class GenerationResponse(Response):
                 await self._restate(error).response()(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """Yield the events of a stream. Raises ApiError."""
+        """Send the events of a stream. Raises ApiError."""
         reply = self._reply
         lock = asyncio.Lock()  # several choices send concurrently; headers must go first
         opened: set[int] = set()
@@ -158,7 +158,7 @@ class GenerationResponse(Response):
             events = b""
             if index not in opened:
                 opened.add(index)
-                events = await self._beside(reply.first_event, index)
+                events = await self._built(reply.first_event, index)
             events += (reply.piece_event if piece.finish is None else reply.finish_event)(index, piece, delta)
             async with lock:
                 if not self._started:
@@ -171,7 +171,7 @@ class GenerationResponse(Response):
         await send(_body(reply.end_events(), more=False))
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Return the document. Raises ApiError."""
+        """Send the document. Raises ApiError."""
         pieces: list[list[Piece]] = [[] for _ in self._answers]
         deltas: list[list[ReplyDelta]] = [[] for _ in self._answers]
 
@@ -182,10 +182,10 @@ class GenerationResponse(Response):
         await self._generate(keep)
         answers = zip(pieces, deltas, strict=True)
         whole = [WholeAnswer(joined(piece), *joined_deltas(delta)) for piece, delta in answers]
-        document = await self._beside(self._reply.document, whole)
+        document = await self._built(self._reply.document, whole)
         await Response(document, 200, JSON_HEADERS)(scope, receive, send)
 
-    async def _beside(self, build: Callable[[T], bytes], given: T) -> bytes:
+    async def _built(self, build: Callable[[T], bytes], given: T) -> bytes:
         """Return build(given). Runs in a thread if the reply has log-probabilities of a prompt: building these takes up
         to a second, and would stop all other streams."""
         return await asyncio.to_thread(build, given) if self._request.scores_prompt else build(given)
