@@ -226,13 +226,12 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "one JSON object per rate.",
     )
     _add_server(parser)
-    parser.add_argument("--rates", default="1,2,4", help="requests per second, one after another (default: 1,2,4)")
+    parser.add_argument("--rates", default="1,2,4", help="requests per second; inf: all at once (default: 1,2,4)")
     parser.add_argument("--secs", type=float, default=20.0, help="of arrivals at each rate (default: 20)")
     parser.add_argument("--drain-s", type=float, default=60.0, help="after the last arrival, then cancel (default: 60)")
     parser.add_argument("--max-requests", type=int, default=5000, help="at each rate (default: 5000)")
-    parser.add_argument(
-        "--mix", choices=("plain", "prompt-heavy"), default="plain", help="what the next options default to"
-    )
+    mixes = ("plain", "prompt-heavy", "throughput")
+    parser.add_argument("--mix", choices=mixes, default="plain", help="what the next options default to")
     for side, name in (("in", "prompts"), ("out", "answers")):
         parser.add_argument(f"--{side}-mean", type=float, help=f"tokens of {name} (default: by mix and model)")
         parser.add_argument(f"--{side}-sigma", type=float, help="of their logarithm (default: 0.8)")

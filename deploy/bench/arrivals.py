@@ -24,6 +24,25 @@ class Lengths:
 
 
 @dataclass(frozen=True)
+class UniformLengths:
+    """Numbers of tokens from `cap` times `ratio` to `cap`, equally likely: SGLang's `--random-range-ratio`."""
+
+    ratio: float
+    cap: int
+
+    @property
+    def mean(self) -> float:
+        return (1 + self.ratio) / 2 * self.cap
+
+    def draw(self, generator: np.random.Generator, count: int) -> list[int]:
+        drawn: list[int] = generator.integers(max(1, round(self.cap * self.ratio)), self.cap + 1, count).tolist()
+        return drawn
+
+
+AnyLengths = Lengths | UniformLengths
+
+
+@dataclass(frozen=True)
 class Prefixes:
     """Shared prefixes of prompts. count: number of prefixes. tokens: length of each. share: fraction of prompts that
     start with one."""
@@ -37,14 +56,16 @@ class Prefixes:
 class Mix:
     """Lengths of prompts and answers, and shared prefixes."""
 
-    prompts: Lengths
-    answers: Lengths
+    prompts: AnyLengths
+    answers: AnyLengths
     prefixes: Prefixes | None = None
 
     def scaled(self, prompt_cap: int, answer_cap: int) -> "Mix":
         """Return the mix for a shorter or longer model: means and prefixes in proportion to the caps."""
 
-        def lengths(of: Lengths, cap: int) -> Lengths:
+        def lengths(of: AnyLengths, cap: int) -> AnyLengths:
+            if isinstance(of, UniformLengths):
+                return replace(of, cap=cap)
             return replace(of, mean=max(1.0, of.mean * cap / of.cap), cap=cap)
 
         prefixes = self.prefixes and replace(
@@ -56,6 +77,8 @@ class Mix:
 MIXES = {
     "plain": Mix(Lengths(1024, 0.8, 4096), Lengths(256, 0.8, 1024)),
     "prompt-heavy": Mix(Lengths(3000, 0.8, 7000), Lengths(150, 0.8, 1024), Prefixes(8, 2048, 0.4)),
+    # What SGLang and vLLM measure throughput with: 1,024 tokens in and out, ratio 0.7.
+    "throughput": Mix(UniformLengths(0.7, 1024), UniformLengths(0.7, 1024)),
 }
 OWN_TOKENS = 16  # minimum tokens of a prompt after its prefix
 
@@ -87,22 +110,30 @@ class Traffic:
     seed: int = 0
 
     def arrivals(self, rate: float) -> list[Arrival]:
-        """Poisson arrivals at `rate` per second. They depend only on seed and rate, so every server gets the same."""
-        generator = np.random.default_rng((self.seed, round(rate * 1000)))
+        """Poisson arrivals at `rate` per second; an infinite rate is a burst of `max_requests` at once. They depend
+        only on seed and rate, so every server gets the same."""
+        seeds = (self.seed, 0 if math.isinf(rate) else round(rate * 1000))
+        generator = np.random.default_rng(seeds)
+        due_s = self._due_s(generator, rate)
+        lengths = self.mix.prompts.draw(generator, len(due_s))
+        answers = self.mix.answers.draw(generator, len(due_s))
+        prompts = [self._tokens(generator, length) for length in lengths]
+        if self.mix.prefixes is not None:
+            self._add_prefixes(np.random.default_rng((*seeds, 1)), self.mix.prefixes, prompts)
+        return [
+            Arrival(due, tuple(prompt), num_tokens)
+            for due, prompt, num_tokens in zip(due_s, prompts, answers, strict=True)
+        ]
+
+    def _due_s(self, generator: np.random.Generator, rate: float) -> list[float]:
+        if math.isinf(rate):
+            return [0.0] * self.max_requests
         due_s: list[float] = []
         now_s = generator.exponential(1 / rate)
         while now_s <= self.seconds and len(due_s) < self.max_requests:
             due_s.append(now_s)
             now_s += generator.exponential(1 / rate)
-        lengths = self.mix.prompts.draw(generator, len(due_s))
-        answers = self.mix.answers.draw(generator, len(due_s))
-        prompts = [self._tokens(generator, length) for length in lengths]
-        if self.mix.prefixes is not None:
-            self._add_prefixes(np.random.default_rng((self.seed, round(rate * 1000), 1)), self.mix.prefixes, prompts)
-        return [
-            Arrival(due, tuple(prompt), num_tokens)
-            for due, prompt, num_tokens in zip(due_s, prompts, answers, strict=True)
-        ]
+        return due_s
 
     def _add_prefixes(self, generator: np.random.Generator, prefixes: Prefixes, prompts: list[list[int]]) -> None:
         """Make a share of `prompts` start with one of the prefixes, which are new for each rate. Such a prompt keeps

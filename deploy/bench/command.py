@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -15,11 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.config import ConfigError
 from deploy.arguments import DEFAULT_VOCAB
-from deploy.bench.arrivals import MIXES, OWN_TOKENS, Lengths, Mix, Prefixes, Traffic
+from deploy.bench.arrivals import MIXES, OWN_TOKENS, AnyLengths, Lengths, Mix, Prefixes, Traffic, UniformLengths
 from deploy.bench.figures import Rate, latency_plot, markdown
 from deploy.bench.load import Target, measure_rate, warm_up
 from deploy.client import AnswerError, Server, parse_server
 
+SIGMA = 0.8  # of lognormal lengths, as in `MIXES`
 LOWEST_ID = 300  # lower ids are special tokens and bytes in most tokenizers
 
 
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(*markdown({name: found}), sep="\n")
     for rate in found:
         if rate["errors"]:
-            print(f"{rate['rate']:g}/s: {rate['errors']} failed: {'; '.join(rate['first_errors'])}", file=sys.stderr)
+            print(f"{rate['rate']}/s: {rate['errors']} failed: {'; '.join(rate['first_errors'])}", file=sys.stderr)
     if arguments.json is not None:
         lines = "".join(json.dumps({"name": name, "seed": arguments.seed, **rate}) + "\n" for rate in found)
         if str(arguments.json) == "-":
@@ -111,8 +113,12 @@ def _mix(arguments: argparse.Namespace, max_model_len: int | None) -> Mix:
     return Mix(prompts, answers, prefixes)
 
 
-def _lengths(side: str, arguments: argparse.Namespace, default: Lengths) -> Lengths:
+def _lengths(side: str, arguments: argparse.Namespace, default: AnyLengths) -> AnyLengths:
     mean, sigma = (getattr(arguments, f"{side}_{name}") for name in ("mean", "sigma"))
+    if isinstance(default, UniformLengths):
+        if mean is None and sigma is None and default.cap >= 1:
+            return default
+        default = Lengths(default.mean, SIGMA, default.cap)
     mean, sigma = default.mean if mean is None else mean, default.sigma if sigma is None else sigma
     if default.cap < 1 or mean <= 0 or sigma < 0:
         raise ConfigError(f"--{side}-cap, --{side}-mean, --{side}-sigma: must be at least 1, above 0, at least 0")
@@ -144,8 +150,8 @@ def _rates(text: str) -> list[float]:
         rates = [float(rate) for rate in text.split(",")]
     except ValueError:
         rates = []
-    if not rates or not all(0 < rate < 1e5 for rate in rates):
-        raise ConfigError(f"--rates {text}: must be numbers above 0, such as 1,2.5,4")
+    if not rates or not all(0 < rate < 1e5 or math.isinf(rate) for rate in rates) or -math.inf in rates:
+        raise ConfigError(f"--rates {text}: must be numbers above 0, such as 1,2.5,4, or inf")
     return rates
 
 

@@ -6,10 +6,12 @@ tpot  (last event - first event) / (tokens - 1) of each answer; tokens as counte
 e2e   from a request's due time to the end of its answer
 cached  share of prompt tokens found in the prefix cache, as counted by the server
 possible  share that an unlimited prefix cache would have found, in blocks of 16 tokens
+seconds  from the first due time to the end of the last answer
 late  delay of the client itself; above about 10 ms the figures measure the client
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +33,7 @@ def rate_figures(rate: float, arrivals: Sequence[Arrival], answers: Sequence[Ans
     spans = [answer.event_s[-1] - answer.event_s[0] for _, _, answer in whole]
     elapsed_s = max((answer.end_s for _, _, answer in whole), default=begin_s) - begin_s
     return {
-        "rate": rate,
+        "rate": rate if math.isfinite(rate) else "inf",
         "sent": len(arrivals),
         "completed": len(whole),
         "errors": len(arrivals) - len(whole),
@@ -45,6 +47,8 @@ def rate_figures(rate: float, arrivals: Sequence[Arrival], answers: Sequence[Ans
         "cached_tokens": sum(answer.num_cached for _, _, answer in whole),
         "repeated_tokens": repeated_tokens([arrival.prompt for _, arrival, _ in whole]),
         "output_tokens": sum(tokens),
+        "seconds": round(elapsed_s, 3),
+        "requests_per_s": round(len(whole) / elapsed_s, 3) if whole else 0.0,
         "tokens_per_s": round(sum(tokens) / elapsed_s, 1) if whole else 0.0,
         "wrong_length": sum(count != arrival.num_tokens for (_, arrival, _), count in zip(whole, tokens, strict=True)),
     }
@@ -65,14 +69,15 @@ def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
     kinds = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")
     head = ["server", "req/s", "done", "failed"]
     head += [f"{kind.removesuffix('_ms').upper()} p50 / p90 / p99 ms" for kind in kinds]
-    head += ["tokens/s", "cached / possible", "late p99 ms"]
+    head += ["seconds", "tokens/s", "cached / possible", "late p99 ms"]
     rows = [
         (
             name,
-            f"{rate['rate']:g}",
+            f"{float(rate['rate']):g}",
             rate["completed"],
             rate["errors"],
             *(_percentiles(rate[kind]) for kind in kinds),
+            rate["seconds"],
             rate["tokens_per_s"],
             f"{_of_prompts(rate, 'cached_tokens')} / {_of_prompts(rate, 'repeated_tokens')}",
             rate["late_ms"]["p99"] or 0.0,
@@ -93,6 +98,7 @@ def _percentiles(figures: Mapping[str, float | None]) -> str:
 
 def latency_plot(name: str, rates: Sequence[Rate]) -> str:
     """Return an SVG of one server's latencies by rate."""
+    rates = [rate for rate in rates if rate["rate"] != "inf"]
     kinds = (("TTFT p50", "ttft_ms", "p50"), ("TTFT p99", "ttft_ms", "p99"), ("ITL p99", "itl_ms", "p99"))
     lines = {
         title: [Point(rate["rate"], rate[kind][q]) for rate in rates if rate[kind][q] is not None]

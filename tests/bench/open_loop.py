@@ -34,7 +34,6 @@ from tests.bench.served import running
 from tests.bench.served_model import add_options, label, prompt_ids, server_config
 
 SMALL_CAPS = (512, 128)  # tokens of a prompt and of an answer, of the embedded pair
-MAX_REQUESTS = 5000  # at one rate
 
 
 @dataclass(frozen=True)
@@ -66,6 +65,7 @@ def add_load_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     )
     parser.add_argument("--seconds", type=float, default=seconds, help="of arrivals at each rate")
     parser.add_argument("--drain", type=float, default=60.0, help="seconds after the last arrival, then cancel")
+    parser.add_argument("--max-requests", type=int, default=5000, help="at each rate; a rate of inf sends all at once")
     parser.add_argument("--settle", type=float, default=0.0, help="idle seconds after the warm-up, for late captures")
     parser.add_argument("--seed", type=int, default=0)
 
@@ -74,7 +74,7 @@ def traffic_of(arguments: argparse.Namespace, mix: str) -> Traffic:
     """The requests of one mix."""
     ids, given = prompt_ids(arguments), MIXES[mix]
     lengths = given if arguments.gpu else given.scaled(*SMALL_CAPS)
-    return Traffic(lengths, arguments.seconds, MAX_REQUESTS, ids.start, ids.stop, arguments.seed)
+    return Traffic(lengths, arguments.seconds, arguments.max_requests, ids.start, ids.stop, arguments.seed)
 
 
 async def measure(url: str, arguments: argparse.Namespace) -> dict[str, list[Rate]]:
@@ -128,7 +128,7 @@ def trade(results: Mapping[str, Sequence[Rate]], rate: float) -> list[Point]:
         Point(found["itl_ms"]["p99"], found["ttft_ms"]["p99"], name)
         for name, rates in results.items()
         for found in rates
-        if found["rate"] == rate and found["itl_ms"]["p99"] is not None
+        if float(found["rate"]) == rate and found["itl_ms"]["p99"] is not None
     ]
 
 

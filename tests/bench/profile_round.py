@@ -1,8 +1,9 @@
 """Where a round's time goes on a GPU: kernels by name, graph launches, copies to the host and idle time per round.
 
     python -m tests.bench profile_round --shape chain --batch 1 [--model llama-3.1-8b] [--rounds 30] [--prefill]
+        [--tensor-parallel 2]
 
-With --prefill the steps of the batch's prompts instead, all figures per step.
+With several ranks, of rank 0. With --prefill the steps of the batch's prompts instead, all figures per step.
 """
 
 import argparse
@@ -10,11 +11,11 @@ import json
 import tempfile
 from pathlib import Path
 
-from speculative.build import local_engine
 from tests.bench.models import configured
 from tests.bench.prompts import random_prompts
 from tests.bench.round import MODELS, SHAPES, Setting, engine_spec, hardware, write_checkpoints
 from tests.bench.trace import by_kernel, figures, profile, start, submit
+from tests.bench.tracing.rank_zero import engine_with_rank_zero
 from workers.scheduling.plan import SamplingParams
 
 
@@ -23,15 +24,16 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted({*MODELS, *configured.CONFIGS}), default="llama-3.1-8b")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="chain")
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--prefill", action="store_true", help="the prompts' steps instead of rounds")
     arguments = parser.parse_args()
     setting, batch, steps = Setting(), arguments.batch, arguments.rounds
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoints(Path(folder), arguments.model)
-        spec = engine_spec(Path(folder), arguments.shape, batch, setting, 1, cuda_graphs=True)
+        spec = engine_spec(Path(folder), arguments.shape, batch, setting, arguments.tensor_parallel, cuda_graphs=True)
         prompts = random_prompts(spec.worker.model, batch, setting.prompt_tokens)
-        with local_engine(spec) as engine:
+        with engine_with_rank_zero(spec) as engine:
             if arguments.prefill:
                 steps = -(-batch * setting.prompt_tokens // spec.worker.scheduler.step_token_limit)
                 engine.generate([[10] * setting.prompt_tokens] * batch, SamplingParams(1, 0.0), batch)
@@ -49,6 +51,7 @@ def main() -> None:
                 "hardware": hardware(),
                 "shape": arguments.shape,
                 "batch": batch,
+                "tensor_parallel": arguments.tensor_parallel,
                 **figures(events, steps),
             }
         )

@@ -30,8 +30,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization", choices=("none", *QUANTIZATIONS), default="none", help="of the target, with --gpu"
     )
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="with --gpu")
     parser.add_argument("--max-running", type=int, default=128, help="with --gpu")
-    parser.add_argument("--memory-gb", type=float, default=24.0, help="of the KV cache, with --gpu")
+    parser.add_argument("--memory-gb", default="24", help="of each rank's KV cache, or auto, with --gpu")
     parser.add_argument("--max-model-len", type=int, default=8192, help="with --gpu")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="with --gpu")
     parser.add_argument("--no-haproxy", action="store_true", help="Serve's Python proxy")
@@ -54,8 +55,8 @@ def server_config(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         "max_model_len": arguments.max_model_len,
         "device": arguments.device,
     }
-    args["parallel"] = {"tensor_parallel": 1}
-    args["cache"] = {"memory_gb": arguments.memory_gb}
+    args["parallel"] = {"tensor_parallel": arguments.tensor_parallel}
+    args["cache"] = {"memory_gb": "auto" if arguments.memory_gb == "auto" else float(arguments.memory_gb)}
     args["scheduler"] = {"max_running": arguments.max_running}
     if arguments.model in deepseek_rank.CONFIGS:  # as its model is served
         served = read_config_file(find_config("deepseek-v3"))["applications"][0]["args"]
@@ -90,8 +91,9 @@ def label(arguments: argparse.Namespace) -> str:
     """Return what was served, for a table's head."""
     if not arguments.gpu:
         return str(arguments.config)
+    ranks = f" on {arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
     formats = "" if arguments.quantization == "none" else f" in {arguments.quantization}"
-    return f"{arguments.model}{formats}, dummy weights, {arguments.shape}"
+    return f"{arguments.model}{ranks}{formats}, dummy weights, {arguments.shape}"
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -45,7 +45,9 @@ def test_dummy_weights_make_a_valid_configuration(model: str, shape: str, tmp_pa
     parser = argparse.ArgumentParser()
     add_options(parser)
     given = parser.parse_args(["--gpu", "--model", model, "--shape", shape, "--max-model-len", "4096"])
+    given.tensor_parallel = 2 if model == "tiny" else 1
     config = checked(server_config(given, tmp_path)["applications"][0]["args"])
+    assert config.parallel.tensor_parallel == (2 if model == "tiny" else 1)
     assert config.model.load_format == "dummy" and (config.speculative is None) == (shape == "plain")
 
 

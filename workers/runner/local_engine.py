@@ -102,16 +102,16 @@ def local_engine(worker: WorkerConfig, plan: EnginePlan, all_graphs: bool = True
         worker = replace(worker, graph_capture=replace(worker.graph_capture, limit_s=math.inf))
     if worker.tensor_parallel == 1:
         built = build_rank(worker, plan, 0, "")
-        yield _engine(built.layout, built.worker)
+        yield engine_of(built.layout, built.worker)
         return
     ranks = RankProcesses(worker, plan)
     try:
-        yield _engine(ranks.layout, ranks)
+        yield engine_of(ranks.layout, ranks)
     finally:
         ranks.close()
 
 
-def _engine(layout: EngineLayout, executor: StepExecutor) -> LocalEngine:
+def engine_of(layout: EngineLayout, executor: StepExecutor) -> LocalEngine:
     scheduler = Scheduler.of(layout, time.monotonic)
     scheduler.captures.graphs = executor.graphs
     if executor.costs is not None:

@@ -45,7 +45,7 @@ class RankProcesses:
         self._processes = []
         for rank in range(worker.tensor_parallel):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_run_rank, args=(worker, plan, rank, address, theirs), daemon=True)
+            process = context.Process(target=run_rank, args=(worker, plan, rank, address, theirs), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)
@@ -96,7 +96,7 @@ class RankProcesses:
             process.kill()
 
 
-def _run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str, pipe: Connection) -> None:
+def run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to children, too; the parent ends them
     torch.set_num_threads(1)
     try:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from deploy.bench.arrivals import MIXES, OWN_TOKENS, Arrival, Lengths, Mix, Prefixes, Traffic, repeated_tokens
@@ -44,6 +45,19 @@ def test_arrivals_are_poisson_and_the_same_for_every_server() -> None:
     assert max(lengths) == 400 and 85 < statistics.fmean(lengths) < 100
     assert {token for arrival in arrivals[:50] for token in arrival.prompt} <= set(range(300, 900))
     assert all(1 <= arrival.num_tokens <= 60 for arrival in arrivals)
+
+
+def test_an_infinite_rate_is_a_burst_of_uniform_lengths() -> None:
+    """Seed 003's load: 500 requests at once, each length from 0.7 of 1,024 tokens up; all lengths are drawn."""
+    burst = Traffic(MIXES["throughput"], seconds=1, max_requests=500, first_id=0, vocab=10)
+    arrivals = burst.arrivals(math.inf)
+    assert arrivals == burst.arrivals(math.inf) != replace(burst, seed=1).arrivals(math.inf)
+    assert len(arrivals) == 500 and {arrival.due_s for arrival in arrivals} == {0.0}
+    lengths = [length for arrival in arrivals for length in (len(arrival.prompt), arrival.num_tokens)]
+    assert 717 <= min(lengths) < 730 and 1010 < max(lengths) <= 1024
+    assert statistics.fmean(lengths) == pytest.approx(MIXES["throughput"].prompts.mean, abs=5 * 89 / math.sqrt(1000))
+    scaled = MIXES["throughput"].scaled(100, 10)
+    assert min(scaled.prompts.draw(np.random.default_rng(0), 99)) >= 70 and scaled.answers.cap == 10
 
 
 def test_arrivals_end_with_the_time() -> None:

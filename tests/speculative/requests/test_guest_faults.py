@@ -87,7 +87,7 @@ _IS_GUEST = {
     "scores of a prompt": lambda chunk, *_: chunk.logprobs == 6,
     "penalties": lambda init: init.sampling.min_tokens == 7,
 }
-_run_rank = rank_processes._run_rank
+_run_rank = rank_processes.run_rank
 
 
 def _faulty_rank(
@@ -124,7 +124,7 @@ def test_a_fault_on_one_of_two_ranks_ends_that_request_alone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, faulty: int
 ) -> None:
     """Only rank 0's log-probabilities are used; what a rank does with parameters decides what it computes."""
-    monkeypatch.setattr(rank_processes, "_run_rank", functools.partial(_faulty_rank, faulty))
+    monkeypatch.setattr(rank_processes, "run_rank", functools.partial(_faulty_rank, faulty))
     with local_engine(pair.spec(pair.chain(adaptive=False), tensor_parallel=2)) as engine:
 
         def run(guests: dict[int, SamplingParams]) -> dict[int, RequestOutput]:
