@@ -15,11 +15,11 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
+from cluster.http.text.call_turns import CallTurns, call_turns
 from cluster.http.text.template_limits import LimitedEnvironment, TemplateLimitError, TemplateTimeError, time_limit
 
 MAX_RENDER_S = 5.0
 _ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)\\u(fd[de][0-9a-f])")  # of `user_text.MARKS`
-_ASKS_FOR_NONE = re.compile(r"content(?:['\"]\])? is (?:not )?none", re.IGNORECASE)
 
 
 class ChatTemplateError(ValueError):
@@ -56,8 +56,9 @@ class ChatTemplate:
         self._limit_s = limit_s
         self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
-        # Some templates recognise an assistant's turn that has only tool calls by its content.
-        self._empty_content = None if _ASKS_FOR_NONE.search(source) else ""
+        self._call_turns = CallTurns()
+        with contextlib.suppress(SlowTemplateError):
+            self._call_turns = call_turns(self._trial)
 
     def render(
         self,
@@ -67,24 +68,40 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         limit_s: float | None = None,
     ) -> str:
-        """Return the prompt's text. A "developer" message becomes "system" if the template has no such role. Arguments
-        of tool calls are objects, or JSON texts if the template fails on objects.
+        """Return the prompt's text. A "developer" message becomes "system" if the template has no such role. Turns with
+        tool calls get the form that the template shows.
 
         Raises ChatTemplateError, or SlowTemplateError after `limit_s` (None: the template's own limit).
         """
-        turns = [dict(message) for message in messages]
-        for turn in turns:
-            if turn.get("tool_calls") and not turn["content"]:
-                turn["content"] = self._empty_content
+        turns = [self._call_turns.of(message) if message.get("tool_calls") else dict(message) for message in messages]
         if not self._knows_developer:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
-        values = {**self.special_tokens, **(variables or {})}
-        values |= {"messages": turns, "tools": [dict(tool) for tool in tools] or None, "documents": None}
+        return self._rendered(turns, add_generation_prompt, variables or {}, tools, limit_s)
+
+    def _trial(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the prompt of messages as they are; None if the template refuses them. Raises SlowTemplateError."""
+        try:
+            return self._rendered(messages, False, {}, tools, None)
+        except SlowTemplateError:
+            raise
+        except ChatTemplateError:
+            return None
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+        limit_s: float | None,
+    ) -> str:
+        values = {**self.special_tokens, **variables}
+        values |= {"messages": messages, "tools": [dict(tool) for tool in tools] or None, "documents": None}
         values["add_generation_prompt"] = add_generation_prompt
         try:
             with time_limit(self._limit_s if limit_s is None else limit_s):
-                return self._rendered(values)
+                return self._template.render(values)
         except TemplateTimeError as error:
             raise SlowTemplateError(str(error)) from None
         except TemplateLimitError as error:
@@ -105,25 +122,6 @@ class ChatTemplate:
             raise ChatTemplateError(
                 f"the model's chat template cannot render these messages ({type(error).__name__})"
             ) from None
-
-    def _rendered(self, values: dict[str, Any]) -> str:
-        turns = values["messages"]
-        if any(turn.get("tool_calls") for turn in turns):
-            with contextlib.suppress(jinja2.TemplateError, TypeError):
-                return self._template.render(values)
-            values["messages"] = [_with_texts(turn) for turn in turns]
-        return self._template.render(values)
-
-
-def _with_texts(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a turn with the arguments of its tool calls as JSON texts."""
-    if not turn.get("tool_calls"):
-        return dict(turn)
-    calls = [
-        {**call, "function": {**call["function"], "arguments": _to_json(call["function"]["arguments"])}}
-        for call in turn["tool_calls"]
-    ]
-    return {**turn, "tool_calls": calls}
 
 
 class _GenerationBlock(jinja2.ext.Extension):

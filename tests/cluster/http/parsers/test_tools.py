@@ -94,14 +94,6 @@ async def test_calls_and_results_of_earlier_turns_reach_the_template() -> None:
     assert prompt.endswith('user: rain?\nassistant: [weather {"place": "Bern"}]\ntool: dry\nassistant:')
 
 
-async def test_templates_that_join_texts_get_arguments_as_text() -> None:
-    template = (
-        "{% for m in messages %}{{ m.content is none }}{% for c in m.tool_calls or [] %}"
-        "{{ '=' + c.function.arguments }}{% endfor %}{% endfor %}"
-    )
-    assert await _prompt(HELLO | {"messages": HISTORY}, template) == 'FalseTrue={"place": "Bern"}False'
-
-
 async def test_whole_reply_has_the_call() -> None:
     engine = FakeEngine(says("I look. ", CALL[:30], CALL[30:]))
     async with in_process(engine, tool_tokenizer()) as client:
