@@ -152,15 +152,15 @@ class GenerationResponse(Response):
         """Send the events of a stream. Raises ApiError."""
         reply = self._reply
         lock = asyncio.Lock()  # several choices send concurrently; headers must go first
-        opened: set[int] = set()
+        unopened = list(range(len(self._answers)))
 
         async def emit(index: int, piece: Piece, delta: ReplyDelta) -> None:
-            events = b""
-            if index not in opened:
-                opened.add(index)
-                events = await self._built(reply.first_event, index)
-            events += (reply.piece_event if piece.finish is None else reply.finish_event)(index, piece, delta)
             async with lock:
+                events = b""
+                for each in [i for i in unopened if i == index or reply.opens_together]:
+                    unopened.remove(each)
+                    events += await self._built(reply.first_event, each)
+                events += (reply.piece_event if piece.finish is None else reply.finish_event)(index, piece, delta)
                 if not self._started:
                     await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
                     self._started = True

@@ -21,7 +21,7 @@ from cluster.http.schema.response import FinishReason
 class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
     """The part of a reply that one piece of an answer adds.
 
-    tool_calls: the first delta of a call has its id and name; arguments are concatenated.
+    tool_calls: at most one delta for each call; the first of a call has its id and name; arguments are concatenated.
     finish: set with the last piece: the answer's own finish reason or "tool_calls".
     """
 
@@ -29,6 +29,12 @@ class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
     reasoning: str = ""
     tool_calls: tuple[ToolCallDelta, ...] = ()
     finish: FinishReason | None = None
+
+    def split_calls(self) -> tuple[tuple[ToolCallDelta, ...], tuple[ToolCallDelta, ...]]:
+        """Return the rest of the call that was open before, which precedes the delta's text, and the calls that
+        begin."""
+        num = int(bool(self.tool_calls) and self.tool_calls[0].id is UNSET)
+        return self.tool_calls[:num], self.tool_calls[num:]
 
 
 class OutputParser(Protocol):
@@ -91,8 +97,12 @@ def random_id(name: str, number: int) -> str:
 
 
 class CallDeltas:
-    """Converts parts of calls to the reply's deltas. parallel: whether to show more than the first call. ids: makes ids
-    of calls."""
+    """Converts parts of calls to the reply's deltas: one for each call, however many tokens a round accepted. Clients
+    may take a second entry of the same index in one chunk for another call.
+
+    parallel: whether to show more than the first call.
+    ids: makes ids of calls.
+    """
 
     def __init__(self, parallel: bool, ids: CallIds = random_id) -> None:
         self._parallel = parallel
@@ -101,17 +111,19 @@ class CallDeltas:
 
     def of(self, parts: list[CallPart]) -> tuple[ToolCallDelta, ...]:
         """Return the deltas of further parts."""
-        deltas = []
+        calls: dict[int, tuple[str | None, list[str]]] = {}  # number of a call -> its name, if it begins, and arguments
         for name, arguments in parts:
             self._num += name is not None
-            if self._num > 1 and not self._parallel:
-                continue
-            if name is not None:
-                function, call_id = FunctionDelta(name=name, arguments=arguments), self._ids(name, self._num - 1)
-                deltas.append(ToolCallDelta(index=self._num - 1, id=call_id, type="function", function=function))
-            elif arguments:
-                deltas.append(ToolCallDelta(index=self._num - 1, function=FunctionDelta(arguments=arguments)))
-        return tuple(deltas)
+            if self._num == 1 or self._parallel:
+                calls.setdefault(self._num - 1, (name, []))[1].append(arguments)
+        found = [self._delta(index, name, "".join(arguments)) for index, (name, arguments) in calls.items()]
+        return tuple(delta for delta in found if delta is not None)
+
+    def _delta(self, index: int, name: str | None, arguments: str) -> ToolCallDelta | None:
+        if name is not None:
+            function = FunctionDelta(name=name, arguments=arguments)
+            return ToolCallDelta(index=index, id=self._ids(name, index), type="function", function=function)
+        return ToolCallDelta(index=index, function=FunctionDelta(arguments=arguments)) if arguments else None
 
     @property
     def any(self) -> bool:

@@ -122,6 +122,7 @@ class ChatReply(OpenAIReply):
     """The reply of /v1/chat/completions."""
 
     chunk_type = ChatCompletionChunk
+    opens_together = True  # openai (Python) numbers choices in the order of their first chunks
 
     def first_event(self, index: int) -> bytes:
         delta = ChatDelta(role="assistant", content=self._echo(index), reasoning_content=_reasoning_content())

@@ -40,6 +40,7 @@ class MessagesForm(Reply):
         super().__init__(context)
         self._num_blocks = 0
         self._open: type[ContentBlock] | None = None
+        self._has_answer = False  # whether there is a block other than the reasoning
 
     def first_event(self, index: int) -> bytes:
         usage = self._context.usage()
@@ -47,21 +48,26 @@ class MessagesForm(Reply):
         return _event("message_start", message=message)
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
-        events = []
+        continued, begun = delta.split_calls()
+        events = [self._call(call) for call in continued]
         if delta.reasoning:
             events += [self._begin(ThinkingBlock("")), self._delta(ThinkingDelta(delta.reasoning))]
         if delta.content:
             events += [self._begin(TextBlock("")), self._delta(TextDelta(delta.content))]
-        for call in delta.tool_calls:
-            events.append(self._call(call))
-        return b"".join(events)
+        return b"".join([*events, *(self._call(call) for call in begun)])
 
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         assert delta.finish is not None
         end = MessageEnd(*self._stop(delta.finish))
-        last = self.piece_event(index, piece, delta) + self._close()
-        return last + _event(
-            "message_delta", delta=msgspec.to_builtins(end), usage=self._usage(), metrics=self._context.metrics()
+        last = self.piece_event(index, piece, delta)
+        if not self._has_answer:
+            last += self._begin(TextBlock(""))  # as in the document
+        return (
+            last
+            + self._close()
+            + _event(
+                "message_delta", delta=msgspec.to_builtins(end), usage=self._usage(), metrics=self._context.metrics()
+            )
         )
 
     def end_events(self) -> bytes:
@@ -97,6 +103,7 @@ class MessagesForm(Reply):
             return b""
         events = self._close()
         self._open = type(block)
+        self._has_answer = self._has_answer or not isinstance(block, ThinkingBlock)
         self._num_blocks += 1
         return events + _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 

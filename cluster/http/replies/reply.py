@@ -5,7 +5,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
@@ -38,7 +38,12 @@ class WholeAnswer(NamedTuple):
 
 
 class Reply(ABC):
-    """Builds the reply to one request in an endpoint's format: `document`, or the events of a stream, in this order."""
+    """Builds the reply to one request in an endpoint's format: `document`, or the events of a stream, in this order.
+
+    opens_together: the first events of all choices precede all others.
+    """
+
+    opens_together: ClassVar[bool] = False
 
     def __init__(self, context: "ReplyContext") -> None:
         self._context = context

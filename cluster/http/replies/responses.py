@@ -48,13 +48,13 @@ class ResponsesReply(Reply):
         )
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
-        events = []
+        continued, begun = delta.split_calls()
+        events = [self._items.call(call) for call in continued]
         if delta.reasoning:
             events.append(self._items.reasoning(delta.reasoning))
         if delta.content:
             events.append(self._items.content(delta.content, self._logprobs(piece)))
-        events += [self._items.call(call) for call in delta.tool_calls]
-        return b"".join(events)
+        return b"".join([*events, *(self._items.call(call) for call in begun)])
 
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         last = self.piece_event(index, piece, delta)
