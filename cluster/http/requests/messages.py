@@ -1,6 +1,5 @@
 """Converts requests to /v1/messages to chats, with Anthropic's turns and blocks as messages. Raises ApiError."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,7 +132,7 @@ def _assistant(blocks: Sequence[Block], where: str) -> MessageDict:
             case ThinkingParam():
                 thoughts.append(block.thinking)
             case ToolUseParam():
-                function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+                function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case _:
                 raise _misplaced(f"{where}[{i}]", block, "assistant")

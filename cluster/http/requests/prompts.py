@@ -7,7 +7,6 @@ from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError, invalid, too_long
 from cluster.http.schema.message import NO_PARAMETERS, Message, MessageToolCall, RefusalPart, TextPart, Tool
 from cluster.http.text.chat_template import ChatTemplateError
-from cluster.http.text.json_text import parsed_repaired
 from cluster.http.text.long_text import Truncation
 from cluster.http.text.tokenizer import ChatTokenizer, TooManyTokensError
 from cluster.http.text.user_text import ChatText
@@ -145,7 +144,7 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
         # gpt-oss's template calls it thinking; other templates do not look there.
         turn["reasoning_content"] = turn["thinking"] = reasoning
     if message.tool_calls:
-        turn["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)]
+        turn["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return turn
 
 
@@ -156,16 +155,9 @@ def content_text(content: str | Sequence[TextPart | RefusalPart]) -> str:
     return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
 
 
-def _tool_call(call: MessageToolCall, where: str) -> dict[str, Any]:
-    """Return a call of an earlier answer with its arguments, sent as JSON text, as an object for templates."""
-    arguments = call.function.arguments
-    if not isinstance(arguments, dict):
-        try:
-            arguments = parsed_repaired(arguments or "{}")
-        except ValueError as error:
-            param = f"{where}.function.arguments"
-            raise invalid(param, f"{param} must be JSON: {error}") from None
-    turn = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+def _tool_call(call: MessageToolCall) -> dict[str, Any]:
+    """Return a call of an earlier answer as templates expect it."""
+    turn = {"type": "function", "function": {"name": call.function.name, "arguments": call.function.arguments}}
     return turn if call.id is None else {"id": call.id, **turn}
 
 

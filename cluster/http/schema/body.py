@@ -1,8 +1,9 @@
 """Reads and validates bodies of requests, with one rule for unknown fields.
 
 A field that a schema knows is honoured, has no effect (documented), or is refused by name (`Schema.refused`). A field
-that no schema knows is ignored and named in a header of the reply (`unknown_fields`), or refused with `ingress.strict`.
-The rule holds in every part of a body, because every part is a `Schema`. Called by `cluster.http.endpoint`.
+that no schema knows is ignored and named in a header of the reply (`ignored_fields`), or refused with `ingress.strict`.
+Arguments of earlier calls that are no JSON are repaired and named too, because a model wrote them. The rules hold in
+every part of a body, because every part is a `Schema`. Called by `cluster.http.endpoint`.
 """
 
 import codecs
@@ -13,7 +14,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 
 from cluster.http.errors import ApiError, invalid, unsupported
-from cluster.http.text.json_text import MAX_NESTING, nesting
+from cluster.http.text.json_text import MAX_NESTING, Repaired, nesting
 
 # name -> (reason of the refusal, accepted values without effect). null is always accepted.
 Refusals = dict[str, tuple[str, tuple[Any, ...]]]
@@ -105,11 +106,12 @@ def checked_body(values: Mapping[str, Any], kind: type[Body], strict: bool) -> t
         values = without_refused(values, kind.refused)
         _check_spelling(values, kind)
     body = validated(values, kind)
-    ignored = list(unknown_fields(body))
-    if strict and ignored:
-        names = ", ".join(name[:100] for name in ignored[:20])
-        raise invalid(ignored[0][:100], f"Unknown parameter: {names} (ingress.strict)", "unknown_parameter")
-    return body, ignored
+    ignored = list(ignored_fields(body))
+    unknown = [path for path, is_known in ignored if not is_known]
+    if strict and unknown:
+        names = ", ".join(name[:100] for name in unknown[:20])
+        raise invalid(unknown[0][:100], f"Unknown parameter: {names} (ingress.strict)", "unknown_parameter")
+    return body, [path for path, _ in ignored]
 
 
 def validated(values: Mapping[str, Any], kind: type[Body]) -> Body:
@@ -120,16 +122,19 @@ def validated(values: Mapping[str, Any], kind: type[Body]) -> Body:
         raise _validation_fault(error) from None
 
 
-def unknown_fields(value: Any, path: str = "") -> Iterator[str]:
-    """Yield paths of unknown fields in a body, such as `messages[0].name`."""
+def ignored_fields(value: Any, path: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the path of each field that is not honoured as it stands, such as `messages[0].name`, and whether the
+    schema knows it: a call's arguments that are no JSON."""
     if isinstance(value, Schema):
         dot = f"{path}." if path else ""
-        yield from (dot + name for name in value.model_extra or ())
+        yield from ((dot + name, False) for name in value.model_extra or ())
         for name in type(value).model_fields:
-            yield from unknown_fields(getattr(value, name), dot + name)
+            yield from ignored_fields(getattr(value, name), dot + name)
     elif isinstance(value, list) and value and isinstance(value[0], Schema | list):
         for i, entry in enumerate(value):
-            yield from unknown_fields(entry, f"{path}[{i}]")
+            yield from ignored_fields(entry, f"{path}[{i}]")
+    elif isinstance(value, Repaired):
+        yield path, True
 
 
 def _check_sizes(values: Mapping[str, Any]) -> None:

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import AfterValidator, Field, Tag
 
 from cluster.http.schema.body import MAX_PARTS, Schema, by_type, text_or_list
+from cluster.http.text.json_text import call_arguments
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -43,11 +44,17 @@ Parts = Annotated[list[Part], Field(min_length=1, max_length=MAX_PARTS, fail_fas
 Content = Annotated[Annotated[str, Tag("<string>")] | Annotated[Parts, Tag("<list>")], text_or_list()]
 
 
-class CalledFunction(Schema):
-    """arguments: a JSON text, or the object itself."""
+# Arguments of an earlier call: a JSON text, or the object itself. The value is always an object.
+Arguments = Annotated[
+    dict[str, Any] | str | None,
+    Field(validate_default=True),
+    AfterValidator(lambda given: given if isinstance(given, dict) else call_arguments(given or "")),
+]
 
+
+class CalledFunction(Schema):
     name: str
-    arguments: str | dict[str, Any] | None = None
+    arguments: Arguments = None
 
 
 class MessageToolCall(Schema):

@@ -6,7 +6,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field, Tag
 
 from cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, text_or_list
-from cluster.http.schema.message import MAX_TOOLS, FunctionName
+from cluster.http.schema.message import MAX_TOOLS, Arguments, FunctionName
 from cluster.http.schema.request import Count, RequestId, Seed
 from cluster.http.schema.response import RequestMetrics, Struct
 
@@ -48,7 +48,7 @@ class ToolUseParam(_Block):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: dict[str, Any] = Field(default_factory=dict)
+    input: Arguments = None
 
 
 _TextBlocks = Annotated[list[TextParam], Field(max_length=MAX_PARTS, fail_fast=True)]

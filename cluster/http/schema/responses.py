@@ -7,7 +7,7 @@ from pydantic import Field, Tag
 
 from cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, text_or_list
 from cluster.http.schema.completions import TokenLogprob
-from cluster.http.schema.message import MAX_TOOLS, Content, FunctionName, ReasoningEffort, Role
+from cluster.http.schema.message import MAX_TOOLS, Arguments, Content, FunctionName, ReasoningEffort, Role
 from cluster.http.schema.request import REFUSED, Count, SamplingFields
 from cluster.http.schema.response import RequestMetrics, Struct
 
@@ -51,7 +51,7 @@ class InputCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str = "{}"
+    arguments: Arguments = None
 
 
 class InputCallOutput(_Item):

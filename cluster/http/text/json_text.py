@@ -4,12 +4,15 @@ Python's parser accepts half of a surrogate pair, which UTF-8 cannot express, an
 fails.
 """
 
+import ast
 import json
 import math
 import re
+import warnings
 from typing import Any
 
 import numpy as np
+import pydantic_core
 
 # Maximum depth of objects and lists. Rendering a chat takes a few of Python's 1,000 frames per level; pydantic's
 # serializer is limited to 255.
@@ -18,7 +21,14 @@ MAX_NESTING = 200
 _ESCAPES = re.compile(
     r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*', re.DOTALL)  # of JSON, without its end
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_MAX_LITERAL_CHARS = 2**16  # Python's parser takes 100 bytes of memory per character
 _SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class Repaired(dict[str, Any]):
+    """Arguments of a call that are not those of its text as it stands."""
 
 
 def parsed(text: str) -> Any:
@@ -34,6 +44,38 @@ def parsed_repaired(text: str) -> Any:
     """Return the value of a JSON text that a model wrote, `repaired`; it may have line ends in its strings. Raises
     ValueError: it is not JSON, or nested too deeply."""
     return _loaded(repaired(text), strict=False)
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """Return the arguments of an earlier call from their text. Without an object in it, `Repaired`: its first object,
+    up to where it was cut, written in JSON or in Python's literals; {} if there is none."""
+    try:
+        value = parsed_repaired(text.strip() or "null")
+    except ValueError:
+        return Repaired(_partial_object(without_surrogates(repaired(text))) or _literal_object(text))
+    if isinstance(value, str):
+        return Repaired(call_arguments(value))
+    return value if isinstance(value, dict) else {} if value is None else Repaired()
+
+
+def _partial_object(text: str) -> dict[str, Any]:
+    escaped = _STRING.sub(lambda found: _CONTROL.sub(lambda it: f"\\u{ord(it[0]):04x}", found[0]), text)
+    try:
+        value = pydantic_core.from_json(escaped, allow_partial="trailing-strings")
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _literal_object(text: str) -> dict[str, Any]:
+    if len(text) > _MAX_LITERAL_CHARS:
+        return {}
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            value = parsed_repaired(json.dumps(ast.literal_eval(text.strip())))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def repaired(text: str) -> str:

@@ -96,10 +96,6 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [A_CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-        "messages[0].tool_calls[0].function.arguments",
-    ),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
