@@ -14,7 +14,7 @@ from starlette.responses import Response
 from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import JSON_HEADERS, ApiError, body_too_large, body_too_slow, not_json
-from cluster.http.schema.body import parse_body
+from cluster.http.schema.body import check_ignored, parse_body
 from cluster.http.schema.response import ErrorReply
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -115,6 +115,13 @@ def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> C
             return _response(await endpoint.handler(http, body))
 
     return answer
+
+
+def ignore(http: Request, config: EdgeConfig, *names: str) -> None:
+    """Name further fields of the body in the reply's header, which have no effect on this model. Raises ApiError where
+    `ingress.strict` refuses such fields."""
+    check_ignored(names, config.strict)
+    http.scope["state"][IGNORED] += names
 
 
 def json_response(reply: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -1,13 +1,13 @@
 """Converts requests to /v1/messages to chats, with Anthropic's turns and blocks as messages. Raises ApiError."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
 from cluster.http.config import OutputParserName
-from cluster.http.errors import ApiError, invalid, unsupported
+from cluster.http.errors import ApiError, invalid
 from cluster.http.parsers.families import FAMILIES
 from cluster.http.requests.tools import can_switch_thinking
 from cluster.http.schema.body import validated
@@ -19,6 +19,7 @@ from cluster.http.schema.messages import (
     MessagesError,
     MessagesErrorDetail,
     MessagesRequest,
+    MessagesTool,
     TextParam,
     ThinkingParam,
     ToolResultParam,
@@ -93,7 +94,7 @@ def messages_chat(
     """Return the equivalent chat. template, parser: of the model's chats."""
     values: dict[str, Any] = body.model_dump(include=set(_SAME_NAMES))
     messages = chat_messages(body.system, body.messages)
-    values |= {"messages": messages, "reasoning_effort": _effort(body, template, parser)}
+    values |= {"messages": messages, "reasoning_effort": _effort(body, template)}
     if body.thinking is not None and body.thinking.type == "enabled" and FAMILIES[parser].thinking:
         values["thinking_token_budget"] = body.thinking.budget_tokens
     if messages[-1]["role"] == "assistant":
@@ -166,25 +167,31 @@ def _misplaced(where: str, block: Block, role: str) -> ApiError:
     return invalid(f"{where}.type", f"{where}.type: a turn of the {role} has no blocks of type '{block.type}'")
 
 
-def has_reasoning_effort(template: str) -> bool:
-    """Whether `output_config.effort` has an effect on a chat."""
+def ignored_by_model(body: CountTokensRequest, template: str, parser: OutputParserName) -> Iterator[str]:
+    """Yield the fields that have no effect on this model's chats."""
+    if body.output_config is not None and body.output_config.effort is not None and not _has_levels(template):
+        yield "output_config.effort"
+    if (thinking := body.thinking) is None:
+        return
+    if not can_switch_thinking(template) and (thinking.type != "disabled") != (parser in THINKING_PARSERS):
+        yield "thinking"
+    elif thinking.type == "enabled" and thinking.budget_tokens is not None and not FAMILIES[parser].thinking:
+        yield "thinking.budget_tokens"
+
+
+def _has_levels(template: str) -> bool:
     return "reasoning_effort" in template
 
 
-def _effort(body: CountTokensRequest, template: str, parser: OutputParserName) -> str | None:
+def _effort(body: CountTokensRequest, template: str) -> str | None:
     """Return `thinking` and `output_config.effort` as a chat's reasoning_effort. Without a switch in the template, the
     model decides whether to think."""
     effort = None
-    if body.output_config is not None and has_reasoning_effort(template):
+    if body.output_config is not None and _has_levels(template):
         effort = body.output_config.effort
-    if body.thinking is None:
+    if body.thinking is None or not can_switch_thinking(template):
         return effort
-    thinks = body.thinking.type != "disabled"
-    if can_switch_thinking(template):
-        return effort or "medium" if thinks else "none"
-    if thinks != (parser in THINKING_PARSERS):
-        raise unsupported("thinking", "the model's chat template has no switch for it")
-    return None
+    return "none" if body.thinking.type == "disabled" else effort or "medium"
 
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
@@ -201,6 +208,7 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
                 },
             }
             for tool in body.tools
+            if isinstance(tool, MessagesTool)
         ]
     choice = body.tool_choice
     if choice is not None:

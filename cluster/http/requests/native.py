@@ -73,7 +73,7 @@ async def _request(
     prompt in the body's list. Raises ApiError with the body's parameter names."""
     where = "" if index is None else f"[{index}]"
     try:
-        without_refused(sampling.model_extra or {}, NativeSampling.refused)
+        without_refused(sampling.model_extra or {}, NativeSampling.refused, NativeSampling.ignored)
     except ApiError as error:
         raise ApiError(400, error.message, param=f"sampling_params{where}.{error.param}", code=error.code) from None
     try:

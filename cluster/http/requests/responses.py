@@ -21,6 +21,7 @@ from cluster.http.schema.responses import (
     NamedFunction,
     OutputItem,
     ResponsesRequest,
+    ResponseTool,
 )
 
 MessageDict = dict[str, Any]
@@ -84,6 +85,7 @@ def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> Ch
         values["tools"] = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in body.tools
+            if isinstance(tool, ResponseTool)
         ]
     choice = body.tool_choice
     is_named = isinstance(choice, NamedFunction)

@@ -1,7 +1,7 @@
 """The tools that a chat may or must call, and the request's variables for the chat template. Raises ApiError."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from cluster.http.errors import invalid, unsupported
 from cluster.http.parsers.call_grammar import after_thinking, calls_format, content_format
 from cluster.http.parsers.families import FAMILIES
 from cluster.http.requests.structured_output import GrammarMaker
-from cluster.http.schema.message import NamedTool, Tool
+from cluster.http.schema.message import NamedTool, OtherTool, Tool
 from cluster.http.schema.request import ChatCompletionRequest
 from cluster.http.text.harmony_prompt import RESPONSE_FORMAT, comment, is_harmony
 from workers.scheduling.plan import Grammar
@@ -30,12 +30,17 @@ class ToolCalling:
     parallel: bool = True
 
 
+def functions(tools: Sequence[Tool | OtherTool] | None) -> tuple[Tool, ...]:
+    """Return the tools that the model is shown."""
+    return tuple(tool for tool in tools or () if isinstance(tool, Tool))
+
+
 def tool_calling(body: ChatCompletionRequest, parser: OutputParserName) -> ToolCalling:
     """Return the tools of a chat. With `tool_choice: "none"` no tools are shown to the model."""
-    tools, choice = tuple(body.tools or ()), body.tool_choice
+    tools, choice = functions(body.tools), body.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
-            raise invalid("tool_choice", "tool_choice asks for a call, but there are no tools")
+            raise invalid("tool_choice", "tool_choice asks for a call, but tools has no functions")
         return ToolCalling()
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
@@ -98,7 +103,7 @@ def answer_grammar(
 
 
 def can_switch_thinking(template: str) -> bool:
-    """Return whether a chat template has a variable for `reasoning_effort`."""
+    """Return whether `reasoning_effort` has an effect on a chat template."""
     return "reasoning_effort" in template or _thinking_switch(template) is not None
 
 
@@ -111,8 +116,8 @@ def _structural_tag(form: Mapping[str, Any]) -> str:
 
 
 def template_variables(body: ChatCompletionRequest, template: str) -> Mapping[str, Any] | None:
-    """Return `chat_template_kwargs`, with `reasoning_effort` under the template's name for it, and for gpt-oss the
-    format of the answer."""
+    """Return `chat_template_kwargs`, with `reasoning_effort` under the template's name for it, if it has one, and for
+    gpt-oss the format of the answer."""
     variables, effort = body.chat_template_kwargs, body.reasoning_effort
     if is_harmony(template) and (form := _response_format(body.response_format)):
         variables = {RESPONSE_FORMAT: form, **(variables or {})}
@@ -121,9 +126,7 @@ def template_variables(body: ChatCompletionRequest, template: str) -> Mapping[st
     if "reasoning_effort" in template:
         return {"reasoning_effort": effort, **(variables or {})}
     name = _thinking_switch(template)
-    if name is not None:
-        return {name: effort != "none", **(variables or {})}
-    raise unsupported("reasoning_effort", "the model's chat template has no switch for it")
+    return variables if name is None else {name: effort != "none", **(variables or {})}
 
 
 def _response_format(given: Mapping[str, Any] | None) -> str:

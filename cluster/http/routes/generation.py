@@ -3,10 +3,11 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.endpoint import Endpoint, post
+from cluster.http.endpoint import Endpoint, ignore, post
 from cluster.http.replies.completions import ChatReply, TextReply
 from cluster.http.requests.batch import batch_request
 from cluster.http.requests.edge_request import chat_request, text_request
+from cluster.http.requests.tools import can_switch_thinking
 from cluster.http.schema.completions import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
 from cluster.http.schema.request import (
     BatchRequest,
@@ -24,13 +25,19 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     """Return the endpoints for one ingress."""
     config, tokenizer = edge.config, edge.tokenizer
 
+    def ignore_effort(http: Request, body: ChatCompletionRequest) -> None:
+        if body.reasoning_effort is not None and not can_switch_thinking(tokenizer.template_source):
+            ignore(http, config, "reasoning_effort")
+
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         """Continues a conversation."""
+        ignore_effort(http, body)
         request = await chat_request(body, config, tokenizer)
         return await edge.response(http, request, body.request_id or body.rid, ChatReply, CHAT_ID)
 
     async def batch(http: Request, body: BatchRequest) -> Response:
         """Continues several independent conversations, with a choice for each."""
+        ignore_effort(http, body)
         request = await batch_request(body, config, tokenizer)
         return await edge.response(http, request, body.request_id or body.rid, ChatReply, CHAT_ID)
 

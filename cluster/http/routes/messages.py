@@ -5,10 +5,10 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.endpoint import IGNORED, Endpoint, post
+from cluster.http.endpoint import Endpoint, ignore, post
 from cluster.http.replies.messages import MessagesForm
 from cluster.http.requests.edge_request import chat_prompt_of, chat_request
-from cluster.http.requests.messages import has_reasoning_effort, messages_chat, to_messages_error
+from cluster.http.requests.messages import ignored_by_model, messages_chat, to_messages_error
 from cluster.http.requests.parameters import chat_parser
 from cluster.http.schema.messages import (
     CountTokensRequest,
@@ -28,10 +28,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     parser = chat_parser(config)
 
     def chat_of(http: Request, body: CountTokensRequest) -> ChatCompletionRequest:
-        """Return the chat. An effort that the model's template does not support becomes an ignored field."""
-        effort = body.output_config is not None and body.output_config.effort is not None
-        if effort and not has_reasoning_effort(tokenizer.template_source):
-            http.scope["state"][IGNORED].append("output_config.effort")
+        ignore(http, config, *ignored_by_model(body, tokenizer.template_source, parser))
         return messages_chat(body, tokenizer.template_source, parser)
 
     async def messages(http: Request, body: MessagesRequest) -> Response:

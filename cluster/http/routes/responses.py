@@ -6,7 +6,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
-from cluster.http.endpoint import Endpoint, command, delete, get, post
+from cluster.http.endpoint import Endpoint, command, delete, get, ignore, post
 from cluster.http.errors import JSON_HEADERS, ApiError, invalid
 from cluster.http.replies.reply import ReplyContext
 from cluster.http.replies.response_items import replayed
@@ -21,6 +21,7 @@ from cluster.http.requests.responses import (
     output_messages,
     to_responses_error,
 )
+from cluster.http.requests.tools import can_switch_thinking
 from cluster.http.schema.responses import DeletedResponse, Response, ResponseEvent, ResponsesRequest
 from cluster.http.serving import Edge
 
@@ -40,6 +41,9 @@ def endpoints(edge: Edge) -> list[Endpoint]:
                     "store: responses are not stored here (ingress.max_stored_responses)",
                 )
             store = False
+        effort = body.reasoning is not None and body.reasoning.effort is not None
+        if effort and not can_switch_thinking(tokenizer.template_source):
+            ignore(http, config, "reasoning.effort")
         earlier = stored.get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
         conversation = [*(earlier.messages if earlier else ()), *input_messages(body.input)]
 

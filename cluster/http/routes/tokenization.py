@@ -7,6 +7,7 @@ from cluster.http.endpoint import Endpoint, get, post
 from cluster.http.errors import invalid, too_long
 from cluster.http.requests.parameters import check_model
 from cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
+from cluster.http.requests.tools import functions
 from cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
 from cluster.http.schema.response import DetokenizeReply, TokenizeReply, TokenizerReply
 from cluster.http.serving import Edge
@@ -32,7 +33,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
                 tokenizer,
                 not continued if body.add_generation_prompt is None else body.add_generation_prompt,
                 body.chat_template_kwargs,
-                () if body.tool_choice == "none" else body.tools or (),
+                () if body.tool_choice == "none" else functions(body.tools),
                 continued,
             )
         # A chat template adds the special tokens itself.

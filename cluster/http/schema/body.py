@@ -1,13 +1,15 @@
 """Reads and validates bodies of requests, with one rule for unknown fields.
 
-A field that a schema knows is honoured, has no effect (documented), or is refused by name (`Schema.refused`). A field
-that no schema knows is ignored and named in a header of the reply (`ignored_fields`), or refused with `ingress.strict`.
-Arguments of earlier calls that are no JSON are repaired and named too, because a model wrote them. The rules hold in
-every part of a body, because every part is a `Schema`. Called by `cluster.http.endpoint`.
+A field that a schema knows is honoured, has no effect (documented), or is refused by name (`Schema.refused`), because
+the answer would mean something else without it. Other fields are ignored and named in a header of the reply: those that
+no schema knows, and those that cannot be honoured but leave the answer's meaning (`Schema.ignored`,
+`Schema.without_effect`). With `ingress.strict` they are refused (`check_ignored`). Arguments of earlier calls that are
+no JSON are repaired and named too, because a model wrote them. The rules hold in every part of a body, because every
+part is a `Schema`. Called by `cluster.http.endpoint`.
 """
 
 import codecs
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -34,11 +36,17 @@ _CONVERSATIONS = ("messages", "input", "sampling_params")  # parameters that are
 class Schema(BaseModel):
     """A body, or an object in one. Known fields are checked strictly, unknown ones kept in `model_extra`.
 
-    refused: known fields that cannot be honoured.
+    refused: known fields that cannot be honoured, and without which the answer would mean something else.
+    ignored: other known fields that cannot be honoured, with the values that need not be named.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
     refused: ClassVar[Refusals] = {}
+    ignored: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    def without_effect(self) -> Iterable[str]:
+        """Return the fields, or `field=value`, that are ignored and named."""
+        return self.model_extra or ()
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -60,6 +68,16 @@ def by_type(default: str = "") -> Discriminator:
         if isinstance(value, dict):
             return f"<{value.get('type', default)}>"
         return f"<{getattr(value, 'type', '')}>"
+
+    return Discriminator(tag)
+
+
+def one_type_or_other(known: str) -> Discriminator:
+    """Choose between objects whose `type` is `known` or absent, tagged `<known>`, and others, tagged `<other>`."""
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+        return f"<{known if kind in (known, None) else 'other'}>"
 
     return Discriminator(tag)
 
@@ -103,15 +121,19 @@ def checked_body(values: Mapping[str, Any], kind: type[Body], strict: bool) -> t
     if issubclass(kind, Choosing):
         kind = kind.choose(values)
     if issubclass(kind, Schema):
-        values = without_refused(values, kind.refused)
+        values = without_refused(values, kind.refused, kind.ignored)
         _check_spelling(values, kind)
     body = validated(values, kind)
     ignored = list(ignored_fields(body))
-    unknown = [path for path, is_known in ignored if not is_known]
-    if strict and unknown:
-        names = ", ".join(name[:100] for name in unknown[:20])
-        raise invalid(unknown[0][:100], f"Unknown parameter: {names} (ingress.strict)", "unknown_parameter")
+    check_ignored([path for path, is_repaired in ignored if not is_repaired], strict)
     return body, [path for path, _ in ignored]
+
+
+def check_ignored(names: Sequence[str], strict: bool) -> None:
+    """Raise ApiError (400) if fields are ignored by a server that is `strict`."""
+    if strict and names:
+        listed = ", ".join(name[:100] for name in names[:20])
+        raise invalid(names[0][:100], f"Unknown parameter: {listed} (ingress.strict)", "unknown_parameter")
 
 
 def validated(values: Mapping[str, Any], kind: type[Body]) -> Body:
@@ -123,11 +145,11 @@ def validated(values: Mapping[str, Any], kind: type[Body]) -> Body:
 
 
 def ignored_fields(value: Any, path: str = "") -> Iterator[tuple[str, bool]]:
-    """Yield the path of each field that is not honoured as it stands, such as `messages[0].name`, and whether the
-    schema knows it: a call's arguments that are no JSON."""
+    """Yield the path of each field that is not honoured as it stands, such as `messages[0].name`, and whether it is
+    repaired: a call's arguments that are no JSON."""
     if isinstance(value, Schema):
         dot = f"{path}." if path else ""
-        yield from ((dot + name, False) for name in value.model_extra or ())
+        yield from ((dot + name, False) for name in value.without_effect())
         for name in type(value).model_fields:
             yield from ignored_fields(getattr(value, name), dot + name)
     elif isinstance(value, list) and value and isinstance(value[0], Schema | list):
@@ -185,12 +207,16 @@ def _num_inner_parts(part: Any) -> int:
     return len(inner) if isinstance(inner, list) else 0
 
 
-def without_refused(values: Mapping[str, Any], refused: Refusals) -> dict[str, Any]:
-    """Return `values` without refused parameters whose values have no effect. Raises ApiError for other values."""
+def without_refused(
+    values: Mapping[str, Any], refused: Refusals, ignored: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """Return `values` without refused and ignored parameters whose values ask for nothing. Raises ApiError for other
+    values of refused ones; other values of ignored ones are kept, and become unknown fields."""
     kept = {}
     for name, value in values.items():
         if name not in refused:
-            kept[name] = value
+            if name not in ignored or (value is not None and value not in ignored[name]):
+                kept[name] = value
             continue
         reason, harmless = refused[name]
         if value is not None and value not in harmless:

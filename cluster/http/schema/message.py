@@ -1,14 +1,15 @@
 """A conversation as clients send it: messages, tools, which tool to call."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, Tag
 
-from cluster.http.schema.body import MAX_PARTS, Schema, by_type, text_or_list
+from cluster.http.schema.body import MAX_PARTS, Schema, by_type, one_type_or_other, text_or_list
 from cluster.http.text.json_text import call_arguments
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # Anthropic's length; OpenAI's is 64
 # OpenAI's five roles, and any other that the model's chat template supports. A role may stand between control tokens in
 # the prompt, so its characters are restricted.
 Role = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_ .-]{1,64}$")]
@@ -101,6 +102,26 @@ class Tool(Schema):
 
     type: Literal["function"]
     function: Function
+
+
+class OtherTool(Schema):
+    """A tool of another type, such as `web_search` or `custom`: the model is not shown it, so it does not call it."""
+
+    type: str
+
+    def without_effect(self) -> Iterable[str]:
+        """See `Schema.without_effect`: the tool as a whole."""
+        return (f"type={self.type}",)
+
+
+Tools = Annotated[
+    list[
+        Annotated[
+            Annotated[Tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], one_type_or_other("function")
+        ]
+    ],
+    Field(max_length=MAX_TOOLS),
+]
 
 
 class FunctionReference(Schema):

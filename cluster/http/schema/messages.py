@@ -1,20 +1,19 @@
 """Requests to /v1/messages, and its documents and stream events."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field, Tag
 
-from cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, text_or_list
-from cluster.http.schema.message import MAX_TOOLS, Arguments, FunctionName
+from cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, one_type_or_other, text_or_list
+from cluster.http.schema.message import MAX_TOOLS, Arguments, FunctionName, OtherTool
 from cluster.http.schema.request import Count, RequestId, Seed
 from cluster.http.schema.response import RequestMetrics, Struct
 
 CacheControl = dict[str, Any] | None  # accepted without effect, because every prefix is cached
 THREAD = "thread"
 REFUSED: Refusals = {
-    "mcp_servers": ("this server calls no tools; call them and send tool_result blocks", ([],)),
-    "container": ("this server runs no code", ()),
     # Anthropic's client would send new turns only.
     THREAD: ("conversations are not kept; send the whole conversation without it", ()),
 }
@@ -93,6 +92,17 @@ class MessagesTool(Schema):
     cache_control: CacheControl = None
 
 
+MessagesTools = Annotated[
+    list[
+        Annotated[
+            Annotated[MessagesTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")],
+            one_type_or_other("custom"),
+        ]
+    ],
+    Field(max_length=MAX_TOOLS),
+]
+
+
 class MessagesToolChoice(Schema):
     """any: the model must call a tool; tool: the tool of this name."""
 
@@ -102,12 +112,12 @@ class MessagesToolChoice(Schema):
 
 
 class Thinking(Schema):
-    """budget_tokens: limit of thinking tokens, for models that think between marks; no effect for others. display: no
-    effect; thinking is always shown."""
+    """budget_tokens: limit of thinking tokens, for models that think between marks. display: no effect; thinking is
+    always shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
-    display: Literal["summarized"] | None = None
+    display: str | None = None
 
 
 class JSONFormat(Schema):
@@ -130,11 +140,12 @@ class CountTokensRequest(Schema):
     """A request to count the prompt tokens of a request to /v1/messages."""
 
     refused = REFUSED
+    ignored: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mcp_servers": ([],), "container": ()}
 
     model: str
     messages: Annotated[list[MessageParam], Field(min_length=1)]
     system: Texts | None = None
-    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: MessagesTools | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, RootModel, WithJsonSchema
 
 from cluster.http.schema.body import Refusals, Schema
-from cluster.http.schema.message import MAX_TOOLS, Message, ReasoningEffort, Tool, ToolChoice
+from cluster.http.schema.message import Message, ReasoningEffort, ToolChoice, Tools
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS
 
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -33,35 +33,27 @@ Strings = Annotated[Any, WithJsonSchema({"anyOf": [_STRINGS, {"type": "null"}]})
 TokenIds = Annotated[Any, WithJsonSchema(_TOKENS)]
 _NO_TOOLS = "use tools and tool_choice, which came in its place"
 _NO_LORA = "LoRA adapters are not implemented"
-# Parameters of transformers, llama.cpp and others that would change the answer.
-OTHER_SAMPLERS = (
-    "typical_p",
-    "top_a",
-    "tfs",
-    "mirostat",
-    "dry_multiplier",
-    "xtc_probability",
-    "no_repeat_ngram_size",
-    "num_beams",
-)
+# Parameters of transformers, llama.cpp and others that would change the answer, with the values that switch them off.
+OTHER_SAMPLERS = {
+    "typical_p": 1,
+    "top_a": 0,
+    "tfs": 1,
+    "mirostat": 0,
+    "dry_multiplier": 0,
+    "xtc_probability": 0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+}
 REFUSED: Refusals = {
     "max_new_tokens": ("use max_tokens", ()),
     "repeat_penalty": ("use repetition_penalty", (1, 1.0)),
     "functions": (_NO_TOOLS, ([],)),
     "function_call": (_NO_TOOLS, ("none",)),
     "guided_whitespace_pattern": ("use structured_outputs with disable_any_whitespace", ()),
-    "guided_decoding_backend": ("there is one: xgrammar", ("auto", "xgrammar")),
     "audio": ("answers are text only", ()),
     "modalities": ("answers are text only", (["text"],)),
-    "prediction": ("predicted outputs are not implemented", ()),
-    "web_search_options": ("web search is not implemented", ()),
-    "verbosity": ("the model has no such control", ("low", "medium", "high")),
-    "store": ("answers are not stored", (False,)),
-    "service_tier": ("there is one tier", ("auto", "default", "flex", "scale", "priority")),
     "suffix": ("fill-in-the-middle is not implemented", ("",)),
     "use_beam_search": ("beam search is not implemented", (False,)),
-    "length_penalty": ("beam search is not implemented", (1, 1.0)),
-    "early_stopping": ("beam search is not implemented", (False,)),
     "logits_processors": ("code from requests is not run", ([],)),
     "lora_request": (_NO_LORA, ()),
     "lora_path": (_NO_LORA, ()),
@@ -69,11 +61,9 @@ REFUSED: Refusals = {
     "chat_template": ("templates from requests are not run; the model's own is used", ()),
     "documents": ("the chat template gets messages only", ([],)),
     "spaces_between_special_tokens": ("text is decoded without added spaces", (True,)),
-    "mm_processor_kwargs": ("prompts are text only", ({},)),
     "kv_transfer_params": ("prefill and decode run in one engine", ({},)),
     "vllm_xargs": ("there are no extensions by that name", ({},)),
     "ec_transfer_params": ("prefill and decode run in one engine", ({},)),
-    "priority": ("requests are served in the order of arrival", (0,)),
     "watermarking": ("watermarks are not implemented", (False,)),
     "repetition_detection": ("use repetition_penalty, frequency_penalty or max_tokens", ()),
     "return_token_offsets": ("use return_token_ids, or logprobs with their text_offset", (False,)),
@@ -88,7 +78,20 @@ REFUSED: Refusals = {
     "prompt_embeds": ("prompts are text or token ids", ()),
     "custom_logit_processor": ("code from requests is not run", ()),
     "session_params": ("send the whole conversation; the prefix cache finds its beginning", ({},)),
-    **dict.fromkeys(OTHER_SAMPLERS, ("this sampler is not implemented", ())),
+    **{name: ("this sampler is not implemented", (off,)) for name, off in OTHER_SAMPLERS.items()},
+}
+# They leave the meaning of the answer: see `Schema.ignored`.
+IGNORED: Mapping[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default", "flex", "scale", "priority"),
+    "priority": (0,),
+    "prediction": (),
+    "web_search_options": (),
+    "verbosity": ("medium",),
+    "guided_decoding_backend": ("auto", "xgrammar"),
+    "length_penalty": (1,),  # of beam search, as the next one
+    "early_stopping": (False,),
+    "mm_processor_kwargs": ({},),
 }
 _CHATS_ONLY = "it belongs to /v1/chat/completions"
 _TEXTS_ONLY = "it belongs to /v1/completions"
@@ -189,6 +192,7 @@ class ChatCompletionRequest(_SamplingRequest):
     """
 
     refused = CHAT_REFUSED
+    ignored = IGNORED
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
@@ -199,7 +203,7 @@ class ChatCompletionRequest(_SamplingRequest):
     add_special_tokens: Literal[False] | None = None
     echo: bool | None = None
     input_ids: TokenIds | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -214,6 +218,7 @@ class CompletionRequest(_SamplingRequest):
     """Continue a text."""
 
     refused = TEXT_REFUSED
+    ignored = IGNORED
 
     prompt: Prompt = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -259,7 +264,7 @@ class TokenizeRequest(Schema):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None

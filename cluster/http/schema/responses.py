@@ -1,17 +1,19 @@
 """Requests to /v1/responses, and its documents and stream events."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, UnsetType
 from pydantic import Field, Tag
 
-from cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, text_or_list
+from cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, one_type_or_other, text_or_list
 from cluster.http.schema.completions import TokenLogprob
-from cluster.http.schema.message import MAX_TOOLS, Arguments, Content, FunctionName, ReasoningEffort, Role
-from cluster.http.schema.request import REFUSED, Count, SamplingFields
+from cluster.http.schema.message import MAX_TOOLS, Arguments, Content, FunctionName, OtherTool, ReasoningEffort, Role
+from cluster.http.schema.request import IGNORED, REFUSED, Count, SamplingFields
 from cluster.http.schema.response import RequestMetrics, Struct
 
 _NOT_HERE = "the whole conversation goes into input, or use previous_response_id"
+_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
 _FORMS = ("response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema")
 
 
@@ -83,6 +85,17 @@ class ResponseTool(Schema):
     strict: bool | None = None
 
 
+ResponseTools = Annotated[
+    list[
+        Annotated[
+            Annotated[ResponseTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+            one_type_or_other("function"),
+        ]
+    ],
+    Field(max_length=MAX_TOOLS),
+]
+
+
 class NamedFunction(Schema):
     """The one function to call."""
 
@@ -108,11 +121,10 @@ class TextOptions(Schema):
 class ResponsesRequest(SamplingFields):
     """Continue a conversation. store: keep the reply in this ingress's memory, for previous_response_id."""
 
-    refused = {name: REFUSED[name] for name in REFUSED if name not in ("store", "service_tier")} | {
+    refused = REFUSED | {
         "conversation": (_NOT_HERE, ()),
         "prompt": ("stored prompts are not implemented; " + _NOT_HERE, ()),
         "messages": ("they go into input", ()),
-        "context_management": ("nothing is taken out of a conversation; shorten input", ([],)),
         "max_tokens": ("use max_output_tokens", ()),
         "max_completion_tokens": ("use max_output_tokens", ()),
         "n": ("a response has one answer", (1,)),
@@ -120,6 +132,7 @@ class ResponsesRequest(SamplingFields):
         "enable_response_messages": ("see output, and return_token_ids of /v1/chat/completions", (False,)),
         **dict.fromkeys(_FORMS, ("use text.format, or structured_outputs", ())),
     }
+    ignored = {name: IGNORED[name] for name in IGNORED if name not in ("store", "service_tier")}
 
     input: Input
     instructions: str | None = None
@@ -128,19 +141,23 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: Count | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: (
-        Annotated[list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]], Field(max_length=16)]
-        | None
-    ) = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MAX_TOOLS)] | None = None
+    include: Annotated[list[str], Field(max_length=16)] | None = None
+    tools: ResponseTools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Count | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     background: bool | None = None
     service_tier: str | None = None
+
+    def without_effect(self) -> Iterable[str]:
+        """See `Schema.without_effect`: conversations are not shortened, and nothing of built-in tools is included."""
+        yield from super().without_effect()
+        if self.truncation == "auto":
+            yield "truncation"
+        yield from (f"include={name}" for name in self.include or () if name not in _INCLUDED)
 
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
