@@ -1,8 +1,8 @@
-"""Aerie as a library: `aerie.LLM`, `aerie.SamplingParams` and what `LLM` returns.
+"""Aerie as a library: `LLM`, `AsyncLLM`, their parameters and outputs, under vLLM's names.
 
-    import aerie
+    from aerie import LLM
 
-    with aerie.LLM("eagle") as llm:
+    with LLM("eagle") as llm:
         print(llm.chat([{"role": "user", "content": "Hello!"}])[0].outputs[0].text)
 
 Names are imported at their first use, because that imports torch. The server's code is in `attention`, `workers`,
@@ -18,16 +18,33 @@ from typing import TYPE_CHECKING, Any
 from aerie.shadows import hidden
 
 if TYPE_CHECKING:
-    from deploy.offline import LLM as LLM
-    from deploy.offline import CompletionOutput as CompletionOutput
-    from deploy.offline import RequestOutput as RequestOutput
-    from deploy.offline import SamplingParams as SamplingParams
+    from deploy.offline.async_llm import AsyncLLM as AsyncLLM
+    from deploy.offline.engine import AsyncEngineArgs as AsyncEngineArgs
+    from deploy.offline.engine import EngineArgs as EngineArgs
+    from deploy.offline.engine_thread import EngineDeadError as EngineDeadError
+    from deploy.offline.llm import LLM as LLM
+    from deploy.offline.outputs import CompletionOutput as CompletionOutput
+    from deploy.offline.outputs import Logprob as Logprob
+    from deploy.offline.outputs import RequestOutput as RequestOutput
+    from deploy.offline.outputs import RequestOutputKind as RequestOutputKind
+    from deploy.offline.outputs import SamplingParams as SamplingParams
 
     __version__: str
 
-_FROM_OFFLINE = ("LLM", "SamplingParams", "RequestOutput", "CompletionOutput")
+_MODULES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "EngineArgs": "engine",
+    "AsyncEngineArgs": "engine",
+    "EngineDeadError": "engine_thread",
+    "SamplingParams": "outputs",
+    "RequestOutputKind": "outputs",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+}
 
-__all__ = [*_FROM_OFFLINE, "__version__"]  # noqa: PLE0604
+__all__ = [*_MODULES, "__version__"]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
@@ -40,7 +57,7 @@ def __getattr__(name: str) -> Any:
         from attention.distribution import version
 
         return version()
-    return getattr(importlib.import_module("deploy.offline"), name)
+    return getattr(importlib.import_module(f"deploy.offline.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

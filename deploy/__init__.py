@@ -8,7 +8,7 @@ checks    `aerie plan`, and checks without a cluster; nodes: resources of the ma
 doctor    `aerie doctor`: checks this machine
 bench, chat  commands that talk to a server; client: its HTTP API
 train_draft  `aerie train-draft`; evaluate: `aerie eval-draft`; tekken: `aerie tekken`
-offline   `LLM`: an engine in your own process; offline_requests: its parameters and outputs
+offline   the Python API: `aerie.LLM`, `aerie.AsyncLLM`
 app       entry points in Serve's config files
 config    configurations of commands: files, model names, options of `vllm serve`
 processes  the processes of a server, and how they end after a crash

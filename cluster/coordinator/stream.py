@@ -31,28 +31,10 @@ class Stream:
     num_crashes: int = 0
 
     def put(self, output: RequestOutput, num_draft_tokens: int) -> None:
-        """Add new tokens. num_draft_tokens: drafted per round of the default shape."""
-        request, reason = output.request, output.finish_reason
-        delta = TokenDelta(self.request_id, tuple(output.tokens), None, output.logprobs, output.error)
-        if output.prompt_logprobs is not None:
-            delta = msgspec.structs.replace(delta, prompt_logprobs=(output.prompt_logprobs,))
-        if reason is not None or self.running_stats:
-            histogram = tuple(request.acceptance_histogram)
-            delta = msgspec.structs.replace(
-                delta,
-                finish=None if reason is None else reason.value,
-                cached_tokens=request.cached_tokens,
-                speculation=(
-                    SpeculationStats(sum(histogram), histogram, num_draft_tokens, request.num_draft_tokens)
-                    if histogram
-                    else None
-                ),
-                timings=RequestTimings(request.queue_s, self.num_resumes),
-            )
-        if self.token_origins:
-            drafted = tuple(position < output.num_drafted for position in range(len(output.tokens)))
-            delta = msgspec.structs.replace(delta, drafted=drafted)
-        self.ingress.deltas.append(delta)
+        """Add new tokens. num_draft_tokens: see `token_delta`."""
+        self.ingress.deltas.append(
+            token_delta(output, self.running_stats, self.token_origins, num_draft_tokens, self.num_resumes)
+        )
 
     def put_taken(self) -> None:
         """Report that the request is queued, so that its ingress does not try another engine."""
@@ -65,3 +47,34 @@ class Stream:
     def put_end(self, reason: FinishReason, error: str | None) -> None:
         """Add the end, without a token."""
         self.ingress.deltas.append(TokenDelta(self.request_id, (), finish=reason.value, error=error))
+
+
+def token_delta(
+    output: RequestOutput, running_stats: bool, token_origins: bool, num_draft_tokens: int, num_resumes: int = 0
+) -> TokenDelta:
+    """Return the message of a step's output.
+
+    running_stats, token_origins, num_resumes: see `Stream`.
+    num_draft_tokens: drafted per round of the default shape.
+    """
+    request, reason = output.request, output.finish_reason
+    delta = TokenDelta(request.request_id, tuple(output.tokens), None, output.logprobs, output.error)
+    if output.prompt_logprobs is not None:
+        delta = msgspec.structs.replace(delta, prompt_logprobs=(output.prompt_logprobs,))
+    if reason is not None or running_stats:
+        histogram = tuple(request.acceptance_histogram)
+        delta = msgspec.structs.replace(
+            delta,
+            finish=None if reason is None else reason.value,
+            cached_tokens=request.cached_tokens,
+            speculation=(
+                SpeculationStats(sum(histogram), histogram, num_draft_tokens, request.num_draft_tokens)
+                if histogram
+                else None
+            ),
+            timings=RequestTimings(request.queue_s, num_resumes),
+        )
+    if token_origins:
+        drafted = tuple(position < output.num_drafted for position in range(len(output.tokens)))
+        delta = msgspec.structs.replace(delta, drafted=drafted)
+    return delta

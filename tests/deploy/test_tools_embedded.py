@@ -16,7 +16,7 @@ from cluster.http.text.harmony_prompt import HarmonyPrompt
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
 from deploy.cli import main
-from deploy.offline import LLM
+from deploy.offline.llm import LLM
 from tests.support import MODELS
 from tests.support.edge_client import MODEL, served
 from tests.support.harmony import SOURCE
@@ -50,7 +50,7 @@ class OfflineEngine:
         token_origins: bool = False,
         output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
-        ends = tuple(self._llm.tokenizer.eos_token_ids)
+        ends = tuple(self._llm.get_tokenizer().eos_token_ids)
         sampling = msgspec.structs.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
         request, reasons = Request(request_id, prompt, sampling), []
         run = self._llm._engine.run
@@ -124,7 +124,7 @@ async def test_a_loop_of_tools_in_harmonys_form(llm: LLM, stream: bool) -> None:
     """As agents do over /v1/responses: a forced call, its result, and an answer of a form. The pair's tokenizer has no
     harmony tokens, so that the grammar writes the marks by their characters."""
     chat = ChatTokenizer(Tokenizer.from_file(str(TARGET / "tokenizer.json")), HarmonyPrompt(SOURCE, {}), (1,))
-    chat.eos_token_ids = llm.tokenizer.eos_token_ids
+    chat.eos_token_ids = llm.get_tokenizer().eos_token_ids
     config: dict[str, Any] = {"output_parser": "auto", "max_model_len": 1024}
     tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
     form: Any = {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": PARAMETERS}}
@@ -153,6 +153,6 @@ async def test_a_loop_of_tools_in_harmonys_form(llm: LLM, stream: bool) -> None:
 @pytest.mark.slow  # the command: `tests.deploy.test_check_cache`
 async def test_the_cache_of_the_embedded_pair_changes_no_answer(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--words", "40", "--max-tokens", "6", "--conversations", "1", "--concurrency", "1"]
-    async with served(OfflineEngine(llm), llm.tokenizer, max_model_len=1024) as url:  # type: ignore[arg-type]
+    async with served(OfflineEngine(llm), llm.get_tokenizer(), max_model_len=1024) as url:  # type: ignore[arg-type]
         assert await asyncio.to_thread(main, ["check-cache", url, *options]) == 0
     assert "0 of 11 answers differ" in capsys.readouterr().out

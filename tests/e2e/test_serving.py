@@ -99,7 +99,7 @@ def test_speculation_does_not_change_greedy_text(client: openai.OpenAI) -> None:
     assert with_draft.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
-@pytest.mark.slow  # as `tests.deploy.test_offline` and the edge stop
+@pytest.mark.slow  # as `tests.deploy.offline.test_llm` and the edge stop
 def test_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     whole = _complete(client, "stop here", max_tokens=16).choices[0].text
     stop = whole[5:7]
@@ -111,7 +111,7 @@ def test_stop_string_ends_the_text_before_it(client: openai.OpenAI) -> None:
     wait_idle()
 
 
-@pytest.mark.slow  # `tests.deploy.test_offline`: several answers with a seed
+@pytest.mark.slow  # `tests.deploy.offline.test_llm`: several answers with a seed
 def test_n_choices_differ_when_sampled(client: openai.OpenAI) -> None:
     answer = _complete(client, "many", n=4, temperature=1, seed=7)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

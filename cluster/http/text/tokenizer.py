@@ -9,9 +9,10 @@ import asyncio
 import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer, decoders
 
@@ -34,6 +35,7 @@ MANY_MESSAGES = 32  # messages that are rendered in a thread; fewer take a milli
 QUICK_RENDER_S = 0.05  # maximum time of a template in the event loop, after which it starts again in a thread
 TOKENS_BEFORE = 5  # tokens of the prompt that a PrefixDetokenizer sees
 ChatPrompt = ChatTemplate | HarmonyPrompt
+T = TypeVar("T")
 
 
 class TooManyTokensError(ValueError):
@@ -72,7 +74,8 @@ class ChatTokenizer:
         self._added = frozenset(added)
         self._special = frozenset(token for token, content in added.items() if content.special)
         self._controls = ControlTokens(tokenizer)
-        self._long_encodes = asyncio.Semaphore(MAX_LONG_ENCODES)
+        # Its own threads, and no semaphore, which would belong to one event loop: `aerie.LLM` has several.
+        self._long_encodes = ThreadPoolExecutor(MAX_LONG_ENCODES, "tokenizer")
         self._hidden_beside: dict[tuple[str, ...], frozenset[int]] = {(): self._special}
         self._is_byte_level = _is_byte_level(tokenizer)
         self._bytes = TokenBytes(tokenizer, self._is_byte_level)
@@ -166,15 +169,13 @@ class ChatTokenizer:
         chat = text if isinstance(text, ChatText) else ChatText(text)
         if len(chat) < LONG_TEXT:
             return self._encode(chat, add_special_tokens)
-        async with self._long_encodes:
-            return await asyncio.to_thread(self._encode_long, chat, add_special_tokens, max_tokens, kept)
+        return await self._in_thread(self._encode_long, chat, add_special_tokens, max_tokens, kept)
 
     async def decode_long(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Do `decode`; many tokens are decoded in a thread."""
         if len(tokens) < LONG_TEXT:
             return self.decode(tokens, skip_special_tokens)
-        async with self._long_encodes:
-            return await asyncio.to_thread(self._decode_long, tokens, skip_special_tokens)
+        return await self._in_thread(self._decode_long, tokens, skip_special_tokens)
 
     @functools.cached_property
     def longest_token_bytes(self) -> int:
@@ -225,6 +226,9 @@ class ChatTokenizer:
     def token_name(self, token: int) -> str:
         """Return a token's entry in the vocabulary, "" without one."""
         return self._tokenizer.id_to_token(token) or ""
+
+    async def _in_thread(self, work: Callable[..., T], *given: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._long_encodes, work, *given)
 
     def _encode_long(
         self, chat: ChatText, add_special_tokens: bool, max_tokens: int | None, kept: Truncation | None

@@ -8,22 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cluster.config import ConfigError
 from cluster.http.text.chat_template import ChatTemplateError
-from deploy import offline
-from deploy.offline import LLM, SamplingParams
+from deploy.offline import llm as offline
+from deploy.offline.llm import LLM
+from deploy.offline.outputs import SamplingParams
 from tests.support import MODELS
-from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 from tests.support.slow import slow
+from workers.runner.executor import StepExecutor
 from workers.runner.rank_processes import RankProcesses
-from workers.scheduling.request import RequestTooLargeError
 
 GREETING = {"role": "user", "content": "Hello"}
 HELLO = "Hello! How can I help you today?"
@@ -31,11 +30,12 @@ PROBLEM = [{"role": "user", "content": "Tom has 3 bags with 4 apples each. How m
 TARGET = MODELS / "target"
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    torch.set_num_threads(1)
-    with LLM("eagle", tensor_parallel_size=1) as llm:
-        yield llm
+def _executor(llm: LLM) -> StepExecutor:
+    return llm._engine.thread.call(lambda engine: engine.executor).result()
+
+
+def _num_requests(llm: LLM) -> int:
+    return llm._engine.thread.call(lambda engine: engine.scheduler.num_running + engine.scheduler.num_waiting).result()
 
 
 def _greets(llm: LLM) -> bool:
@@ -46,7 +46,7 @@ def test_chat_answers_in_order_and_ends_at_the_models_end_of_turn(llm: LLM) -> N
     greeting, solved = llm.chat([[GREETING], PROBLEM], SamplingParams(max_tokens=60, temperature=0.0))
     answer = greeting.outputs[0]
     assert answer.text == HELLO and greeting.finished and "Hello" in (greeting.prompt or "")
-    assert answer.finish_reason == "stop" and answer.token_ids[-1] in llm.tokenizer.eos_token_ids
+    assert answer.finish_reason == "stop" and answer.token_ids[-1] in llm.get_tokenizer().eos_token_ids
     assert "apples" in solved.outputs[0].text
     assert solved.outputs[0].acceptance_length is not None and solved.outputs[0].acceptance_length > 1.2
 
@@ -97,7 +97,7 @@ def test_log_probabilities_come_with_every_token(llm: LLM) -> None:
     for token, found in zip(answer.token_ids, answer.logprobs, strict=True):
         assert next(iter(found)) == token and found[token].rank == 1 and len(found) == 2
         assert found[token].logprob == max(each.logprob for each in found.values()) <= 0
-        assert found[token].decoded_token == llm.tokenizer.decode([token])
+        assert found[token].decoded_token == llm.get_tokenizer().decode([token])
     assert answer.cumulative_logprob == pytest.approx(
         sum(f[t].logprob for t, f in zip(answer.token_ids, answer.logprobs, strict=True))
     )
@@ -146,7 +146,7 @@ def test_what_is_not_known_is_refused_by_name(llm: LLM) -> None:
 
 
 def test_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
-    with pytest.raises(RequestTooLargeError, match="2048"):
+    with pytest.raises(ValueError, match="2048"):
         llm.generate(["short", "seven " * 4000])
     assert _greets(llm)
 
@@ -161,8 +161,27 @@ def test_ctrl_c_ends_the_answers_and_the_engine_goes_on(llm: LLM) -> None:
     assert time.monotonic() - started_s < 30
     timer.join()
     assert signal.getsignal(signal.SIGINT) is before
-    assert llm._engine.scheduler.num_running == llm._engine.scheduler.num_waiting == 0
+    assert _num_requests(llm) == 0
     assert _greets(llm)
+
+
+async def test_it_answers_in_a_running_event_loop(llm: LLM) -> None:
+    """As in a notebook's cell, or in a handler of a web server; long texts are encoded in threads."""
+    assert _greets(llm)
+    (result,) = llm.generate("Count " * 800, SamplingParams(max_tokens=3, temperature=0.0))
+    assert len(result.outputs[0].token_ids) == 3 and len(result.prompt_token_ids) > 800
+
+
+def test_several_threads_share_the_engine(llm: LLM) -> None:
+    """More threads than encode long texts at once."""
+    sampling = SamplingParams(max_tokens=5, temperature=0.0)
+    text = "One two " * 600
+    alone = llm.generate(text, sampling)[0].outputs[0].text
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda _: llm.generate([text, "Once"], sampling), range(6)))
+    assert {each[0].outputs[0].text for each in found} == {alone} and len(
+        {each[1].outputs[0].text for each in found}
+    ) == 1
 
 
 def test_messages_that_the_template_refuses(llm: LLM) -> None:
@@ -179,7 +198,7 @@ def test_configuration_that_is_not_there_is_refused() -> None:
 
 def test_ctrl_c_reaches_ranks_and_does_not_end_them() -> None:
     with LLM("eagle3", tensor_parallel_size=2) as llm:
-        executor = llm._engine.executor
+        executor = _executor(llm)
         assert isinstance(executor, RankProcesses)
         pids = [process.pid for process in executor._processes]
 

@@ -1,16 +1,25 @@
-"""Parameters and outputs of `deploy.offline.LLM`, named as in vLLM's `LLM`."""
+"""Parameters and outputs of `LLM` and `AsyncLLM`, named as vLLM's."""
 
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-from cluster.http.answer import Answer
+from cluster.http.answer import Answer, EngineFailedError, RequestInvalidError
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import TokenDelta
+from deploy.offline.engine_thread import EngineDeadError
 from workers.scheduling import plan
 from workers.scheduling.request import Request
-from workers.scheduling.request import RequestOutput as StepOutput
+
+
+class RequestOutputKind(Enum):
+    """What `AsyncLLM.generate` yields: the answer so far, the part since the last output, or only the whole answer."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +35,7 @@ class SamplingParams:
     ignore_eos: continue after the end-of-text token.
     logprobs: return the log-probabilities of each token and of the `logprobs` most likely tokens.
     speculative: False decodes without the draft, with the same tokens.
+    output_kind: outputs of `AsyncLLM`.
     """
 
     n: int = 1
@@ -47,6 +57,7 @@ class SamplingParams:
     logprobs: int | None = None
     skip_special_tokens: bool = True
     speculative: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         """Raises ValueError that names field, value and rule."""
@@ -117,7 +128,7 @@ class CompletionOutput:
 
     token_ids: tokens, including the one that ended the answer.
     logprobs: for each token, by token id; the chosen token first.
-    finish_reason: "stop" or "length".
+    finish_reason: "stop", "length", "abort", or None while it runs.
     stop_reason: the stop text, or the id of a stop token other than the end of text.
     acceptance_length: tokens per round with drafts, 1 + accepted / rounds; None without drafts.
     """
@@ -127,7 +138,7 @@ class CompletionOutput:
     token_ids: tuple[int, ...]
     cumulative_logprob: float | None
     logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str
+    finish_reason: str | None
     stop_reason: str | int | None
     acceptance_length: float | None
 
@@ -145,7 +156,7 @@ class RequestOutput:
 
 
 class RunningAnswer:
-    """A running answer."""
+    """An answer while it is generated. num_cached_tokens: prompt tokens found in the prefix cache."""
 
     def __init__(
         self, request_id: str, prompt: list[int], params: SamplingParams, index: int, tokenizer: ChatTokenizer
@@ -162,40 +173,84 @@ class RunningAnswer:
             params.min_tokens,
             frozenset(eos),
         )
+        self._is_aborted = False
         self._texts: list[str] = []
+        self._tokens: list[int] = []
         self._logprobs: list[plan.TokenLogprobs] = []
+        self._total_logprob = 0.0
 
-    def push(self, output: StepOutput) -> bool:
-        """Append a step's tokens; return whether a stop text has ended the answer before the engine has."""
-        finish = None if output.finish_reason is None else str(output.finish_reason)
-        delta = TokenDelta(self.request.request_id, tuple(output.tokens), finish, output.logprobs)
-        piece = self._answer.push(delta)
+    @property
+    def is_finished(self) -> bool:
+        return self._is_aborted or self._answer.finish is not None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return self._answer.cached_tokens or 0
+
+    def push(self, delta: TokenDelta) -> None:
+        """Add a step's tokens; a stop text may end the answer before the engine does. Raises ValueError for a request
+        that cannot be answered, EngineDeadError if the engine has failed."""
+        if delta.finish == "abort":
+            self._is_aborted = True
+            return
+        try:
+            piece = self._answer.push(delta)
+        except RequestInvalidError as error:
+            raise ValueError(f"the request cannot be answered: {error}") from None
+        except EngineFailedError as error:
+            raise EngineDeadError(str(error)) from None
         self._texts.append(piece.text)
+        self._tokens += piece.tokens
         self._logprobs += piece.logprobs
-        return self._answer.finish is not None and finish is None
+        self._total_logprob += sum(each.logprob for each in piece.logprobs)
 
     def output(self) -> CompletionOutput:
-        """Return the finished answer."""
-        answer, request = self._answer, self.request
-        tokens = tuple(request.output[: answer.num_tokens])
-        rounds = sum(request.acceptance_histogram)
-        accepted = sum(k * times for k, times in enumerate(request.acceptance_histogram))
+        """Return the answer so far."""
+        answer, speculation = self._answer, self._answer.speculation
+        rounds = 0 if speculation is None else speculation.num_rounds
+        accepted = 0 if speculation is None else sum(k * times for k, times in enumerate(speculation.histogram))
         wanted = self._params.logprobs is not None
         return CompletionOutput(
             index=self._index,
             text="".join(self._texts),
-            token_ids=tokens,
-            cumulative_logprob=sum(each.logprob for each in self._logprobs) if wanted else None,
-            logprobs=[self._listed(*each) for each in zip(tokens, self._logprobs, strict=True)] if wanted else None,
-            finish_reason=str(answer.finish),
+            token_ids=tuple(self._tokens),
+            cumulative_logprob=self._total_logprob if wanted else None,
+            logprobs=list(map(self._listed, self._tokens, self._logprobs)) if wanted else None,
+            finish_reason="abort" if self._is_aborted else answer.finish,
             stop_reason=answer.stop_reason,
             acceptance_length=1 + accepted / rounds if rounds else None,
         )
+
+    def delta(self) -> CompletionOutput:
+        """Return the part since the last call."""
+        output = self.output()
+        self._texts, self._tokens, self._logprobs = [], [], []
+        return output
 
     def _listed(self, token: int, found: plan.TokenLogprobs) -> dict[int, Logprob]:
         ranks = {id_: rank for rank, id_ in enumerate(found.top_ids, 1)}
         values = {token: found.logprob, **dict(zip(found.top_ids, found.top_logprobs, strict=True))}
         return {id_: Logprob(value, ranks.get(id_), self._tokenizer.token_text(id_)) for id_, value in values.items()}
+
+
+def request_output(
+    request_id: str,
+    text: str | None,
+    prompt: list[int],
+    answers: Sequence[RunningAnswer],
+    finished: bool = True,
+    kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
+) -> RequestOutput:
+    """Return the output of some answers to a prompt. text: the prompt's, if known. finished: whether all have ended."""
+    is_delta = kind is RequestOutputKind.DELTA
+    return RequestOutput(
+        request_id=request_id,
+        prompt=text,
+        prompt_token_ids=prompt,
+        outputs=[answer.delta() if is_delta else answer.output() for answer in answers],
+        num_cached_tokens=answers[0].num_cached_tokens,
+        finished=finished,
+    )
 
 
 def prompt_of(given: Any) -> tuple[str | None, list[int] | None]:
