@@ -33,7 +33,7 @@ def check(x: Tensor, weight: Tensor, found: Tensor) -> None:
     assert error < (6e-3 if x.dtype == torch.bfloat16 else 8e-4), error
 
 
-@pytest.mark.parametrize("n,k", [(12288, 4096), (14336, 4096), (17408, 5120), (9728, 2560), (6144, 2048)])
+@pytest.mark.parametrize("n,k", [(12288, 4096), (14336, 4096), (9728, 2560), (6144, 2048)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_products_of_models_are_those_of_float64(n: int, k: int, dtype: torch.dtype) -> None:
     weight, width = weight_of(n, k, dtype), gated_width(n)
@@ -87,6 +87,6 @@ def test_only_its_rows_are_multiplied_by_the_kernel(n: int) -> None:
     weight = weight_of(n, k, torch.bfloat16)
     gemm = choose_gemm(weight, GEMMOptions(Workspace.create([(2 * n, k)], DEVICE)))
     assert isinstance(gemm, GatedRowsGEMM)
-    for rows in (1, 128, 129, 193, 256, 257):
+    for rows in (1, 72, 128, 129, 193, 240, 241, 256, 257):
         x = torch.randn(rows, k, device=DEVICE).bfloat16()
         check(x, weight, gemm.multiply_gated(x))

@@ -9,7 +9,7 @@ from attention.capability import MULTIPROCESSORS
 from tests.attention.ops.test_few_rows_cuda import nvrtc_here
 from tests.workers.gemm.hopper import check_machine_code, served_by
 from workers.ops.blocks import cdiv
-from workers.ops.gemm.tiles import SHARED_BYTES, split_width, wgmma_stages, workspace_size
+from workers.ops.gemm.tiles import MAX_SPLIT_WIDTH, SHARED_BYTES, split_width, wgmma_stages, workspace_size
 
 
 def test_weights_of_many_inputs_are_served() -> None:
@@ -23,7 +23,7 @@ def test_weights_of_many_inputs_are_served() -> None:
 def test_tiles_fill_one_wave_and_shared_memory(n: int) -> None:
     width = split_width(n, 8192)
     if width is None:
-        assert n < 96 * (MULTIPROCESSORS // 4) or n > 256 * (MULTIPROCESSORS // 4)
+        assert n < 96 * (MULTIPROCESSORS // 4) or n > MAX_SPLIT_WIDTH * (MULTIPROCESSORS // 4)
         return
     tiles = cdiv(n, width)
     assert width % 16 == 0 and 4 * tiles <= MULTIPROCESSORS < 4 * cdiv(n, width - 16)

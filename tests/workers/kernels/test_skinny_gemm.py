@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from workers.ops.activation import silu_mul  # noqa: E402
 from workers.ops.gemm.skinny_triton import fixed_rows, skinny_gemm, skinny_gemm_gated  # noqa: E402
-from workers.ops.gemm.tiles import MAX_GATED_ROWS, MAX_ROWS, gated_tiles, skinny_gemm_tiles  # noqa: E402
+from workers.ops.gemm.tiles import MAX_ROWS, fills_tile, gated_tiles, skinny_gemm_tiles  # noqa: E402
 from workers.ops.gemm.workspace import Workspace  # noqa: E402
 
 pytestmark = MARKS
@@ -69,7 +69,7 @@ def test_a_gated_product_is_torchs(dtype: torch.dtype) -> None:
     workspace = Workspace.create(WIDE, DEVICE)
     for n, k in WIDE:
         weight = (torch.randn(n, k, generator=generator) / k**0.5).to(DEVICE, dtype)
-        for rows in (1, 17, 64, MAX_ROWS, MAX_ROWS + 1, MAX_GATED_ROWS):
+        for rows in (1, 17, 64, 65, MAX_ROWS):
             x = torch.randn(rows, k, generator=generator).to(DEVICE, dtype)
             tiles = gated_tiles(rows, n, k)
             assert tiles is not None
@@ -93,7 +93,13 @@ def test_no_rows_give_none() -> None:
 
 def test_few_gates_are_left_to_a_kernel_of_their_own() -> None:
     assert gated_tiles(4, 6144, 4096) is None and skinny_gemm_tiles(4, 6144, 4096) is not None
-    assert gated_tiles(MAX_GATED_ROWS + 1, 28672, 4096) is None
+    assert gated_tiles(MAX_ROWS + 1, 28672, 4096) is None
+
+
+def test_rows_that_leave_much_of_a_tile_empty_are_left_to_the_library() -> None:
+    """The ranges measured on an H200: from one row up to 32, then tiles of 64 and 128 that are nearly full."""
+    spans = {rows for rows in range(1, MAX_ROWS + 1) if fills_tile(rows)}
+    assert spans == {*range(1, 33), *range(48, 65), *range(112, MAX_ROWS + 1)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16])

@@ -5,8 +5,8 @@ workspace        scratch memory shared by a model's GEMMs
 tiles            tile sizes for small batches
 skinny_triton    small-batch GEMM (rounds); `fixed_rows` for deterministic serving
 one_row_cuda     one row, on Hopper (one_row.cu)
-gated_rows_cuda  gated products of 129 to 256 rows, on Hopper (gated_rows.cu)
-split_k_cuda     193 to 256 rows and many inputs, on Hopper (split_k.cu)
+gated_rows_cuda  gated products of 241 to 256 rows, on Hopper (gated_rows.cu)
+split_k_cuda     209 to 256 rows and many inputs, on Hopper (split_k.cu)
 wgmma_cuda       compiles and loads these two kernels
 splits_triton    sums shared by several programs (split K)
 """

@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.capability import Capability, num_multiprocessors
 from attention.ops.operation import Implementation, on_host
 from workers.ops.activation import silu_mul
-from workers.ops.gemm.tiles import INPUT_STEP, MAX_GATED_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
+from workers.ops.gemm.tiles import INPUT_STEP, MAX_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
 from workers.ops.gemm.workspace import GEMMOptions
 
 _ROWS_HINT = 4  # number of rows for which oneDNN optimises its layout
@@ -83,11 +83,12 @@ def _wants_halves(weight: Tensor, options: GEMMOptions) -> bool:
 
 
 def _fills_waves(weight: Tensor, options: GEMMOptions) -> bool:
-    """Return whether the weight may be G above U, with a shape for which wider tiles than Triton's are faster."""
+    """Return whether the weight may be G above U, with a shape for which tiles of a width of their own are
+    faster than cuBLAS."""
     n, k = weight.shape
     if not _wants_halves(weight, options) or n % 2:
         return False
-    return gated_tiles(MAX_GATED_ROWS, n, k) is not None and gated_width(n // 2) is not None
+    return gated_tiles(MAX_ROWS, n, k) is not None and gated_width(n // 2) is not None
 
 
 def _fits_one_wave(weight: Tensor, options: GEMMOptions) -> bool:
@@ -116,14 +117,14 @@ GEMMS = (
         "workers.ops.gemm.gated_rows_cuda:GatedRowsGEMM",
         lambda here: here.compiles_cuda,
         _fills_waves,
-        "gated, 129 to 256 rows, 16 bits; fewer or smaller waves",
+        "gated, 241 to 256 rows, 16 bits; fewer or smaller waves",
     ),
     Implementation(
         "cuda",
         "workers.ops.gemm.split_k_cuda:SplitKGEMM",
         lambda here: here.compiles_cuda,
         _fits_one_wave,
-        "193 to 256 rows, 16 bits, many inputs; one wave",
+        "209 to 256 rows, 16 bits, many inputs; one wave",
     ),
     Implementation(
         "triton", "workers.ops.gemm.skinny_triton:SkinnyGEMM", lambda here: True, _wants(False), "up to 128 rows"

@@ -25,7 +25,7 @@ from attention.ops.interpreter_triton import INTERPRETED
 from attention.ops.pdl import pdl_wait
 from workers.ops.gemm.choice import TorchGEMM
 from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.gemm.tiles import FIXED_ROWS, SkinnyGemmTiles, gated_tiles, skinny_gemm_tiles
+from workers.ops.gemm.tiles import FIXED_ROWS, SkinnyGemmTiles, fills_tile, gated_tiles, skinny_gemm_tiles
 from workers.ops.gemm.workspace import Workspace
 
 
@@ -212,18 +212,19 @@ class FixedRowsGEMM(TorchGEMM):
 
 @dataclass(frozen=True)
 class SkinnyGEMM(TorchGEMM):
-    """The small-batch GEMM; torch multiplies rows for which the table has no tiles."""
+    """The small-batch GEMM; torch multiplies rows for which the table has no tiles, or that would leave much of a tile
+    empty."""
 
     workspace: Workspace
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         tiles = skinny_gemm_tiles(x.shape[0], *self.weight.shape)
-        if tiles is None:
+        if tiles is None or not fills_tile(x.shape[0]):
             return super().multiply(x, bias, out)
         return skinny_gemm(x, self.weight, bias, self.workspace, tiles, out)
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         tiles = gated_tiles(x.shape[0], *self.weight.shape)
-        if tiles is None:
+        if tiles is None or not fills_tile(x.shape[0]):
             return super().multiply_gated(x)
         return skinny_gemm_gated(x, self.weight, self.workspace, tiles)

@@ -1,4 +1,4 @@
-"""y = x W^T + b for 193 to 256 rows, by `split_k.cu`: each of two clusters has half of a tile's inputs (split K), and
+"""y = x W^T + b for 209 to 256 rows, by `split_k.cu`: each of two clusters has half of a tile's inputs (split K), and
 one of them adds both sums; cuBLAS needs a second kernel for that. Chosen by `workers.ops.gemm.choice` for weights of
 many inputs whose tiles fill one wave (H200, 256 rows, 4,096 outputs of 12,288 inputs: 46.4 instead of 48.5 us)."""
 
@@ -58,7 +58,7 @@ def split_k(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace
 
 @dataclass(frozen=True)
 class SplitKGEMM(SkinnyGEMM):
-    """`SkinnyGEMM`, except that `split_k` multiplies 193 to 256 rows."""
+    """`SkinnyGEMM`, except that `split_k` multiplies 209 to 256 rows."""
 
     def __post_init__(self) -> None:
         KERNEL.compile_ahead(self.weight, self._width())

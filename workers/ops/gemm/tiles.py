@@ -8,14 +8,16 @@ from attention.capability import MULTIPROCESSORS
 from workers.ops.blocks import cdiv, largest, next_power_of_2
 
 MAX_ROWS = 128  # with more rows cuBLAS is faster, see tests/bench/RESULTS.md
-MAX_GATED_ROWS = 256  # higher, because gated products save a kernel
+MAX_GATED_ROWS = 256  # of `gated_rows_cuda` and `split_k_cuda`
+MIN_GATED_ROWS = 241  # of `gated_rows_cuda`; with fewer, cuBLAS and a kernel for silu are faster
+MAX_GATED_OUTPUTS = 14336  # of `gated_rows_cuda`; with 17,408, cuBLAS is faster: 134 instead of 146 us
 INPUT_STEP = 64  # divisor of K of all weights with tiles
 MAX_GATED_WIDTH = 192  # rows of W in a tile of `gated_rows_cuda`; limited by registers for sums
 MIN_GATED_WIDTH = 96  # narrower tiles would read x from L2 for longer than they multiply
-MIN_SPLIT_WIDTH, MAX_SPLIT_WIDTH = 96, 256  # outputs of a tile of `split_k_cuda`
+MIN_SPLIT_WIDTH, MAX_SPLIT_WIDTH = 96, 192  # outputs of a tile of `split_k_cuda`; with 256, cuBLAS is faster
 MIN_SPLIT_INPUTS = 8192  # measured with 4,096 and 12,288
 SPLIT_FLAGS = 16  # per tile: two programs of eight warps
-MIN_SPLIT_ROWS = 193  # with fewer, `split_k_cuda` takes as long as with 256: 160 rows 47.5 instead of 35.8 us
+MIN_SPLIT_ROWS = 209  # with fewer, `split_k_cuda` takes as long as with 256: 192 rows 54.7 instead of 46.6 us
 FIXED_ROWS = 64  # per launch of `fixed_rows`
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
@@ -72,23 +74,27 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     return SkinnyGemmTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
 
 
+def fills_tile(rows: int) -> bool:
+    """Return whether `rows` rows fill Triton's tile enough to be as fast as cuBLAS. The TMA unit fills rows beyond the
+    end of x with zeros more slowly than it loads rows: 72 rows take 1.3 times as long as 128, and 1.3 to 1.6 times as
+    long as with cuBLAS (H200, EXPERIMENTS.md)."""
+    block_m = next_power_of_2(rows)
+    return block_m <= 32 or (4 * rows >= 3 * block_m if block_m == 64 else 8 * rows >= 7 * block_m)
+
+
 def gated_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
-    """Return tiles for a gated product with weight [n, k] and up to MAX_GATED_ROWS rows; None if it does not fit. A
-    program has 64 gate rows and 64 up rows, the size of the tensor core's first operand."""
-    tiles = skinny_gemm_tiles(min(rows, MAX_ROWS), n, k)
-    if rows > MAX_GATED_ROWS or tiles is None or tiles.block_n < 128:
-        return None
-    if rows > MAX_ROWS:
-        return SkinnyGemmTiles(MAX_GATED_ROWS, 64, 64, 1, False, stages=4, warps=8)
-    return replace(tiles, block_n=64, warps=4)
+    """Return tiles for a gated product with weight [n, k] and up to MAX_ROWS rows; None if it does not fit. A program
+    has 64 gate rows and 64 up rows, the size of the tensor core's first operand."""
+    tiles = skinny_gemm_tiles(rows, n, k)
+    return None if tiles is None or tiles.block_n < 128 else replace(tiles, block_n=64, warps=4)
 
 
 @cache
 def gated_width(n: int) -> int | None:
     """Return the rows of W in a tile of `gated_rows_cuda` for a gated product with N outputs; None if it is not
-    supported, or not faster than `gated_tiles`. Time is proportional to the waves of tiles times their width. Tiles
+    supported, or no faster than with tiles of 128. Time is proportional to the waves of tiles times their width. Tiles
     come in pairs; among equal times the widest tile wins, because it reads x least often."""
-    if n % 8:
+    if n % 8 or n > MAX_GATED_OUTPUTS:
         return None
 
     def cost(width: int) -> int:
@@ -96,12 +102,6 @@ def gated_width(n: int) -> int | None:
 
     best = min(range(MAX_GATED_WIDTH, MIN_GATED_WIDTH - 1, -16), key=cost)
     return best if cost(best) < cost(2 * 64) else None
-
-
-def fewest_gated_rows(width: int) -> int:
-    """Return the number of rows from which on `gated_rows_cuda` is faster than Triton. It always multiplies 256 rows.
-    Measured on an H200 with 160, 192 and 256 rows (EXPERIMENTS.md)."""
-    return MAX_ROWS + 1 if width >= 128 else 193
 
 
 @cache
