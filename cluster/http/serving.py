@@ -70,8 +70,8 @@ class Edge:
         own_id: id of the request in the client's body; replaces that of the header.
         reply_id: "{}" in it stands for the request's id.
         The other arguments are those of `GenerationResponse`."""
-        for grammar in request.grammars:
-            await self.grammars.check(grammar)
+        for grammar, param in request.grammars.items():
+            await self.grammars.check(grammar, param)
         if own_id is not None:
             http.state.request_id = own_id
             request_id.set(own_id)

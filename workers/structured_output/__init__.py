@@ -13,6 +13,7 @@ host_link        connection to the process that fills the rank's masks
 mask_messages    messages on this connection
 framing          msgpack messages on a stream socket
 faults           errors of grammars
+token_bytes      the bytes of each token; the HTTP API reads them too
 
 `mask_process` has the modules of that process, and of processes that try grammars.
 """

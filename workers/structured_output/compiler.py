@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import xgrammar
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer
 
 from workers.scheduling.plan import Grammar
 from workers.structured_output.faults import InvalidGrammarError, VocabularyError
 from workers.structured_output.mask_process.token_texts import TokenTexts
+from workers.structured_output.token_bytes import TokenBytes
 
 CACHE_BYTES = 256 << 20  # cache of compiled grammars; a large schema takes 10 MB with 128,256 tokens
 # Maximum spaces between the parts of JSON. Without a bound some models write spaces until max_tokens.
@@ -44,10 +45,8 @@ class Vocabulary:
         tokens."""
         key = end_token_ids, with_special
         if key not in self._known:
-            words, kind = _words(self.tokenizer, self.size, with_special)
-            self._known[key] = xgrammar.TokenizerInfo(
-                words, kind, vocab_size=self.size, stop_token_ids=list(end_token_ids)
-            )
+            words = _words(self.tokenizer, self.size, with_special)
+            self._known[key] = xgrammar.TokenizerInfo(words, vocab_size=self.size, stop_token_ids=list(end_token_ids))
         return self._known[key]
 
 
@@ -142,24 +141,14 @@ def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
     return {"type": "grammar", "grammar": str(form)}
 
 
-def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> tuple[list[str], xgrammar.VocabType]:
-    """Return the vocabulary's spelling of every token ("" without a text), and of bytes."""
-    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    if all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
-        kind = xgrammar.VocabType.BYTE_FALLBACK
-    elif all(letter in vocabulary for letter in pre_tokenizers.ByteLevel.alphabet()):
-        kind = xgrammar.VocabType.BYTE_LEVEL
-    else:
-        raise VocabularyError("the tokenizer has no token for each byte; answers of this model can follow no grammar")
-    words = [""] * vocab_size
-    for word, token in vocabulary.items():
-        if token < vocab_size:
-            words[token] = word
+def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> list[bytes]:
+    """Return the bytes of every token; b"" for one without a text. The tokens need not spell all bytes: a grammar then
+    allows the texts that they do spell."""
+    ids = set(tokenizer.get_vocab(with_added_tokens=True).values())
     if not with_special:
-        for token, added in tokenizer.get_added_tokens_decoder().items():
-            if added.special and token < vocab_size:
-                words[token] = ""
-    return words, kind
+        ids -= {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    bytes_of = TokenBytes(tokenizer).of
+    return [bytes_of(token) if token in ids else b"" for token in range(vocab_size)]
 
 
 def _first_line(error: Exception) -> str:

@@ -6,4 +6,4 @@ class InvalidGrammarError(ValueError):
 
 
 class VocabularyError(ValueError):
-    """The model's tokenizer cannot spell every text, so a grammar might allow no token."""
+    """The model has no tokenizer, so there are no texts to compare with a grammar."""

@@ -4,7 +4,6 @@ Checks that depend on the model (length, vocabulary) or on several parameters ar
 """
 
 import dataclasses
-import hashlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from cluster.http.requests.parameters import (
     chat_parser,
     check_model,
     check_scores,
+    choice_seed,
     num_choices,
     sampling_params,
     separates_reasoning,
@@ -60,11 +60,16 @@ class AnswerForm:
 
 @dataclass(frozen=True)
 class Choice:
-    """One generation. prompt: index into EdgeRequest.prompts."""
+    """One generation.
+
+    prompt: index into EdgeRequest.prompts.
+    grammar_param: the parameter of the body that asks for the grammar, for errors; "" without a grammar.
+    """
 
     prompt: int
     sampling: SamplingParams
     form: AnswerForm
+    grammar_param: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,10 +116,10 @@ class EdgeRequest:
         return bool(self.echo) and self.logprobs >= 0 and not self.chat
 
     @property
-    def grammars(self) -> list[Grammar]:
-        """The answers' grammars, without repetition."""
-        found = (choice.sampling.grammar for choice in self.choices)
-        return list(dict.fromkeys(grammar for grammar in found if grammar is not None))
+    def grammars(self) -> dict[Grammar, str]:
+        """The answers' grammars, and the parameter of each."""
+        found = ((choice.sampling.grammar, choice.grammar_param) for choice in self.choices)
+        return {grammar: param for grammar, param in found if grammar is not None}
 
     @property
     def is_constrained(self) -> bool:
@@ -152,7 +157,11 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     return dataclasses.replace(
         request,
         choices=[
-            dataclasses.replace(choice, sampling=msgspec.structs.replace(choice.sampling, grammar=grammar))
+            dataclasses.replace(
+                choice,
+                sampling=msgspec.structs.replace(choice.sampling, grammar=grammar),
+                grammar_param=choice.grammar_param or "tools",
+            )
             for choice in request.choices
         ],
         prompt_texts=(text,),
@@ -232,16 +241,6 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
     return _request(body, prompts, echo, logprobs, body.max_tokens, config, tokenizer)
 
 
-def choice_seed(seed: int, index: int) -> int:
-    """Return 64 bits for choice `index`. The first choice has the seed itself, so that it does not depend on the number
-    of choices."""
-    seed &= 2**64 - 1
-    if index == 0:
-        return seed
-    digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
 def _request(
     body: ChatCompletionRequest | CompletionRequest,
     prompts: list[list[int]],
@@ -261,7 +260,9 @@ def _request(
     prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     scored = max(prompt_logprobs, logprobs if echo else -1)
     check_scores(body, scored, sum(map(len, prompts)) * n, config)
-    sampling = sampling_params(body, logprobs, eos, config, tokenizer)
+    check_token_ids("allowed_token_ids", body.allowed_token_ids or [], tokenizer)
+    grammar_param, grammar = GrammarMaker(config, eos).of_body(body) or ("", None)
+    sampling = sampling_params(body, logprobs, eos, grammar, config, tokenizer)
     sampling = msgspec.structs.replace(sampling, prompt_logprobs=scored)
     form = AnswerForm(
         eos_token_ids=eos,
@@ -279,7 +280,8 @@ def _request(
         for i in range(n):
             # With a seed, each prompt of a batch gets the same answer as alone.
             seed = choice_seed(random_seed, p * n + i) if body.seed is None else choice_seed(body.seed, i)
-            choices.append(Choice(p, msgspec.structs.replace(sampling, max_tokens=budget, seed=seed), form))
+            own = msgspec.structs.replace(sampling, max_tokens=budget, seed=seed)
+            choices.append(Choice(p, own, form, grammar_param))
     options = body.stream_options
     return EdgeRequest(
         chat=chat,

@@ -28,14 +28,13 @@ QUICK_S = 0.5  # a longer trial makes room for the next one, and continues at lo
 MAX_SLOW = 8  # trials that continue at low priority, at most one per core; more are refused
 WALK_WALL_S = 8.0  # wall time for `WALK_LIMIT_S` of CPU time
 STARVED_SHARE = 0.5  # a trial that got less than this share of its CPU time is not called too slow
-PARAM = "response_format"
 
 
 class GrammarChecker:
     """Accepts all grammars and leaves errors to the engine; for engines without a model folder."""
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raise ApiError if the grammar cannot be used."""
+    async def check(self, grammar: Grammar, param: str) -> None:
+        """Raise ApiError if the grammar cannot be used. param: the parameter that asks for it."""
 
 
 class ProcessChecker(GrammarChecker):
@@ -62,12 +61,12 @@ class ProcessChecker(GrammarChecker):
             own.close()
             process.kill()
 
-    async def check(self, grammar: Grammar) -> None:
+    async def check(self, grammar: Grammar, param: str) -> None:
         found = self._known.get(grammar)
         if found is None:
             found = await self._found(grammar)
         if found.fault:
-            raise _refusal(grammar, found)
+            raise _refusal(grammar, param, found)
 
     def close(self) -> None:
         """End all trials."""
@@ -174,10 +173,10 @@ async def _trial_result(own: socket.socket, process: ForkedProcess, trial: Trial
         writer.close()
 
 
-def _refusal(grammar: Grammar, found: TrialResult) -> ApiError:
+def _refusal(grammar: Grammar, param: str, found: TrialResult) -> ApiError:
     kind = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "grammar"}.get(
         grammar.kind, grammar.kind.replace("_", " ")
     )
     if found.is_model_fault:
-        return unsupported(PARAM, found.fault)
-    return invalid(PARAM, f"The {kind} cannot be used: {found.fault}", "unsupported_grammar")
+        return unsupported(param, found.fault)
+    return invalid(param, f"The {kind} cannot be used: {found.fault}", "unsupported_grammar")

@@ -1,6 +1,7 @@
 """Converts requests for SGLang's /generate into completion requests."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from cluster.http.config import EdgeConfig
@@ -77,9 +78,11 @@ async def _request(
     except ApiError as error:
         raise ApiError(400, error.message, param=f"sampling_params{where}.{error.param}", code=error.code) from None
     try:
-        return await text_request(_completion(body, prompt, sampling), config, tokenizer)
+        request = await text_request(_completion(body, prompt, sampling), config, tokenizer)
     except ApiError as error:
         raise _to_native_error(error, where) from None
+    named = [replace(each, grammar_param=_native_name(each.grammar_param, where)) for each in request.choices]
+    return replace(request, choices=named)
 
 
 def _completion(body: NativeRequest, prompt: Any, sampling: NativeSampling) -> CompletionRequest:
@@ -110,14 +113,18 @@ def scored_from(body: NativeRequest) -> int | None:
 def _to_native_error(error: ApiError, where: str) -> ApiError:
     """Return an error of the completion with the request's parameter names. where: index in its list of prompts, in
     brackets."""
-    name = error.param
-    if name is None:
+    if error.param is None:
         return error
+    param = _native_name(error.param, where)
+    return ApiError(error.status, error.message, kind=error.kind, param=param, code=error.code, headers=error.headers)
+
+
+def _native_name(name: str, where: str) -> str:
+    """Return /generate's name for a parameter of the completion."""
+    name = re.sub(r"^structured_outputs(\.structural_tag)?", "structural_tag", name)
     base = re.split(r"[\[.]", name, maxsplit=1)[0]
     rest = name[len(base) :]
     base = _OURS_TO_THEIRS.get(base, base)
     if base in _FIELDS:
-        param = f"sampling_params{where}.{base}{rest}"
-    else:
-        param = f"{base}{where}{rest}" if base == "text" else base + rest
-    return ApiError(error.status, error.message, kind=error.kind, param=param, code=error.code, headers=error.headers)
+        return f"sampling_params{where}.{base}{rest}"
+    return f"{base}{where}{rest}" if base == "text" else base + rest

@@ -8,13 +8,11 @@ from typing import Any
 from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, model_not_found, too_long, unsupported
 from cluster.http.parsers.families import FAMILIES
-from cluster.http.requests.prompts import check_token_ids
-from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
 from cluster.http.text.long_text import Truncation
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.thinking_budget import ThinkingBudget
-from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
+from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, Grammar, SamplingParams
 
 SERVED_MODEL = "default"  # the name of the served model in SGLang's examples, whatever its own name
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -118,6 +116,7 @@ def sampling_params(
     body: ChatCompletionRequest | CompletionRequest,
     logprobs: int,
     eos: frozenset[int],
+    grammar: Grammar | None,
     config: EdgeConfig,
     tokenizer: ChatTokenizer,
 ) -> SamplingParams:
@@ -134,8 +133,6 @@ def sampling_params(
             f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, the model's own {len(eos)} "
             "included; send fewer, or use stop strings",
         )
-    check_token_ids("allowed_token_ids", body.allowed_token_ids or [], tokenizer)
-    grammar = GrammarMaker(config, eos).of_body(body)
     if grammar is not None and body.min_tokens:
         raise invalid("min_tokens", "min_tokens cannot be combined with a form of answer, which says where it may end")
     return SamplingParams(
@@ -156,6 +153,16 @@ def sampling_params(
         grammar=grammar,
         cache_salt=b"" if body.cache_salt is None else _salt(body.cache_salt),
     )
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """Return 64 bits for choice `index`. The first choice has the seed itself, so that it does not depend on the number
+    of choices."""
+    seed &= 2**64 - 1
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def _salt(text: str) -> bytes:

@@ -30,8 +30,9 @@ class GrammarMaker:
         self._config = config
         self._end = tuple(sorted(end_token_ids))
 
-    def of_body(self, body: Any) -> Grammar | None:
-        """Return the grammar of a body of `cluster.http.schema.request`; None without one. Raises ApiError."""
+    def of_body(self, body: Any) -> tuple[str, Grammar] | None:
+        """Return the grammar of a body of `cluster.http.schema.request` and the parameter that asks for it; None
+        without one. Raises ApiError."""
         makers: dict[str, Callable[[str, Any], Grammar | None]] = {
             "response_format": self._response_format,
             "structured_outputs": self._structured_outputs,
@@ -54,7 +55,7 @@ class GrammarMaker:
         if len(found) > 1:
             first, second, *_ = found
             raise invalid(second, f"{second} cannot be combined with {first}; ask for one form of answer")
-        return next(iter(found.values()), None)
+        return next(iter(found.items()), None)
 
     def json_schema(self, param: str, schema: Any, any_whitespace: bool = True) -> Grammar:
         """Return a grammar of JSON that fits `schema`: an object, true, or a string of JSON. Raises ApiError."""

@@ -3,13 +3,13 @@ emitted text, including `flush`, equals the decoding of all tokens at once.
 """
 
 import codecs
-import re
 from collections.abc import Sequence
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+from workers.structured_output.token_bytes import TokenBytes
+
 MAX_HELD_TOKENS = 8  # a UTF-8 character has at most four bytes, so more incomplete tokens are not one character
 
 
@@ -21,41 +21,6 @@ class Detokenizer(Protocol):
     def flush(self) -> str:
         """Return the text still held back at the end of an answer, with incomplete characters as U+FFFD."""
         ...
-
-
-class TokenBytes:
-    """The bytes of each token, computed at its first use.
-
-    is_byte_level: the tokenizer's tokens are bytes. For all other tokenizers: the bytes that a token has in the middle
-        of a text. Decoded alone, most of SentencePiece's tokens would lose the space before them, and its byte tokens
-        would become U+FFFD.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, is_byte_level: bool) -> None:
-        self._tokenizer = tokenizer
-        self._computed = self._of_bytes if is_byte_level else self._of_piece
-        self._bytes: dict[int, bytes] = {}
-
-    def of(self, token: int) -> bytes:
-        """Return the bytes; b"" for ids outside the vocabulary, because embeddings are often padded."""
-        raw = self._bytes.get(token)
-        if raw is None:
-            raw = self._bytes[token] = self._computed(token)
-        return raw
-
-    def _of_bytes(self, token: int) -> bytes:
-        return _token_bytes(self._tokenizer.id_to_token(token) or "")
-
-    def _of_piece(self, token: int) -> bytes:
-        name, alone = self._tokenizer.id_to_token(token) or "", self._decode([token])
-        byte = _BYTE_TOKEN.fullmatch(name)
-        if byte is not None and alone != name:  # the decoder handles byte tokens
-            return bytes([int(byte[1], 16)])
-        twice = self._decode([token, token])
-        return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 class ByteLevelDetokenizer:
@@ -107,26 +72,3 @@ class PrefixDetokenizer:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False)) if tokens else ""
-
-
-def _token_bytes(text: str) -> bytes:
-    """Return the bytes of a token's printable form, like the byte-level decoder of `tokenizers`: a token with a
-    character outside the alphabet, such as an added token with a space, stands for itself."""
-    raw = bytearray()
-    for character in text:
-        byte = BYTE_OF.get(character)
-        if byte is None:
-            return text.encode()
-        raw.append(byte)
-    return bytes(raw)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable characters for the 256 bytes: printable bytes are unchanged, others map to U+0100
-    onwards (Radford et al. 2019, `bytes_to_unicode` of the released encoder)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_alphabet()

@@ -8,26 +8,21 @@ config.json, chat_template.jinja.
 import asyncio
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
 
 from cluster.http.text import harmony_prompt, long_text, model_files
 from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError
-from cluster.http.text.detokenizer import (
-    ByteLevelDetokenizer,
-    Detokenizer,
-    PrefixDetokenizer,
-    TokenBytes,
-)
+from cluster.http.text.detokenizer import ByteLevelDetokenizer, Detokenizer, PrefixDetokenizer
 from cluster.http.text.harmony_prompt import HarmonyPrompt
 from cluster.http.text.long_text import Truncation
 from cluster.http.text.user_text import ChatText, ControlTokens, marked, unmarked
 from cluster.linux import trim_heap
+from workers.structured_output.token_bytes import BYTE_OF, TokenBytes
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
 MAX_LONG_ENCODES = 2
@@ -77,8 +72,7 @@ class ChatTokenizer:
         # Its own threads, and no semaphore, which would belong to one event loop: `aerie.LLM` has several.
         self._long_encodes = ThreadPoolExecutor(MAX_LONG_ENCODES, "tokenizer")
         self._hidden_beside: dict[tuple[str, ...], frozenset[int]] = {(): self._special}
-        self._is_byte_level = _is_byte_level(tokenizer)
-        self._bytes = TokenBytes(tokenizer, self._is_byte_level)
+        self._bytes = TokenBytes(tokenizer)
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
@@ -180,10 +174,13 @@ class ChatTokenizer:
     @functools.cached_property
     def longest_token_bytes(self) -> int:
         """Return the maximum bytes of text per token; 0 if unknown, because the tokenizer changes text (normalizes it,
-        or has a token for unknown text)."""
-        if not self._is_byte_level or self._tokenizer.normalizer is not None:
+        or has no token for some bytes)."""
+        if not self._bytes.is_byte_level or self._tokenizer.normalizer is not None:
             return 0
-        plain = max(map(len, self._tokenizer.get_vocab(with_added_tokens=False)))  # a character for each byte
+        words = self._tokenizer.get_vocab(with_added_tokens=False)
+        if not words.keys() >= BYTE_OF.keys():
+            return 0
+        plain = max(map(len, words))  # a character for each byte
         added = (len(token.content.encode()) for token in self._tokenizer.get_added_tokens_decoder().values())
         return max(plain, *added, 1)
 
@@ -198,7 +195,7 @@ class ChatTokenizer:
         before: the prompt, if the answer continues its text (not in a chat).
         shown: special tokens that are part of the text; None: all."""
         hidden = self._hidden(shown) if skip_special_tokens else frozenset()
-        if self._is_byte_level:
+        if self._bytes.is_byte_level:
             return ByteLevelDetokenizer(self._bytes, hidden)
         return PrefixDetokenizer(self._tokenizer, hidden, before[-TOKENS_BEFORE:])
 
@@ -251,7 +248,8 @@ class ChatTokenizer:
         """Do `decode`, which holds the interpreter's lock throughout (tokenizers 0.23: 2.4 s for two million
         tokens)."""
         try:
-            if not self._is_byte_level:  # a batch holds the lock only while it copies ids: 60 ms of 2 s for a million
+            # A batch holds the lock only while it copies ids: 60 ms of 2 s for a million.
+            if not self._bytes.is_byte_level:
                 return str(self._tokenizer.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0])
             hidden, bytes_of = self._special if skip_special_tokens else frozenset(), self._bytes.of
             return b"".join([bytes_of(token) for token in tokens if token not in hidden]).decode(errors="replace")
@@ -286,13 +284,3 @@ def _read_tokenizer(file: Path) -> Tokenizer:
     if num_tokens == 0:
         raise ValueError(f"{file}: has no tokens; download it again")
     return tokenizer
-
-
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = tokenizer.decoder
-    if isinstance(decoder, decoders.ByteLevel):
-        return True
-    if not isinstance(decoder, decoders.Sequence):
-        return False
-    steps = json.loads(decoder.__getstate__())["decoders"]
-    return [step["type"] for step in steps] == ["ByteLevel"]

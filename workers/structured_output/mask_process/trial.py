@@ -29,6 +29,7 @@ TOKEN_LIMIT_S = 0.2  # CPU time for one token of an answer; the rank's process a
 WALK_LIMIT_S = 2.0  # CPU time for all sample answers
 MIN_TOKENS = 100  # minimum tokens of sample answers within this time
 WALK_TOKENS = 96  # per sample answer
+MAX_SHOWN_BYTES = 40  # of a sample answer, in an error
 _REPEATED = (b"a", b" ", b"0", b"\n")
 
 
@@ -125,7 +126,7 @@ def _walk(compiled: "xgrammar.CompiledGrammar", jumps: bool) -> None:
     repeated = [texts.index(text) for text in _REPEATED if text in texts]
     began_s, num_tokens = time.thread_time(), 0
     for prefer in (None, 0, *repeated):
-        for took_s in _answer(compiled, lengths, prefer, jumps):
+        for took_s in _answer(compiled, texts, lengths, prefer, jumps):
             num_tokens += 1
             if took_s > TOKEN_LIMIT_S:
                 raise InvalidGrammarError(
@@ -143,11 +144,15 @@ def _walk(compiled: "xgrammar.CompiledGrammar", jumps: bool) -> None:
 
 
 def _answer(
-    compiled: "xgrammar.CompiledGrammar", lengths: "npt.NDArray[np.int32]", prefer: int | None, jumps: bool
+    compiled: "xgrammar.CompiledGrammar",
+    texts: list[bytes],
+    lengths: "npt.NDArray[np.int32]",
+    prefer: int | None,
+    jumps: bool,
 ) -> Iterator[float]:
     """Generate one sample answer, and yield the CPU seconds of each token. Raises InvalidGrammarError.
 
-    lengths: [vocab] int32, bytes of each token; 0 for tokens to avoid.
+    texts: bytes of each token. lengths: [vocab] int32, their numbers; 0 for tokens to avoid.
     prefer: a token to choose if it is allowed, else the shortest; None: always the longest.
     """
     import numpy as np
@@ -155,17 +160,18 @@ def _answer(
 
     from workers.structured_output.mask_process.matcher import Matcher
 
-    words = xgrammar.allocate_token_bitmask(1, len(lengths))
+    words, text = xgrammar.allocate_token_bitmask(1, len(lengths)), b""
     matcher, shortest = Matcher(compiled), np.where(lengths > 0, 1_000_000 - lengths, 0)
-    for position in range(WALK_TOKENS):
+    for _ in range(WALK_TOKENS):
         began_s = time.thread_time()
         matcher.fill(words)
         if jumps:
             matcher.jump()
         filled_s = time.thread_time() - began_s
         allowed = np.unpackbits(words[0].numpy().view(np.uint8), bitorder="little")[: len(lengths)]
-        if position == 0 and not allowed.any():
-            raise InvalidGrammarError("no text is allowed")
+        if not allowed.any():
+            after = f" after {text[-MAX_SHOWN_BYTES:].decode(errors='replace')!r}" if text else ""
+            raise InvalidGrammarError(f"no text is allowed{after} that the model's tokens can spell")
         best = int(np.argmax(allowed * (lengths if prefer is None else shortest)))
         token = prefer if prefer and allowed[prefer] else best
         if not allowed[token] or lengths[token] == 0:
@@ -173,6 +179,7 @@ def _answer(
             return  # only an end token or a token without text is allowed
         began_s = time.thread_time()
         matcher.take(token)
+        text += texts[token]
         yield filled_s + time.thread_time() - began_s
         if matcher.is_terminated():
             return

@@ -35,7 +35,7 @@ async def tried(checker: ProcessChecker, grammar: Grammar) -> None:
     """Again where the machine had no core for it."""
     for _ in range(20):
         try:
-            return await checker.check(grammar)
+            return await checker.check(grammar, "regex")
         except ApiError as error:
             if error.status != 429:
                 raise
@@ -46,7 +46,7 @@ async def tried(checker: ProcessChecker, grammar: Grammar) -> None:
 async def test_a_grammar_is_tried(checker: ProcessChecker) -> None:
     await asyncio.gather(checker.begin(), tried(checker, DIGITS))
     with pytest.raises(ApiError, match="cannot be used"):
-        await checker.check(BROKEN)
+        await checker.check(BROKEN, "regex")
 
 
 async def test_what_cannot_be_begun_is_tried_again_by_the_first_grammar(
@@ -59,7 +59,7 @@ async def test_what_cannot_be_begun_is_tried_again_by_the_first_grammar(
         patched.setattr(template_process.Template, "fork", fail)
         await checker.begin()
         with pytest.raises(ApiError, match="cannot be tried: no memory"):
-            await checker.check(DIGITS)
+            await checker.check(DIGITS, "regex")
     await tried(checker, DIGITS)
 
 
@@ -70,7 +70,7 @@ async def test_texts_of_any_language_are_accepted(checker: ProcessChecker, texts
 
 async def test_quick_grammars_pass_slow_ones_and_slow_ones_are_refused_with_the_time(checker: ProcessChecker) -> None:
     await tried(checker, DIGITS)
-    slow = [asyncio.create_task(checker.check(each)) for each in HOSTILE]
+    slow = [asyncio.create_task(checker.check(each, "regex")) for each in HOSTILE]
     await asyncio.sleep(0.1)
     began_s = time.monotonic()
     await asyncio.gather(*(tried(checker, Grammar("regex", f"[a-z]{{{n}}}", (0,))) for n in range(3, 8)))
@@ -97,13 +97,13 @@ async def test_a_grammar_that_got_no_core_is_not_called_too_slow(
         lower_priority = lambda process: os.kill(process._pid, signal.SIGSTOP)  # noqa: E731
         patched.setattr(template_process.ForkedProcess, "lower_priority", lower_priority)
         with pytest.raises(ApiError, match="of a busy core in 0.5 s; retry later") as caught:
-            await checker.check(slow)
+            await checker.check(slow, "regex")
         assert caught.value.status == 429
     monkeypatch.setattr(grammar_checker, "QUICK_S", 60.0)  # at low priority it gets no core of a busy machine
     for _ in range(5):  # nor a whole one otherwise
         if slow not in checker._known:
             with contextlib.suppress(ApiError):
-                await checker.check(slow)
+                await checker.check(slow, "regex")
     assert slow in checker._known
 
 
@@ -119,7 +119,7 @@ async def test_a_slow_trial_runs_where_nothing_else_wants_to(
     monkeypatch.setattr(grammar_checker, "QUICK_S", 0.0)
     monkeypatch.setattr(template_process.ForkedProcess, "lower_priority", watched)
     with contextlib.suppress(ApiError):
-        await checker.check(DIGITS)
+        await checker.check(DIGITS, "regex")
     assert seen == [os.SCHED_IDLE]
 
 
@@ -129,7 +129,7 @@ async def test_no_more_slow_trials_go_on_than_there_are_cores(monkeypatch: pytes
     monkeypatch.setattr(grammar_checker, "QUICK_S", 0.0)
     lower_priority = lambda process: os.kill(process._pid, signal.SIGSTOP)  # noqa: E731
     monkeypatch.setattr(template_process.ForkedProcess, "lower_priority", lower_priority)
-    trials = [asyncio.create_task(busy.check(Grammar("regex", f"[a-z]{{{n}}}", (0,)))) for n in range(3)]
+    trials = [asyncio.create_task(busy.check(Grammar("regex", f"[a-z]{{{n}}}", (0,)), "regex")) for n in range(3)]
     await asyncio.wait(trials, return_when=asyncio.FIRST_COMPLETED, timeout=60.0)
     [refused] = [trial for trial in trials if trial.done()]
     with pytest.raises(ApiError, match="and 2 such are being tried; retry later"):
@@ -151,6 +151,6 @@ async def test_one_trial_serves_all_that_ask_for_the_same(
 
     monkeypatch.setattr(template_process.Template, "fork", counted)
     same = Grammar("regex", "[a-f]{3}", (0,))
-    await asyncio.gather(*(checker.check(same) for _ in range(5)))
-    await checker.check(same)
+    await asyncio.gather(*(checker.check(same, "regex") for _ in range(5)))
+    await checker.check(same, "regex")
     assert len(forks) == 1

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.http.requests.edge_request import choice_seed
+from cluster.http.requests.parameters import choice_seed
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, in_process
 from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams

@@ -4,12 +4,16 @@ is refused by which name."""
 import json
 from typing import Any
 
+import httpx
 import openai
 import pydantic
 import pytest
 
-from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, in_process, served
-from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
+from cluster.http.app import build_app
+from cluster.http.errors import unsupported
+from cluster.http.requests.grammar_checker import GrammarChecker
+from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, edge_config, in_process, served
+from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
 from workers.scheduling.plan import Grammar
 
 END = (small_tokenizer().token_to_id(EOS),)
@@ -63,6 +67,37 @@ async def test_grammar_reaches_the_engine(asked: dict[str, Any], grammar: Gramma
             reply = await client.post(route, json=body | asked | {"n": 2})
             assert reply.status_code == 200, reply.text
     assert [call.sampling.grammar for call in engine.calls] == [grammar] * 4
+
+
+class _RefusesAll(GrammarChecker):
+    async def check(self, grammar: Grammar, param: str) -> None:
+        raise unsupported(param, "never")
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        *((CHAT, HELLO | asked, next(iter(asked))) for asked, grammar in ASKED[1:8] if grammar),
+        *((TEXT, PROMPT | asked, next(iter(asked))) for asked, grammar in ASKED[8:] if grammar),
+        (CHAT, HELLO | {"allowed_token_ids": [5]}, "allowed_token_ids"),
+        (TEXT, PROMPT | {"bad_words": ["a"]}, "bad_words"),
+        ("/generate", {"text": "a", "sampling_params": {"regex": "a"}}, "sampling_params.regex"),
+        ("/generate", {"text": ["a"], "sampling_params": [{"ebnf": "root ::= x"}]}, "sampling_params[0].ebnf"),
+        ("/generate", {"text": "a", "sampling_params": {"structural_tag": TAG}}, "sampling_params.structural_tag"),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "p", "schema": PERSON}}},
+            "text.format",
+        ),
+    ],
+)
+async def test_a_grammar_that_cannot_be_used_is_named_by_its_own_parameter(
+    route: str, body: dict[str, Any], param: str
+) -> None:
+    app = build_app(edge_config(), chat_tokenizer(), FakeEngine(says("x")), grammars=_RefusesAll())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://edge") as client:
+        reply = await client.post(route, json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
 
 
 def json_schema(schema: Any) -> dict[str, Any]:
