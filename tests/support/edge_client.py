@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
 from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
@@ -32,9 +33,14 @@ def in_process(engine: FakeEngine, tokenizer: ChatTokenizer | None = None, **cha
 
 
 @contextlib.asynccontextmanager
-async def served(engine: FakeEngine, tokenizer: ChatTokenizer | None = None, **changes: Any) -> AsyncIterator[str]:
-    """Base URL of a server that runs in this event loop."""
-    app = build_app(edge_config(**changes), tokenizer or chat_tokenizer(), engine)
+async def served(
+    engine: FakeEngine,
+    tokenizer: ChatTokenizer | None = None,
+    around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    **changes: Any,
+) -> AsyncIterator[str]:
+    """Base URL of a server that runs in this event loop. around: wraps the application."""
+    app = around(build_app(edge_config(**changes), tokenizer or chat_tokenizer(), engine))
     # With the protocol named, asyncio switches Nagle off on accepted connections; 40 ms per reply otherwise.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))

@@ -1,7 +1,7 @@
 """Request bodies of coding agents: answered, with the fields named that have no effect here.
 
 Each is written after what the agent sends, as recorded from its program or read in its published source, with short
-texts.
+texts. `tests.clients.agents` runs the programs themselves.
 """
 
 from typing import Any
