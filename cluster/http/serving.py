@@ -26,7 +26,7 @@ from cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reas
 from cluster.http.parsers.families import FAMILIES
 from cluster.http.parsers.output_parser import HeldReasoning, ReplyDelta, joined_deltas
 from cluster.http.parsers.reasoning import ReasoningTokens
-from cluster.http.parsers.table import MarkedParser, parser_of
+from cluster.http.parsers.table import MarkedParser, parser_of_prompt
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.requests.edge_request import EdgeRequest
@@ -104,8 +104,7 @@ class GenerationResponse(Response):
         self._engine_id = f"{reply_id.partition('-')[0]}-{uuid.uuid4().hex}"  # unique
         self._request_id = request_id
         self._answers = [_answer(edge.tokenizer, request, i) for i in range(len(request.choices))]
-        prompts = [request.prompt_texts[choice.prompt] if request.chat else "" for choice in request.choices]
-        self._parsers = [parser_of(request, prompt, edge.tokenizer) for prompt in prompts]
+        self._parsers = [parser_of_prompt(request, choice.prompt, edge.tokenizer) for choice in request.choices]
         self._reasoning_tokens = [ReasoningTokens() for _ in request.choices]
         self._held = [HeldReasoning() for _ in request.choices]
         self._reply = reply_form(

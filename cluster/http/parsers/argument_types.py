@@ -4,8 +4,10 @@ Used by `cluster.http.parsers.xml_calls`, whose calls are not JSON."""
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
+from cluster.http.parsers.python_literals import literal_json
+from cluster.http.text.json_text import parsed, repaired
 from workers.structured_output.schema_keywords import OF_TYPE, UNIONS, is_of
 
 _SCALARS = {"True": "true", "False": "false", "None": "null"}  # Python's names, which some chat templates write
@@ -76,10 +78,10 @@ def json_value(text: str, types: frozenset[str]) -> str:
     types: empty: any. If strings are allowed beside other types, a text that is JSON of another type is of that type.
     """
     stripped = text.strip()
-    written = _SCALARS.get(stripped, stripped)
     try:
-        value = json.loads(written, parse_constant=_refuse)
-    except (ValueError, RecursionError):
+        written = _written(stripped, types)
+        value = json.loads(written)
+    except ValueError:
         return json.dumps(text, ensure_ascii=False)
     if not types or any(is_of(value, kind) for kind in types):
         # quotation marks belong to a string, unless its type is unknown
@@ -88,5 +90,13 @@ def json_value(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False) if "string" in types else written
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+def _written(text: str, types: frozenset[str]) -> str:
+    """Return the JSON of a text that is JSON, or an object or a list in Python. Raises ValueError."""
+    written = _SCALARS.get(text, repaired(text))
+    try:
+        parsed(written)
+    except ValueError:
+        if not text.startswith(("{", "[")) and not (text.startswith("(") and "array" in types):
+            raise
+        return literal_json(text)
+    return written

@@ -7,6 +7,7 @@ from typing import Any
 
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.families import FAMILIES, CallSyntax
+from cluster.http.parsers.reasoning import is_reasoning
 from cluster.http.schema.message import NO_PARAMETERS, Tool
 from workers.scheduling.plan import Grammar
 
@@ -86,16 +87,18 @@ def _tag(syntax: CallSyntax, tool: Tool, forced: bool) -> dict[str, Any]:
     }
 
 
-def after_thinking(parser: OutputParserName, calls: dict[str, Any], prompt: str, template: str) -> dict[str, Any]:
+def after_thinking(
+    parser: OutputParserName, calls: dict[str, Any], prompt: str, template: str, continued: str = ""
+) -> dict[str, Any]:
     """Return `calls`, or another format, with optional reasoning before it, if the prompt has started reasoning or the
-    template has it. prompt, template: texts."""
+    template has it. prompt, template, continued: see `is_reasoning`."""
     if parser == "harmony":
         analysis = _thinking("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
         return {"type": "sequence", "elements": [{"type": "optional", "content": analysis}, calls]}
     if (marks := FAMILIES[parser].thinking) is None:
         return calls
     opens, closes = marks
-    if prompt.rstrip().endswith(opens):
+    if is_reasoning(opens, closes, prompt, continued):
         thinking = _thinking("", closes)
     elif opens in template and not prompt.rstrip().endswith(closes):
         thinking = {"type": "optional", "content": _thinking(opens, closes)}

@@ -3,26 +3,33 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.argument_types import ArgumentTypes
-from cluster.http.parsers.json_calls import CallList
-from cluster.http.parsers.literal_calls import GEMMA_END, GEMMA_QUOTE, PYTHON_END, PYTHON_START, GemmaBody, PythonCalls
+from cluster.http.parsers.json_calls import Found, read_calls
+from cluster.http.parsers.literal_calls import (
+    GEMMA_END,
+    GEMMA_QUOTE,
+    PYTHON_END,
+    PYTHON_START,
+    read_gemma_call,
+    read_python_calls,
+)
 from cluster.http.parsers.output_parser import CallIds, random_id
+from cluster.http.parsers.source import Reading, Source
 from cluster.http.parsers.tool_calls import (
     DEEPSEEK_HEAD,
     KIMI_HEAD,
+    MISTRAL_MARK,
     PYTHON_TAG,
     CallBody,
-    CallReader,
-    Llama3Calls,
     MarkedCalls,
-    MistralBody,
-    NamedCall,
+    named_call,
+    read_llama3_calls,
+    read_mistral_calls,
 )
-from cluster.http.parsers.xml_calls import GLM, MINIMAX, SEED, XmlCalls, types_of_tools
+from cluster.http.parsers.xml_calls import GLM, MINIMAX, SEED, types_of_tools, xml_calls
 from cluster.http.text import harmony_prompt
 
 Types = Callable[[], Mapping[str, ArgumentTypes]]
@@ -63,10 +70,11 @@ class Family:
     thinking: opening and closing mark of reasoning.
     calls: marks of calls, each with a function that makes the reader of the text after it from the argument types of
         tools; None: the mark is dropped.
-    reader: function that makes a reader of calls that are not between marks.
+    reader: reads answers whose calls are not between marks.
     other_marks: an answer's text contains all marks, even if they are special tokens. None: it contains all special
         tokens.
-    calls_in_thinking: start of calls, for models that may call within their reasoning (Qwen3.5).
+    calls_end_thinking: a call ends reasoning as soon as it begins, because its marks are tokens that reasoning does not
+        have. Else reasoning may contain drafts of calls: a call ends it if only calls follow it.
     ids: function that makes ids of calls from the prompt.
     syntax: None: calls cannot be forced.
     has_own_parser: `cluster.http.parsers.table` has one, which reads calls.
@@ -76,9 +84,9 @@ class Family:
     not_shown_by: str | None = None
     thinking: tuple[str, str] | None = _THINK
     calls: Mapping[str, Callable[[Types], CallBody] | None] = field(default_factory=dict)
-    reader: Callable[[], CallReader] | None = None
+    reader: Callable[[Source, Found], Reading[None]] | None = None
     other_marks: tuple[str, ...] | None = ()
-    calls_in_thinking: str = ""
+    calls_end_thinking: bool = False
     ids: Callable[[str], CallIds] = lambda prompt: random_id
     syntax: CallSyntax | None = None
     has_own_parser: bool = False
@@ -93,12 +101,10 @@ class Family:
         """All marks; None: all special tokens."""
         return None if self.other_marks is None else (*(self.thinking or ()), *self.calls, *self.other_marks)
 
-    def call_reader(self, tools: Sequence[Mapping[str, Any]]) -> CallReader | None:
-        """Return the reader of one answer's calls; None without calls. tools: in the chat template's form."""
-        if self.reader is not None:
-            return self.reader()
+    def marked_calls(self, tools: Sequence[Mapping[str, Any]]) -> MarkedCalls | None:
+        """Return what reads calls after marks; None without marks. tools: in the chat template's form."""
         types = functools.cache(lambda: types_of_tools(tools))
-        bodies = {mark: None if body is None else partial(body, types) for mark, body in self.calls.items()}
+        bodies = {mark: None if body is None else body(types) for mark, body in self.calls.items()}
         return MarkedCalls(bodies) if bodies else None
 
 
@@ -110,7 +116,9 @@ def _kimi_ids(prompt: str) -> CallIds:
 
 _BAR = "<|tool_call|>"
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
 _KIMI_BEGIN, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_CALL = "<|tool_call_begin|>"
 # Detection takes the first row whose `shown_by` fits the chat template.
 FAMILIES: dict[OutputParserName, Family] = {
     "harmony": Family(
@@ -133,9 +141,10 @@ FAMILIES: dict[OutputParserName, Family] = {
     ),
     "deepseek_v3": Family(  # V3 and R1 (with "function" and a fence around the arguments) and V3.1 (without)
         shown_by=(_DEEPSEEK_BEGIN,),
+        calls_end_thinking=True,
         calls={
             _DEEPSEEK_BEGIN: None,
-            "<｜tool▁call▁begin｜>": lambda types: NamedCall(DEEPSEEK_HEAD, "<｜tool▁call▁end｜>"),
+            _DEEPSEEK_CALL: lambda types: named_call(DEEPSEEK_HEAD, "<｜tool▁call▁end｜>", _DEEPSEEK_CALL),
             _DEEPSEEK_END: None,
         },
         other_marks=("<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
@@ -150,9 +159,10 @@ FAMILIES: dict[OutputParserName, Family] = {
     ),
     "kimi_k2": Family(  # <|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>{...}<|tool_call_end|>
         shown_by=(_KIMI_BEGIN,),
+        calls_end_thinking=True,
         calls={
             _KIMI_BEGIN: None,
-            "<|tool_call_begin|>": lambda types: NamedCall(KIMI_HEAD, "<|tool_call_end|>"),
+            _KIMI_CALL: lambda types: named_call(KIMI_HEAD, "<|tool_call_end|>", _KIMI_CALL),
             _KIMI_END: None,
         },
         other_marks=("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
@@ -168,7 +178,7 @@ FAMILIES: dict[OutputParserName, Family] = {
     ),
     "minimax_m2": Family(  # <minimax:tool_call><invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>
         shown_by=("<minimax:tool_call>",),
-        calls={"<minimax:tool_call>": lambda types: XmlCalls(types(), MINIMAX), MINIMAX.call_end: None},
+        calls={"<minimax:tool_call>": lambda types: xml_calls(types(), MINIMAX), MINIMAX.call_end: None},
         syntax=CallSyntax(
             '<invoke name="{name}">\n',
             "</invoke>\n",
@@ -182,7 +192,7 @@ FAMILIES: dict[OutputParserName, Family] = {
     "seed_oss": Family(  # <seed:tool_call> and calls in Qwen3-Coder's format
         shown_by=("<seed:tool_call>",),
         thinking=("<seed:think>", "</seed:think>"),
-        calls={"<seed:tool_call>": lambda types: XmlCalls(types(), SEED), SEED.call_end: None},
+        calls={"<seed:tool_call>": lambda types: xml_calls(types(), SEED), SEED.call_end: None},
         syntax=CallSyntax(
             "<seed:tool_call>\n<function={name}>\n",
             "</function>\n</seed:tool_call>",
@@ -194,51 +204,54 @@ FAMILIES: dict[OutputParserName, Family] = {
     "gemma4": Family(  # <|tool_call>call:NAME{...}<tool_call|>
         shown_by=("<|tool_call>call:",),
         thinking=("<|channel>thought", "<channel|>"),
-        calls={"<|tool_call>": lambda types: GemmaBody(), GEMMA_END: None},
+        calls_end_thinking=True,
+        calls={"<|tool_call>": lambda types: read_gemma_call, GEMMA_END: None},
         other_marks=("<|channel>", GEMMA_QUOTE),
     ),
     "glm45": Family(  # <tool_call>NAME <arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>
         shown_by=("<tool_call>", "<arg_key>"),
-        calls={"<tool_call>": lambda types: XmlCalls(types(), GLM), GLM.call_end: None},
+        calls={"<tool_call>": lambda types: xml_calls(types(), GLM), GLM.call_end: None},
         other_marks=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         syntax=CallSyntax("<tool_call>{name}\n", "</tool_call>", "\n", "<tool_call>", style="glm_xml"),
     ),
     "phi4_mini": Family(  # calls in JSON, in an array or not; so are Granite's
         shown_by=(_BAR, "<|/tool_call|>"),
-        calls={_BAR: lambda types: CallList(), "<|/tool_call|>": None},
+        calls_end_thinking=True,
+        calls={_BAR: lambda types: read_calls, "<|/tool_call|>": None},
         syntax=CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", _BAR, f"{_BAR}[", "]<|/tool_call|>"),
     ),
     "granite": Family(
         shown_by=(_BAR, "<|start_of_role|>"),
-        calls={_BAR: lambda types: CallList(), "<response>": None, "</response>": None},
+        calls_end_thinking=True,
+        calls={_BAR: lambda types: read_calls, "<response>": None, "</response>": None},
         syntax=CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", _BAR, f"{_BAR}[", "]"),
     ),
     "mistral": Family(
         shown_by=("[TOOL_CALLS]",),
         thinking=("[THINK]", "[/THINK]"),
-        calls={"[TOOL_CALLS]": lambda types: MistralBody()},
+        calls_end_thinking=True,
+        calls={MISTRAL_MARK: lambda types: read_mistral_calls},
         other_marks=("[ARGS]", "[CALL_ID]"),
         syntax=CallSyntax('{"name": "{name}", "arguments": ', "}", ", ", "[TOOL_CALLS]", "[TOOL_CALLS][", "]"),
     ),
     "pythonic": Family(
         shown_by=("[func_name1(params_name1",),
-        reader=PythonCalls,
+        reader=read_python_calls,
         other_marks=(PYTHON_START, PYTHON_END),
     ),
     "llama3": Family(
         shown_by=("<|start_header_id|>", "tools", "parameters"),
-        reader=Llama3Calls,
+        reader=read_llama3_calls,
         other_marks=(PYTHON_TAG,),
         syntax=CallSyntax('{"name": "{name}", "parameters": ', "}", "; ", '{"name": '),
     ),
     "qwen3_coder": Family(  # XML (`cluster.http.parsers.xml_calls`): also Qwen3.5 and later
         shown_by=("<tool_call>", "<function=", "<parameter="),
         calls={
-            "<tool_call>": lambda types: XmlCalls(types()),
+            "<tool_call>": lambda types: xml_calls(types()),
             "</tool_call>": None,
-            "<function=": lambda types: XmlCalls(types(), opened=True),
+            "<function=": lambda types: xml_calls(types(), opened=True),
         },
-        calls_in_thinking="<tool_call>\n<function=",
         syntax=CallSyntax(
             "<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", "\n", "<tool_call>", style="qwen_xml"
         ),
@@ -246,7 +259,7 @@ FAMILIES: dict[OutputParserName, Family] = {
     "hermes": Family(  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>: also Qwen 2.5 and 3
         shown_by=("<tool_call>", "arguments"),
         not_shown_by="<function=",
-        calls={"<tool_call>": lambda types: CallList(1), "</tool_call>": None},
+        calls={"<tool_call>": lambda types: read_calls, "</tool_call>": None},
         syntax=CallSyntax('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n", "<tool_call>"),
     ),
     "think": Family(shown_by=("</think>",)),

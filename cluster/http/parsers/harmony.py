@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 
 from cluster.http.answer import Piece
-from cluster.http.parsers.json_calls import CallPart
+from cluster.http.parsers.json_calls import Found, read_arguments
 from cluster.http.parsers.marks import cut
 from cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
+from cluster.http.parsers.source import Reading, Running, Source
 from cluster.http.text.harmony_prompt import MARKS
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = MARKS
@@ -46,14 +47,12 @@ class HarmonyParser:
         self._tools = tools
         self._marks = TokenMarks(mark_ids) if mark_ids else TextMarks()
         self._deltas = CallDeltas(parallel)
-        self._content: list[str] = []
+        self._found = Found()  # content and calls
         self._reasoning: list[str] = []
-        self._calls: list[CallPart] = []
         self._head: str | None = ""  # None: inside a message
         self._has_role = False  # the head has one
         self._channel = ""
-        self._call: str | None = None  # the function that the message is for
-        self._has_arguments = False
+        self._call: Running | None = None  # reads the arguments of the function that the message is for
         begun = prompt[prompt.rfind(START) :].partition(MESSAGE) if START in prompt else ("", "", "")
         if begun[1]:
             self._open(begun[0].removeprefix(START).removeprefix("assistant"))
@@ -68,14 +67,13 @@ class HarmonyParser:
         if piece.finish is not None:
             if self._head is not None:
                 self._show_rest(self._head)
-            elif piece.finish == "stop":
+            elif piece.finish == "stop" or (self._call is not None and self._call.source.position):
                 self._close()
-        deltas = self._deltas.of(self._calls)
-        delta = ReplyDelta("".join(self._content), "".join(self._reasoning), deltas, piece.finish)
-        self._content, self._reasoning, self._calls = [], [], []
-        if piece.finish == "stop" and self._deltas.any:
-            return ReplyDelta(delta.content, delta.reasoning, deltas, "tool_calls")
-        return delta
+        content, parts = self._found.taken()
+        deltas = self._deltas.of(parts)
+        reasoning, self._reasoning = "".join(self._reasoning), []
+        ended = piece.finish == "stop" and self._deltas.any and not self._found.is_cut
+        return ReplyDelta(content, reasoning, deltas, "tool_calls" if ended else piece.finish)
 
     def _take_text(self, text: str) -> None:
         if self._head is None:
@@ -112,20 +110,19 @@ class HarmonyParser:
         self._channel = channel[1] if channel else "final"
         name = recipient[1] if recipient else ""
         function = name.removeprefix("functions.")
-        self._call = function if self._with_calls and function and (function != name or name in self._tools) else None
-        self._head, self._has_arguments = None, False
-        if self._call:
-            self._calls.append(CallPart(self._call, ""))
+        self._head = None
+        if self._with_calls and function and (function != name or name in self._tools):
+            source = Source()
+            self._call = Running(source, _read_message(source, self._found, function))
 
     def _show(self, text: str) -> None:
         """Add text of the message."""
         if self._call is not None:
-            self._calls.append(CallPart(None, text))
-            self._has_arguments = True
+            self._call.push(text, False)
         elif self._channel == "analysis":
             self._reasoning.append(text)
         else:
-            self._content.append(text)
+            self._found.text(text)
 
     def _show_rest(self, head: str) -> None:
         """Add to the content the text that stands in place of a message's header."""
@@ -133,12 +130,29 @@ class HarmonyParser:
             return
         rest = _PARTS.sub("", head)
         if rest.strip():
-            self._content.append(rest)
+            self._found.text(rest)
 
     def _close(self) -> None:
-        if self._call is not None and not self._has_arguments:
-            self._show("{}")
+        if self._call is not None:
+            self._call.push("", True)
         self._call = None
+
+
+def _read_message(source: Source, found: Found, function: str) -> Reading[None]:
+    """Read a message to a function; without any text, it has no arguments. Text that is none is content."""
+    source.keep()
+    if not (yield from source.has(1)):
+        found.call(function)
+        found.arguments("{}")
+        return
+    is_call = yield from read_arguments(source, found, function)
+    text = source.kept()
+    if not is_call:
+        found.text(text)
+    while not source.is_over:
+        text = source.rest()
+        found.text(text if text.strip() or not is_call else "")
+        yield
 
 
 class TextMarks:

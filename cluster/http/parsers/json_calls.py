@@ -1,19 +1,22 @@
-"""Parses streamed tool calls in JSON. Returns the name once it is known, and arguments character by character as the
-model writes them."""
+"""Reads streamed tool calls in JSON, as models write it. The arguments that a client receives are a JSON object, and
+arrive while the model writes them.
+
+Values are repaired by `cluster.http.parsers.json_copy`. Arguments may be JSON text, or `null`. Keys that no call has
+are skipped with their values. A character that JSON has only in strings ends a call, whose braces are missing then.
+"""
 
 import json
 import re
 from typing import NamedTuple
 
-from cluster.http.text.json_text import parsed_repaired
+from cluster.http.parsers.json_copy import CLOSERS, CONSTANTS, QUOTES, WORD, JsonCopy, Write, read_key, read_string
+from cluster.http.parsers.source import SPACES, Reading, Running, Source
 
-_STRUCTURE = re.compile(r'["\\{}\[\]]')
-_SCALAR_END = re.compile(r"[\s,}\]]")
-_KEY = re.compile(r'\s*[{,]?\s*("(?:[^"\\]|\\.)*")\s*:\s*')
-_OBJECT_END = re.compile(r"\s*}")
-_BETWEEN = re.compile(r"[\s,;]*")
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
-CALL_KEYS = ARGUMENT_KEYS | {"name", "type", "id", "function"}
+_OWN_KEYS = ARGUMENT_KEYS | {"name", "type", "id", "index", "function"}
+_BETWEEN_KEYS = re.compile(r"[\s,]*")
+_BETWEEN_CALLS = re.compile(r"[\s,;]*")
+_AFTER_CALLS = re.compile(r"[\s,;}\]]*")
 
 
 class CallPart(NamedTuple):
@@ -23,208 +26,207 @@ class CallPart(NamedTuple):
     arguments: str
 
 
-class BracketSpan:
-    """Finds, in streamed text, the bracket that closes the first one, or the end of a string before any bracket.
+class Found:
+    """What readers found: content, and parts of calls.
 
-    structure: finds brackets, the quotation marks of strings, and backslashes."""
-
-    def __init__(self, structure: re.Pattern[str] = _STRUCTURE) -> None:
-        self._structure = structure
-        self._depth = 0
-        self._quote = ""  # the mark that ends the current string
-        self._escaped = False
-
-    def take(self, text: str) -> tuple[str, str | None]:
-        """Return the part of `text` that belongs to the span, and the rest once it is complete, else None."""
-        at = 0
-        while at < len(text):
-            if self._escaped:
-                self._escaped = False
-                at += 1
-                continue
-            found = self._structure.search(text, at)
-            if found is None:
-                break
-            mark, at = found[0], found.end()
-            if mark == "\\":
-                self._escaped = bool(self._quote)
-            elif self._quote:
-                self._quote = "" if mark == self._quote else self._quote
-            elif mark in "\"'":
-                self._quote = mark
-            else:
-                self._depth += 1 if mark in "([{" else -1
-            if self._depth <= 0 and not self._quote:
-                return text[:at], text[at:]
-        return text, None
-
-
-class JsonSpan:
-    """Finds the end of one JSON value in streamed text. Malformed JSON ends anywhere or not at all."""
+    num_calls: calls that have begun.
+    is_cut: the answer ended within the arguments of the last call.
+    """
 
     def __init__(self) -> None:
-        self._brackets: BracketSpan | None = None
-        self._started = False
+        self._content: list[str] = []
+        self._parts: list[CallPart] = []
+        self.num_calls = 0
+        self.is_cut = False
 
-    def take(self, text: str) -> tuple[str, str | None]:
-        """See `BracketSpan.take`. White space before the value is dropped."""
-        if not self._started:
-            text = text.lstrip()
-            if not text:
-                return "", None
-            self._started = True
-            self._brackets = BracketSpan() if text[0] in '{["' else None
-        if self._brackets is not None:
-            return self._brackets.take(text)
-        end = _SCALAR_END.search(text)
-        return (text, None) if end is None else (text[: end.start()], text[end.start() :])
+    def text(self, text: str) -> None:
+        """Add content."""
+        self._content.append(text)
+
+    def call(self, name: str) -> None:
+        """Begin a call."""
+        self.num_calls += 1
+        self.is_cut = False
+        self._parts.append(CallPart(name, ""))
+
+    def arguments(self, text: str) -> None:
+        """Add JSON text to the arguments of the last call."""
+        if text:
+            self._parts.append(CallPart(None, text))
+
+    def taken(self) -> tuple[str, list[CallPart]]:
+        """Return what was found since the last time."""
+        content, parts = "".join(self._content), self._parts
+        self._content, self._parts = [], []
+        return content, parts
+
+
+class Arguments:
+    """Reads the arguments of one call: an object, the same as JSON text in a string, or nothing (`null`, an empty
+    string).
+
+    has_any: whether anything was written. is_read: whether there are arguments. is_complete: whether the model ended
+    them.
+    """
+
+    def __init__(self, source: Source, write: Write) -> None:
+        self._source = source
+        self._write_on = write
+        self.has_any = False
+        self.is_read = False
+        self.is_complete = False
+
+    def read(self) -> Reading[bool]:
+        """Read them; return whether the model ended them. If `is_read` is not set, these are no arguments."""
+        yield from self._source.run(SPACES)
+        first = yield from self._source.peek()
+        if first == "{":
+            self.is_read = True
+            self.is_complete = yield from JsonCopy(self._source, self._write).read()
+        elif first in QUOTES:
+            self._source.skip()
+            return (yield from self._text(first))
+        elif first not in ("", "["):
+            word = yield from self._source.run(WORD)
+            self.is_read = self.is_complete = CONSTANTS.get(word) == "null"
+        return self.is_complete
+
+    def _text(self, quote: str) -> Reading[bool]:
+        inner = Source()
+        arguments = Arguments(inner, self._write)
+        running = Running(inner, arguments._object())
+        is_closed = yield from read_string(
+            self._source, quote, lambda text: running.push(json.loads(f'"{text}"'), False)
+        )
+        running.push("", True)
+        self.is_read = arguments.is_read
+        self.is_complete = arguments.is_complete and (is_closed or self.has_any)
+        return is_closed
+
+    def _object(self) -> Reading[None]:
+        yield from self._source.run(SPACES)
+        first = yield from self._source.peek()
+        if first in ("{", "n"):
+            yield from self.read()
+        self.is_read = self.is_read or not first
+        self.is_complete = self.is_complete or not first
+
+    def _write(self, text: str) -> None:
+        self.has_any = True
+        self._write_on(text)
 
 
 class CallObject:
-    """Reads one object {"name": ..., "arguments" or "parameters": {...}}, with keys in any order."""
+    """Reads one object {"name": ..., "arguments" or "parameters": {...}}, with keys in any order. It may be in the
+    value of a key "function"."""
 
-    def __init__(self) -> None:
-        self._text = ""
-        self._raw = ""
-        self._key: str | None = None
-        self._value = ""
-        self._span = JsonSpan()
-        self._named = False
-        self._early = ""  # arguments before the name
-        self._has_arguments = False
-        self.failed = False
+    def __init__(self, source: Source, found: Found) -> None:
+        self._source = source
+        self._found = found
+        self._name: str | None = None
+        self._early: list[str] = []  # arguments before the name
+        self._arguments = Arguments(source, self._write)
+        self._has_begun = False
+        self._has_others = False  # keys that no call has
 
-    @property
-    def raw(self) -> str:
-        """Return all text read, for an object that is no call."""
-        return self._raw + self._text
-
-    @property
-    def named(self) -> bool:
-        """Whether the name was returned."""
-        return self._named
-
-    def take(self, text: str) -> tuple[list[CallPart], str | None]:
-        """Return parts of the call, and the rest of the text once the object is complete. Sets `failed` if it is no
-        call."""
-        parts: list[CallPart] = []
-        self._text += text
-        while not self.failed:
-            if self._key is None:
-                rest = self._next_key()
-                if rest is not None:
-                    return [*parts, *self._close()], rest
-                if self._key is None:
-                    break
-            part, value_rest = self._span.take(self._text)
-            self._raw += self._text[: len(self._text) - len(value_rest or "")]
-            self._text = value_rest or ""
-            parts += self._value_part(part, value_rest is not None)
-            if value_rest is None:
+    def read(self) -> Reading[bool]:
+        """Return whether it is a call. The source is at its opening brace."""
+        depth, is_whole = 1, True
+        self._source.skip()
+        while depth and is_whole:
+            yield from self._source.run(_BETWEEN_KEYS)
+            character = yield from self._source.peek()
+            if character == "}":
+                self._source.skip()
+                depth -= 1
+                continue
+            key = yield from read_key(self._source)
+            if key is None:  # braces are missing
+                is_whole = bool(character) and character not in (*QUOTES, "{", "[", ":")
                 break
-        return parts, None
+            yield from self._source.run(SPACES)
+            is_whole = yield from self._source.take(":")
+            yield from self._source.run(SPACES)
+            if is_whole and json.loads(key) == "function" and (yield from self._source.take("{")):
+                depth += 1
+            elif is_whole:
+                is_whole = yield from self._member(json.loads(key))
+        self._found.is_cut = self._has_begun and not self._arguments.is_complete and self._source.is_over
+        return self._has_begun or (is_whole and self._end())
 
-    def _next_key(self) -> str | None:
-        """Read the next key if it is complete. Return the rest of the text at the object's end."""
-        end = _OBJECT_END.match(self._text)
-        if end is not None and self._raw:
-            rest = self._text[end.end() :]
-            self._raw += self._text[: end.end()]
-            self._text = ""
-            return rest
-        found = _KEY.match(self._text)
-        if found is None:
-            # Before a key's quotation mark there is at most white space and one comma or brace.
-            self.failed = (
-                len(self._text.lstrip().lstrip("{,").lstrip()) > 0
-                and (self._text.lstrip().lstrip("{,").lstrip()[0]) != '"'
-            )
-            return None
-        try:
-            key = json.loads(found[1])
-        except ValueError:
-            key = ""
-        self._key, self._value, self._span = key, "", JsonSpan()
-        self.failed = key not in CALL_KEYS
-        if not self.failed:
-            self._raw += self._text[: found.end()]
-            self._text = self._text[found.end() :]
-        return None
+    def _member(self, key: str) -> Reading[bool]:
+        """Read the value of `key`; return whether it is complete and the object may be a call."""
+        first = yield from self._source.peek()
+        if key in ARGUMENT_KEYS and not self._arguments.is_read:
+            is_complete = yield from self._arguments.read()
+            return is_complete and self._arguments.is_read
+        if key in ("name", "function") and self._name is None:
+            name = (yield from read_key(self._source)) if first in QUOTES else None
+            self._name = json.loads(name) if name is not None else None
+            if self._name and self._early:
+                self._write("")
+            return bool(self._name)
+        self._has_others = self._has_others or key not in _OWN_KEYS
+        if first in CLOSERS:
+            return (yield from JsonCopy(self._source, _discard).read())
+        if first in QUOTES:
+            return (yield from read_key(self._source)) is not None
+        return bool((yield from self._source.run(WORD))) and not self._source.is_over
 
-    def _value_part(self, part: str, complete: bool) -> list[CallPart]:
-        """Return the call parts in the next text `part` of a value."""
-        parts = []
-        if self._key in ARGUMENT_KEYS:
-            self._has_arguments = True
-            if self._named and part:
-                parts.append(CallPart(None, part))
-            elif part:
-                self._early += part
-        else:
-            self._value += part
-            if complete and self._key == "name":
-                parts += self._name()
-        if complete:
-            self._key = None
-        return parts
+    def _write(self, text: str) -> None:
+        """Add text to the arguments, which begin the call once its name is known."""
+        self._early.append(text)
+        if self._name is not None:
+            if not self._has_begun:
+                self._found.call(self._name)
+            self._has_begun = True
+            self._found.arguments("".join(self._early))
+            self._early = []
 
-    def _name(self) -> list[CallPart]:
-        try:
-            name = parsed_repaired(self._value)
-        except ValueError:
-            name = None
-        if not isinstance(name, str):
-            self.failed = True
-            return []
-        self._named = True
-        return [CallPart(name, ""), *([CallPart(None, self._early)] if self._early else [])]
-
-    def _close(self) -> list[CallPart]:
-        if not self._named:
-            self.failed = True
-            return []
-        return [] if self._has_arguments else [CallPart(None, "{}")]
+    def _end(self) -> bool:
+        if self._name is None or (self._has_others and not self._arguments.is_read):
+            return False
+        self._write("{}")
+        return True
 
 
-class CallList:
-    """Consecutive call objects, in an array or separated by ";". num: maximum number; None: no limit."""
+def _discard(text: str) -> None:
+    """Write nothing."""
 
-    def __init__(self, num: int | None = None) -> None:
-        self._left = num
-        self._object: CallObject | None = None
-        self._held = ""
-        self._in_array = False
 
-    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """Return parts of calls and, once the calls are over, the text after them. end: no text follows."""
-        parts: list[CallPart] = []
-        text, self._held = self._held + text, ""
-        while True:
-            if self._object is None:
-                between = _BETWEEN.match(text)
-                assert between is not None
-                at = between.end()
-                if at == len(text):
-                    self._held = text
-                    return parts, (text if end else None)
-                if text[at] == "[" and not self._in_array:
-                    self._in_array, text = True, text[at + 1 :]
-                    continue
-                if text[at] == "]" and self._in_array:
-                    return parts, text[at + 1 :]
-                if text[at] != "{" or self._left == 0:
-                    return parts, text
-                self._object, text = CallObject(), text[at:]
-            found, rest = self._object.take(text)
-            parts += found
-            if self._object.failed and not self._object.named:
-                raw, self._object = self._object.raw, None
-                return parts, raw + (rest or "")
-            if rest is None:
-                unfinished = self._object.raw if end and not self._object.named else None
-                return parts, unfinished
-            self._object, text = None, rest
-            if self._left is not None:
-                self._left -= 1
-                if self._left == 0 and not self._in_array:
-                    return parts, text
+def read_calls(source: Source, found: Found) -> Reading[int | None]:
+    """Read consecutive call objects, in a list, or separated by white space, "," or ";". Return None if there is one at
+    least, and only other text follows; else the position of what is in place of an object."""
+    start, has_calls, in_list = source.position, False, False
+    while True:
+        yield from source.run(_AFTER_CALLS if has_calls else _BETWEEN_CALLS)
+        first = yield from source.peek()
+        if first == "[" and not in_list:
+            source.skip()
+            in_list = True
+            continue
+        if first != "{":
+            return None if has_calls else start
+        start = source.position if has_calls else start
+        if not (yield from CallObject(source, found).read()):
+            return start
+        has_calls = True
+
+
+def read_arguments(source: Source, found: Found, name: str) -> Reading[bool]:
+    """Read the arguments of a call of `name`; return False if these are no arguments. They may be omitted."""
+    begun = False
+
+    def write(text: str) -> None:
+        nonlocal begun
+        if not begun:
+            found.call(name)
+        begun = True
+        found.arguments(text)
+
+    arguments = Arguments(source, write)
+    yield from arguments.read()
+    found.is_cut = begun and not arguments.is_complete and source.is_over
+    if arguments.is_read and not begun:
+        write("{}")
+    return begun

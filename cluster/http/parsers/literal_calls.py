@@ -1,148 +1,126 @@
 """Parses tool calls whose arguments are neither JSON nor XML; each call is returned whole. Llama 3.2 and 4 (some
 templates) use Python: `[NAME(KEY=VALUE, ...), ...]`. Gemma 4 uses `call:NAME{KEY:<|"|>TEXT<|"|>,KEY:NUMBER}`."""
 
-import ast
 import json
 import re
 from typing import Any
 
-from cluster.http.parsers.json_calls import BracketSpan, CallPart
-from cluster.http.parsers.marks import cut
-from cluster.http.text.json_text import parsed, without_surrogates
+from cluster.http.parsers.json_calls import Found
+from cluster.http.parsers.python_literals import keywords_json, literal_json
+from cluster.http.parsers.source import SPACES, Marks, Reading, Source
+from cluster.http.text.json_text import parsed
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 GEMMA_END, GEMMA_QUOTE = "<tool_call|>", '<|"|>'
-_LIST_BEGINS = re.compile(r"\[\s*(?:[A-Za-z_][\w.]*\s*)?")
-_LIST = re.compile(r"\[\s*(?=[A-Za-z_][\w.]*\s*\()")
-_BETWEEN = ", \t\r\n"
-_STRUCTURE = re.compile(r"[\"'\\()\[\]{}]")
+_NAME = re.compile(r"[\w.]*")
+_PYTHON_NAME = re.compile(r"[^\W\d][\w.]*")
+_BETWEEN = re.compile(r"[,\s]*")
+_PLAIN = re.compile(r"[^\"'\\()\[\]{}]*")
+_GEMMA_ENDS = Marks((GEMMA_END,))
 _GEMMA_HEAD = re.compile(r"\s*call:([\w.-]+)\s*(?={)")
 _GEMMA_SCALAR = re.compile(r"[^,}\]]*")
-_GEMMA_KEY = re.compile(r"\s*([^:{}<,]*):")
-_CONSTANTS = {"true": True, "false": False, "null": None}
+_GEMMA_STRING = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')\s*(?=[,}\]])""", re.DOTALL)
+_GEMMA_KEY = re.compile(r"([^:{}<,]*):")
+_CONSTANTS = {"True": True, "False": False, "None": None}
 _MAX_DEPTH = 64
 
 
-class PythonCalls:
-    """An answer is either a list of calls from its start, or content."""
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._state = "start"  # then "list" and "end", or "content"
-        self._call = ""  # the current call, as far as it has arrived
-        self._span = BracketSpan(_STRUCTURE)
-
-    def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
-        """See `cluster.http.parsers.tool_calls.CallReader`."""
-        if self._state == "content":
-            return text, []
-        self._held += text
-        if self._state == "start":
-            self._start()
-        parts = self._calls() if self._state == "list" else []
-        if self._state == "end":
-            left = self._held.lstrip()
-            if not end and PYTHON_END.startswith(left):
-                return "", parts
-            self._state, left = "content", left.removeprefix(PYTHON_END)
-            return left if left.strip() else "", parts
-        if end or self._state == "content":
-            self._state = "content"
-            return self._call + self._held, parts
-        return "", parts
-
-    def _start(self) -> None:
-        listed = self._held.lstrip()
-        if PYTHON_START.startswith(listed):
-            return
-        listed = listed.removeprefix(PYTHON_START).lstrip()
-        head = _LIST.match(listed)
-        if head is not None:
-            self._state, self._held = "list", listed[head.end() :]
-        elif listed and _LIST_BEGINS.fullmatch(listed) is None:
-            self._state = "content"
-
-    def _calls(self) -> list[CallPart]:
-        """Return the complete calls."""
-        parts: list[CallPart] = []
-        while True:
-            if not self._call:
-                self._held = self._held.lstrip(_BETWEEN)
-                if self._held.startswith("]"):
-                    self._state, self._held = "end", self._held[1:]
-                    return parts
-            part, rest = self._span.take(self._held)
-            self._call, self._held = self._call + part, rest or ""
-            if rest is None:
-                return parts
-            call = python_call(self._call)
-            if call is None:
-                self._state = "content"
-                return parts
-            parts += call
-            self._call, self._span = "", BracketSpan(_STRUCTURE)
+def read_python_calls(source: Source, found: Found) -> Reading[None]:
+    """Read an answer, which is either a list of calls from its start, or content."""
+    source.keep()
+    yield from source.run(SPACES)
+    yield from source.take(PYTHON_START)
+    yield from source.run(SPACES)
+    position: int | None = 0
+    if (yield from source.take("[")):
+        position = yield from _read_list(source, found)
+    text = source.kept(position or 0)
+    if position is not None:
+        found.text(text)
+        return
+    yield from source.run(SPACES)
+    yield from source.take(PYTHON_END)
+    source.keep()
+    yield from source.run(SPACES)
+    text = source.kept()
+    found.text("" if source.is_over else text)
 
 
-def python_call(text: str) -> list[CallPart] | None:
-    """Return the parts of one call in Python; None if it is no call, such as one with positional arguments."""
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(node, ast.Call) or node.args:
-            return None
-        arguments = {str(keyword.arg): _python_value(keyword.value) for keyword in node.keywords if keyword.arg}
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        return [CallPart(ast.unparse(node.func), ""), CallPart(None, without_surrogates(written))]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return None
+def _read_list(source: Source, found: Found) -> Reading[int | None]:
+    """Read calls up to the list's end. Return None, or the position of text that is no call."""
+    start = 0
+    while True:
+        yield from source.run(_BETWEEN)
+        if found.num_calls:
+            if (yield from source.take("]")):
+                return None
+            start = source.position
+        name = yield from source.run(_NAME)
+        yield from source.run(SPACES)
+        if not _PYTHON_NAME.fullmatch(name) or (yield from source.peek()) != "(":
+            return start
+        arguments = yield from _parenthesized(source)
+        yield from source.run(SPACES)
+        if (yield from source.peek()) not in (",", "]"):  # such as a list comprehension
+            return start
+        try:
+            written = keywords_json(f"f{arguments}")
+        except ValueError:
+            return start
+        found.call(name)
+        found.arguments(written)
 
 
-def _python_value(node: ast.expr) -> Any:
-    match node:
-        case ast.List(elts=parts) | ast.Tuple(elts=parts):
-            return [_python_value(part) for part in parts]
-        case ast.Dict(keys=keys, values=values):
-            named = [_python_value(key) if key is not None else None for key in keys]
-            if not all(isinstance(key, str) for key in named):
-                raise ValueError("JSON's objects have texts as keys")
-            return dict(zip(named, map(_python_value, values), strict=True))
-        case ast.Name(id=name) if name in _CONSTANTS:
-            return _CONSTANTS[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
-        case ast.Constant(value=str() | int() | float() | None as value):
-            return value
-    raise ValueError("no value of JSON")
+def _parenthesized(source: Source) -> Reading[str]:
+    """Read up to the bracket that closes the first one."""
+    parts: list[str] = []
+    depth, quote = 0, ""
+    while True:
+        parts.append((yield from source.run(_PLAIN)))
+        mark = yield from source.peek()
+        if mark == "\\":
+            yield from source.has(2)
+            mark = source.ahead(2)
+        parts.append(mark)
+        source.skip(len(mark))
+        if quote:
+            quote = "" if mark == quote else quote
+        elif mark in ("'", '"'):
+            quote = mark
+        elif len(mark) == 1:
+            depth += 1 if mark in "([{" else -1
+        if not mark or (not depth and not quote):
+            return "".join(parts)
 
 
-class GemmaBody:
-    """Reads one call after Gemma 4's mark. See `cluster.http.parsers.tool_calls.CallBody`."""
+def read_gemma_call(source: Source, found: Found) -> Reading[int | None]:
+    """Read one call after Gemma 4's mark, up to the mark that ends it, or the end of the answer."""
+    start = source.position
+    parts: list[str] = []
+    mark: str | None = ""
+    while mark == "":
+        text, mark = yield from _GEMMA_ENDS.find(source)
+        parts.append(text)
+    source.back(mark or "")
+    call = gemma_call("".join(parts))
+    if call is None:
+        return start
+    found.call(call[0])
+    found.arguments(call[1])
+    return None
 
-    def __init__(self) -> None:
-        self._held = ""
 
-    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """See `cluster.http.parsers.tool_calls.CallBody`."""
-        self._held += text
-        before, mark, after = cut(self._held, (GEMMA_END,))
-        if mark is None and not end:
-            return [], None
-        whole, rest = (before, after) if mark else (self._held, "")
-        parts = gemma_call(whole)
-        return (parts, rest) if parts is not None else ([], self._held)
-
-
-def gemma_call(text: str) -> list[CallPart] | None:
-    """Return the parts of one call in Gemma 4's format; None if it is no call."""
+def gemma_call(text: str) -> tuple[str, str] | None:
+    """Return name and arguments of one call in Gemma 4's format; None if it is no call."""
     head = _GEMMA_HEAD.match(text)
     if head is None:
         return None
     try:
         value, end = _gemma_value(text, head.end(), _MAX_DEPTH)
+        written = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
         return None
-    if text[end:].strip():
-        return None
-    return [CallPart(head[1], ""), CallPart(None, json.dumps(value, ensure_ascii=False))]
+    return None if text[end:].strip() else (head[1], written)
 
 
 def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
@@ -154,7 +132,7 @@ def _gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
         end = text.index(GEMMA_QUOTE, at + len(GEMMA_QUOTE))
         return text[at + len(GEMMA_QUOTE) : end], end + len(GEMMA_QUOTE)
     if text[at : at + 1] not in ("{", "["):
-        scalar = _GEMMA_SCALAR.match(text, at)
+        scalar = _GEMMA_STRING.match(text, at) or _GEMMA_SCALAR.match(text, at)
         assert scalar is not None
         return _scalar(scalar[0].strip()), scalar.end()
     is_object, closes = text[at] == "{", "}" if text[at] == "{" else "]"
@@ -185,18 +163,19 @@ def _gemma_key(text: str, at: int) -> tuple[str, int]:
     found = _GEMMA_KEY.match(text, at)
     if found is None:
         raise ValueError("a value without a name")
-    return found[1].strip(), found.end()
+    return found[1].strip().strip("\"'"), found.end()
 
 
 def _scalar(text: str) -> Any:
+    if text in _CONSTANTS:
+        return _CONSTANTS[text]
     try:
-        value = parsed(text)
+        return json.loads(literal_json(text)) if text[:1] in ("'", '"') else parsed(text)
     except ValueError:
         return text
-    return value if isinstance(value, int | float | None) else text
 
 
 def _blank(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+    found = SPACES.match(text, at)
+    assert found is not None
+    return found.end()

@@ -1,4 +1,5 @@
-"""Finds marks in streamed text: the strings around reasoning and tool calls, such as `<think>` and `<tool_call>`."""
+"""Cuts streamed text at marks, for parsers of their own; readers of calls and reasoning use
+`cluster.http.parsers.source.Marks`."""
 
 from typing import NamedTuple
 
@@ -14,11 +15,10 @@ class Cut(NamedTuple):
 
 
 def cut(text: str, marks: tuple[str, ...]) -> Cut:
-    """Cut `text` at the earliest of `marks`, none of which is a prefix of another. White space before a mark stays with
-    it."""
+    """Cut `text` at the earliest of `marks`, none of which is a prefix of another."""
     found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     if found:
         at, mark = min(found)
         return Cut(text[:at], mark, text[at + len(mark) :])
-    start = len(text[: start_of_partial(text, marks)].rstrip())
+    start = start_of_partial(text, marks)
     return Cut(text[:start], None, text[start:])

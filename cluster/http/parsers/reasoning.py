@@ -3,119 +3,126 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
-from cluster.http.parsers.marks import cut
+from cluster.http.parsers.json_calls import Found
 from cluster.http.parsers.output_parser import ReplyDelta
+from cluster.http.parsers.source import SPACES, Marks, Reading, Running, Source
+from cluster.http.parsers.tool_calls import MarkedCalls
 
-CALL_END = "</tool_call>"
+
+def is_reasoning(opens: str, closes: str, prompt: str, continued: str) -> bool:
+    """Return whether an answer starts within reasoning.
+
+    opens, closes: the marks.
+    prompt: the prompt's text, which may end in the opening mark.
+    continued: the text of the message that the answer continues, which may end within reasoning; "": none.
+    """
+    return prompt.rstrip().endswith(opens) or continued.rfind(opens) > continued.rfind(closes)
 
 
 class ReasoningReader:
     """Separates reasoning from content.
 
     opens, closes: the marks.
-    prompt: the prompt's text; if it ends in the opening mark, the answer starts with reasoning.
-    call: start of a tool call, for models that may call within their reasoning without the closing mark
-        (vllm-project/vllm#35687). Reasoning may also contain drafts of calls. So a call is held back until the answer
-        ends with it; it is reasoning if text follows.
+    is_inside: whether the answer starts within reasoning.
+    continues: whether it does so after other reasoning, from which white space may separate it.
+    calls: reads the model's calls, with which reasoning may end without the closing mark. Reasoning may also mention
+        their marks, and contain drafts of calls. So a call is held back until the answer ends with it; if text follows,
+        it is reasoning.
+    at_once: the marks are in no reasoning, so that the first call ends it.
     """
 
-    def __init__(self, opens: str, closes: str, prompt: str, call: str = "") -> None:
+    def __init__(
+        self,
+        opens: str,
+        closes: str,
+        is_inside: bool,
+        continues: bool = False,
+        calls: MarkedCalls | None = None,
+        at_once: bool = False,
+    ) -> None:
         self._opens = opens
         self._closes = closes
-        self._marks = (closes, call) if call else (closes,)
-        self._call = ""  # held back: a call within reasoning, and the text after it
-        self._held = ""
-        self._inside = prompt.rstrip().endswith(opens)
-        self._started = self._inside
-        self._ended = False
-        self._shown = False  # whether any reasoning was shown
-        self._at_start = False  # whether the text is at the start of the content after reasoning
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all further text is content."""
-        return self._ended and not self._at_start
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the text is inside the reasoning."""
-        return self._inside
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether the text is reasoning, or may still start with it."""
-        return not self._ended
+        self._continues = continues
+        self._calls = calls
+        self._marks = Marks((closes, *(calls.bodies if calls is not None else ())))
+        self._at_once = at_once
+        self._source = Source()
+        self._running = Running(self._source, self._read())
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self._spaces: list[str] = []  # after the reasoning so far
+        self.is_inside = is_inside  # whether the text is inside the reasoning
+        self.is_possible = True  # whether the text is reasoning, or may still start with it
 
     def take(self, text: str, end: bool) -> tuple[str, str]:
         """Return reasoning and content of further text, without white space around the marks. end: no text follows."""
-        if self.is_over:
+        if self._running.is_done:
             return "", text
-        text, self._held = self._held + text, ""
-        if not self._started:
-            text = self._start(text, end)
-        reasoning = ""
-        if self._inside:
-            if self._call:
-                return self._in_call(text, end)
-            before, mark, after = cut(text, self._marks)
-            if not self._shown:
-                before = before.lstrip()
-            reasoning, text = (before.rstrip(), after) if mark else (before, "")
-            self._shown = self._shown or bool(reasoning)
-            if mark not in (None, self._closes):
-                self._call = before[len(reasoning) :] + str(mark)
-                more, content = self._in_call(after, end)
-                return reasoning + more, content
-            if mark is None:
-                if end:
-                    return reasoning + after.rstrip() if self._shown else reasoning, ""
-                self._held = after
-                return reasoning, ""
-            self._inside, self._ended, self._at_start = False, True, True
-        if self._at_start:
-            text = text.lstrip()
-            self._at_start = not text
-        return reasoning, text
+        self._running.push(text, end)
+        if self._running.is_done:
+            self._content.append(self._source.rest())
+        reasoning, content = "".join(self._reasoning), "".join(self._content)
+        self._reasoning, self._content = [], []
+        return reasoning, content
 
-    def _in_call(self, text: str, end: bool) -> tuple[str, str]:
-        """Do `take` after the start of a call within reasoning."""
-        seen = max(0, len(self._call) - len(self._closes))
-        self._call += text
-        at = self._draft_end(self._call.find(self._closes, seen))
-        if at < 0 and end:
-            self._inside, self._ended = False, True
-            return "", self._call.lstrip()
-        if at < 0:
-            return "", ""
-        draft, rest, self._call = self._call[:at], self._call[at:], ""
-        self._shown = True
-        more, content = self.take(rest, end)
-        return (draft.rstrip() if rest.startswith(self._closes) else draft) + more, content
+    def _read(self) -> Reading[None]:
+        source = self._source
+        if not self.is_inside:
+            source.keep()
+            yield from source.run(SPACES)
+            self.is_inside = yield from source.take(self._opens)
+            text = source.kept()
+            if not self.is_inside:
+                self._content.append(text)
+        if self.is_inside:
+            yield from self._inside()
+            self.is_inside = self.is_possible = False
+            yield from source.run(SPACES)
+        self.is_possible = False
 
-    def _draft_end(self, closed: int) -> int:
-        """Return the position where reasoning continues or ends after drafts of calls; -1 while they may be the
-        answer's calls. closed: position of the closing mark; -1 without one."""
-        marks = (self._closes, *self._marks[1:])
-        at = self._call.find(CALL_END)
-        while at >= 0 and (closed < 0 or at < closed):
-            at += len(CALL_END)
-            follows = self._call[at:].lstrip()
-            if follows and not any(mark.startswith(follows) or follows.startswith(mark) for mark in marks):
-                return at
-            at = self._call.find(CALL_END, at)
-        return closed
+    def _inside(self) -> Reading[None]:
+        """Read reasoning up to its end."""
+        source = self._source
+        if not self._continues:
+            yield from source.run(SPACES)
+        while True:
+            text, mark = yield from self._marks.find(source)
+            self._show(text)
+            if mark is None or mark == self._closes:
+                return
+            if not mark:
+                continue
+            source.back(mark)
+            source.keep()
+            found = yield from self._read_calls()
+            draft = source.kept()
+            is_last = source.is_over and not (found.is_cut and self._closes in draft)
+            if found.num_calls and (self._at_once or is_last):
+                source.back(draft)
+                return
+            before, closes, after = draft.partition(self._closes)  # of a draft without an end
+            self._show(before)
+            if closes:
+                source.back(after)
+                return
 
-    def _start(self, text: str, end: bool) -> str:
-        """Decide whether the answer starts with reasoning; return the text after the opening mark."""
-        stripped = text.lstrip()
-        if stripped.startswith(self._opens):
-            self._started = self._inside = True
-            return stripped[len(self._opens) :]
-        if self._opens.startswith(stripped) and not end:
-            self._held = text
-            return ""
-        self._started = self._ended = True
-        return text
+    def _read_calls(self) -> Reading[Found]:
+        """Read calls up to other text, or only the start of one where it ends reasoning."""
+        assert self._calls is not None, "no mark of a call was searched"
+        found = Found()
+        for _ in self._calls.read_only_calls(self._source, found):
+            if self._at_once and found.num_calls:
+                break
+            yield
+        return found
+
+    def _show(self, text: str) -> None:
+        """Add reasoning. White space is held back until other text follows."""
+        shown = text.rstrip()
+        if shown:
+            self._reasoning.append("".join(self._spaces) + shown)
+            self._spaces = []
+        self._spaces.append(text[len(shown) :])
 
 
 class ReasoningTokens:
@@ -125,7 +132,7 @@ class ReasoningTokens:
     """
 
     def __init__(self) -> None:
-        self._text = b""  # text of the tokens, until the reasoning starts
+        self._text = bytearray()  # text of the tokens, until the reasoning starts
         self._ends: list[int] = []  # end of each token's bytes in the answer's
         self._start = -1  # start of the reasoning's bytes
         self._num_bytes = 0
@@ -141,7 +148,7 @@ class ReasoningTokens:
                 self._text += each
         reasoning = delta.reasoning.encode()
         if reasoning and self._start < 0:
-            self._start, self._text = max(0, self._text.find(reasoning)), b""
+            self._start, self._text = max(0, self._text.find(reasoning)), bytearray()
         self._num_bytes += len(reasoning)
         self._is_over = bool(delta.content or delta.tool_calls)
 

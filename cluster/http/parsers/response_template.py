@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from cluster.http.answer import Piece
 from cluster.http.parsers.json_calls import CallPart
 from cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
+from cluster.http.text.json_text import parsed_repaired
 
 REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
 
@@ -64,7 +65,20 @@ def _parts(value: Any) -> list[CallPart]:
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         arguments = function.get("arguments", {})
-        if isinstance(function.get("name"), str):
-            written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            parts.append(CallPart(function["name"], written))
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        if isinstance(function.get("name"), str) and (found := _object(written)) is not None:
+            parts.append(CallPart(function["name"], found))
     return parts
+
+
+def _object(written: str) -> str | None:
+    """Return the JSON object in a text that a model wrote; None without one. Without any arguments: an empty one."""
+    try:
+        value = parsed_repaired(written) if written.strip() else None
+        return (
+            json.dumps({} if value is None else value, ensure_ascii=False)
+            if not value or isinstance(value, dict)
+            else None
+        )
+    except ValueError:
+        return None

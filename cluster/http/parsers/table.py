@@ -7,9 +7,9 @@ from cluster.http.config import OutputParserName
 from cluster.http.parsers.families import FAMILIES
 from cluster.http.parsers.harmony import HarmonyParser
 from cluster.http.parsers.output_parser import CallDeltas, CallIds, OutputParser, ReplyDelta, TextParser, random_id
-from cluster.http.parsers.reasoning import ReasoningReader
+from cluster.http.parsers.reasoning import ReasoningReader, is_reasoning
 from cluster.http.parsers.response_template import ResponseTemplateParser
-from cluster.http.parsers.tool_calls import CallReader
+from cluster.http.parsers.tool_calls import StreamedCalls
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.text.harmony_prompt import MARKS
 from cluster.http.text.tokenizer import ChatTokenizer
@@ -19,7 +19,7 @@ class MarkedParser:
     """Parses one answer. reasoning, calls: readers; None for answers without. ids: makes ids of calls."""
 
     def __init__(
-        self, reasoning: ReasoningReader | None, calls: CallReader | None, parallel: bool, ids: CallIds = random_id
+        self, reasoning: ReasoningReader | None, calls: StreamedCalls | None, parallel: bool, ids: CallIds = random_id
     ) -> None:
         self.reasoning = reasoning
         self._calls = calls
@@ -35,7 +35,8 @@ class MarkedParser:
             return ReplyDelta(content, reasoning, finish=piece.finish)
         content, parts = self._calls.take(content, end)
         deltas = self._deltas.of(parts)
-        finish = "tool_calls" if piece.finish == "stop" and self._deltas.any else piece.finish
+        ended = piece.finish == "stop" and self._deltas.any and not self._calls.is_cut
+        finish = "tool_calls" if ended else piece.finish
         return ReplyDelta(content, reasoning, deltas, finish)
 
 
@@ -60,13 +61,26 @@ PARSERS: dict[OutputParserName, Callable[[EdgeRequest, str, ChatTokenizer], Outp
 }
 
 
-def parser_of(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer) -> OutputParser:
-    """Return the parser of an answer to `request`. prompt: its text."""
+def parser_of(request: EdgeRequest, prompt: str, tokenizer: ChatTokenizer, continued: str = "") -> OutputParser:
+    """Return the parser of an answer to `request`. prompt: its text. continued: the text of the message that the answer
+    continues."""
     if request.output_parser in PARSERS:
         return PARSERS[request.output_parser](request, prompt, tokenizer)
     family = FAMILIES[request.output_parser]
     assert family.thinking is not None
-    reader = family.call_reader(request.tools) if request.reads_calls else None
-    call = family.calls_in_thinking if reader is not None else ""
-    reasoning = ReasoningReader(*family.thinking, prompt, call) if request.separate_reasoning else None
-    return MarkedParser(reasoning, reader, request.parallel_calls, family.ids(prompt))
+    marked = family.marked_calls(request.tools) if request.reads_calls else None
+    read = marked.read if marked is not None else family.reader if request.reads_calls else None
+    reasoning = None
+    if request.separate_reasoning:
+        is_inside = is_reasoning(*family.thinking, prompt, continued)
+        continues = is_inside and not is_reasoning(*family.thinking, prompt, "")
+        reasoning = ReasoningReader(*family.thinking, is_inside, continues, marked, family.calls_end_thinking)
+    calls = StreamedCalls(read) if read is not None else None
+    return MarkedParser(reasoning, calls, request.parallel_calls, family.ids(prompt))
+
+
+def parser_of_prompt(request: EdgeRequest, prompt: int, tokenizer: ChatTokenizer) -> OutputParser:
+    """Return the parser of an answer to one of a request's prompts. prompt: its index."""
+    if not request.chat:
+        return parser_of(request, "", tokenizer)
+    return parser_of(request, request.prompt_texts[prompt], tokenizer, request.continued[prompt])

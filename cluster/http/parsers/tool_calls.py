@@ -1,159 +1,159 @@
-"""Parses tool calls between marks. `cluster.http.parsers.families` says which family has which."""
+"""Finds tool calls between marks. `cluster.http.parsers.families` says which family has which.
+
+A call that is none after all is content, with its marks. White space beside marks is no content.
+"""
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Protocol
 
-from cluster.http.parsers.json_calls import CallList, CallPart, JsonSpan
-from cluster.http.parsers.marks import cut
+from cluster.http.parsers.json_calls import CallPart, Found, read_arguments, read_calls
+from cluster.http.parsers.source import SPACES, Marks, Reading, Running, Source
 
 PYTHON_TAG = "<|python_tag|>"
-_MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?={)")
-KIMI_HEAD = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?={)")
-DEEPSEEK_HEAD = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([^\n<`{]+?)(?:<｜tool▁sep｜>|\n```json)\s*(?={)")
+MISTRAL_MARK = "[TOOL_CALLS]"
+_MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\]\s*)?")
+KIMI_HEAD = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*")
+DEEPSEEK_HEAD = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([^\n<`{]+?)(?:<｜tool▁sep｜>|\n```json)\s*")
+_MAX_HEAD = 512  # characters; a name has up to 64
+_HEAD_PART = re.compile(r"[^{\"'<\[]*")
+_FENCE = "```"
+
+# Reads the calls after an opening mark. The result is None, or the position of text that is no call, which is last.
+CallBody = Callable[[Source, Found], Reading[int | None]]
 
 
-class CallReader(Protocol):
-    """Finds the calls of one answer."""
+class StreamedCalls:
+    """Finds the calls of one answer. read: reads a whole answer."""
+
+    def __init__(self, read: Callable[[Source, Found], Reading[None]]) -> None:
+        source, self._found = Source(), Found()
+        self._running = Running(source, read(source, self._found))
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended within the arguments of the last call."""
+        return self._found.is_cut
 
     def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
         """Return content and parts of calls in further text. Text may be held back except at the end."""
-
-
-class CallBody(Protocol):
-    """Reads the calls after an opening mark, up to the closing mark."""
-
-    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """Return parts of calls, and the text after the calls once they have ended. end: no text follows."""
-
-
-class NamedCall:
-    """A name, then its arguments as a JSON object.
-
-    head: matches up to the arguments; group 1 is the name.
-    tail: the mark that ends the call, before which no text is shown; "": none.
-    """
-
-    def __init__(self, head: re.Pattern[str], tail: str = "") -> None:
-        self._head = head
-        self._tail = tail
-        self._held = ""
-        self._span: JsonSpan | None = None
-        self._complete = False
-
-    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """See `CallBody`."""
-        parts: list[CallPart] = []
-        text, self._held = self._held + text, ""
-        if self._span is None:
-            found = self._head.match(text)
-            if found is None:
-                self._held = text
-                return parts, (text if end else None)
-            parts.append(CallPart(found[1], ""))
-            self._span, text = JsonSpan(), text[found.end() :]
-        if not self._complete:
-            arguments, rest = self._span.take(text)
-            if arguments:
-                parts.append(CallPart(None, arguments))
-            if rest is None:
-                return parts, None
-            self._complete, text = True, rest
-        if not self._tail:
-            return parts, text
-        _, mark, after = cut(text, (self._tail,))
-        if mark is None:
-            self._held = after
-            return parts, None
-        return parts, after
-
-
-class MistralBody:
-    """An array of calls, or (tokenizers from version 11 on) one call's name and arguments."""
-
-    def __init__(self) -> None:
-        self._body: CallBody | None = None
-
-    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """See `CallBody`."""
-        if self._body is None:
-            if not text.strip():
-                return [], (text if end else None)
-            self._body = CallList() if text.lstrip()[0] in "[{" else NamedCall(_MISTRAL_HEAD)
-        return self._body.take(text, end)
+        self._running.push(text, end)
+        if self._running.is_done:
+            self._found.text(self._running.source.rest())
+        return self._found.taken()
 
 
 class MarkedCalls:
-    """Calls after a mark. marks: makers of the body after each mark; None: the mark is dropped."""
+    """Calls after marks. bodies: the reader of the text after each mark; None: the mark is dropped."""
 
-    def __init__(self, marks: Mapping[str, Callable[[], CallBody] | None]) -> None:
-        self._marks = marks
-        self._held = ""
-        self._mark = ""
-        self._body: CallBody | None = None
-        self._body_has_calls = False
-        self._has_calls = False
+    def __init__(self, bodies: Mapping[str, CallBody | None]) -> None:
+        self.bodies = bodies
+        self._marks = Marks(bodies)
 
-    def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
-        """See `CallReader`."""
-        content: list[str] = []
-        parts: list[CallPart] = []
-        text, self._held = self._held + text, ""
+    def read(self, source: Source, found: Found) -> Reading[None]:
+        """Read an answer."""
+        spaces: list[str] = []
+        has_failed = False  # the mark after a call that is none is content, too
         while True:
-            if self._body is not None:
-                found, rest = self._body.take(text, end)
-                parts += found
-                self._body_has_calls = self._body_has_calls or bool(found)
-                self._has_calls = self._has_calls or bool(found)
-                if rest is None:
-                    break
-                if not self._body_has_calls:
-                    content.append(self._mark)
-                self._body, text = None, rest
-            before, mark, after = cut(text, tuple(self._marks))
-            shown = before.rstrip() if mark else before
-            self._show(shown, content)
+            text, mark = yield from self._marks.find(source)
             if mark is None:
-                if end:
-                    self._show(after, content)
-                else:
-                    self._held = after
                 break
-            make = self._marks[mark]
-            self._mark, self._body, text = before[len(shown) :] + mark, make() if make else None, after
-            self._body_has_calls = False
-        return "".join(content), parts
+            shown = text.rstrip()
+            if shown:
+                found.text("".join(spaces) + shown)
+                spaces = []
+            spaces.append(text[len(shown) :])
+            if not mark:
+                continue
+            body = self.bodies[mark]
+            failed = (mark if has_failed else "") if body is None else (yield from _failed(body, mark, source, found))
+            if failed:
+                found.text("".join(spaces) + failed)
+            has_failed, spaces = body is not None and bool(failed), []
+        if not found.num_calls:
+            found.text("".join(spaces))
 
-    def _show(self, text: str, content: list[str]) -> None:
-        """Add content, without white space around calls."""
-        if text and not (self._has_calls and not text.strip()):
-            content.append(text)
+    def read_only_calls(self, source: Source, found: Found) -> Reading[None]:
+        """Read calls up to other text, in which a mark begins no call."""
+        while True:
+            yield from source.run(SPACES)
+            mark = yield from self._marks.take(source)
+            body = self.bodies[mark] if mark else None
+            if not mark or (body is not None and (yield from body(source, found)) is not None):
+                return
 
 
-class Llama3Calls:
-    """An answer of Llama 3.x is either calls from its start, or content."""
+def _failed(body: CallBody, mark: str, source: Source, found: Found) -> Reading[str]:
+    """Read the calls after `mark`. Return the text that is none, with the mark if there was no call."""
+    num_before = found.num_calls
+    source.keep()
+    position = yield from body(source, found)
+    text = source.kept(position or 0)
+    return "" if position is None else (text if found.num_calls > num_before else mark + text)
 
-    def __init__(self) -> None:
-        self._held = ""
-        self._calls: CallList | None = None
-        self._is_content = False
 
-    def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
-        """See `CallReader`."""
-        if self._is_content:
-            return text, []
-        text, self._held = self._held + text, ""
-        if self._calls is None:
-            stripped = text.lstrip()
-            if not end and PYTHON_TAG.startswith(stripped):
-                self._held = text
-                return "", []
-            if not stripped.removeprefix(PYTHON_TAG).lstrip().startswith("{") and stripped != PYTHON_TAG:
-                self._is_content = True
-                return text, []
-            self._calls, text = CallList(), stripped.removeprefix(PYTHON_TAG)
-        parts, rest = self._calls.take(text, end)
-        if rest is None:
-            return "", parts
-        self._is_content = True
-        return rest, parts
+def named_call(head: re.Pattern[str], tail: str, mark: str) -> CallBody:
+    """Return a reader of a name, and then its arguments.
+
+    head: matches up to the arguments; group 1 is the name.
+    tail: the mark that ends the call; "": none.
+    mark: the opening mark, which no head has.
+    """
+
+    def read(source: Source, found: Found) -> Reading[int | None]:
+        start = source.position
+        text = ""
+        while len(text) <= _MAX_HEAD:
+            part = yield from source.run(_HEAD_PART)
+            text += part[: _MAX_HEAD + 1]
+            character = yield from source.peek()
+            has_ended = bool(tail) and (yield from source.take(tail))
+            if has_ended or character not in ("<", "["):
+                break
+            if (yield from source.take(mark)):
+                source.back(mark)
+                return start
+            source.skip()
+            text += character
+        name = head.fullmatch(text)
+        if name is None:
+            return start
+        if has_ended:
+            found.call(name[1])
+            found.arguments("{}")
+        elif not (yield from read_arguments(source, found, name[1])):
+            return start
+        elif tail:
+            yield from source.run(SPACES)
+            yield from source.take(_FENCE)
+            yield from source.run(SPACES)
+            yield from source.take(tail)
+        return None
+
+    return read
+
+
+_mistral_call = named_call(_MISTRAL_HEAD, "", MISTRAL_MARK)
+
+
+def read_mistral_calls(source: Source, found: Found) -> Reading[int | None]:
+    """Read a list of calls, or (tokenizers from version 11 on) one call's name and arguments."""
+    start = source.position
+    yield from source.run(SPACES)
+    is_list = (yield from source.peek()) in ("[", "{")
+    position = yield from (read_calls if is_list else _mistral_call)(source, found)
+    return position if position is None or found.num_calls else start
+
+
+def read_llama3_calls(source: Source, found: Found) -> Reading[None]:
+    """Read an answer of Llama 3.x, which is either calls from its start, or content."""
+    source.keep()
+    yield from source.run(SPACES)
+    is_tagged = yield from source.take(PYTHON_TAG)
+    yield from source.run(SPACES)
+    first = yield from source.peek()
+    position: int | None = 0
+    if first == "{" or (first == "[" and is_tagged):
+        position = yield from read_calls(source, found)
+    text = source.kept(position if position and found.num_calls else 0)
+    if position is not None:
+        found.text(text)

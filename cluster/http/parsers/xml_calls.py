@@ -9,7 +9,8 @@
     </tool_call>
 
 Other families have other tags, see `XmlForm`. A value is text or JSON, and only the tool's schema says which
-(`cluster.http.parsers.argument_types`). Text is streamed; other values are returned whole.
+(`cluster.http.parsers.argument_types`). Text is streamed; other values are written whole, and left out if the answer
+ends in them.
 """
 
 import json
@@ -20,230 +21,225 @@ from functools import cached_property
 from typing import Any
 
 from cluster.http.parsers.argument_types import ArgumentTypes, json_value
-from cluster.http.parsers.json_calls import CallPart
-from cluster.http.parsers.marks import cut
+from cluster.http.parsers.json_calls import Found
+from cluster.http.parsers.json_copy import Write
+from cluster.http.parsers.source import SPACES, Marks, Reading, Source
+from cluster.http.parsers.tool_calls import CallBody
 
 
 @dataclass(frozen=True)
 class XmlForm:
-    """The tags of a model family, after the mark that opens a call.
+    """The tags of a model family.
 
-    opens, head: start of a function; group 1 of `head` is its name. opens "": the name itself.
-    key, key_end: around a parameter's name; `key_end` ends where its value begins.
-    value_end, function_end, call_end: closing tags; "": none.
+    opens: start of a function, before its name. "": the name is after `call`.
+    name, name_end: characters of a name, and the text after it.
+    key, key_end, value: before a parameter's name, after it, and before its value. "": none.
+    value_end, function_end: closing tags; "": none.
+    call, call_end: around the functions.
     has_breaks: a line break after a value's opening tag, and one before its closing one, belong to the form.
     """
 
     opens: str
-    head: re.Pattern[str]
+    name: re.Pattern[str]
+    name_end: str
     key: str
-    key_end: re.Pattern[str]
+    key_end: str
+    value: str
     value_end: str
     function_end: str
+    call: str
     call_end: str
     has_breaks: bool = False
 
     @cached_property
-    def ends(self) -> tuple[str, ...]:
-        """Tags that end the parameters of a call."""
-        return tuple(filter(None, (self.function_end, self.call_end)))
+    def next_marks(self) -> Marks:
+        """What is between parameters, or ends them. The start of another call does, if this one's end is missing."""
+        return Marks(filter(None, (self.key, self.opens, self.function_end, self.call, self.call_end)))
 
     @cached_property
-    def unclosed(self) -> re.Pattern[str] | None:
-        """Tags that end a value whose own closing tag is missing."""
-        if not self.function_end:
-            return None
-        return re.compile(rf"{re.escape(self.function_end)}\s*(?P<call_end>{re.escape(self.call_end)})?")
+    def value_marks(self) -> Marks:
+        """What may end a value."""
+        return Marks(filter(None, (self.value_end, self.function_end, self.call_end)))
+
+    @cached_property
+    def key_marks(self) -> Marks:
+        """What ends a parameter's name, or shows that it is none."""
+        return Marks((self.key_end, *filter(None, (self.function_end, self.call_end))))
 
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
-_CLOSES = re.compile(">")
-QWEN = XmlForm("<function=", _FUNCTION, "<parameter=", _CLOSES, "</parameter>", "</function>", "</tool_call>", True)
-SEED = replace(QWEN, call_end="</seed:tool_call>", has_breaks=False)
+QWEN = XmlForm(
+    opens="<function=",
+    name=re.compile(r"[^>\n]*"),
+    name_end=">",
+    key="<parameter=",
+    key_end=">",
+    value="",
+    value_end="</parameter>",
+    function_end="</function>",
+    call="<tool_call>",
+    call_end="</tool_call>",
+    has_breaks=True,
+)
+SEED = replace(QWEN, call="<seed:tool_call>", call_end="</seed:tool_call>", has_breaks=False)
 MINIMAX = XmlForm(
-    "<invoke name=",
-    re.compile(r"""\s*<invoke name=["']?([^>"'\n]*)["']?>"""),
-    "<parameter name=",
-    _CLOSES,
-    "</parameter>",
-    "</invoke>",
-    "</minimax:tool_call>",
+    opens="<invoke name=",
+    name=re.compile(r"[^>\n]*"),
+    name_end=">",
+    key="<parameter name=",
+    key_end=">",
+    value="",
+    value_end="</parameter>",
+    function_end="</invoke>",
+    call="<minimax:tool_call>",
+    call_end="</minimax:tool_call>",
 )
 GLM = XmlForm(
-    "",
-    re.compile(r"\s*([\w.-]+)[ \t]*(?=[\n<])"),
-    "<arg_key>",
-    re.compile(r"</arg_key>\s*<arg_value>"),
-    "</arg_value>",
-    "",
-    "</tool_call>",
+    opens="",
+    name=re.compile(r"[\w.-]*"),
+    name_end="",
+    key="<arg_key>",
+    key_end="</arg_key>",
+    value="<arg_value>",
+    value_end="</arg_value>",
+    function_end="",
+    call="<tool_call>",
+    call_end="</tool_call>",
 )
-_NAME_BEGINS = re.compile(r"\s*[\w.-]*[ \t]*")
+_BLANKS = re.compile(r"[ \t]*")
 
 
-class XmlCalls:
-    """A `cluster.http.parsers.tool_calls.CallBody`: the functions of one `<tool_call>`.
+def xml_calls(types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: bool = False) -> CallBody:
+    """Return a reader of the functions of one call.
 
     types: argument types of each tool, by its name.
     opened: the text starts after `<function=`, because some models omit `<tool_call>`. Then only names of tools start a
         call.
     """
 
-    def __init__(self, types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: bool = False) -> None:
-        self._types = types
-        self._form = form
-        self._held = form.opens if opened else ""
-        self._only_tools = opened
-        self._has_calls = False
-        self._call: _Call | None = None
-
-    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """See `CallBody`."""
-        parts: list[CallPart] = []
-        text, self._held = self._held + text, ""
+    def read(source: Source, found: Found) -> Reading[int | None]:
+        is_first = True
         while True:
-            if self._call is not None:
-                found, rest = self._call.take(text, end)
-                parts += found
-                if rest is None:
-                    return parts, None
-                self._call, text = None, rest
-            head = self._form.head.match(text)
-            if head is None:
-                if not end and _may_begin_function(text, self._form):
-                    self._held = text
-                    return parts, None
-                return parts, self._rest(text)
-            name = head[1].strip()
-            if not name or (self._only_tools and name not in self._types):
-                return parts, self._rest(text)
-            parts.append(CallPart(name, ""))
-            self._has_calls, text = True, text[head.end() :]
-            self._call = _Call(self._types.get(name, ArgumentTypes.unknown()), self._form)
+            start = source.position
+            if not (is_first and opened):
+                yield from source.run(SPACES)
+                if form.opens and not (yield from source.take(form.opens)):
+                    return start if is_first else None
+            name = yield from _name(source, form)
+            if not name or (opened and name not in types):
+                return start if is_first or form.opens else None
+            found.call(name)
+            yield from _Function(source, found, form, types.get(name, ArgumentTypes.unknown())).read()
+            is_first = False
 
-    def _rest(self, text: str) -> str:
-        """Return the text that belongs to no call, without the opening mark, which the caller shows."""
-        return text.removeprefix(self._form.opens) if self._only_tools and not self._has_calls else text
+    return read
 
 
-class _Call:
+def _name(source: Source, form: XmlForm) -> Reading[str]:
+    """Read a function's name; return "" if it is none."""
+    name = (yield from source.run(form.name)).strip().strip("\"'")
+    if form.name_end:
+        is_name = (yield from source.take(form.name_end)) and not set("\"'") & set(name)
+    else:
+        yield from source.run(_BLANKS)
+        is_name = (yield from source.peek()) in ("\n", "<")
+    return name if is_name else ""
+
+
+class _Function:
     """The parameters of one function, from after its name to the function's end."""
 
-    def __init__(self, types: ArgumentTypes, form: XmlForm) -> None:
-        self._types = types
+    def __init__(self, source: Source, found: Found, form: XmlForm, types: ArgumentTypes) -> None:
+        self._source = source
+        self._found = found
         self._form = form
-        self._held = ""
-        self._num = 0
-        self._value: _Value | None = None
+        self._types = types
+        self._opens = "{"  # written before the next parameter
+        self._has_ended = False
 
-    def take(self, text: str, end: bool) -> tuple[list[CallPart], str | None]:
-        """See `CallBody`."""
-        arguments = ""
-        text, self._held = self._held + text, ""
+    def read(self) -> Reading[None]:
+        """Read all. The tags that end the call, but not the function, are left."""
+        form, source = self._form, self._source
+        while not self._has_ended:
+            _, mark = yield from form.next_marks.find(source)
+            if mark == form.key:
+                yield from self._parameter()
+            elif mark is None:
+                self._found.is_cut = self._has_ended = True
+            elif mark:
+                self._has_ended = True
+                if mark != form.function_end:
+                    source.back(mark)
+        self._found.arguments("}" if self._opens == ", " else "{}")
+
+    def _parameter(self) -> Reading[None]:
+        form, source = self._form, self._source
+        parts: list[str] = []
+        mark: str | None = ""
+        while mark == "":
+            text, mark = yield from form.key_marks.find(source)
+            parts.append(text)
+        if mark != form.key_end:
+            source.back(mark or "")
+            return
+        if form.value:
+            yield from source.run(SPACES)
+            if not (yield from source.take(form.value)):
+                return
+        if form.has_breaks:
+            yield from source.take("\n")
+        key = "".join(parts).strip().strip("\"'")
+        yield from self._value(json.dumps(key, ensure_ascii=False), self._types.of(key))
+
+    def _write_text(self, text: str) -> None:
+        self._found.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def _value(self, key: str, types: frozenset[str]) -> Reading[None]:
+        """Read the value of `key`, which is JSON. types: its possible JSON types; empty: any."""
+        is_text = types == {"string"}
+        opens = f"{self._opens}{key}: "
+        parts: list[str] = []
+        if is_text:
+            self._found.arguments(opens + '"')
+            self._opens = ", "
+        is_whole = yield from self._text(self._write_text if is_text else parts.append)
+        if is_text:
+            self._found.arguments('"')
+        elif is_whole:
+            self._found.arguments(opens + json_value("".join(parts), types))
+            self._opens = ", "
+
+    def _text(self, write: Write) -> Reading[bool]:
+        """Write the text of a value. Return whether it ends before the answer.
+
+        A value ends at its closing tag. If a model omits that, it ends with the call, which is less certain: text may
+        contain `</function>`."""
+        form, source = self._form, self._source
+        text = ""
         while True:
-            if self._value is not None:
-                more, rest = self._value.take(text, end)
-                arguments += more
-                if rest is None:
-                    return _parts(arguments), None
-                self._value, text = None, rest
-            _, mark, after = cut(text, (self._form.key, *self._form.ends))
-            if mark in self._form.ends:
-                arguments += "}" if self._num else "{}"
-                return _parts(arguments), after if mark == self._form.function_end else f"{mark}{after}"
-            closes = self._form.key_end.search(after)
-            if mark is None or closes is None:
-                self._held = "" if end else (mark or "") + after
-                return _parts(arguments), None
-            key, text = after[: closes.start()].strip().strip("\"'"), after[closes.end() :]
-            arguments += (", " if self._num else "{") + json.dumps(key, ensure_ascii=False) + ": "
-            self._num += 1
-            self._value = _Value(self._types.of(key), self._form)
-
-
-class _Value:
-    """State of one parameter's value while it is parsed.
-
-    types: its possible JSON types; empty: any.
-    """
-
-    def __init__(self, types: frozenset[str], form: XmlForm) -> None:
-        self._types = types
-        self._form = form
-        self._is_text = types == {"string"}
-        self._read: list[str] = []  # pieces of a value that is no text
-        self._held = ""
-        self._begun = False
-
-    def take(self, text: str, end: bool) -> tuple[str, str | None]:
-        """Return the JSON of further text of the value, and the rest of the text once it is complete."""
-        text, self._held = self._held + text, ""
-        if not self._begun:
-            if not text and not end:
-                return "", None
-            text = text.removeprefix("\n") if self._form.has_breaks else text
-            self._begun = True
-            opening = '"' if self._is_text else ""
-        else:
-            opening = ""
-        value, self._held, rest = _cut_value(text, end, self._form)
-        if rest is None and end:
-            value, self._held = value + self._held, ""
-        if self._is_text:
-            return opening + _escaped(value) + ("" if rest is None else '"'), rest
-        self._read.append(value)
-        if rest is None and not end:
-            return "", None
-        return json_value("".join(self._read), self._types), rest
-
-
-def _cut_value(text: str, end: bool, form: XmlForm) -> tuple[str, str, str | None]:
-    """Return value, text that may start its end, and text after its end or None.
-
-    A value ends at its closing tag. If a model omits that, it ends with the call, which is less certain: text may
-    contain `</function>`.
-    """
-    at = text.find("<")
-    while at >= 0:
-        tail = text[at:]
-        rest: str | None = None
-        if tail.startswith(form.value_end):
-            rest = tail.removeprefix(form.value_end)
-        elif tail.startswith(form.call_end):
-            rest = tail
-        elif form.unclosed is not None and (unclosed := form.unclosed.match(tail)):
-            if unclosed["call_end"] or (end and unclosed.end() == len(tail)):
-                rest = tail
-            elif not end and form.call_end.startswith(tail[unclosed.end() :]):
-                return _with_break(text[:at], tail, form)
-        elif not end and any(mark.startswith(tail) for mark in (form.value_end, *form.ends)):
-            return _with_break(text[:at], tail, form)
-        if rest is not None:
-            return text[:at].removesuffix("\n") if form.has_breaks else text[:at], "", rest
-        at = text.find("<", at + 1)
-    return _with_break(text, "", form)
-
-
-def _with_break(value: str, tail: str, form: XmlForm) -> tuple[str, str, None]:
-    """Split a final line break off `value` and put it before `tail`: it may be the break before the closing tag."""
-    kept = value.removesuffix("\n") if form.has_breaks else value
-    return kept, value[len(kept) :] + tail, None
-
-
-def _may_begin_function(text: str, form: XmlForm) -> bool:
-    if not form.opens:
-        return _NAME_BEGINS.fullmatch(text) is not None
-    stripped = text.lstrip()
-    return form.opens.startswith(stripped[: len(form.opens)]) and not set(stripped) & {">", "\n"}
-
-
-def _escaped(text: str) -> str:
-    """Return the text escaped for a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _parts(arguments: str) -> list[CallPart]:
-    return [CallPart(None, arguments)] if arguments else []
+            more, mark = yield from form.value_marks.find(source)
+            if mark is None:
+                write(text)
+                self._found.is_cut = self._has_ended = True
+                return False
+            text += more
+            break_at = len(text) - (form.has_breaks and text.endswith("\n"))
+            write(text[:break_at])
+            text = text[break_at:]
+            if mark == form.value_end:
+                return True
+            if mark == form.call_end:
+                source.back(mark)
+                return True
+            if mark:
+                spaces = yield from source.run(SPACES)
+                if source.is_over:
+                    self._has_ended = True
+                elif (yield from source.take(form.call_end)):
+                    source.back(form.call_end)
+                    self._has_ended = True
+                if self._has_ended:
+                    return True
+                text += mark + spaces
 
 
 def types_of_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, ArgumentTypes]:

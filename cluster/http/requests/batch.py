@@ -34,6 +34,7 @@ def joined_request(requests: Sequence[EdgeRequest]) -> EdgeRequest:
         requests[0],
         prompts=[request.prompts[0] for request in requests],
         prompt_texts=tuple(text for request in requests for text in request.prompt_texts),
+        continued=tuple(text for request in requests for text in request.continued),
         choices=[
             dataclasses.replace(choice, prompt=i) for i, request in enumerate(requests) for choice in request.choices
         ],

@@ -79,6 +79,7 @@ class EdgeRequest:
     choices: prompt by prompt, n of each.
     echo: texts before the answers, one per prompt, or none.
     prompt_texts: texts of chat prompts, one per prompt.
+    continued: texts of the messages that chats' answers continue, one per prompt; "": none.
     logprobs: see `SamplingParams`. prompt_logprobs: the same for prompts. echo_logprobs: whether echoes have
         log-probabilities.
     tools: in the chat template's form.
@@ -103,6 +104,7 @@ class EdgeRequest:
     continuous_usage: bool
     output_parser: OutputParserName
     prompt_texts: tuple[str, ...] = ()
+    continued: tuple[str, ...] = ()
     tools: tuple[Mapping[str, Any], ...] = ()
     reads_calls: bool = False
     parallel_calls: bool = True
@@ -142,8 +144,10 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     calls = tool_calling(body, chat_parser(config))
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     max_tokens = body.max_completion_tokens or body.max_tokens
+    last = content_text(body.messages[-1].content or "") if body.messages[-1].role == "assistant" else ""
     text, prompt = await _chat_prompt(body, calls, max_tokens, config, tokenizer)
-    request = _request(body, [prompt], _chat_echo(body), logprobs, max_tokens, config, tokenizer)
+    request = _request(body, [prompt], [last] if body.echo and last else [], logprobs, max_tokens, config, tokenizer)
+    continued = last if body.continue_final_message else ""
     first, template = request.choices[0], tokenizer.template_source
     maker = GrammarMaker(config, first.form.eos_token_ids)
     if body.allowed_token_ids or body.bad_words:  # holds for the whole answer, including reasoning
@@ -151,7 +155,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         if calls.forced or any(tool.function.strict for tool in calls.tools):
             raise invalid("tools", "constrained tool calls cannot be combined with allowed_token_ids or bad_words")
     else:
-        grammar = answer_grammar(first.sampling.grammar, calls, request.output_parser, text, template, maker)
+        grammar = answer_grammar(first.sampling.grammar, calls, request.output_parser, text, template, maker, continued)
     if grammar is not None and body.min_tokens:
         raise invalid("min_tokens", "min_tokens cannot be combined with a form of answer, which says where it may end")
     return dataclasses.replace(
@@ -165,6 +169,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
             for choice in request.choices
         ],
         prompt_texts=(text,),
+        continued=(continued,),
         tools=tuple(template_tool(tool) for tool in calls.tools),
         reads_calls=bool(calls.tools),
         parallel_calls=calls.parallel,
@@ -196,13 +201,6 @@ async def _chat_prompt(
     chat = await _chat_text(body, calls, tokenizer)
     kept = truncation_of(body, max_tokens, config)
     return chat.text, await encode_prompt(chat, False, "messages", tokenizer, config, kept)
-
-
-def _chat_echo(body: ChatCompletionRequest) -> list[str]:
-    """Return the text to echo before the answer: the last message, if it is the assistant's and the request sets
-    `echo`."""
-    last = body.messages[-1]
-    return [content_text(last.content or "")] if body.echo and last.role == "assistant" else []
 
 
 async def _chat_text(body: ChatCompletionRequest, calls: ToolCalling, tokenizer: ChatTokenizer) -> ChatText:

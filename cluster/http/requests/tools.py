@@ -74,9 +74,11 @@ def answer_grammar(
     prompt: str,
     template: str,
     maker: GrammarMaker,
+    continued: str = "",
 ) -> Grammar | None:
     """Return the grammar of a chat's answer: tool calls, the request's own grammar `own`, or either, after optional
-    reasoning. A forced call leaves no text for `own`. prompt, template: texts."""
+    reasoning. A forced call leaves no text for `own`. prompt, template, continued: texts; the last is of the message
+    that the answer continues."""
     if calls.forced:
         own = None
     of_calls: Any = None
@@ -89,14 +91,14 @@ def answer_grammar(
     if own is None:
         if of_calls is None:
             return None
-        form = after_thinking(parser, of_calls, prompt, template) if calls.forced else of_calls
+        form = after_thinking(parser, of_calls, prompt, template, continued) if calls.forced else of_calls
         return Grammar("structural_tag", _structural_tag(form), end)
     content = content_format(parser, own)
     if content is None:  # an older structural tag without formats
         return own
     if of_calls is not None:
         content = {"type": "or", "elements": [of_calls, content]}
-    form = after_thinking(parser, content, prompt, template)
+    form = after_thinking(parser, content, prompt, template, continued)
     if form is content and of_calls is None and parser != "harmony":
         return own
     return Grammar("structural_tag", _structural_tag(form), own.end_token_ids, own.any_whitespace)

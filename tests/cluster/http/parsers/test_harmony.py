@@ -119,10 +119,11 @@ def test_calls_of_a_request_without_tools_are_content() -> None:
     assert read(tokens, with_calls=False) == (SF, "", [], "stop")
 
 
-def test_a_call_that_is_cut_short_stays_so() -> None:
+def test_a_call_that_is_cut_short_is_closed() -> None:
     tokens = tokens_of('<|channel|>commentary to=functions.f<|message|>{"a')
-    assert read(tokens, finish="length") == ("", "", [("f", '{"a')], "length")
-    assert read(tokens_of("<|channel|>commentary to=functions.f<|message|>"), finish="length")[2] == [("f", "")]
+    assert read(tokens, finish="length") == ("", "", [("f", "{}")], "length")
+    assert read([*tokens, CHAT.eos_token_ids[0]]) == ("", "", [("f", "{}")], "stop")
+    assert read(tokens_of("<|channel|>commentary to=functions.f<|message|>"), finish="length")[2] == []
 
 
 MESSAGES = st.lists(
@@ -141,6 +142,7 @@ def test_messages_are_read_whole_however_they_come(
     calls: list[tuple[str, str]] = []
     for channel, text in messages:
         head = f"<|channel|>{channel}" if channel != "f" else "<|channel|>commentary to=functions.f <|constrain|>json"
+        text = json.dumps({"at": text}) if channel == "f" and text else text
         tokens += tokens_of(("<|start|>assistant" if tokens else "") + f"{head}<|message|>") + plain(text)
         tokens += tokens_of("<|call|>" if channel == "f" else "<|end|>")
         if channel == "f":
@@ -187,6 +189,6 @@ def test_any_tokens_are_read(tokens: list[int], sizes: list[int]) -> None:
 def test_arguments_come_as_they_are_written() -> None:
     parser = HarmonyParser(True, True, IDS, (), "<|start|>assistant")
     answer = Answer(CHAT.detokenizer(True, (), SHOWN))
-    tokens = tokens_of(f"<|channel|>commentary to=functions.f<|message|>{json.dumps({'at': 'Bern'})}")
+    tokens = tokens_of(f"<|channel|>commentary to=functions.f<|message|>{json.dumps({'at': 'Bern and Basel'})}")
     deltas = [parser.push(answer.push(TokenDelta("", (token,)))) for token in tokens]
-    assert sum(bool(delta.tool_calls) for delta in deltas) >= len('{"at": "Bern"}')
+    assert sum(bool(delta.tool_calls) for delta in deltas) >= len("Bern and Basel")

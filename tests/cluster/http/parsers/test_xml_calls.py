@@ -109,13 +109,13 @@ def test_functions_without_a_mark_are_calls_of_known_tools_alone() -> None:
     assert _parse([text]) == (text, "", [])
 
 
-def test_text_arguments_are_streamed_and_an_answer_cut_short_keeps_them() -> None:
+def test_text_arguments_are_streamed_and_an_answer_cut_short_closes_them() -> None:
     parser = parser_of(Request("qwen3_coder", tools=TOOLS), "", None)  # type: ignore[arg-type]
     text = _call(text="one two")
     at = text.index(" two")
     first, second = parser.push(Piece(text[:at], (0,))), parser.push(Piece(" tw", (0,), finish="length"))
     parts = [part.function.arguments for delta in (first, second) for part in delta.tool_calls]
-    assert "".join(part for part in parts if part) == '{"text": "one tw'
+    assert "".join(part for part in parts if part) == '{"text": "one tw"}'
     assert second.finish == "length"
 
 
