@@ -36,7 +36,7 @@ def test_wheel_holds_every_module_configuration_and_file_of_the_embedded_pair(wh
     held = set(zipfile.ZipFile(wheel).namelist())
     wanted = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
     wanted |= set((ROOT / "deploy").glob("*.yaml"))
-    wanted |= {path for path in (ROOT / "cluster" / "http" / "page").iterdir() if path.is_file()}
+    wanted |= {path for path in (ROOT / "cluster" / "http" / "page").rglob("*") if path.is_file()}
     for model in ("target", "draft", "dspark"):
         wanted |= {path for path in (MODELS / model).iterdir() if path.is_file()}
     names = {str(path.relative_to(ROOT)) for path in wanted if "__pycache__" not in path.parts}

@@ -37,13 +37,15 @@ async def served(
     engine: FakeEngine,
     tokenizer: ChatTokenizer | None = None,
     around: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    port: int = 0,
     **changes: Any,
 ) -> AsyncIterator[str]:
     """Base URL of a server that runs in this event loop. around: wraps the application."""
     app = around(build_app(edge_config(**changes), tokenizer or chat_tokenizer(), engine))
     # With the protocol named, asyncio switches Nagle off on accepted connections; 40 ms per reply otherwise.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
     settings: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
     server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=10, **settings))
     task = asyncio.ensure_future(server.serve([listener]))

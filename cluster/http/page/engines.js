@@ -1,46 +1,60 @@
 // The state of engines and ranks, live: /health and /metrics every two seconds.
 
-import { request } from "./api.js";
+import { GoneError, request } from "./api.js";
 import { element } from "./element.js";
 import { metric, parseMetrics } from "./figures.js";
 
 const EVERY_MS = 2000;
+const LIMIT_MS = 5000; // of a reply: a server that is stopped takes connections, and never answers
 const POSITIONS = "vllm:spec_decode_num_accepted_tokens_per_pos_total";
 const BRANCHES = "aerie:spec_decode_accepted_tokens_by_branch_total";
 const DRAFTS = "vllm:spec_decode_num_drafts_total";
 const TOKENS = "vllm:generation_tokens_total";
+const STATES = { ready: "ok", unavailable: "bad", gone: "bad" };
 
 let first = null; // samples when the page opened
 let last = null; // {samples, ms} of the last time
+let wake = () => {};
 
-export async function watchEngines() {
+/** Calls `changed({state, hasDrafts})` after each look. state: a key of `STATES`. */
+export async function watchEngines(changed) {
   for (;;) {
-    if (!document.hidden) await update();
-    await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
+    if (!document.hidden) changed(await update());
+    await new Promise((resolve) => {
+      wake = resolve;
+      setTimeout(resolve, EVERY_MS);
+    });
   }
 }
 
+/** Look at once. */
+export const lookNow = () => wake();
+
 async function update() {
-  const state = document.getElementById("state");
+  let state = "gone";
+  let hasDrafts = null; // unknown
   try {
-    const health = await (await request("health", {}, [503])).json();
-    const samples = parseMetrics(await (await request("metrics")).text());
+    const limit = { signal: AbortSignal.timeout(LIMIT_MS) };
+    const health = await (await request("health", limit, [503])).json();
+    state = health.status === "ok" ? "ready" : "unavailable";
+    showFault(health.error?.message);
+    const samples = parseMetrics(await (await request("metrics", limit)).text());
     const now = { samples, ms: performance.now() };
     first ??= samples;
-    const failing = health.status !== "ok";
-    state.textContent = failing ? "unavailable" : "ready";
-    state.className = failing ? "state bad" : "state ok";
-    showFault(health.error?.message);
+    hasDrafts = samples.some((sample) => sample.name === POSITIONS);
     showEngines(health.engines ?? [], now);
     showServer(now);
     showPositions(samples);
     showBranches(samples);
     last = now;
   } catch (error) {
-    state.textContent = "not reachable";
-    state.className = "state bad";
+    if (!(error instanceof GoneError)) state = "unavailable";
     showFault(error.message);
   }
+  const node = document.getElementById("state");
+  if (node.textContent !== state) node.textContent = state; // a screen reader says each change
+  node.className = `state ${STATES[state]}`;
+  return { state, hasDrafts };
 }
 
 function showFault(message) {

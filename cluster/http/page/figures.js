@@ -1,21 +1,28 @@
 // Calculations of the page, without a browser.
 
 /** How many drafts each round accepted, from how its tokens came: the target's own token ends a round. The first token
- * of an answer belongs to none, it came with the prompt. */
+ * after `begin` belongs to none, it came with the prompt. */
 export class Rounds {
   constructor() {
     this.numTokens = 0;
     this.numDrafted = 0;
     this.histogram = []; // [k]: rounds that accepted k drafts
+    this.begin();
+  }
+
+  begin() {
     this.accepted = 0; // in the round that is not over
+    this.isFirst = true;
   }
 
   push(drafted) {
     this.numTokens += 1;
+    const isFirst = this.isFirst;
+    this.isFirst = false;
     if (drafted) {
       this.numDrafted += 1;
       this.accepted += 1;
-    } else if (this.numTokens > 1) {
+    } else if (!isFirst) {
       this.histogram[this.accepted] = (this.histogram[this.accepted] ?? 0) + 1;
       this.accepted = 0;
     }
@@ -69,4 +76,20 @@ export async function* eventsOf(pieces) {
     rest = events.pop();
     for (const event of events) if (event.startsWith("data: ")) yield event.slice(6);
   }
+}
+
+/** How an answer ended, if not by itself: {text, canGoOn}; null if it did, or runs.
+ * answer: a conversation's. maxModelLen: tokens of prompt and answer together. */
+export function endingOf({ finish, content, error, usage }, maxModelLen) {
+  const canGoOn = Boolean(content);
+  if (finish === "stopped") return { text: "Stopped.", canGoOn };
+  if (finish === "failed") return { text: error, canGoOn };
+  if (finish !== "length") return null;
+  if (usage && usage.total_tokens >= maxModelLen) {
+    const length = maxModelLen.toLocaleString("en");
+    return { text: `The context of ${length} tokens is full. Edit an earlier message, or start a new chat.`, canGoOn: false };
+  }
+  const limit = usage ? `the limit of ${usage.completion_tokens.toLocaleString("en")} tokens` : "its limit of tokens";
+  if (!content) return { text: `Stopped at ${limit}, while reasoning. Raise “Max tokens”, and regenerate.`, canGoOn };
+  return { text: `Stopped at ${limit}.`, canGoOn };
 }

@@ -1,6 +1,7 @@
 """The page's files as routes. They need no API key: the page asks the reader for one, and sends it with its own
 requests."""
 
+import hashlib
 from pathlib import Path
 
 from starlette.requests import Request
@@ -13,6 +14,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
 }
 # path -> file
 _FILES = {"/": "page.html"} | {
@@ -24,12 +26,12 @@ PAGE_ROUTES = frozenset(_FILES)
 _HEADERS = {
     # Forbids external and inline content, requests to other hosts, and frames.
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # so that a browser reloads after an upgrade; the files are small
+    "cache-control": "no-cache",  # so that a browser asks again after an upgrade, and gets 304 if nothing changed
 }
 
 
@@ -40,9 +42,14 @@ def page_routes() -> list[Route]:
 
 def _route(path: str, name: str) -> Route:
     file = _FOLDER / name
-    content, headers = file.read_bytes(), {**_HEADERS, "content-type": _TYPES[file.suffix]}
+    content = file.read_bytes()
+    tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {**_HEADERS, "content-type": _TYPES[file.suffix], "etag": tag}
 
     async def answer(http: Request) -> Response:
+        # A proxy that compresses the file makes the tag a weak one.
+        if http.headers.get("if-none-match", "").removeprefix("W/") == tag:
+            return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)
 
     return Route(path, answer)

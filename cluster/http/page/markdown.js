@@ -1,9 +1,15 @@
 // Markdown as DOM nodes. marked only splits the text into tokens here; no HTML of an answer is ever interpreted.
 
-import { lexer } from "./vendor/marked.js";
+import { Marked } from "./vendor/marked/marked.js";
+import { colour } from "./colours.js";
 import { copyButton, element } from "./element.js";
+import { FORMULA_EXTENSIONS, formulaNode } from "./formulas.js";
 
 const LINK = /^(https?:|mailto:)/i;
+
+const marked = new Marked({ extensions: FORMULA_EXTENSIONS });
+
+export const lexer = (text) => marked.lexer(text);
 
 /** Shows Markdown that grows. Blocks that have not changed since the last `show` keep their nodes. */
 export class MarkdownView {
@@ -32,6 +38,8 @@ function block(token) {
       return token.tokens ? filled("span", token.tokens) : element("span", "", token.text);
     case "code":
       return codeBlock(token);
+    case "formula":
+      return formulaNode(token);
     case "blockquote": {
       const quote = element("blockquote");
       quote.append(...blocks(token.tokens));
@@ -82,9 +90,12 @@ function table(token) {
 function codeBlock(token) {
   const node = element("div", "code");
   const head = element("div", "code-head");
-  head.append(element("span", "", (token.lang ?? "").split(" ")[0]), copyButton(() => token.text));
+  const language = (token.lang ?? "").split(" ")[0];
+  head.append(element("span", "", language), copyButton(() => token.text));
   const pre = element("pre");
-  pre.append(element("code", "", token.text));
+  const code = element("code", "", token.text);
+  colour(code, language);
+  pre.append(code);
   pre.tabIndex = 0; // so that the keyboard can scroll it
   node.append(head, pre);
   return node;
@@ -102,6 +113,8 @@ function inline(token) {
     case "em":
     case "del":
       return filled(token.type, token.tokens);
+    case "formula":
+      return formulaNode(token);
     case "codespan":
       return element("code", "", token.text);
     case "br":

@@ -16,7 +16,7 @@ from cluster.http.text.harmony_prompt import RESPONSE_FORMAT, comment, is_harmon
 from workers.scheduling.plan import Grammar
 
 # Template variables that switch reasoning on or off: Qwen3's, DeepSeek V3.1's.
-_THINKING_SWITCHES = ("enable_thinking", "thinking")
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def can_switch_thinking(template: str) -> bool:
 
 
 def _thinking_switch(template: str) -> str | None:
-    return next((name for name in _THINKING_SWITCHES if f" {name}" in template or f"({name}" in template), None)
+    return next((name for name in THINKING_SWITCHES if f" {name}" in template or f"({name}" in template), None)
 
 
 def _structural_tag(form: Mapping[str, Any]) -> str:

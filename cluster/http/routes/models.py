@@ -5,18 +5,33 @@ import time
 from starlette.requests import Request
 
 from attention import distribution
+from cluster.http.config import EdgeConfig
 from cluster.http.endpoint import Endpoint, get
 from cluster.http.errors import model_not_found
+from cluster.http.requests.tools import THINKING_SWITCHES
 from cluster.http.routes.status import require_engine
-from cluster.http.schema.response import ModelCard, ModelList, VersionReply
+from cluster.http.schema.response import ModelCard, ModelList, ThinkingSwitch, VersionReply
 from cluster.http.serving import Edge
+from cluster.http.text.chat_template import ChatTemplateError
+from cluster.http.text.tokenizer import ChatTokenizer
+
+_QUESTION = [{"role": "user", "content": "hi"}]
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
     """Return the endpoints for one ingress."""
     root, length, created = edge.config.served_model_name, edge.config.max_model_len, int(time.time())
+    sampling, thinking = _default_sampling(edge.config), thinking_switch(edge.tokenizer)
     cards = {
-        name: ModelCard(id=name, created=created, owned_by="aerie", root=root, max_model_len=length)
+        name: ModelCard(
+            id=name,
+            created=created,
+            owned_by="aerie",
+            root=root,
+            max_model_len=length,
+            default_sampling_params=sampling,
+            thinking=thinking,
+        )
         for name in edge.config.model_names
     }
 
@@ -42,3 +57,26 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         get("/v1/models/{model:path}", model, ModelCard),
         get("/version", version, VersionReply),
     ]
+
+
+def thinking_switch(tokenizer: ChatTokenizer) -> ThinkingSwitch | None:
+    """Return the variable that changes the prompt of a question, found by rendering it; None if there is none."""
+    for variable in THINKING_SWITCHES:
+        try:
+            on, off, unset = (
+                tokenizer.render(_QUESTION, variables=variables).text
+                for variables in ({variable: True}, {variable: False}, {})
+            )
+        except ChatTemplateError:
+            return None
+        if on != off:
+            return ThinkingSwitch(variable, default=unset == on)
+    return None
+
+
+def _default_sampling(config: EdgeConfig) -> dict[str, float]:
+    """Return the sampling parameters of a request without any: temperature always, the others where they are set."""
+    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    values = {name: getattr(config, f"default_{name}") for name in names}
+    temperature = 1.0 if config.default_temperature is None else config.default_temperature
+    return {"temperature": temperature} | {name: value for name, value in values.items() if value is not None}

@@ -126,8 +126,20 @@ class TokenizerReply(Struct):
     tokenizer_class: str | None
 
 
+class ThinkingSwitch(Struct):
+    """The variable of the chat template that turns reasoning on and off, for `chat_template_kwargs`.
+
+    default: whether a chat without the variable reasons.
+    """
+
+    variable: str
+    default: bool
+
+
 class ModelCard(Struct, kw_only=True):
-    """max_model_len: tokens of prompt and answer together."""
+    """max_model_len: tokens of prompt and answer together.
+    default_sampling_params: values for requests that do not set them.
+    thinking: null if the chat template has no switch."""
 
     id: str
     object: Literal["model"] = "model"
@@ -136,6 +148,8 @@ class ModelCard(Struct, kw_only=True):
     root: str
     parent: None = None
     max_model_len: int
+    default_sampling_params: dict[str, float]
+    thinking: ThinkingSwitch | None
 
 
 class ModelList(Struct, kw_only=True):

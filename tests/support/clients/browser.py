@@ -22,10 +22,14 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 class Tab:
-    """One page. messages: what it wrote to its console, and errors of its scripts."""
+    """One page. messages: what it wrote to its console, and errors of its scripts.
 
-    def __init__(self, socket: ClientConnection) -> None:
+    address: of its protocol's WebSocket.
+    """
+
+    def __init__(self, socket: ClientConnection, address: str) -> None:
         self._socket = socket
+        self.address = address
         self._numbers = itertools.count(1)
         self.messages: list[str] = []
 
@@ -70,11 +74,11 @@ class Tab:
             await asyncio.sleep(0.05)
         return value
 
-    async def key(self, name: str) -> None:
-        """Press and release a key: "Enter", "Escape"."""
-        code = {"Enter": 13, "Escape": 27}[name]
+    async def key(self, name: str, modifiers: int = 0) -> None:
+        """Press and release a key: "Enter", "Escape", "Tab". modifiers: 2 for Ctrl, 8 for Shift."""
+        code = {"Enter": 13, "Escape": 27, "Tab": 9}[name]
         text = {"text": "\r"} if name == "Enter" else {}
-        key = {"key": name, "code": name, "windowsVirtualKeyCode": code}
+        key = {"key": name, "code": name, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         await self.command("Input.dispatchKeyEvent", type="keyDown", **key, **text)
         await self.command("Input.dispatchKeyEvent", type="keyUp", **key)
 
@@ -96,10 +100,7 @@ async def browser_tab(width: int = 1280, height: int = 800) -> AsyncIterator[Tab
     try:
         async with asyncio.timeout(START_LIMIT_S):
             address = await _page_address(folder / "DevToolsActivePort")
-        async with connect(address, max_size=None) as socket:
-            tab = Tab(socket)
-            for domain in ("Page", "Runtime", "Log"):
-                await tab.command(f"{domain}.enable")
+        async with _connected(address) as tab:
             metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
             await tab.command("Emulation.setDeviceMetricsOverride", **metrics)
             yield tab
@@ -107,6 +108,23 @@ async def browser_tab(width: int = 1280, height: int = 800) -> AsyncIterator[Tab
         process.kill()
         process.wait()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.asynccontextmanager
+async def another_tab(tab: Tab) -> AsyncIterator[Tab]:
+    """A second page of the same browser, with the same storage."""
+    made = await tab.command("Target.createTarget", url="about:blank", background=True)
+    async with _connected(f"{tab.address.rpartition('/')[0]}/{made['targetId']}") as second:
+        yield second
+
+
+@contextlib.asynccontextmanager
+async def _connected(address: str) -> AsyncIterator[Tab]:
+    async with connect(address, max_size=None) as socket:
+        tab = Tab(socket, address)
+        for domain in ("Page", "Runtime", "Log"):
+            await tab.command(f"{domain}.enable")
+        yield tab
 
 
 async def _page_address(port_file: Path) -> str:

@@ -8,9 +8,11 @@ import pytest
 
 from cluster.http.app import build_app
 from cluster.http.routes import status
+from cluster.http.text.chat_template import ChatTemplate
+from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.transport.messages import EngineStats
 from tests.support.edge_client import CHAT, HELLO, MODEL, edge_config, in_process
-from tests.support.fake_engine import FakeEngine, chat_tokenizer, says, small_tokenizer
+from tests.support.fake_engine import CHATML, EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
 
 
 def _engines(*states: tuple[str, str]) -> FakeEngine:
@@ -108,6 +110,28 @@ async def test_models_and_their_lengths() -> None:
     assert models == {"object": "list", "data": [card]}
     assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 256)
     assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    "condition, default", [("enable_thinking is defined and not enable_thinking", True), ("not enable_thinking", False)]
+)
+async def test_card_names_the_switch_of_thinking_and_the_sampling_defaults(condition: str, default: bool) -> None:
+    """As Qwen3's templates switch, and those that reason only when asked to."""
+    plain = chat_tokenizer()
+    source = CHATML + "{% if " + condition + " %}<think></think>{% endif %}"
+    tokenizer = ChatTokenizer(small_tokenizer(), ChatTemplate(source, {"eos_token": EOS}), plain.eos_token_ids)
+    async with in_process(FakeEngine(says("a")), tokenizer, default_temperature=0.6, default_top_k=20) as client:
+        card = (await client.get(f"/v1/models/{MODEL}")).json()
+    assert card["thinking"] == {"variable": "enable_thinking", "default": default}
+    assert card["default_sampling_params"] == {"temperature": 0.6, "top_k": 20}
+
+
+async def test_card_of_a_template_that_only_mentions_thinking_has_no_switch() -> None:
+    source = CHATML + "{# enable_thinking is not used #}"
+    tokenizer = ChatTokenizer(small_tokenizer(), ChatTemplate(source, {"eos_token": EOS}), (0,))
+    async with in_process(FakeEngine(says("a")), tokenizer) as client:
+        card = (await client.get(f"/v1/models/{MODEL}")).json()
+    assert card["thinking"] is None and card["default_sampling_params"] == {"temperature": 1.0}
 
 
 async def test_further_names_of_the_model_are_listed_and_asked_by() -> None:

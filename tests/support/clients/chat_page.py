@@ -1,0 +1,88 @@
+"""The page at `/` in a browser, over a scripted engine: what its tests and screenshots share."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from cluster.transport.messages import EngineStats, SpeculationStats, TokenDelta
+from tests.support.clients.browser import Tab
+from tests.support.fake_engine import EOS, FakeEngine, Step, small_tokenizer
+from workers.scheduling.plan import SamplingParams
+from workers.scheduling.stats import SchedulerStats
+
+IDLE = "document.getElementById('send') && !document.getElementById('send').disabled"
+ANSWER = "document.querySelector('.text > .markdown')"
+
+
+def hello_world(prompt: list[int], sampling: SamplingParams) -> Iterable[Step]:
+    """ "hello world<b>" with speculation in one round of two drafts, without a token at a time."""
+    ids = small_tokenizer().encode("hello world<b>", add_special_tokens=False).ids
+    eos = small_tokenizer().token_to_id(EOS)
+    yield TokenDelta("", (ids[0],), drafted=(False,))
+    yield 0.05
+    if sampling.speculative:
+        yield TokenDelta("", tuple(ids[1:4]), drafted=(True, True, False))
+        yield 0.05
+        stats = SpeculationStats(2, (1, 0, 1), 2, 4)
+        last = (*ids[4:], eos)
+        yield TokenDelta("", last, "stop", cached_tokens=0, speculation=stats, drafted=(False,) * len(last))
+        return
+    for token in ids[1:]:
+        yield TokenDelta("", (token,), drafted=(False,))
+        yield 0.05
+    yield TokenDelta("", (eos,), "stop", drafted=(False,))
+
+
+def written(text: str, sampling: SamplingParams, delay_s: float = 0.0) -> Iterable[Step]:
+    """`text` a few tokens at a time, each with its origin, up to the request's limit."""
+    tokens = small_tokenizer().encode(text, add_special_tokens=False).ids
+    shown = tokens[: sampling.max_tokens]
+    for at in range(0, len(shown), 7):
+        if delay_s:
+            yield delay_s
+        piece = tuple(shown[at : at + 7])
+        is_cut = len(shown) < len(tokens) and at + 7 >= len(shown)
+        yield TokenDelta("", piece, "length" if is_cut else None, drafted=(False,) * len(piece))
+    if len(shown) == len(tokens):
+        yield TokenDelta("", (small_tokenizer().token_to_id(EOS),), "stop", drafted=(False,))
+
+
+def engine_with_drafts(script: Any = hello_world) -> FakeEngine:
+    stats = SchedulerStats(accepted_histogram=[1, 0, 1], accepted_by_branch={"dspark": 1, "suffix": 1})
+    ranks = {"heartbeat_age_s": (0.2, 0.3), "rank_steps": (7, 7), "rank_step_s": (1.0, 1.0)}
+    return FakeEngine(script, engines=[EngineStats("engine-0", "ready", scheduler=stats, num_running=3, **ranks)])
+
+
+async def set_field(tab: Tab, field: str, value: str) -> None:
+    await tab.evaluate(f"document.getElementById('{field}').value = {json.dumps(value)}")
+    await tab.evaluate(f"document.getElementById('{field}').dispatchEvent(new Event('change'))")
+
+
+async def begin(tab: Tab, prompt: str, race: bool = False) -> None:
+    """Write the prompt and press Send or Race; return when its turn is there."""
+    await tab.until(IDLE)
+    button = "race" if race else "send"
+    await tab.until(f"getComputedStyle(document.getElementById('{button}')).display !== 'none'")
+    before = await tab.evaluate("document.querySelectorAll('.turn').length")
+    await tab.evaluate(f"document.getElementById('prompt').value = {json.dumps(prompt)}")
+    await tab.evaluate(f"document.getElementById('{button}').click()")
+    await tab.until(f"document.querySelectorAll('.turn').length > {before}")
+
+
+async def ask(tab: Tab, prompt: str, race: bool = False, timeout_s: float = 30.0) -> None:
+    """Do `begin`, and return after the answer."""
+    await begin(tab, prompt, race)
+    await tab.until(IDLE, timeout_s)
+
+
+async def press(tab: Tab, label: str) -> None:
+    """Press the last button with this label."""
+    buttons = f"Array.from(document.querySelectorAll('button')).filter((b) => b.textContent === {json.dumps(label)})"
+    await tab.until(f"{buttons}.length > 0 && !{buttons}.at(-1).disabled")
+    await tab.evaluate(f"{buttons}.at(-1).click()")
+
+
+async def texts(tab: Tab, selector: str) -> list[str]:
+    found = f"document.querySelectorAll({json.dumps(selector)})"
+    values: list[str] = await tab.evaluate(f"Array.from({found}, (node) => node.textContent)")
+    return values
