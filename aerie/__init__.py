@@ -23,25 +23,37 @@ if TYPE_CHECKING:
     from deploy.offline.engine import EngineArgs as EngineArgs
     from deploy.offline.engine_thread import EngineDeadError as EngineDeadError
     from deploy.offline.llm import LLM as LLM
+    from deploy.offline.metrics import Counter as Counter
+    from deploy.offline.metrics import Gauge as Gauge
+    from deploy.offline.metrics import Histogram as Histogram
     from deploy.offline.outputs import CompletionOutput as CompletionOutput
     from deploy.offline.outputs import Logprob as Logprob
     from deploy.offline.outputs import RequestOutput as RequestOutput
-    from deploy.offline.outputs import RequestOutputKind as RequestOutputKind
-    from deploy.offline.outputs import SamplingParams as SamplingParams
+    from deploy.offline.prompts import TextPrompt as TextPrompt
+    from deploy.offline.prompts import TokensPrompt as TokensPrompt
+    from deploy.offline.sampling_params import RequestOutputKind as RequestOutputKind
+    from deploy.offline.sampling_params import SamplingParams as SamplingParams
+    from deploy.offline.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 
     __version__: str
 
 _MODULES = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
-    "EngineArgs": "engine",
     "AsyncEngineArgs": "engine",
+    "EngineArgs": "engine",
     "EngineDeadError": "engine_thread",
-    "SamplingParams": "outputs",
-    "RequestOutputKind": "outputs",
-    "RequestOutput": "outputs",
+    "Counter": "metrics",
+    "Gauge": "metrics",
+    "Histogram": "metrics",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
+    "RequestOutput": "outputs",
+    "TextPrompt": "prompts",
+    "TokensPrompt": "prompts",
+    "RequestOutputKind": "sampling_params",
+    "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "sampling_params",
 }
 
 __all__ = [*_MODULES, "__version__"]  # noqa: PLE0604

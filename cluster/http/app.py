@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Mapping
 
 import msgspec
 from fastapi import FastAPI
@@ -30,6 +29,7 @@ from cluster.http.origins import Origins
 from cluster.http.page.files import page_routes
 from cluster.http.parsers.families import detect_family
 from cluster.http.requests.grammar_checker import GrammarChecker
+from cluster.http.requests.parameters import with_sampling_defaults
 from cluster.http.routes import generation, messages, models, native, prefix_cache, responses, status, tokenization
 from cluster.http.serving import Edge
 from cluster.http.text.tokenizer import ChatTokenizer
@@ -71,7 +71,7 @@ def build_app(
     if config.output_parser == "auto":
         found = detect_family(tokenizer.template_source, tokenizer.response_template is not None)
         config = dataclasses.replace(config, output_parser=found)
-    config = _with_sampling_defaults(config, tokenizer.sampling_defaults)
+    config = with_sampling_defaults(config, tokenizer.sampling_defaults)
     admission = Admission(config.max_concurrent_requests or math.inf, config.max_pending_bytes, config.retry_after_s)
     edge = Edge(config, tokenizer, engine, admission, grammars, tracing=tracing)
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -109,22 +109,6 @@ def build_app(
 
     app.router.routes += [Route("/openapi.json", openapi), Route("/docs", docs)]
     return app
-
-
-def _with_sampling_defaults(config: EdgeConfig, recommended: Mapping[str, float]) -> EdgeConfig:
-    """Fill open defaults of the configuration with the model's recommendations. Raises ValueError."""
-    values: dict[str, float] = {}
-    for name, value in recommended.items():
-        if getattr(config, f"default_{name}") is None:
-            # Hugging Face writes 0 and -1 for "off"
-            values[f"default_{name}"] = max(0, int(value)) if name == "top_k" else value
-    if not values:
-        return config
-    logger.info("sampling defaults of generation_config.json: %s", ", ".join(f"{k}={v:g}" for k, v in values.items()))
-    try:
-        return dataclasses.replace(config, **values)  # type: ignore[arg-type]
-    except ValueError as error:
-        raise ValueError(f"generation_config.json: {error}; correct it, or set ingress.{next(iter(values))}") from None
 
 
 async def _answer_api_error(http: Request, error: Exception) -> Response:

@@ -1,17 +1,35 @@
 """A model's tokenizer and its running engine, which `LLM` and `AsyncLLM` share."""
 
-import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import dataclasses
+import functools
+import secrets
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+import msgspec
+from transformers import AutoTokenizer
 
 from cluster.assembly import engine_spec
 from cluster.config import AerieConfig, ConfigError, read_args
+from cluster.coordinator.stats import engine_stats
+from cluster.http.config import EdgeConfig
+from cluster.http.errors import ApiError
+from cluster.http.metrics import prometheus_text
+from cluster.http.requests.parameters import (
+    answer_tokens,
+    choice_seed,
+    sampling_params,
+    stop_strings,
+    truncation_of,
+    with_sampling_defaults,
+)
+from cluster.http.requests.prompts import check_token_ids
+from cluster.http.requests.structured_output import GrammarMaker
+from cluster.http.text.model_files import SAMPLING_DEFAULTS
 from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.http.text.user_text import ChatText
 from cluster.transport.messages import TokenDelta
 from deploy.checks import checked
 from deploy.config import vllm_options
@@ -19,9 +37,14 @@ from deploy.config.files import find_config
 from deploy.config.model import model_args, names_model, use_options
 from deploy.config.vllm_values import OptionError
 from deploy.offline.engine_thread import EngineThread
-from deploy.offline.outputs import RunningAnswer, SamplingParams
+from deploy.offline.metrics import Metric, metrics_of
+from deploy.offline.outputs import RunningAnswer
+from deploy.offline.prompts import Messages, Prompt, chat_prompt
+from deploy.offline.sampling_params import LIMITS, SamplingParams
+from speculative.build import plan_engine
+from workers.scheduling.request import Request, RequestTooLargeError, UnfinishedError
 
-T = TypeVar("T")
+DEFAULT_TOKENS = 256  # of an answer without sampling parameters
 
 
 class EngineArgs:
@@ -41,32 +64,107 @@ class OfflineEngine:
     def __init__(self, model: str | Path, draft: str | None, revision: str | None, options: Mapping[str, Any]) -> None:
         """See `deploy.offline.llm.LLM`."""
         config = _config(model, draft, revision, options)
-        self.tokenizer = ChatTokenizer.from_folder(config.model.path)
+        spec = engine_spec(config)
+        self.folder = Path(config.model.path)
+        self.tokenizer = ChatTokenizer.from_folder(self.folder)
         self._numbers = count()
         try:
-            self.thread = EngineThread(engine_spec(config))
+            limit = plan_engine(spec).layout.max_model_len
+            defaults = {f"default_{name}": getattr(config.ingress, f"default_{name}") for name in SAMPLING_DEFAULTS}
+            limits = dataclasses.replace(LIMITS, max_model_len=limit, **defaults)
+            self._limits: EdgeConfig = with_sampling_defaults(limits, self.tokenizer.sampling_defaults)
+            self.thread = EngineThread(spec)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    async def encoded(self, texts: Iterable[str | ChatText], add_special_tokens: bool) -> list[list[int]]:
-        """Return the token ids of each text."""
-        return [await self.tokenizer.encode(text, add_special_tokens) for text in texts]
+    def default_sampling_params(self) -> SamplingParams:
+        """Return the model's recommended parameters, else greedy sampling."""
+        values = {name: getattr(self._limits, f"default_{name}") for name in SAMPLING_DEFAULTS}
+        known = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(max_tokens=DEFAULT_TOKENS, **(known or {"temperature": 0.0}))
 
-    def answers(self, prompt: list[int], params: SamplingParams) -> list[RunningAnswer]:
-        """Return the answers to a prompt, which have not started."""
-        number = next(self._numbers)
-        return [RunningAnswer(f"offline-{number}-{i}", prompt, params, i, self.tokenizer) for i in range(params.n)]
+    @functools.lru_cache(8)  # noqa: B019 - as long-lived as the engine
+    def _tokenizer_with(self, chat_template: str) -> ChatTokenizer:
+        """Return the tokenizer with another chat template. Raises ValueError."""
+        if "{" not in chat_template:
+            raise ValueError(f"chat_template={chat_template!r:.80}: must be a template's text; read it from its file")
+        return ChatTokenizer.from_folder(self.folder, chat_template)
+
+    async def answers(self, prompt: Prompt, params: SamplingParams) -> list[RunningAnswer]:
+        """Return the answers to a prompt, which have not started. Raises ValueError, RequestTooLargeError for a prompt
+        that is too long."""
+        try:
+            return await self._answers(prompt, params)
+        except ApiError as error:
+            kind = RequestTooLargeError if error.code == "context_length_exceeded" else ValueError
+            raise kind(error.message) from None
+
+    async def _answers(self, prompt: Prompt, params: SamplingParams) -> list[RunningAnswer]:
+        body, limits, tokenizer = params.body(), self._limits, self.tokenizer
+        if prompt.cache_salt is not None:
+            body.cache_salt = prompt.cache_salt
+        kept = truncation_of(body, params.max_tokens, limits)
+        tokens = await prompt.encoded(tokenizer, limits, kept)
+        left = answer_tokens(len(tokens), None, True, limits)
+        budget = left if params.max_tokens is None else min(left, params.max_tokens)
+        logprobs, scored = (-1 if num is None else num for num in (params.logprobs, params.prompt_logprobs))
+        eos = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
+        check_token_ids("allowed_token_ids", body.allowed_token_ids or [], tokenizer)
+        param, grammar = GrammarMaker(limits, eos).of_body(body) or ("", None)
+        sampling = msgspec.structs.replace(
+            sampling_params(body, logprobs, eos, grammar, limits, tokenizer), max_tokens=budget, prompt_logprobs=scored
+        )
+        stops, number = stop_strings(body.stop, limits), next(self._numbers)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        answers = []
+        for i in range(params.n):
+            own = msgspec.structs.replace(sampling, seed=choice_seed(seed, i))
+            request = Request(f"offline-{number}-{i}", tokens, own)
+            answers.append(RunningAnswer(request, params, stops, param, i, tokenizer))
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)  # the first answer's are enough
+        return answers
+
+    async def all_answers(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[list[RunningAnswer]]:
+        """Return the answers to each of several prompts."""
+        return [await self.answers(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+
+    async def chat_prompts(
+        self, conversations: Sequence[Messages], chat_template: str | None, *options: Any
+    ) -> list[Prompt]:
+        """Render conversations. chat_template: instead of the model's. options: see `chat_prompt`."""
+        tokenizer = self.tokenizer if chat_template is None else self._tokenizer_with(chat_template)
+        return [await chat_prompt(conversation, tokenizer, *options) for conversation in conversations]
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache; False while requests run."""
+        try:
+            self.thread.call(lambda engine: engine.scheduler.flush_prefix_cache()).result()
+        except UnfinishedError:
+            return False
+        return True
+
+    def metrics(self) -> list[Metric]:
+        """Return the engine's metrics."""
+        stats = self.thread.call(lambda engine: engine_stats(engine.scheduler, "0", "ready", "", 0, 0.0, ())).result()
+        return metrics_of(prometheus_text([stats], self.folder.name).decode())
+
+    @functools.cached_property
+    def transformers_tokenizer(self) -> Any:
+        """The model's tokenizer as transformers loads it."""
+        return AutoTokenizer.from_pretrained(str(self.folder))
 
     def run(self, answers: Sequence[RunningAnswer]) -> Generator[list[RunningAnswer], None, None]:
         """Run answers to their ends. Yield those that have changed."""
-        running = {answer.request.request_id: answer for answer in answers}
+        running = {answer.request_id: answer for answer in answers}
         with contextlib.closing(self.thread.run([answer.request for answer in answers])) as steps:
             for deltas in steps:
                 yield self._push(running, deltas)
 
     async def stream(self, answers: Sequence[RunningAnswer]) -> AsyncGenerator[list[RunningAnswer], None]:
         """Do `run` in an event loop."""
-        running = {answer.request.request_id: answer for answer in answers}
+        running = {answer.request_id: answer for answer in answers}
         async with contextlib.aclosing(self.thread.stream([answer.request for answer in answers])) as steps:
             async for deltas in steps:
                 yield self._push(running, deltas)
@@ -85,16 +183,6 @@ class OfflineEngine:
             if answer.is_finished or delta.tokens:
                 changed[delta.request_id] = answer
         return list(changed.values())
-
-
-def finished(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine, from any thread, also one whose event loop runs (a notebook's)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
 
 
 def _config(model: str | Path, draft: str | None, revision: str | None, options: Mapping[str, Any]) -> AerieConfig:
@@ -116,6 +204,6 @@ def _with(args: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
         keys, _ = vllm_options.changes(options, python=True)
     except OptionError as error:
         raise ConfigError(str(error)) from None
-    if server := [key for key in keys if key.startswith("ingress.")]:
+    if server := [key for key in keys if key.startswith("ingress.") and not key.startswith("ingress.default_")]:
         raise ConfigError(f"{server[0]}: is a server's; LLM has none")
     return use_options(args, keys)

@@ -22,7 +22,6 @@ from cluster.transport.messages import TokenDelta
 from deploy.offline.receivers import LoopReceiver, QueueReceiver, Receiver
 from speculative.build import EngineSpec, local_engine
 from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
 from workers.scheduling.request import QueueFullError, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -38,11 +37,10 @@ class EngineDeadError(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """A request of a receiver. origins: whether its deltas have `drafted`."""
+    """A request and the receiver of its tokens."""
 
     request: Request
     receiver: Receiver
-    origins: bool = False
 
 
 class EngineThread:
@@ -88,17 +86,15 @@ class EngineThread:
                 with contextlib.suppress(EngineDeadError):
                     self.abort(unfinished).result()
 
-    async def stream(
-        self, requests: Sequence[Request], origins: bool = False
-    ) -> AsyncGenerator[list[TokenDelta], None]:
-        """Do `run` in an event loop. Yields all deltas that have come meanwhile. origins: see `Job`."""
+    async def stream(self, requests: Sequence[Request]) -> AsyncGenerator[list[TokenDelta], None]:
+        """Do `run` in an event loop. Yields all deltas that have come meanwhile."""
         loop = asyncio.get_running_loop()
         receiver = self._receivers.setdefault(loop, LoopReceiver(loop))
         arrived: asyncio.Queue[TokenDelta] = asyncio.Queue()
         unfinished = {request.request_id for request in requests}
         receiver.queues.update(dict.fromkeys(unfinished, arrived))
         try:
-            self._submit([Job(request, receiver, origins) for request in requests])
+            self._submit([Job(request, receiver) for request in requests])
             while unfinished:
                 deltas = [await arrived.get()]
                 while not arrived.empty():
@@ -111,22 +107,6 @@ class EngineThread:
             if unfinished:
                 with contextlib.suppress(EngineDeadError):
                     self.abort(unfinished)
-
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        request_id: str,
-        running_stats: bool = False,
-        token_origins: bool = False,
-        output: Sequence[int] = (),
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """Do `cluster.http.engine_client.EngineClient.generate`. All deltas have statistics."""
-        request = Request(request_id, prompt, sampling, output=list(output))
-        async with contextlib.aclosing(self.stream([request], token_origins)) as steps:
-            async for deltas in steps:
-                for delta in deltas:
-                    yield delta
 
     def abort(self, request_ids: Iterable[str]) -> "Future[None]":
         """End requests; they finish with "abort". Ids that are unknown, or have finished, are ignored."""
@@ -258,7 +238,7 @@ class _EngineLoop:
             name = output.request.request_id
             job = self._running.get(name)
             if job is not None:
-                deltas.append((job, token_delta(output, True, job.origins, engine.scheduler.num_draft_tokens)))
+                deltas.append((job, token_delta(output, True, False, engine.scheduler.num_draft_tokens)))
                 if output.finish_reason is not None:
                     del self._running[name]
         self._deliver(deltas)

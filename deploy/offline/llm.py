@@ -5,24 +5,25 @@ Several ranks run in separate processes, started by `multiprocessing`; a script 
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
-from cluster.http.text.tokenizer import ChatTokenizer
-from deploy.offline.engine import OfflineEngine, finished
-from deploy.offline.outputs import RequestOutput, SamplingParams, is_token_ids, prompt_of, request_output
+from deploy.offline.engine import OfflineEngine
+from deploy.offline.metrics import Metric
+from deploy.offline.outputs import RequestOutput, request_output
+from deploy.offline.prompts import Messages, Prompt, finished, is_token_ids, prompt_of
+from deploy.offline.refusals import check_others, refused_method
+from deploy.offline.sampling_params import SamplingParams
 
-GREEDY = SamplingParams(max_tokens=256, temperature=0.0)
 Params = SamplingParams | Sequence[SamplingParams] | None
-Messages = Sequence[Mapping[str, Any]]
 
 
 class LLM:
-    """An engine that answers lists of prompts. Use it in a `with` statement, or `close` it, because ranks may be
-    processes."""
+    """An engine that answers lists of prompts, from any thread, also one whose event loop runs. Use it in a `with`
+    statement, or `close` it, because ranks may be processes."""
 
     def __init__(
         self, model: str | Path = "eagle", *, draft: str | None = None, revision: str | None = None, **options: Any
@@ -42,59 +43,99 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    if not TYPE_CHECKING:  # type checkers then know what there is
+
+        def __getattr__(self, name: str) -> Any:
+            raise refused_method(type(self).__name__, name)
+
     def close(self) -> None:
         """End the engine. It also ends with the interpreter, and when this object is garbage."""
         self._engine.thread.close()
 
-    def get_tokenizer(self) -> ChatTokenizer:
-        """The model's tokenizer and chat template."""
-        return self._engine.tokenizer
+    def get_tokenizer(self) -> Any:
+        """Return the model's tokenizer, one of transformers."""
+        return self._engine.transformers_tokenizer
 
-    def generate(self, prompts: Any, sampling_params: Params = None, use_tqdm: bool = True) -> list[RequestOutput]:
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of requests without any: those that the model's generation_config.json recommends, else
+        greedy; up to 256 tokens."""
+        return self._engine.default_sampling_params()
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache. Return False, and change nothing, while requests run."""
+        return self._engine.reset_prefix_cache()
+
+    def get_metrics(self) -> list[Metric]:
+        """Return the engine's metrics, as /metrics of a server has them."""
+        return self._engine.metrics()
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        **others: Any,
+    ) -> list[RequestOutput]:
         """Return the continuations of prompts, in order.
 
         prompts: a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
-        sampling_params: for all prompts, or one per prompt; default: greedy answers of up to 256 tokens.
-        use_tqdm: show progress on a terminal.
-        Raises RequestTooLargeError for a prompt that can never run, TypeError for an invalid prompt. After Ctrl-C the
-        engine remains usable."""
+        sampling_params: for all prompts, or one per prompt; default: `get_default_sampling_params`.
+        use_tqdm: show progress on a terminal; or what shows it, called as tqdm.
+        others: parameters of vLLM's that have no effect, such as lora_request=None.
+
+        Raises ValueError for an invalid request, RequestTooLargeError for a prompt that can never run, TypeError for
+        what is no prompt. After Ctrl-C the engine remains usable."""
+        check_others("generate", others)
         is_one = isinstance(prompts, str | Mapping) or is_token_ids(prompts)
         found = [prompt_of(prompt) for prompt in ([prompts] if is_one else prompts)]
-        texts = [text for text, _ in found if text is not None]
-        encoded = iter(finished(self._engine.encoded(texts, add_special_tokens=True)))
-        given = [(text, next(encoded) if tokens is None else tokens) for text, tokens in found]
-        return self._answer(given, sampling_params, use_tqdm)
+        return self._answer(found, sampling_params, use_tqdm)
 
     def chat(
-        self, messages: Messages | Sequence[Messages], sampling_params: Params = None, use_tqdm: bool = True
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Return the assistant's answer to a conversation, or to each of a list of conversations; see `generate`.
 
-        messages: {"role", "content"} and other keys of the model's template.
-        Raises ChatTemplateError for messages that the template refuses."""
+        messages: as in the HTTP API: {"role", "content"}, and calls of tools and their results.
+        tools: functions shown to the model. Its calls are text of the answer.
+        chat_template: a template's text, instead of the model's.
+        chat_template_kwargs: further variables of the template, such as enable_thinking.
+        continue_final_message: continue the last message; needs add_generation_prompt=False.
+
+        Raises ValueError for messages that the template refuses."""
+        check_others("chat", others)
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [self._engine.tokenizer.render(conversation) for conversation in conversations]  # type: ignore[arg-type]
-        encoded = finished(self._engine.encoded(texts, add_special_tokens=False))
-        given = [(text.text, tokens) for text, tokens in zip(texts, encoded, strict=True)]
-        return self._answer(given, sampling_params, use_tqdm)
+        options = (tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
+        rendered = self._engine.chat_prompts(conversations, chat_template, *options)  # type: ignore[arg-type]
+        return self._answer(finished(rendered), sampling_params, use_tqdm)
 
     def _answer(
-        self, prompts: Sequence[tuple[str | None, list[int]]], params: Params, use_tqdm: bool
+        self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool | Callable[..., Any]
     ) -> list[RequestOutput]:
-        """Answer prompts, each a text (None if unknown) and token ids."""
-        each = [params or GREEDY] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        params = params or self.get_default_sampling_params()
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for all, or one each")
-        groups = [self._engine.answers(tokens, p) for (_, tokens), p in zip(prompts, each, strict=True)]
+        groups = finished(self._engine.all_answers(prompts, each))
         answers = [answer for group in groups for answer in group]
+        bar = use_tqdm if callable(use_tqdm) else tqdm
         # None: tqdm shows nothing if stderr is not a terminal
         with (
-            tqdm(total=len(answers), desc="answers", disable=None if use_tqdm else True) as progress,
+            bar(total=len(answers), desc="answers", disable=None if use_tqdm else True) as progress,
             contextlib.closing(self._engine.run(answers)) as steps,
         ):
             for changed in steps:
                 progress.update(sum(answer.is_finished for answer in changed))
         return [
-            request_output(group[0].request.request_id, text, tokens, group)
-            for (text, tokens), group in zip(prompts, groups, strict=True)
+            request_output(group[0].request_id, prompt.text, group)
+            for prompt, group in zip(prompts, groups, strict=True)
         ]

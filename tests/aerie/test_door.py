@@ -10,7 +10,7 @@ import pytest
 import aerie
 from aerie.shadows import ROOT
 from attention.distribution import NAME, install_command, version
-from deploy.offline import llm, outputs
+from deploy.offline import llm, sampling_params
 from tests.support import DOCS
 
 COMMAND = "import sys; from aerie.command import main; sys.exit(main())"
@@ -24,7 +24,7 @@ def _run(program: str, folder: Path, python_path: str, *arguments: str) -> subpr
 
 def test_names_are_those_of_the_offline_engine() -> None:
     assert aerie.LLM is llm.LLM
-    assert aerie.SamplingParams is outputs.SamplingParams
+    assert aerie.SamplingParams is sampling_params.SamplingParams
     assert aerie.__version__ == version()
     assert set(dir(aerie)) >= {"LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "__version__"}
     with pytest.raises(AttributeError, match="it has LLM"):

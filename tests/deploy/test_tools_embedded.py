@@ -2,6 +2,7 @@
 The pair was not trained for tools, so the calls are forced; what comes is valid because of the constraint."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ MESSAGES: Any = [{"role": "user", "content": "How is the weather?"}]
 
 
 class OfflineEngine:
-    """`cluster.http.engine_client.EngineClient` over an engine of this process; an answer comes in pieces of three."""
+    """`cluster.http.engine_client.EngineClient` over an engine of this process."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -50,15 +51,14 @@ class OfflineEngine:
         token_origins: bool = False,
         output: Sequence[int] = (),
     ) -> AsyncGenerator[TokenDelta, None]:
-        ends = tuple(self._llm.get_tokenizer().eos_token_ids)
+        ends = tuple(self._llm._engine.tokenizer.eos_token_ids)
         sampling = msgspec.structs.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
-        request, reasons = Request(request_id, prompt, sampling), []
-        run = self._llm._engine.run
-        await asyncio.to_thread(run, [request], 1, lambda output: reasons.append(output.finish_reason))
-        tokens = tuple(request.output)
-        for at in range(0, len(tokens), 3):
-            finish = str(reasons[-1]) if at + 3 >= len(tokens) else None
-            yield TokenDelta(request_id, tokens[at : at + 3], finish, cached_tokens=request.cached_tokens)
+        async with contextlib.aclosing(
+            self._llm._engine.thread.stream([Request(request_id, prompt, sampling)])
+        ) as steps:
+            async for deltas in steps:
+                for delta in deltas:
+                    yield delta
 
     async def stats(self) -> list[EngineStats]:
         return []
@@ -124,7 +124,7 @@ async def test_a_loop_of_tools_in_harmonys_form(llm: LLM, stream: bool) -> None:
     """As agents do over /v1/responses: a forced call, its result, and an answer of a form. The pair's tokenizer has no
     harmony tokens, so that the grammar writes the marks by their characters."""
     chat = ChatTokenizer(Tokenizer.from_file(str(TARGET / "tokenizer.json")), HarmonyPrompt(SOURCE, {}), (1,))
-    chat.eos_token_ids = llm.get_tokenizer().eos_token_ids
+    chat.eos_token_ids = llm._engine.tokenizer.eos_token_ids
     config: dict[str, Any] = {"output_parser": "auto", "max_model_len": 1024}
     tool: Any = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
     form: Any = {"format": {"type": "json_schema", "name": "x", "strict": True, "schema": PARAMETERS}}
@@ -153,6 +153,6 @@ async def test_a_loop_of_tools_in_harmonys_form(llm: LLM, stream: bool) -> None:
 @pytest.mark.slow  # the command: `tests.deploy.test_check_cache`
 async def test_the_cache_of_the_embedded_pair_changes_no_answer(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--words", "40", "--max-tokens", "6", "--conversations", "1", "--concurrency", "1"]
-    async with served(OfflineEngine(llm), llm.get_tokenizer(), max_model_len=1024) as url:  # type: ignore[arg-type]
+    async with served(OfflineEngine(llm), llm._engine.tokenizer, max_model_len=1024) as url:  # type: ignore[arg-type]
         assert await asyncio.to_thread(main, ["check-cache", url, *options]) == 0
     assert "0 of 11 answers differ" in capsys.readouterr().out

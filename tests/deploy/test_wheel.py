@@ -35,7 +35,7 @@ assert {path.relative_to(installed).parts[0] for path in found if installed in p
 def test_wheel_holds_every_module_configuration_and_file_of_the_embedded_pair(wheel: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
     wanted = {path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
-    wanted |= set((ROOT / "deploy").glob("*.yaml"))
+    wanted |= {*(ROOT / "deploy").glob("*.yaml"), ROOT / "aerie" / "py.typed"}
     wanted |= {path for path in (ROOT / "cluster" / "http" / "page").rglob("*") if path.is_file()}
     for model in ("target", "draft", "dspark"):
         wanted |= {path for path in (MODELS / model).iterdir() if path.is_file()}

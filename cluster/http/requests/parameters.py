@@ -1,8 +1,10 @@
 """Parameters of a body, checked against the `ingress` section and the model, and the engine's `SamplingParams` of them.
 Called by `cluster.http.requests.edge_request`."""
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.http.config import EdgeConfig, OutputParserName
@@ -13,6 +15,8 @@ from cluster.http.text.long_text import Truncation
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.thinking_budget import ThinkingBudget
 from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, Grammar, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 SERVED_MODEL = "default"  # the name of the served model in SGLang's examples, whatever its own name
 DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -217,3 +221,19 @@ async def thinking_budget(
         raise unsupported("thinking_token_budget", "thinking cannot be ended with allowed_token_ids")
     closing = await tokenizer.encode(marks[1], add_special_tokens=False)
     return ThinkingBudget(limit, tuple(closing))
+
+
+def with_sampling_defaults(config: EdgeConfig, recommended: Mapping[str, float]) -> EdgeConfig:
+    """Fill open defaults of the configuration with the model's recommendations. Raises ValueError."""
+    values: dict[str, float] = {}
+    for name, value in recommended.items():
+        if getattr(config, f"default_{name}") is None:
+            # Hugging Face writes 0 and -1 for "off"
+            values[f"default_{name}"] = max(0, int(value)) if name == "top_k" else value
+    if not values:
+        return config
+    logger.info("sampling defaults of generation_config.json: %s", ", ".join(f"{k}={v:g}" for k, v in values.items()))
+    try:
+        return dataclasses.replace(config, **values)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"generation_config.json: {error}; correct it, or set ingress.{next(iter(values))}") from None

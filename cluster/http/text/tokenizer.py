@@ -76,8 +76,9 @@ class ChatTokenizer:
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "ChatTokenizer":
-        """Load a model folder. Raises ValueError with the file and the remedy."""
+    def from_folder(cls, folder: str | Path, template_text: str | None = None) -> "ChatTokenizer":
+        """Load a model folder. template_text: a chat template instead of the folder's. Raises ValueError with the file
+        and the remedy."""
         path = Path(folder)
         file = path / "tokenizer.json"
         if not file.is_file() and (path / "tekken.json").is_file():
@@ -89,7 +90,7 @@ class ChatTokenizer:
         tokenizer.no_truncation()
         config = model_files.read_json(path / "tokenizer_config.json")
         special = model_files.special_tokens(config, model_files.read_json(path / "special_tokens_map.json"))
-        source = model_files.template_source(path, config)
+        source = model_files.template_source(path, config) if template_text is None else template_text
         template = None if source is None else _chat_prompt(source, special)
         generation = path / "generation_config.json"
         eos = model_files.eos_ids(generation) or model_files.eos_ids(path / "config.json")

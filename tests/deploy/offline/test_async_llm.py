@@ -64,8 +64,8 @@ async def test_several_answers_come_with_their_indices(llm: AsyncLLM) -> None:
 
 
 async def test_a_stop_text_ends_a_stream(llm: AsyncLLM) -> None:
-    ids = (await llm.get_tokenizer()).render([{"role": "user", "content": "Hello"}]).text
-    outputs = await _outputs(llm, ids, SamplingParams(stop="can", temperature=0.0, output_kind=DELTA, max_tokens=30))
+    sampling = SamplingParams(stop="can", temperature=0.0, output_kind=DELTA, max_tokens=30)
+    outputs = [output async for output in llm.chat([{"role": "user", "content": "Hello"}], sampling, "chat")]
     assert "".join(each.outputs[0].text for each in outputs) == "Hello! How "
     assert outputs[-1].finished and outputs[-1].outputs[0].stop_reason == "can"
 
@@ -77,6 +77,28 @@ async def test_abort_ends_the_stream_with_its_reason(llm: AsyncLLM) -> None:
         await llm.abort(["long", "unknown"])
     assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
     assert len(outputs[-1].outputs[0].token_ids) < 1900 and _num_requests(llm) == 0
+
+
+async def test_abort_reaches_a_request_whose_prompt_is_still_encoded(llm: AsyncLLM) -> None:
+    task = asyncio.create_task(_outputs(llm, "word " * 1500, LONG, "early"))
+    await asyncio.sleep(0)
+    assert llm._answers == {"early": []}
+    await llm.abort("early")
+    (output,) = await task
+    assert output.finished and output.outputs[0].finish_reason == "abort" and not output.outputs[0].token_ids
+    assert not llm._answers and not llm._aborted
+
+
+async def test_its_other_methods_are_those_of_llm(llm: AsyncLLM) -> None:
+    await _outputs(llm, "One", SamplingParams(max_tokens=2))
+    assert await llm.reset_prefix_cache() and await llm.get_metrics()
+    async with contextlib.aclosing(llm.generate("Count", LONG, "long", lora_request=None)) as outputs:
+        await anext(outputs)
+        assert not await llm.reset_prefix_cache()
+    await llm.check_health()
+    assert llm.is_running and (await llm.get_tokenizer()).encode("One")
+    with pytest.raises(ValueError, match="^priority is not supported"):
+        llm.generate("x", LONG, "x", priority=3)
 
 
 async def test_leaving_or_cancelling_aborts(llm: AsyncLLM) -> None:
@@ -136,6 +158,8 @@ async def test_unfinished_requests_are_told_of_the_end() -> None:
         await task
     with pytest.raises(EngineDeadError, match="the engine was closed"):
         await _outputs(own, "Count", LONG)
+    with pytest.raises(EngineDeadError, match="the engine was closed"):
+        await own.check_health()
 
 
 async def test_its_tokens_are_those_of_llm(llm: AsyncLLM) -> None:

@@ -1,0 +1,123 @@
+"""Prompts of all forms as texts and token ids."""
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, TypedDict, TypeVar
+
+from cluster.http.config import EdgeConfig
+from cluster.http.errors import ApiError
+from cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
+from cluster.http.requests.tools import functions, template_variables
+from cluster.http.schema.body import checked_body
+from cluster.http.schema.request import ChatCompletionRequest
+from cluster.http.text.long_text import Truncation
+from cluster.http.text.tokenizer import ChatTokenizer
+from cluster.http.text.user_text import ChatText
+
+T = TypeVar("T")
+Messages = Sequence[Mapping[str, Any]]
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt's text. cache_salt: see `SamplingParams`."""
+
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt's token ids. prompt: their text, for the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: str
+    cache_salt: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt. text: to encode if `tokens` is None, else only for the output."""
+
+    text: str | None
+    tokens: list[int] | None = None
+    cache_salt: str | None = None
+    chat: ChatText | None = None
+
+    async def encoded(self, tokenizer: ChatTokenizer, limits: EdgeConfig, kept: Truncation | None) -> list[int]:
+        """Return the token ids. kept: only this part of them. Raises ApiError."""
+        if self.tokens is not None:
+            tokens = check_token_ids("prompt_token_ids", self.tokens, tokenizer)
+        else:
+            text = self.text if self.chat is None else self.chat
+            assert text is not None
+            tokens = await encode_prompt(text, self.chat is None, "prompt", tokenizer, limits, kept)
+        return tokens if kept is None else kept.of(tokens)
+
+
+def prompt_of(given: Any) -> Prompt:
+    """Return a prompt of `LLM.generate`. Raises TypeError."""
+    if isinstance(given, str):
+        return Prompt(given)
+    if isinstance(given, Mapping):
+        if other := [key for key, value in given.items() if key not in _KEYS and value is not None]:
+            raise TypeError(f"prompt[{other[0]!r}]: is not supported: prompts are texts or token ids")
+        if "prompt_token_ids" in given:
+            tokens = [int(token) for token in given["prompt_token_ids"]]
+            return Prompt(given.get("prompt"), tokens, given.get("cache_salt"))
+        if isinstance(given.get("prompt"), str):
+            return Prompt(given["prompt"], None, given.get("cache_salt"))
+    elif is_token_ids(given):
+        return Prompt(None, [int(token) for token in given])
+    raise TypeError(
+        f'prompt {given!r:.80}: must be a text, a list of token ids, {{"prompt": text}} or {{"prompt_token_ids": ids}}'
+    )
+
+
+def is_token_ids(given: Any) -> bool:
+    """Whether this is a list of token ids, which is one prompt."""
+    is_list = isinstance(given, Sequence) and not isinstance(given, str) and bool(given)
+    return is_list and all(isinstance(token, Integral) and not isinstance(token, bool) for token in given)
+
+
+async def chat_prompt(
+    messages: Messages,
+    tokenizer: ChatTokenizer,
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> Prompt:
+    """Render a conversation with the chat template, as the HTTP API does. Raises ValueError."""
+    values = {
+        "messages": [dict(message) for message in messages],
+        "tools": None if tools is None else [dict(tool) for tool in tools],
+        "chat_template_kwargs": None if variables is None else dict(variables),
+    }
+    try:
+        body, _ = checked_body(values, ChatCompletionRequest, strict=False)
+        text = await chat_text(
+            body.messages,
+            tokenizer,
+            add_generation_prompt,
+            template_variables(body, tokenizer.template_source),
+            functions(body.tools),
+            continue_final_message,
+        )
+    except ApiError as error:
+        raise ValueError(error.message) from None
+    return Prompt(text.text, chat=text)
+
+
+def finished(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine, from any thread, also one whose event loop runs (a notebook's)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
