@@ -101,7 +101,7 @@ async def chat_prompt(
             body.messages,
             tokenizer,
             add_generation_prompt,
-            template_variables(body, tokenizer.template_source),
+            template_variables(body, tokenizer),
             functions(body.tools),
             continue_final_message,
         )

@@ -8,7 +8,8 @@ from typing import Any
 from cluster.http.config import OutputParserName
 from cluster.http.parsers.families import FAMILIES, CallSyntax
 from cluster.http.parsers.reasoning import is_reasoning
-from cluster.http.schema.message import NO_PARAMETERS, Tool
+from cluster.http.schema.message import Tool
+from cluster.http.text.template_facts import NO_PARAMETERS
 from workers.scheduling.plan import Grammar
 
 MAX_WHITESPACE = 8  # consecutive characters between parts of arguments: a model could write them forever

@@ -9,7 +9,6 @@ from msgspec import UNSET
 from cluster.http.config import OutputParserName
 from cluster.http.errors import ApiError, invalid
 from cluster.http.parsers.families import FAMILIES
-from cluster.http.requests.tools import can_switch_thinking
 from cluster.http.schema.body import validated
 from cluster.http.schema.messages import (
     THREAD,
@@ -26,6 +25,7 @@ from cluster.http.schema.messages import (
     ToolUseParam,
 )
 from cluster.http.schema.request import ChatCompletionRequest
+from cluster.http.text.template_facts import Efforts
 
 MessageDict = dict[str, Any]
 THINKING_PARSERS = (
@@ -89,12 +89,12 @@ def error_detail(error: ApiError) -> MessagesErrorDetail:
 
 
 def messages_chat(
-    body: CountTokensRequest | MessagesRequest, template: str, parser: OutputParserName
+    body: CountTokensRequest | MessagesRequest, efforts: Efforts, parser: OutputParserName
 ) -> ChatCompletionRequest:
-    """Return the equivalent chat. template, parser: of the model's chats."""
+    """Return the equivalent chat. efforts: those with an effect on this model. parser: of its chats."""
     values: dict[str, Any] = body.model_dump(include=set(_SAME_NAMES))
     messages = chat_messages(body.system, body.messages)
-    values |= {"messages": messages, "reasoning_effort": _effort(body, template)}
+    values |= {"messages": messages, "reasoning_effort": _effort(body, efforts)}
     if body.thinking is not None and body.thinking.type == "enabled" and FAMILIES[parser].thinking:
         values["thinking_token_budget"] = body.thinking.budget_tokens
     if messages[-1]["role"] == "assistant":
@@ -167,31 +167,37 @@ def _misplaced(where: str, block: Block, role: str) -> ApiError:
     return invalid(f"{where}.type", f"{where}.type: a turn of the {role} has no blocks of type '{block.type}'")
 
 
-def ignored_by_model(body: CountTokensRequest, template: str, parser: OutputParserName) -> Iterator[str]:
-    """Yield the fields that have no effect on this model's chats."""
-    if body.output_config is not None and body.output_config.effort is not None and not _has_levels(template):
+def ignored_by_model(body: CountTokensRequest, efforts: Efforts, parser: OutputParserName) -> Iterator[str]:
+    """Yield the fields that have no effect on this model's chats. efforts: those with an effect."""
+    if body.output_config is not None and body.output_config.effort is not None and not _has_levels(efforts):
         yield "output_config.effort"
     if (thinking := body.thinking) is None:
         return
-    if not can_switch_thinking(template) and (thinking.type != "disabled") != (parser in THINKING_PARSERS):
+    thinks = thinking.type != "disabled"
+    if _switch(thinks) not in efforts and thinks != (parser in THINKING_PARSERS):
         yield "thinking"
     elif thinking.type == "enabled" and thinking.budget_tokens is not None and not FAMILIES[parser].thinking:
         yield "thinking.budget_tokens"
 
 
-def _has_levels(template: str) -> bool:
-    return "reasoning_effort" in template
+def _has_levels(efforts: Efforts) -> bool:
+    return efforts.get("low") != efforts.get("high")
 
 
-def _effort(body: CountTokensRequest, template: str) -> str | None:
+def _switch(thinks: bool) -> str:
+    """Return the effort that switches thinking on or off."""
+    return "medium" if thinks else "none"
+
+
+def _effort(body: CountTokensRequest, efforts: Efforts) -> str | None:
     """Return `thinking` and `output_config.effort` as a chat's reasoning_effort. Without a switch in the template, the
     model decides whether to think."""
-    effort = None
-    if body.output_config is not None and _has_levels(template):
-        effort = body.output_config.effort
-    if body.thinking is None or not can_switch_thinking(template):
-        return effort
-    return "none" if body.thinking.type == "disabled" else effort or "medium"
+    level = body.output_config.effort if body.output_config is not None and _has_levels(efforts) else None
+    if body.thinking is None:
+        return level
+    thinks = body.thinking.type != "disabled"
+    effort = level if thinks and level else _switch(thinks)
+    return effort if effort in efforts else None
 
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError, invalid, too_long
-from cluster.http.schema.message import NO_PARAMETERS, Message, MessageToolCall, RefusalPart, TextPart, Tool
+from cluster.http.schema.message import Message, MessageToolCall, RefusalPart, TextPart, Tool
 from cluster.http.text.chat_template import ChatTemplateError
 from cluster.http.text.long_text import Truncation
 from cluster.http.text.tokenizer import ChatTokenizer, TooManyTokensError
@@ -79,13 +79,8 @@ def _cut_after(content: str, chat: ChatText) -> ChatText:
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:
-    """Return a tool in the form that chat templates expect."""
-    function = tool.function
-    parameters = NO_PARAMETERS if function.parameters is None else function.parameters
-    return {
-        "type": "function",
-        "function": {"name": function.name, "description": function.description or "", "parameters": parameters},
-    }
+    """Return a tool as it was sent, without null and without fields that are ignored."""
+    return tool.as_sent() | {"function": tool.function.as_sent()}
 
 
 def listed_prompts(prompt: Any, max_prompts: int, tokenizer: ChatTokenizer) -> list[str | list[int]]:
@@ -141,8 +136,8 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
             turn[name] = value
     reasoning = message.reasoning_content if message.reasoning is None else message.reasoning
     if reasoning is not None:
-        # gpt-oss's template calls it thinking; other templates do not look there.
-        turn["reasoning_content"] = turn["thinking"] = reasoning
+        # Each template reads one of these names.
+        turn["reasoning_content"] = turn["reasoning"] = turn["thinking"] = reasoning
     if message.tool_calls:
         turn["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return turn

@@ -13,10 +13,8 @@ from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.schema.message import NamedTool, OtherTool, Tool
 from cluster.http.schema.request import ChatCompletionRequest
 from cluster.http.text.harmony_prompt import RESPONSE_FORMAT, comment, is_harmony
+from cluster.http.text.tokenizer import ChatTokenizer
 from workers.scheduling.plan import Grammar
-
-# Template variables that switch reasoning on or off: Qwen3's, DeepSeek V3.1's.
-THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,9 @@ def functions(tools: Sequence[Tool | OtherTool] | None) -> tuple[Tool, ...]:
     return tuple(tool for tool in tools or () if isinstance(tool, Tool))
 
 
-def tool_calling(body: ChatCompletionRequest, parser: OutputParserName) -> ToolCalling:
-    """Return the tools of a chat. With `tool_choice: "none"` no tools are shown to the model."""
+def tool_calling(body: ChatCompletionRequest, parser: OutputParserName, shows_tools: bool) -> ToolCalling:
+    """Return the tools of a chat. With `tool_choice: "none"` no tools are shown to the model. shows_tools: whether the
+    chat template does so."""
     tools, choice = functions(body.tools), body.tool_choice
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -53,6 +52,12 @@ def tool_calling(body: ChatCompletionRequest, parser: OutputParserName) -> ToolC
             "tools",
             "this model's chat template shows no known form of tool calls; if the model has one, the server's "
             f"configuration can name it (ingress.output_parser: {known})",
+        )
+    if not shows_tools:
+        raise unsupported(
+            "tools",
+            "this model's chat template does not show tools to the model; describe them in a system message, or add a "
+            "template that shows them to the model's folder (additional_chat_templates/tool_use.jinja)",
         )
     parallel = body.parallel_tool_calls is not False
     if choice in (None, "auto"):
@@ -104,31 +109,19 @@ def answer_grammar(
     return Grammar("structural_tag", _structural_tag(form), own.end_token_ids, own.any_whitespace)
 
 
-def can_switch_thinking(template: str) -> bool:
-    """Return whether `reasoning_effort` has an effect on a chat template."""
-    return "reasoning_effort" in template or _thinking_switch(template) is not None
-
-
-def _thinking_switch(template: str) -> str | None:
-    return next((name for name in THINKING_SWITCHES if f" {name}" in template or f"({name}" in template), None)
-
-
 def _structural_tag(form: Mapping[str, Any]) -> str:
     return json.dumps({"type": "structural_tag", "format": form}, ensure_ascii=False)
 
 
-def template_variables(body: ChatCompletionRequest, template: str) -> Mapping[str, Any] | None:
-    """Return `chat_template_kwargs`, with `reasoning_effort` under the template's name for it, if it has one, and for
+def template_variables(body: ChatCompletionRequest, tokenizer: ChatTokenizer) -> Mapping[str, Any] | None:
+    """Return `chat_template_kwargs`, with `reasoning_effort` as the template takes it, if that has an effect, and for
     gpt-oss the format of the answer."""
-    variables, effort = body.chat_template_kwargs, body.reasoning_effort
-    if is_harmony(template) and (form := _response_format(body.response_format)):
+    variables = body.chat_template_kwargs
+    if is_harmony(tokenizer.template_source) and (form := _response_format(body.response_format)):
         variables = {RESPONSE_FORMAT: form, **(variables or {})}
-    if effort is None:
+    if body.reasoning_effort is None:
         return variables
-    if "reasoning_effort" in template:
-        return {"reasoning_effort": effort, **(variables or {})}
-    name = _thinking_switch(template)
-    return variables if name is None else {name: effort != "none", **(variables or {})}
+    return {**tokenizer.efforts.get(body.reasoning_effort, {}), **(variables or {})}
 
 
 def _response_format(given: Mapping[str, Any] | None) -> str:

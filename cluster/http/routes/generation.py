@@ -7,7 +7,6 @@ from cluster.http.endpoint import Endpoint, ignore, post
 from cluster.http.replies.completions import ChatReply, TextReply
 from cluster.http.requests.batch import batch_request
 from cluster.http.requests.edge_request import chat_request, text_request
-from cluster.http.requests.tools import can_switch_thinking
 from cluster.http.schema.completions import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
 from cluster.http.schema.request import (
     BatchRequest,
@@ -26,7 +25,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     config, tokenizer = edge.config, edge.tokenizer
 
     def ignore_effort(http: Request, body: ChatCompletionRequest) -> None:
-        if body.reasoning_effort is not None and not can_switch_thinking(tokenizer.template_source):
+        if body.reasoning_effort not in (None, *tokenizer.efforts):
             ignore(http, config, "reasoning_effort")
 
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:

@@ -28,8 +28,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     parser = chat_parser(config)
 
     def chat_of(http: Request, body: CountTokensRequest) -> ChatCompletionRequest:
-        ignore(http, config, *ignored_by_model(body, tokenizer.template_source, parser))
-        return messages_chat(body, tokenizer.template_source, parser)
+        ignore(http, config, *ignored_by_model(body, tokenizer.efforts, parser))
+        return messages_chat(body, tokenizer.efforts, parser)
 
     async def messages(http: Request, body: MessagesRequest) -> Response:
         """Continues a conversation, in Anthropic's format."""

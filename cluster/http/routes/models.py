@@ -8,11 +8,9 @@ from attention import distribution
 from cluster.http.config import EdgeConfig
 from cluster.http.endpoint import Endpoint, get
 from cluster.http.errors import model_not_found
-from cluster.http.requests.tools import THINKING_SWITCHES
 from cluster.http.routes.status import require_engine
 from cluster.http.schema.response import ModelCard, ModelList, ThinkingSwitch, VersionReply
 from cluster.http.serving import Edge
-from cluster.http.text.chat_template import ChatTemplateError
 from cluster.http.text.tokenizer import ChatTokenizer
 
 _QUESTION = [{"role": "user", "content": "hi"}]
@@ -60,18 +58,13 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
 
 def thinking_switch(tokenizer: ChatTokenizer) -> ThinkingSwitch | None:
-    """Return the variable that changes the prompt of a question, found by rendering it; None if there is none."""
-    for variable in THINKING_SWITCHES:
-        try:
-            on, off, unset = (
-                tokenizer.render(_QUESTION, variables=variables).text
-                for variables in ({variable: True}, {variable: False}, {})
-            )
-        except ChatTemplateError:
-            return None
-        if on != off:
-            return ThinkingSwitch(variable, default=unset == on)
-    return None
+    """Return the boolean variable that switches thinking; None if there is none."""
+    off = tokenizer.efforts.get("none", {})
+    variable = next((name for name, value in off.items() if value is False), None)
+    if variable is None:
+        return None
+    on, unset = (tokenizer.render(_QUESTION, variables=variables).text for variables in ({variable: True}, {}))
+    return ThinkingSwitch(variable, default=unset == on)
 
 
 def _default_sampling(config: EdgeConfig) -> dict[str, float]:

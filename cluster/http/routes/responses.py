@@ -21,7 +21,6 @@ from cluster.http.requests.responses import (
     output_messages,
     to_responses_error,
 )
-from cluster.http.requests.tools import can_switch_thinking
 from cluster.http.schema.responses import DeletedResponse, Response, ResponseEvent, ResponsesRequest
 from cluster.http.serving import Edge
 
@@ -41,8 +40,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
                     "store: responses are not stored here (ingress.max_stored_responses)",
                 )
             store = False
-        effort = body.reasoning is not None and body.reasoning.effort is not None
-        if effort and not can_switch_thinking(tokenizer.template_source):
+        if body.reasoning is not None and body.reasoning.effort not in (None, *tokenizer.efforts):
             ignore(http, config, "reasoning.effort")
         earlier = stored.get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
         conversation = [*(earlier.messages if earlier else ()), *input_messages(body.input)]

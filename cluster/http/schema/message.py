@@ -1,9 +1,9 @@
 """A conversation as clients send it: messages, tools, which tool to call."""
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, Tag
+from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
 from cluster.http.schema.body import MAX_PARTS, Schema, by_type, one_type_or_other, text_or_list
 from cluster.http.text.json_text import call_arguments
@@ -14,7 +14,6 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # Anth
 # the prompt, so its characters are restricted.
 Role = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_ .-]{1,64}$")]
 MAX_TOOLS = 128
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class TextPart(Schema):
@@ -87,7 +86,25 @@ class Message(Schema):
     function_call: None = None
 
 
-class Function(Schema):
+class _Sent(Schema):
+    """An object that chat templates show in the order of its fields."""
+
+    _names: tuple[str, ...] = PrivateAttr(())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_order(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        found = validate(given)
+        found._names = tuple(given) if isinstance(given, dict) else ()
+        return found
+
+    def as_sent(self) -> dict[str, Any]:
+        """Return the known fields that were sent, without null, in their order."""
+        sent = ((name, getattr(self, name)) for name in self._names if name in type(self).model_fields)
+        return {name: value for name, value in sent if value is not None}
+
+
+class Function(_Sent):
     """parameters: JSON schema of the arguments; null: no arguments. strict: a grammar makes arguments fit the
     schema."""
 
@@ -97,7 +114,7 @@ class Function(Schema):
     strict: bool | None = None
 
 
-class Tool(Schema):
+class Tool(_Sent):
     """A function that the model may call."""
 
     type: Literal["function"]

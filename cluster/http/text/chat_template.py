@@ -3,22 +3,26 @@
 tests/cluster/http/text/test_tokenizer.py compares it with `PreTrainedTokenizerBase.apply_chat_template`.
 """
 
-import contextlib
+import copy
+import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
-from cluster.http.text.call_turns import CallTurns, call_turns
+from cluster.http.text import template_facts
+from cluster.http.text.template_facts import CallTurns, Efforts, Rendering
 from cluster.http.text.template_limits import LimitedEnvironment, TemplateLimitError, TemplateTimeError, time_limit
 
+Fact = TypeVar("Fact")
 MAX_RENDER_S = 5.0
+_CHANGES_LISTS = re.compile("append|pop")  # a method that `LimitedEnvironment` allows
 _ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)\\u(fd[de][0-9a-f])")  # of `user_text.MARKS`
 
 
@@ -56,9 +60,8 @@ class ChatTemplate:
         self._limit_s = limit_s
         self.special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
-        self._call_turns = CallTurns()
-        with contextlib.suppress(SlowTemplateError):
-            self._call_turns = call_turns(self._trial)
+        self._changes_lists = _CHANGES_LISTS.search(source) is not None
+        self._call_turns = self._fact(template_facts.call_turns, CallTurns())
 
     def render(
         self,
@@ -77,12 +80,39 @@ class ChatTemplate:
         if not self._knows_developer:
             for turn in turns:
                 turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+        tools = [template_facts.filled(tool, self._needed_fields) for tool in tools]
         return self._rendered(turns, add_generation_prompt, variables or {}, tools, limit_s)
 
-    def _trial(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str | None:
+    @functools.cached_property
+    def efforts(self) -> Efforts:
+        """Return the template's variables for each `reasoning_effort` that has an effect."""
+        return self._fact(template_facts.reasoning_efforts, {})
+
+    @functools.cached_property
+    def shows_tools(self) -> bool:
+        """Return whether tools reach the prompt."""
+        return self._fact(template_facts.shows_tools, False)
+
+    @functools.cached_property
+    def _needed_fields(self) -> frozenset[str]:
+        return self._fact(template_facts.needed_fields, frozenset())
+
+    def _fact(self, find: Callable[[Rendering], Fact], if_slow: Fact) -> Fact:
+        try:
+            return find(self.trial)
+        except SlowTemplateError:
+            return if_slow
+
+    def trial(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        add_generation_prompt: bool,
+    ) -> str | None:
         """Return the prompt of messages as they are; None if the template refuses them. Raises SlowTemplateError."""
         try:
-            return self._rendered(messages, False, {}, tools, None)
+            return self._rendered(messages, add_generation_prompt, variables, tools, None)
         except SlowTemplateError:
             raise
         except ChatTemplateError:
@@ -97,8 +127,10 @@ class ChatTemplate:
         limit_s: float | None,
     ) -> str:
         values = {**self.special_tokens, **variables}
-        values |= {"messages": messages, "tools": [dict(tool) for tool in tools] or None, "documents": None}
+        values |= {"messages": messages, "tools": list(tools) or None, "documents": None}
         values["add_generation_prompt"] = add_generation_prompt
+        if self._changes_lists:
+            values = copy.deepcopy(values)
         try:
             with time_limit(self._limit_s if limit_s is None else limit_s):
                 return self._template.render(values)

@@ -12,6 +12,7 @@ from datetime import date
 from typing import Any
 
 from cluster.http.text.chat_template import ChatTemplateError
+from cluster.http.text.template_facts import Efforts
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 STOPS = ("<|return|>", "<|call|>")  # end a generation
@@ -35,6 +36,9 @@ class HarmonyPrompt:
     source: the checkpoint's template.
     today: returns the current date.
     """
+
+    efforts: Efforts = {effort: {"reasoning_effort": effort} for effort in EFFORTS}
+    shows_tools = True
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], today: Callable[[], date] = date.today) -> None:
         self.source = source

@@ -1,11 +1,17 @@
 """Reads the tokenizer and chat settings of a model folder. Used by `cluster.http.text.tokenizer`."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken, Tokenizer
+
+logger = logging.getLogger(__name__)
+
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -22,6 +28,46 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_tokenizer(folder: Path, config: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer of tokenizer.json, with the tokens that only tokenizer_config.json has (`config`), as
+    transformers adds them. Raises ValueError."""
+    file = folder / "tokenizer.json"
+    if not file.is_file() and (folder / "tekken.json").is_file():
+        raise ValueError(f"{file}: missing; `aerie tekken {folder}` writes it from the tekken.json beside it")
+    if not file.is_file():
+        raise ValueError(f"{file}: missing; save the tokenizer in the fast format (transformers' save_pretrained)")
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+        num_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
+    except Exception as error:  # the library raises `Exception` itself (tokenizers 0.23)
+        raise ValueError(f"{file}: is no tokenizer ({error}); download it again") from None
+    if num_tokens == 0:
+        raise ValueError(f"{file}: has no tokens; download it again")
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    _add_tokens(tokenizer, config.get("added_tokens_decoder"), folder / "tokenizer_config.json")
+    return tokenizer
+
+
+def _add_tokens(tokenizer: Tokenizer, given: Any, file: Path) -> None:
+    """Add tokens of tokenizer_config.json that the tokenizer lacks, in the order of their ids. A token that would get
+    another id stays text, because the model would read another token."""
+    entries = given if isinstance(given, dict) else {}
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    for token_id in sorted((key for key in entries if key.isdecimal()), key=int):
+        fields = entries[token_id]
+        content = fields.get("content") if isinstance(fields, dict) else None
+        if not isinstance(content, str) or content in known:
+            continue
+        own = tokenizer.token_to_id(content)
+        next_id = tokenizer.get_vocab_size(with_added_tokens=True) if own is None else own
+        if next_id == int(token_id):
+            flags = {name: fields[name] for name in _TOKEN_FLAGS if isinstance(fields.get(name), bool)}
+            tokenizer.add_tokens([AddedToken(content, **flags)])
+        else:
+            logger.warning("%s: token %r has id %s, but %d in tokenizer.json", file, content, token_id, next_id)
+
+
 def special_tokens(config: Mapping[str, Any], saved_map: Mapping[str, Any]) -> dict[str, str]:
     """Return the named special tokens; tokenizer_config.json overrides the older special_tokens_map.json."""
     tokens = {}
@@ -34,19 +80,25 @@ def special_tokens(config: Mapping[str, Any], saved_map: Mapping[str, Any]) -> d
     return tokens
 
 
-def template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template's text. Raises ValueError."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{file}: is no text ({error}); download it again") from None
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
-        source = named[0].get("template") if named else None
-    return source if isinstance(source, str) else None
+def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the chat templates, by name. As in transformers, "tool_use" is for chats with tools and
+    "default" for the others, and template files replace those of tokenizer_config.json. Raises ValueError."""
+    files = {"default": folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    found = {name: _read_text(file) for name, file in files.items() if file.is_file()}
+    if found:
+        return found
+    given = config.get("chat_template")
+    entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    named = [(entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict)]
+    return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file}: is no text ({error}); download it again") from None
 
 
 def response_template(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -67,6 +67,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _filtered(self, node: jinja2.nodes.Node, name: str) -> jinja2.nodes.Filter:
         return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=self)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Also allow what Kimi-K2's template does with its own lists: to append and to take out entries."""
+        return (isinstance(obj, list) and attr in ("append", "pop")) or super().is_safe_attribute(obj, attr, value)
+
     def call(self, context: Context, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call `function` as the sandbox does, within the time limit."""
         _check_time()

@@ -20,6 +20,7 @@ from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, Slo
 from cluster.http.text.detokenizer import ByteLevelDetokenizer, Detokenizer, PrefixDetokenizer
 from cluster.http.text.harmony_prompt import HarmonyPrompt
 from cluster.http.text.long_text import Truncation
+from cluster.http.text.template_facts import Efforts
 from cluster.http.text.user_text import ChatText, ControlTokens, marked, unmarked
 from cluster.linux import trim_heap
 from workers.structured_output.token_bytes import BYTE_OF, TokenBytes
@@ -44,6 +45,7 @@ class TooManyTokensError(ValueError):
 class ChatTokenizer:
     """Converts texts and messages to tokens and back. template: None refuses chats, for models without a template.
 
+    tool_template: of chats with tools; None: `template`.
     eos_token_ids: tokens that end an answer.
     response_template: transformers' template for parsing answers; None without one.
     class_name: transformers' name for the tokenizer.
@@ -58,9 +60,11 @@ class ChatTokenizer:
         response_template: Mapping[str, Any] | None = None,
         class_name: str | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
+        tool_template: ChatPrompt | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self._tool_template = tool_template or template
         self.eos_token_ids = eos_token_ids
         self.response_template = response_template
         self.class_name = class_name
@@ -80,18 +84,13 @@ class ChatTokenizer:
         """Load a model folder. template_text: a chat template instead of the folder's. Raises ValueError with the file
         and the remedy."""
         path = Path(folder)
-        file = path / "tokenizer.json"
-        if not file.is_file() and (path / "tekken.json").is_file():
-            raise ValueError(f"{file}: missing; `aerie tekken {folder}` writes it from the tekken.json beside it")
-        if not file.is_file():
-            raise ValueError(f"{file}: missing; save the tokenizer in the fast format (transformers' save_pretrained)")
-        tokenizer = _read_tokenizer(file)
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
         config = model_files.read_json(path / "tokenizer_config.json")
+        tokenizer = model_files.read_tokenizer(path, config)
         special = model_files.special_tokens(config, model_files.read_json(path / "special_tokens_map.json"))
-        source = model_files.template_source(path, config) if template_text is None else template_text
-        template = None if source is None else _chat_prompt(source, special)
+        given = None if template_text is None else {"default": template_text}
+        sources = given or model_files.template_sources(path, config)
+        templates = {name: _chat_prompt(sources[name], special) for name in sources if name in ("default", "tool_use")}
+        template = templates.get("default")
         generation = path / "generation_config.json"
         eos = model_files.eos_ids(generation) or model_files.eos_ids(path / "config.json")
         own = tokenizer.token_to_id(special.get("eos_token", ""))
@@ -101,17 +100,28 @@ class ChatTokenizer:
             eos_ids |= dict.fromkeys(token for token in ends if token is not None)
         answers = model_files.response_template(config)
         defaults = model_files.sampling_defaults(generation)
-        return cls(tokenizer, template, tuple(eos_ids), answers, config.get("tokenizer_class"), defaults)
+        class_name = config.get("tokenizer_class")
+        return cls(tokenizer, template, tuple(eos_ids), answers, class_name, defaults, templates.get("tool_use"))
 
     @property
     def special_tokens(self) -> dict[str, str]:
         """Return the special tokens that a chat template may use, by name: "eos_token" -> "</s>"."""
-        return {} if self._template is None else dict(self._template.special_tokens)
+        return {} if self._tool_template is None else dict(self._tool_template.special_tokens)
 
     @property
     def template_source(self) -> str:
-        """Return the chat template's text; "" without one."""
-        return "" if self._template is None else self._template.source
+        """Return the text of the chat template, of that for tools if there are two; "" without one."""
+        return "" if self._tool_template is None else self._tool_template.source
+
+    @property
+    def efforts(self) -> Efforts:
+        """Return the chat template's variables for each `reasoning_effort` that has an effect."""
+        return {} if self._tool_template is None else self._tool_template.efforts
+
+    @property
+    def shows_tools(self) -> bool:
+        """Return whether the chat template shows tools to the model."""
+        return self._tool_template is not None and self._tool_template.shows_tools
 
     def render(
         self,
@@ -122,15 +132,18 @@ class ChatTokenizer:
         limit_s: float | None = None,
     ) -> ChatText:
         """Render messages with the chat template within `limit_s` (None: its own limit). Raises ChatTemplateError."""
-        if self._template is None:
+        template = self._tool_template if tools else self._template
+        if template is None:
             raise ChatTemplateError(
                 "the model has no chat template: use /v1/completions, or add chat_template.jinja to the model's folder"
+                if self._tool_template is None
+                else "the model has a chat template for chats with tools only; add chat_template.jinja to its folder"
             )
         try:
             turns, (named, shown), mark = marked(messages, (variables or {}, list(tools)), *self._controls.texts)
         except ValueError as error:
             raise ChatTemplateError(str(error)) from None
-        return unmarked(self._template.render(turns, add_generation_prompt, named, shown, limit_s), mark)
+        return unmarked(template.render(turns, add_generation_prompt, named, shown, limit_s), mark)
 
     async def rendered(
         self,
@@ -274,14 +287,3 @@ class ChatTokenizer:
 def _chat_prompt(source: str, special: Mapping[str, str]) -> ChatPrompt:
     """Return the renderer of a model's chats."""
     return HarmonyPrompt(source, special) if harmony_prompt.is_harmony(source) else ChatTemplate(source, special)
-
-
-def _read_tokenizer(file: Path) -> Tokenizer:
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-        num_tokens = tokenizer.get_vocab_size(with_added_tokens=True)
-    except Exception as error:  # the library raises `Exception` itself (tokenizers 0.23)
-        raise ValueError(f"{file}: is no tokenizer ({error}); download it again") from None
-    if num_tokens == 0:
-        raise ValueError(f"{file}: has no tokens; download it again")
-    return tokenizer

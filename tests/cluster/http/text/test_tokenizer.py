@@ -114,7 +114,7 @@ def test_developer_becomes_system_only_where_the_template_does_not_know_it() -> 
     [
         ("{{ raise_exception('roles must alternate') }}", "refuses these messages: roles must alternate"),
         ("{{ messages[0].content + 1 }}", r"cannot render these messages \(TypeError\)"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
+        ("{{ messages.clear() }}", "refuses these messages"),
         ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
     ],
 )
@@ -241,3 +241,20 @@ async def _result_and_turns(work: Coroutine[Any, Any, T]) -> tuple[T, int]:
         await asyncio.sleep(0.001)
         turns += 1
     return await working, turns
+
+
+async def test_tokens_that_only_the_configuration_has_are_added(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    added = {
+        str(size): {"content": "<|new|>", "special": True, "normalized": False},
+        str(size + 1): {"content": "<tag>", "special": False, "lstrip": True},
+        str(size + 9): {"content": "<|far|>", "special": True},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"added_tokens_decoder": added}))
+    edge = ChatTokenizer.from_folder(folder)
+    text = "a <|new|> b <tag>c"
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert await edge.encode(text, False) == reference(text, add_special_tokens=False)["input_ids"]
+    assert edge.added_ids(["<|new|>", "<tag>", "<|far|>"]) == {size: "<|new|>", size + 1: "<tag>"}
+    assert "'<|far|>'" in caplog.text
