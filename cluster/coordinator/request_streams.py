@@ -41,7 +41,8 @@ class RequestStreams:
     is_draining: set it to refuse new requests.
     is_leaving: also set it if another engine replaces this one.
     states: publishes the engine's state to the same ingresses.
-    queue_timeout_s: requests with a longer expected wait are refused; those that have waited longer end.
+    queue_timeout_s: requests with a longer expected wait for their first step are refused; those that have waited
+        longer end.
     fault: why requests would fail now, or "".
     """
 
@@ -129,6 +130,9 @@ class RequestStreams:
         """Refuse requests that have waited too long for their first step. Call it regularly."""
         overdue_s = self._clock() - self._queue_timeout_s
         for stream in [stream for stream in self._streams.values() if stream.queued_s < overdue_s]:
+            if self._scheduler.queues.has_started(stream.request_id):
+                stream.queued_s = math.inf
+                continue
             if self._streams.pop(stream.request_id, None) is None:
                 continue  # its ingress was lost during another refusal
             self._scheduler.abort(stream.request_id, FinishReason.ERROR)
@@ -174,7 +178,7 @@ class RequestStreams:
         wait_s = None if message.resumed else self._scheduler.admission.wait_s()
         if wait_s is not None and wait_s > self._queue_timeout_s:
             return self._queue_full(
-                f"the queue takes {wait_s:.0f} s, more than engine.queue_timeout_s={self._queue_timeout_s:g}"
+                f"a new request would wait {wait_s:.0f} s, more than engine.queue_timeout_s={self._queue_timeout_s:g}"
             )
         try:
             request = Request(
@@ -209,11 +213,13 @@ class RequestStreams:
             Stream(probe.request_id, ingress).put_end(FinishReason.STOP, None)
 
     def slot_wait_s(self) -> float:
-        """Expected time until the queued requests are done."""
-        return (self._scheduler.admission.wait_s() or 0.0) if self._scheduler.num_waiting else 0.0
+        """See `EngineState.wait_s`."""
+        scheduler = self._scheduler
+        wait_s, speed = scheduler.admission.wait_s(), scheduler.prefill_tokens_per_s()
+        return max(0.0, wait_s - scheduler.backlog_tokens / speed) if wait_s is not None and speed else 0.0
 
     def _queue_full(self, message: str) -> Refusal:
-        return Refusal("queue_full", message, self._scheduler.admission.retry_after_s())
+        return Refusal("queue_full", message, self._scheduler.admission.retry_after_s(self._queue_timeout_s))
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
         """End a request in any state. Unknown ones have ended already."""

@@ -79,9 +79,12 @@ class Attempts:
             self.avoid.add(name)
 
     def refused(self, name: str, refusal: Refusal) -> None:
-        """Record that an engine refused the request with a reason."""
+        """Record that an engine refused the request with a reason. If several queues are full, the client is told when
+        the first one has room."""
         self.num_failed += refusal.kind != "leaving"
-        self.refusal = refusal
+        before = self.refusal
+        if before is None or before.kind != refusal.kind or refusal.retry_after_s < before.retry_after_s:
+            self.refusal = refusal
         self.failure = f"the engine failed and no other took the request over: {refusal.message}"
         self.avoid.add(name)
 

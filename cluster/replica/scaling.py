@@ -22,7 +22,7 @@ def engine_load(num_requests: int, num_slots: int, backlog_s: float, wait_s: flo
 
     num_requests: unfinished requests.
     backlog_s: time to compute pending prompts.
-    wait_s: time until all waiting requests have a slot.
+    wait_s: expected wait of a new request for a slot, beyond `backlog_s`.
     """
     return max(num_requests / num_slots, (backlog_s + wait_s) / FULL_WAIT_S)
 

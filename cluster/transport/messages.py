@@ -162,7 +162,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_running, num_waiting, num_slots: requests.
     backlog_tokens: prompt tokens that are not computed yet, without those found in the prefix cache.
     prefill_tokens_per_s: speed of prefill together with the current rounds; 0: unknown.
-    wait_s: estimated wait for a slot.
+    wait_s: expected time until a new request starts, beyond the time of `backlog_tokens`: the wait for a slot.
     page_size, lookahead: settings of the prefix cache; page_size 0: no cache.
     stride: every `stride`-th page of a prompt is advertised.
     added, removed: digests (`attention.kv_cache.prefix_digests`) of pages added to or removed from the prefix cache
@@ -223,7 +223,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_pages: int = 0
     num_slots: int = 1
     backlog_s: Annotated[float, Metric("aerie:backlog_seconds", "Time that pending prompts take", "gauge")] = 0.0
-    slot_wait_s: Annotated[float, Metric("aerie:slot_wait_seconds", "Time until what waits has a slot", "gauge")] = 0.0
+    slot_wait_s: Annotated[
+        float, Metric("aerie:slot_wait_seconds", "Wait of a new request for a slot, beyond backlog_seconds", "gauge")
+    ] = 0.0
     last_step_age_s: Annotated[
         float,
         Metric("aerie:last_step_age_seconds", "Age of the last step", "gauge"),

@@ -85,7 +85,7 @@ class Scheduler:
         self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars, shapes.keeps_tokens)
         self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
         self.rounds = RoundPlanner(self.queues, shapes, self.shape_choice, choose_shape)
-        self.admission = Admission(config, max_model_len, self.queues, shapes)
+        self.admission = Admission(config, max_model_len, self.queues, shapes, self.shape_choice.survival, clock)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
         self.epoch = 0
@@ -113,7 +113,7 @@ class Scheduler:
         """Use the step costs of the current ranks. Called for every worker group."""
         self.step_time = self._results.step_time = StepTime(costs, self._config.num_slots)
         self.captures.row_ms = self.step_time.row_ms()
-        self._prefill.budget = self.admission.budget = LatencyBudget.of(self._config, self.step_time)
+        self._prefill.budget = self.admission.expected.budget = LatencyBudget.of(self._config, self.step_time)
         self.queues.set_deadlines(self._prefill.deadline_s)
 
     @property
@@ -288,7 +288,7 @@ class Scheduler:
         self._grammars.compiled(unpack_i32(result.grammars_ready).tolist())
         outputs = self._results.apply(in_flight_step, result, self._next_step - 1)
         if self._prefill.budget is not None and result.step % UPDATE_EVERY == UPDATE_EVERY - 1:
-            self._prefill.budget = self.admission.budget = self._prefill.budget.updated()
+            self._prefill.budget = self.admission.expected.budget = self._prefill.budget.updated()
         return outputs
 
     def _plan_capture(self) -> StepPlan:

@@ -95,7 +95,7 @@ class StepResults:
                 self._prompt_ended(sequence, now)
             if finish_code != FINISH_NONE:
                 reason = _FINISH[finish_code]
-                self._admission.ended(len(request.output))
+                self._admission.expected.ended(len(request.output), reason is FinishReason.STOP)
                 self._queues.finish(sequence, reason, committed_before[index], now)
             drafted = min(num_accepted, count) if num_accepted > 0 else 0  # fewer if a stop ended the round
             outputs.append(
@@ -223,7 +223,7 @@ class StepResults:
         if step.num_rounds:
             num_tokens = int(unpack_i32(result.counts)[: step.num_rounds].sum())
             stats.count_rounds(self._shapes[step.shape].name, num_tokens, step.reason)
-            self._admission.ran(step.load, num_tokens)
+            self._admission.expected.ran(step.load, num_tokens)
             stats.expected_tokens_per_ms = self._shape_choice.expected
         num_generated = len(result.tokens) // 4
         stats.generation_tokens += num_generated

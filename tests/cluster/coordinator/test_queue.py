@@ -72,6 +72,14 @@ def test_who_would_wait_or_has_waited_too_long_is_refused(make_bed):
     assert bed.ingress.tokens("runs") == scripted_output(5, params)
 
 
+def test_a_long_prompt_that_is_being_computed_is_not_refused(make_bed):
+    """Ten chunks of 50 ms, with a limit of 0.2 s for the first step."""
+    bed = make_bed(queue_timeout_s=0.2, delay_s=0.05)
+    bed.attach()
+    bed.generate("long", prompt_len=320, max_tokens=2)
+    assert bed.ingress.read_end("long").finish == "length"
+
+
 def test_a_probe_ends_like_a_request_and_runs_no_step(make_bed):
     bed = make_bed()
     bed.ingress.send(Probe("early"))

@@ -197,6 +197,19 @@ async def test_another_engine_is_asked_where_one_refuses() -> None:
     assert rig.calls.engines == ["full", "free"] and not rig.calls.requests[1].resumed
 
 
+async def test_of_two_full_engines_the_one_with_room_first_names_the_time() -> None:
+    rig = Rig()
+    rig.calls.present = ["soon", "later"]
+    reading = rig.run()
+    await rig.call_started(1)
+    rig.refuse(0, Refusal("queue_full", "full", 3.0))
+    await rig.call_started(2)
+    rig.refuse(1, Refusal("queue_full", "full", 50.0))
+    with pytest.raises(EngineRefused) as refused:
+        await asyncio.wait_for(reading, 5)
+    assert refused.value.refusal.retry_after_s == 3.0
+
+
 async def test_a_request_that_is_too_large_for_one_engine_is_for_all() -> None:
     rig = Rig()
     rig.calls.present = ["a", "b"]

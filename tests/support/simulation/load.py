@@ -10,6 +10,7 @@ the mean. All figures are simulated; those of a GPU are in tests/bench/RESULTS.m
 import argparse
 import math
 import random
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from workers.scheduling.latency_budget import LatencyBudget
 from workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
+    FINISH_STOP,
     GraphCount,
     SamplingParams,
     StepPlan,
@@ -149,12 +151,14 @@ def eager_ms(tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that comes at `at_s` whatever the server does. prompt: its tokens, if others may share some of them."""
+    """A request that comes at `at_s` whatever the server does. prompt: its tokens, if others may share some of them.
+    answer: tokens after which it stops; 0: `max_tokens`."""
 
     at_s: float
     prompt_len: int
     max_tokens: int
     prompt: tuple[int, ...] = ()
+    answer: int = 0
 
 
 def poisson_load(
@@ -181,6 +185,7 @@ class SimulatedRank:
     end until the coordinator has its result.
     emitted: tokens of a round of a shape.
     graphs: told with every result, and captured when a plan says so; None: there are none to come.
+    answers: tokens after which a request stops, by its number; others end at their limit.
     busy_s, idle_s: what the device computed, and waited for a plan while requests ran.
     """
 
@@ -205,6 +210,8 @@ class SimulatedRank:
         self._seq_len = [0] * num_slots
         self._max_len = [0] * num_slots
         self._finished = [True] * num_slots
+        self._stops = [False] * num_slots
+        self.answers: dict[int, int] = {}
 
     def execute(self, plan: StepPlan, now: float) -> None:
         """Take over a plan that is made at `now`; its result is appended with the time when it can be read."""
@@ -218,7 +225,9 @@ class SimulatedRank:
         self._free_s = max(self._free_s, arrived_s) + took_s
         self.busy_s += took_s
         for init in plan.inits:
-            self._seq_len[init.slot], self._max_len[init.slot] = init.num_cached, init.max_len
+            stop_len = init.prompt_len + self.answers.get(init.number, math.inf)
+            self._stops[init.slot] = stop_len < init.max_len
+            self._seq_len[init.slot], self._max_len[init.slot] = init.num_cached, int(min(init.max_len, stop_len))
             self._finished[init.slot] = True
         counts = [self._round(slot, plan.shape) for slot in rounds]
         for chunk in plan.chunks:
@@ -227,14 +236,17 @@ class SimulatedRank:
         for slot in last:
             counts.append(1)
             self._finished[slot] = self._seq_len[slot] + 1 >= self._max_len[slot]
-        ended = [n > 0 and self._finished[slot] for slot, n in zip(rounds + last, counts, strict=True)]
+        finish = bytes(
+            (FINISH_STOP if self._stops[slot] else FINISH_LENGTH) if n > 0 and self._finished[slot] else FINISH_NONE
+            for slot, n in zip(rounds + last, counts, strict=True)
+        )
         result = StepResult(
             epoch=plan.epoch,
             step=plan.step,
             counts=pack_i32(counts),
             tokens=pack_i32([1] * sum(counts)),
-            finish=bytes(FINISH_LENGTH if end else FINISH_NONE for end in ended),
-            accepted=pack_i32([max(0, n - 1) for n in counts[: len(rounds)]] + [-1] * len(last)),
+            finish=finish,
+            accepted=pack_i32([max(0, n - 1) if plan.shape else -1 for n in counts[: len(rounds)]] + [-1] * len(last)),
             elapsed_s=self._free_s - arrived_s,
             took_s=took_s,
             graphs=GraphCount() if self._graphs is None else self._graphs.count,
@@ -275,7 +287,7 @@ class LoadFigures:
 
     def milliseconds(self, http_ms: float = 0.0) -> dict[str, tuple[float, float]]:
         """TTFT, TPOT and ITL, each (p50, p99). ITL: between two events of a stream, all streams together."""
-        assert all(s.num_tokens == s.arrival.max_tokens for s in self.served), "requests are left"
+        assert all(s.num_tokens == (s.arrival.answer or s.arrival.max_tokens) for s in self.served), "requests are left"
         several = [s for s in self.served if len(s.times_s) > 1]
         values = {
             "TTFT": [s.times_s[0] - s.arrival.at_s + http_ms / 1000 for s in self.served],
@@ -328,8 +340,14 @@ class Policy:
     state_interval: int = CacheConfig.state_interval
 
 
-def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> LoadFigures:
-    """Serve `arrivals` to their end."""
+def simulate(
+    arrivals: Sequence[Arrival],
+    policy: Policy,
+    seed: int = 0,
+    again_s: Callable[[Scheduler, Request], float | None] = lambda scheduler, request: None,
+) -> LoadFigures:
+    """Serve `arrivals` to their end. again_s: seconds after which a request comes again that is not queued now; None:
+    it is queued."""
     clock, rng = Clock(), random.Random(seed)
     has_texts = any(arrival.prompt for arrival in arrivals)
     cache = CacheConfig(page_size=16, prefix_cache=has_texts, state_interval=policy.state_interval)
@@ -373,7 +391,7 @@ def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> Load
     rank = SimulatedRank(policy.config.max_running, step_ms, seed, policy.emitted, graphs=graphs)
     timing = PlanTiming(2)
     served = [Served(arrival) for arrival in arrivals]
-    coming = deque(enumerate(arrivals))
+    coming, num_submitted = deque(enumerate(arrivals)), 0
     plan_due_s = math.inf
     while True:
         result_s = rank.results[0][0] if rank.results else math.inf
@@ -386,7 +404,15 @@ def simulate(arrivals: Sequence[Arrival], policy: Policy, seed: int = 0) -> Load
         while coming and coming[0][1].at_s <= clock.now:
             number, arrival = coming.popleft()
             prompt = list(arrival.prompt) or [1] * arrival.prompt_len
-            scheduler.submit(Request(str(number), prompt, SamplingParams(arrival.max_tokens)))
+            request = Request(str(number), prompt, SamplingParams(arrival.max_tokens))
+            later_s = again_s(scheduler, request)
+            if later_s is not None:
+                insort(coming, (number, replace(arrival, at_s=clock.now + later_s)), key=lambda entry: entry[1].at_s)
+                continue
+            scheduler.submit(request)
+            if arrival.answer:
+                rank.answers[num_submitted] = arrival.answer
+            num_submitted += 1
         if result_s <= clock.now:
             result = rank.results.popleft()[1]
             timing.answered(clock.now, result.elapsed_s)

@@ -185,6 +185,11 @@ class Survival:
         total[:, 1:] += survival[:, self._family[1:], self._depth[1:] - 1]
         return total[0], total[1]
 
+    def tokens_of_new(self) -> list[float]:
+        """Return the expected tokens of one round of a request with drafts that is not known yet, by shape."""
+        survival = self._estimate().cumprod(1).cumsum(1)
+        return [1.0] + [1.0 + float(survival[self._family[i], self._depth[i] - 1]) for i in range(1, len(self._depth))]
+
     def _clear_reused(self, slots: Ints, numbers: Ints) -> None:
         """For slots that have a new request, learn from the earlier one and forget its counts."""
         changed = self._numbers[slots] != numbers

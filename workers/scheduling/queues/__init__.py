@@ -1,6 +1,9 @@
 """Requests from their arrival to their slot and back.
 
-admission       refuses requests that cannot run, or if the queue is full; estimates the wait
+admission       refuses requests that cannot run, or if the queue is full
+expected_wait   when a new request would start
+wait_forecast   simulates the queue for `expected_wait`, many steps at a time
+answer_lengths  how long answers will be, from those that have ended and those that run
 waiting_queue   requests that wait for a slot, by deadline
 grammar_queue   requests whose grammar or mask is not ready
 request_queues  waiting and active requests, and the moves between them

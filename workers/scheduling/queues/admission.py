@@ -1,62 +1,56 @@
-"""Accepts or refuses requests, and estimates the time of waiting requests. Used by `workers.scheduling.scheduler`."""
+"""Accepts or refuses requests. Used by `workers.scheduling.scheduler`."""
+
+import math
+from collections.abc import Callable
 
 from workers.config import RoundShapes, SchedulerConfig
-from workers.scheduling.latency_budget import LatencyBudget
+from workers.scheduling.acceptance.survival import Survival
+from workers.scheduling.queues.expected_wait import ExpectedWait
 from workers.scheduling.queues.request_queues import RequestQueues
 from workers.scheduling.request import QueueFullError, Request, RequestTooLargeError
-from workers.scheduling.timing.step import Step
 
-MIN_ENDED = 4  # finished requests needed for an estimate of the mean answer length
-UNKNOWN_S = 5.0  # Retry-After before that
+UNKNOWN_S = 5.0  # Retry-After before costs are known
 MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore longer values
-_LENGTH_WEIGHT, _ROUND_WEIGHT = 1 / 128, 1 / 32  # of the newest request and step in the running means
 
 
 class Admission:
     """Refuses requests that are invalid or can never run, and all requests while the queue is full.
 
-    budget: predicts the time of prompts and rounds; None until costs are known.
+    expected: the expected wait of a new request.
     """
 
-    def __init__(self, config: SchedulerConfig, max_model_len: int, queues: RequestQueues, shapes: RoundShapes) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        max_model_len: int,
+        queues: RequestQueues,
+        shapes: RoundShapes,
+        survival: Survival,
+        clock: Callable[[], float],
+    ) -> None:
         self._config = config
         self._max_model_len = max_model_len
         self._queues = queues
         self._max_kv_tokens_at_end = shapes.max_kv_tokens_at_end
-        self.budget: LatencyBudget | None = None
-        self._num_ended = 0
-        self._answer_tokens = 0.0  # mean length of answers
-        self._round_tokens = 1.0  # mean tokens per request and round
-        self._rounds = Step()  # the last step with rounds
-
-    def ended(self, num_output: int) -> None:
-        """Record the output length of a finished request."""
-        self._num_ended += 1
-        self._answer_tokens += (num_output - self._answer_tokens) * max(1 / self._num_ended, _LENGTH_WEIGHT)
-
-    def ran(self, step: Step, num_tokens: int) -> None:
-        """Record a step with rounds, which emitted `num_tokens` tokens."""
-        self._rounds = step._replace(chunk_tokens=0, context_tokens=0.0)
-        self._round_tokens += (num_tokens / step.num_requests - self._round_tokens) * _ROUND_WEIGHT
+        self._clock = clock
+        self.expected = ExpectedWait(queues, shapes, survival, clock)
+        self._retry_at_s = -math.inf  # when the last refused request may come again
 
     def wait_s(self) -> float | None:
-        """Return the seconds until all waiting requests are finished; None if unknown.
+        """Return the seconds until a request that came now would start; None if unknown."""
+        return self.expected.wait_s()
 
-        Assumes the batch size of the last step, and answers of the mean length or their limit, whichever is shorter.
+    def retry_after_s(self, limit_s: float = math.inf) -> float:
+        """Return Retry-After for a refused request: the seconds until the queue has room for it and for the requests
+        that were refused before it, so that one which comes again then is accepted.
+
+        limit_s: maximum `wait_s` of new requests.
         """
-        load, budget = self._queues.waiting.load, self.budget
-        if budget is None or self._num_ended < MIN_ENDED:
-            return None
-        num_tokens = min(float(load.max_output_tokens), load.num_requests * self._answer_tokens) - load.num_requests
-        num_rounds = max(0.0, num_tokens) / max(1.0, self._round_tokens)
-        rounds = self._rounds
-        decode_ms = num_rounds / max(1, rounds.num_requests) * budget.step_time.ms(rounds)
-        return (budget.prompt_ms(load.backlog_tokens) + decode_ms) / 1000
-
-    def retry_after_s(self) -> float:
-        """Return Retry-After for a full queue: the seconds to finish half of it, so that it does not run empty."""
-        wait_s = self.wait_s()
-        return UNKNOWN_S if wait_s is None else min(max(wait_s / 2, 1.0), MAX_RETRY_AFTER_S)
+        now, wait_s = self._clock(), self.wait_s()
+        if wait_s is None:
+            return UNKNOWN_S
+        self._retry_at_s = max(self._retry_at_s, now + max(0.0, wait_s - limit_s)) + self.expected.s_per_request()
+        return min(max(self._retry_at_s - now, 1.0), MAX_RETRY_AFTER_S)
 
     def check_room(self, request: Request) -> None:
         """Raise QueueFullError if the queue has no room."""

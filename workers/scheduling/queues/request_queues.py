@@ -54,6 +54,11 @@ class RequestQueues:
         """Return the unfinished request with this number."""
         return self._by_number.get(number)
 
+    def has_started(self, request_id: str) -> bool:
+        """Return whether the request has had its first step. An unknown one has ended."""
+        sequence = self.find(request_id)
+        return sequence is None or sequence.was_admitted
+
     @property
     def youngest(self) -> Sequence:
         """Return the last arrival among active requests."""

@@ -54,6 +54,9 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
+    def __getitem__(self, index: int) -> Sequence:
+        return self._sequences[index]
+
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence by its deadline."""
         insort(self._sequences, sequence, key=_ORDER)
