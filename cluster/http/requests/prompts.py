@@ -6,7 +6,7 @@ from typing import Any
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError, invalid, too_long
 from cluster.http.schema.message import Message, MessageToolCall, RefusalPart, TextPart, Tool
-from cluster.http.text.chat_template import ChatTemplateError
+from cluster.http.text.chat_template import ChatTemplateError, ContinuationError
 from cluster.http.text.long_text import Truncation
 from cluster.http.text.tokenizer import ChatTokenizer, TooManyTokensError
 from cluster.http.text.user_text import ChatText
@@ -59,23 +59,11 @@ async def chat_text(
         raise invalid("continue_final_message", "continue_final_message needs add_generation_prompt: false")
     shown = [template_tool(tool) for tool in tools]
     try:
-        text = await tokenizer.rendered(turns, add_generation_prompt, variables, shown)
+        return await tokenizer.rendered(turns, add_generation_prompt, variables, shown, continue_final_message)
+    except ContinuationError as error:
+        raise invalid("continue_final_message", str(error)) from None
     except ChatTemplateError as error:
         raise invalid("messages", str(error), "chat_template_error") from None
-    return _cut_after(turns[-1]["content"], text) if continue_final_message else text
-
-
-def _cut_after(content: str, chat: ChatText) -> ChatText:
-    """Return a rendered chat without the template's text after the last message's content, which the template may
-    strip."""
-    at = chat.text.rfind(content.strip())
-    if not content.strip() or at < 0:
-        raise invalid(
-            "continue_final_message",
-            "continue_final_message needs a last message whose text the chat template shows as it is",
-        )
-    whole = chat.text[at:].startswith(content)
-    return chat.part(0, at + len(content if whole else content.strip()))
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:

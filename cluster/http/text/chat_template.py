@@ -22,6 +22,7 @@ from cluster.http.text.template_limits import LimitedEnvironment, TemplateLimitE
 
 Fact = TypeVar("Fact")
 MAX_RENDER_S = 5.0
+END = "\uffff "  # a noncharacter; templates that trim a content remove the space
 _CHANGES_LISTS = re.compile("append|pop")  # a method that `LimitedEnvironment` allows
 _ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)\\u(fd[de][0-9a-f])")  # of `user_text.MARKS`
 
@@ -32,6 +33,29 @@ class ChatTemplateError(ValueError):
 
 class SlowTemplateError(ChatTemplateError):
     """The template exceeded its time limit."""
+
+
+class ContinuationError(ChatTemplateError):
+    """The template does not show the end of the last message."""
+
+
+def with_end(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return turns with a mark after the last one's content, or after its reasoning if it has only that."""
+    last = turns[-1]
+    has_only_reasoning = last.get("reasoning_content") and not last["content"]
+    names = ("reasoning_content", "reasoning", "thinking") if has_only_reasoning else ("content",)
+    return [*turns[:-1], last | {name: last[name] + END for name in names}]
+
+
+def up_to_end(text: str) -> str:
+    """Return a rendered text up to the mark, as transformers cuts it. Raises ContinuationError."""
+    at = text.rfind(END.strip())
+    if at < 0:
+        raise ContinuationError(
+            "continue_final_message needs a last message whose text the chat template shows as it is"
+        )
+    is_trimmed = text[at : at + len(END)] != END  # then the content before the mark would be trimmed, too
+    return text[:at].rstrip() if is_trimmed else text[:at]
 
 
 class ChatTemplate:

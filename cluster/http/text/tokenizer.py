@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from tokenizers import Tokenizer
 
 from cluster.http.text import harmony_prompt, long_text, model_files
-from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError
+from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError, up_to_end, with_end
 from cluster.http.text.detokenizer import ByteLevelDetokenizer, Detokenizer, PrefixDetokenizer
 from cluster.http.text.harmony_prompt import HarmonyPrompt
 from cluster.http.text.long_text import Truncation
@@ -130,8 +130,10 @@ class ChatTokenizer:
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         limit_s: float | None = None,
+        continued: bool = False,
     ) -> ChatText:
-        """Render messages with the chat template within `limit_s` (None: its own limit). Raises ChatTemplateError."""
+        """Render messages with the chat template within `limit_s` (None: its own limit). continued: end with the last
+        message's text. Raises ChatTemplateError."""
         template = self._tool_template if tools else self._template
         if template is None:
             raise ChatTemplateError(
@@ -143,7 +145,10 @@ class ChatTokenizer:
             turns, (named, shown), mark = marked(messages, (variables or {}, list(tools)), *self._controls.texts)
         except ValueError as error:
             raise ChatTemplateError(str(error)) from None
-        return unmarked(template.render(turns, add_generation_prompt, named, shown, limit_s), mark)
+        if continued:
+            turns = with_end(turns)
+        text = template.render(turns, add_generation_prompt, named, shown, limit_s)
+        return unmarked(up_to_end(text) if continued else text, mark)
 
     async def rendered(
         self,
@@ -151,13 +156,15 @@ class ChatTokenizer:
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
+        continued: bool = False,
     ) -> ChatText:
         """Do `render`; long work runs in a thread."""
         num_chars = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
         if len(messages) < MANY_MESSAGES and num_chars < LONG_TEXT * MANY_MESSAGES:
             with contextlib.suppress(SlowTemplateError):
-                return self.render(messages, add_generation_prompt, variables, tools, QUICK_RENDER_S)
-        return await asyncio.to_thread(self.render, messages, add_generation_prompt, variables, tools)
+                return self.render(messages, add_generation_prompt, variables, tools, QUICK_RENDER_S, continued)
+        given = messages, add_generation_prompt, variables, tools, None, continued
+        return await asyncio.to_thread(self.render, *given)
 
     async def encode(
         self,
