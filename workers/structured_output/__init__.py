@@ -4,6 +4,9 @@ On a rank:
 
 json_schema      rewrites JSON schemas for the compiler; refuses those that it cannot enforce completely
 schema_keywords  supported JSON schema keywords and the constraints on each
+schema_patterns  patterns and lengths of strings in the compiler's form
+schema_references  the targets of $ref
+schema_unions    whether the cases of oneOf exclude each other
 compiler         compiles a grammar for a model's vocabulary
 mask_table       grammar masks of a step: the allowed tokens of each row, on the device
 guide_table      automata on the device that propose draft tokens under a grammar

@@ -106,9 +106,12 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.C
     """Compile a grammar. Raises RuntimeError, ValueError or TypeError if that fails."""
     match grammar.kind:
         case "json_schema":
-            if grammar.any_whitespace:
-                return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=MAX_WHITESPACE)
-            return compiler.compile_json_schema(grammar.text, any_whitespace=False)
+            whitespace = MAX_WHITESPACE if grammar.any_whitespace else None
+            if _has_lengths(grammar.text):
+                return compiler.compile_grammar(_json_grammar(grammar.text, whitespace))
+            if whitespace is None:
+                return compiler.compile_json_schema(grammar.text, any_whitespace=False)
+            return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=whitespace)
         case "regex":
             return compiler.compile_regex(grammar.text)
         case "ebnf":
@@ -126,19 +129,38 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.C
 
 def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
     """Bound the whitespace of the JSON schemas in a structural tag, as outside of tags. A schema's own bound has
-    priority. A tag cannot forbid whitespace in a JSON schema, so the schema is replaced with its grammar."""
+    priority. A tag cannot forbid whitespace in a JSON schema, so the schema is replaced with its grammar; so is one
+    with lengths."""
     if isinstance(part, list):
         return [_with_bounded_whitespace(each, any_whitespace) for each in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") != "json_schema":
         return {name: _with_bounded_whitespace(each, any_whitespace) for name, each in part.items()}
-    if part.get("max_whitespace_cnt") is not None or part.get("style", "json") != "json":
+    if part.get("style", "json") != "json":
         return part
-    if any_whitespace:
-        return part | {"max_whitespace_cnt": MAX_WHITESPACE}
-    form = xgrammar.Grammar.from_json_schema(json.dumps(part["json_schema"]), any_whitespace=False)
-    return {"type": "grammar", "grammar": str(form)}
+    schema = json.dumps(part["json_schema"])
+    whitespace = part.get("max_whitespace_cnt", MAX_WHITESPACE if any_whitespace else None)
+    if whitespace is None or _has_lengths(schema):
+        return {"type": "grammar", "grammar": _json_grammar(schema, whitespace)}
+    return part | {"max_whitespace_cnt": whitespace}
+
+
+def _has_lengths(schema: str) -> bool:
+    return '"minLength"' in schema or '"maxLength"' in schema
+
+
+def _json_grammar(schema: str, max_whitespace: int | None) -> str:
+    """Return the grammar of a JSON schema. max_whitespace: spaces between parts; None: exactly one after commas and
+    colons.
+
+    xgrammar 0.2.8 lets a string with a length have control characters, such as a tab, which are not JSON.
+    """
+    if max_whitespace is None:
+        form = xgrammar.Grammar.from_json_schema(schema, any_whitespace=False)
+    else:
+        form = xgrammar.Grammar.from_json_schema(schema, max_whitespace_cnt=max_whitespace)
+    return str(form).replace(r"([^\"\\\r\n])", r"([^\0-\x1f\"\\\r\n])")
 
 
 def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> list[bytes]:

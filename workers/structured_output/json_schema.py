@@ -7,6 +7,7 @@ imply that type. Called by the HTTP edge; plain values, no torch.
 """
 
 import json
+import re
 from typing import Any
 
 from workers.structured_output.schema_keywords import (
@@ -27,6 +28,9 @@ from workers.structured_output.schema_keywords import (
     check_values,
     is_of,
 )
+from workers.structured_output.schema_patterns import compiled_form, without_lengths
+from workers.structured_output.schema_references import References
+from workers.structured_output.schema_unions import discriminator
 
 
 def checked_schema(schema: Any, max_depth: int) -> str:
@@ -41,11 +45,22 @@ class _Writer:
     def __init__(self, schema: Any, max_depth: int) -> None:
         self._schema = schema
         self._max_depth = max_depth
+        self._references = References(schema)
+        self._names: dict[tuple[str, frozenset[str]], str] = {}  # of definitions, by place and `more`
+        self._pending: list[
+            tuple[str, str, Any, frozenset[str]]
+        ] = []  # definitions to write: name, place, schema, more
 
     def root(self) -> Any:
-        return self._written(self._schema, "#", 1)
+        """Return the whole schema. What is referred to, wherever it stands, becomes a definition."""
+        written, definitions = self._written(self._schema, "#", 1), dict[str, Any]()
+        while self._pending:
+            name, path, schema, more = self._pending.pop()
+            definitions[name] = self._written(schema, path, 1, more)
+        return {"$defs": definitions, **written} if definitions else written
 
-    def _written(self, schema: Any, path: str, depth: int) -> Any:
+    def _written(self, schema: Any, path: str, depth: int, more: frozenset[str] = frozenset()) -> Any:
+        """more: properties that objects require, too."""
         if depth > self._max_depth:
             raise UnsupportedSchemaError(path, "", f"schemas are nested more than {self._max_depth} deep; flatten it")
         if schema is True:
@@ -54,9 +69,8 @@ class _Writer:
             raise UnsupportedSchemaError(path, "false", "nothing would be valid; leave out what may not occur")
         if not isinstance(schema, dict):
             raise UnsupportedSchemaError(path, "", "a schema must be an object or true")
-        definitions = {name: self._each(schema, name, path, depth) for name in DEFINITIONS if name in schema}
         schema = {key: value for key, value in schema.items() if not self._is_silent(schema, key, path)}
-        return definitions | self._without_definitions(schema, path, depth)
+        return self._without_annotations(schema, path, depth, more)
 
     def _is_silent(self, schema: Schema, key: str, path: str) -> bool:
         """Return whether a keyword requires nothing. Raises for a keyword that is not enforced."""
@@ -77,43 +91,30 @@ class _Writer:
         given = schema.get("type", "string")
         return "string" in given if isinstance(given, list) else bool(given == "string")
 
-    def _without_definitions(self, schema: Schema, path: str, depth: int) -> Schema:
+    def _without_annotations(self, schema: Schema, path: str, depth: int, more: frozenset[str]) -> Schema:
         if "$ref" in schema:
-            return self._reference(schema, path)
+            return self._reference(schema, path, more)
         if "const" in schema:
             return self._enum({**schema, "enum": [schema["const"]]}, path, "const")
         if "enum" in schema:
             return self._enum(schema, path, "enum")
         union = next((name for name in UNIONS if name in schema), None)
         if union is not None:
-            return self._union(schema, union, path, depth)
-        return self._typed(schema, path, depth)
+            return self._union(schema, union, path, depth, more)
+        return self._typed(schema, path, depth, more)
 
-    def _reference(self, schema: Schema, path: str) -> Schema:
+    def _reference(self, schema: Schema, path: str, more: frozenset[str]) -> Schema:
         check_alone(schema, "$ref", path, allowed=())
-        target, seen = schema["$ref"], set[str]()
-        while True:  # a reference that leads to itself describes nothing
-            found = self._resolved(target, path)
-            if target in seen:
-                raise UnsupportedSchemaError(path, "$ref", f"{target!r} leads to itself")
-            if not isinstance(found, dict) or "$ref" not in found:
-                return {"$ref": schema["$ref"]}
-            seen.add(target)
-            target = found["$ref"]
-
-    def _resolved(self, target: Any, path: str) -> Any:
-        if target == "#":
-            return self._schema
-        parts = target.split("/") if isinstance(target, str) else []
-        if len(parts) != 3 or parts[0] != "#" or parts[1] not in DEFINITIONS:
-            raise UnsupportedSchemaError(path, "$ref", f"{target!r}: must be # or #/$defs/name")
-        if not parts[2]:
-            raise UnsupportedSchemaError(path, "$ref", f"{target!r}: the compiler would take anything; use a name")
-        name = parts[2].replace("~1", "/").replace("~0", "~")
-        definitions = self._schema.get(parts[1])
-        if not isinstance(definitions, dict) or name not in definitions:
-            raise UnsupportedSchemaError(path, "$ref", f"{target!r}: nothing is there")
-        return definitions[name]
+        place, target = self._references.followed(schema, path)
+        if place == "#" and not more:
+            return {"$ref": "#"}
+        if (place, more) not in self._names:
+            name = re.sub(r"[^A-Za-z0-9_]", "_", place.rpartition("/")[2]) or "_"
+            while name in self._names.values():
+                name += "_"
+            self._names[place, more] = name
+            self._pending.append((name, place, target, more))
+        return {"$ref": f"#/$defs/{self._names[place, more]}"}
 
     def _enum(self, schema: Schema, path: str, keyword: str) -> Schema:
         """Return the schema with only those values that have its `type`."""
@@ -131,9 +132,9 @@ class _Writer:
         check_values(values, keyword, path)
         return {"enum": values}
 
-    def _union(self, schema: Schema, name: str, path: str, depth: int) -> Schema:
+    def _union(self, schema: Schema, name: str, path: str, depth: int, more: frozenset[str]) -> Schema:
         """Return the union of anyOf, of oneOf, or of an allOf with one schema, with the outer `type` in each member.
-        The compiler checks whether the members of oneOf exclude each other."""
+        A oneOf becomes an anyOf if its members are known to exclude each other; else the compiler checks it."""
         check_alone(schema, name, path, allowed=("type",))
         branches = schema[name]
         if not isinstance(branches, list) or not branches:
@@ -144,8 +145,13 @@ class _Writer:
             branches = [
                 self._with_type(branch, schema["type"], f"{path}/{name}/{i}") for i, branch in enumerate(branches)
             ]
-        written = [self._written(branch, f"{path}/{name}/{i}", depth + 1) for i, branch in enumerate(branches)]
-        return written[0] if name == "allOf" and not any(d in written[0] for d in DEFINITIONS) else {name: written}
+        written_as, places = name, [f"{path}/{name}/{i}" for i in range(len(branches))]
+        if name == "oneOf" and (key := discriminator(self._references, branches, path)) is not None:
+            written_as, more = "anyOf", more | {key} if key else more
+        written = [
+            self._written(branch, place, depth + 1, more) for branch, place in zip(branches, places, strict=True)
+        ]
+        return written[0] if name == "allOf" else {written_as: written}
 
     @staticmethod
     def _with_type(branch: Any, kind: Any, path: str) -> Any:
@@ -160,7 +166,7 @@ class _Writer:
             raise UnsupportedSchemaError(path, "type", f"{given!r}: must be one of {', '.join(sorted(OF_TYPE))}")
         return types
 
-    def _typed(self, schema: Schema, path: str, depth: int) -> Schema:
+    def _typed(self, schema: Schema, path: str, depth: int, more: frozenset[str]) -> Schema:
         """Return a union with one schema per type, because the compiler reads keywords only beside a single type."""
         if "type" in schema:
             types = self._types(schema, path)
@@ -173,22 +179,24 @@ class _Writer:
         for key in schema:
             if key not in known:
                 raise UnsupportedSchemaError(path, key, f"it has no effect on {' or '.join(types)}; leave it out")
-        written = [self._of_type(schema, kind, path, depth) for kind in types]
+        written = [self._of_type(schema, kind, path, depth, more) for kind in types]
         return written[0] if len(written) == 1 else {"anyOf": written}
 
-    def _of_type(self, schema: Schema, kind: str, path: str, depth: int) -> Schema:
+    def _of_type(self, schema: Schema, kind: str, path: str, depth: int, more: frozenset[str]) -> Schema:
         found: Schema = {"type": kind} | {key: schema[key] for key in schema if key in OF_TYPE[kind]}
         match kind:
             case "string":
                 if "pattern" in found:  # with a pattern, the format is only its name, as zod writes it
                     found.pop("format", None)
+                    found["pattern"] = compiled_form(found["pattern"])
+                found = without_lengths(found)
                 check_string(found, path)
             case "number" | "integer":
                 check_number(found, kind, path)
             case "array":
                 return self._array(found, path, depth)
             case "object":
-                return self._object(found, path, depth)
+                return self._object(found, path, depth, more)
         return found
 
     def _array(self, found: Schema, path: str, depth: int) -> Schema:
@@ -218,14 +226,17 @@ class _Writer:
         rest = {"items": found["additionalItems"]} if "additionalItems" in found else {}
         return others | {"prefixItems": found["items"]} | rest
 
-    def _object(self, found: Schema, path: str, depth: int) -> Schema:
+    def _object(self, found: Schema, path: str, depth: int, more: frozenset[str]) -> Schema:
         check_counts(found, ("minProperties", "maxProperties"), path)
+        found = self._of_listed_names(found, path)
         for name in ("properties", "patternProperties"):
             if name in found:
                 found[name] = self._each(found, name, path, depth)
         names, required = found.get("properties", {}), found.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise UnsupportedSchemaError(path, "required", "must be a list of names")
+        if added := sorted(more & names.keys() - set(required)):
+            found["required"] = required = [*required, *added]
         check_repeats(found, path)
         check_patterns(names, found.get("patternProperties", ()), path)
         for name in required:
@@ -240,6 +251,24 @@ class _Writer:
             if isinstance(found.get(name), dict):
                 found[name] = self._written(found[name], f"{path}/{name}", depth + 1)
         return found
+
+    def _of_listed_names(self, found: Schema, path: str) -> Schema:
+        """Describe each name of `propertyNames` with an enum as a property, as for a map from an enumeration."""
+        if "propertyNames" not in found or {"properties", "patternProperties"} & found.keys():
+            return found
+        _, names = self._references.followed(found["propertyNames"], path)
+        listed = names.get("enum", [names.get("const")]) if isinstance(names, dict) else []
+        if not listed or not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+            return found
+        rest = found.get("additionalProperties", True)
+        if (
+            rest is False
+            or {"unevaluatedProperties", "minProperties"} & found.keys()
+            or {"pattern", "minLength", "maxLength"} & names.keys()
+        ):
+            return found
+        others = {key: value for key, value in found.items() if key != "propertyNames"}
+        return others | {"properties": dict.fromkeys(listed, rest), "additionalProperties": False}
 
     def _each(self, schema: Schema, keyword: str, path: str, depth: int) -> Schema:
         given = schema[keyword]

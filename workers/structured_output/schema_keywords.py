@@ -24,6 +24,7 @@ ANNOTATIONS = frozenset(
         "$comment",
         "$schema",
         "$id",
+        "$anchor",
         "id",
     }
 )

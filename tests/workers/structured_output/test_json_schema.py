@@ -1,6 +1,8 @@
 """Which schemas are enforced whole: what is rewritten, and what is refused by which keyword."""
 
 import json
+import random
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -10,15 +12,18 @@ import pytest
 import xgrammar
 from hypothesis import strategies as st
 
-from tests.support import MODELS
+from tests.support import MODELS, ROOT
 from tests.support.embedded import eos_token_ids
 from workers.scheduling.plan import Grammar
+from workers.structured_output import schema_patterns
 from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from workers.structured_output.faults import InvalidGrammarError
 from workers.structured_output.json_schema import checked_schema
 from workers.structured_output.mask_process.trial import try_grammar
 from workers.structured_output.schema_keywords import UnsupportedSchemaError
 
+PAGE = (ROOT / "docs/structured-output.md").read_text()
+REFUSED_WORDS = PAGE.partition("## Schemas are enforced whole or refused")[2].partition("\n## ")[0]
 UNSUPPORTED: list[tuple[Any, str, str]] = [
     ({"not": {"type": "integer"}}, "not", "#"),
     ({"if": {}, "then": {}}, "if", "#"),
@@ -35,9 +40,18 @@ UNSUPPORTED: list[tuple[Any, str, str]] = [
     ({"$ref": "#/$defs/a"}, "$ref", "#"),
     ({"$ref": "#"}, "$ref", "#"),
     ({"$ref": "https://example.com/schema"}, "$ref", "#"),
-    ({"$defs": {"a": {"$anchor": "x"}}, "$ref": "#/$defs/a"}, "$anchor", "#/$defs/a"),
+    ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "$ref", "#/$defs/a"),
+    (
+        {"properties": {"a": {"$id": "x", "properties": {"b": {"$ref": "#/$defs/c"}}}}},
+        "$ref",
+        "#/properties/a/properties/b",
+    ),
+    ({"$ref": "#/$defs"}, "$ref", "#"),
+    ({"items": {"$ref": "#/items/1"}}, "$ref", "#/items"),
+    ({"items": {"$ref": 1}}, "$ref", "#/items"),
+    ({"$defs": {"a": {"not": {}}}, "$ref": "#/$defs/a"}, "not", "#/$defs/a"),
     ({"type": "string", "pattern": "a", "maxLength": 3}, "maxLength", "#"),
-    ({"type": "string", "format": "date", "minLength": 3}, "minLength", "#"),
+    ({"type": "string", "format": "date", "minLength": 11}, "minLength", "#"),
     ({"type": "string", "format": "regex"}, "format", "#"),
     ({"type": "number", "multipleOf": 0.5}, "multipleOf", "#"),
     ({"type": "integer", "multipleOf": 5, "minimum": 1}, "multipleOf", "#"),
@@ -57,7 +71,6 @@ UNSUPPORTED: list[tuple[Any, str, str]] = [
     ({"type": "string", "pattern": r"^\ud83d\ude00$"}, "pattern", "#"),
     ({"patternProperties": {r"\\\uDC00": {}}}, "patternProperties", "#"),
     ({"propertyNames": {"pattern": r"\u{d83d}"}}, "pattern", "#/propertyNames"),
-    ({"$defs": {"": {"type": "null"}}, "$ref": "#/$defs/"}, "$ref", "#"),
     ({"type": "number", "minimum": 0.1234567}, "minimum", "#"),
     ({"type": "number", "exclusiveMinimum": 0, "maximum": 1e-9}, "maximum", "#"),
     ({"type": "number", "exclusiveMaximum": 1e300}, "exclusiveMaximum", "#"),
@@ -80,6 +93,7 @@ def test_what_is_not_enforced_is_refused_by_keyword_and_place(schema: Any, keywo
         checked_schema(schema, 32)
     assert (found.value.keyword, found.value.path) == (keyword, path)
     assert keyword in str(found.value) and path in str(found.value)
+    assert keyword in ("", "surprise") or f"`{keyword}`" in REFUSED_WORDS, "the page lists it"
 
 
 REWRITTEN: list[tuple[Any, Any]] = [
@@ -119,7 +133,147 @@ REWRITTEN: list[tuple[Any, Any]] = [
         },
     ),
     ({"type": "array", "items": {}, "uniqueItems": False}, {"type": "array", "items": {}}),
+    ({"pattern": r"^a$|^b\$|c|[|$]|(d|e)$"}, {"type": "string", "pattern": r"^(?:a|b\$|c|[|$]|(d|e))$"}),
+    (
+        {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}, "required": ["b"]},
+        {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["b"],
+            "properties": {"a": {"type": "null"}, "b": {"type": "null"}},
+        },
+    ),
 ]
+
+NULL = {"type": "null"}
+REFERENCES: list[tuple[Any, Any]] = [
+    ({"properties": {"a": NULL, "b": {"$ref": "#/properties/a"}}}, "a"),
+    ({"definitions": {"x y/z": NULL}, "properties": {"b": {"$ref": "#/definitions/x%20y~1z"}}}, "z"),
+    ({"$defs": {"": NULL}, "properties": {"b": {"$ref": "#/$defs/"}}}, "_"),
+    ({"$defs": {"a": {"$anchor": "n", **NULL}}, "properties": {"b": {"$ref": "#n"}}}, "a"),
+    ({"$defs": {"a": {"$id": "Node", **NULL}}, "properties": {"b": {"$ref": "Node"}}}, "a"),
+    ({"$defs": {"a": {"anyOf": [NULL]}}, "properties": {"b": {"$ref": "#/$defs/a/anyOf/0"}}}, "0"),
+    ({"$defs": {"a": {"$ref": "#/$defs/c"}, "c": NULL}, "properties": {"b": {"$ref": "#/$defs/a"}}}, "c"),
+    ({"$defs": {"a": NULL, "z": {"not": {}}}, "properties": {"b": {"$ref": "#/$defs/a"}}}, "a"),
+]
+
+
+@pytest.mark.parametrize(("schema", "name"), REFERENCES, ids=lambda value: str(value)[:60])
+def test_references_to_any_part_become_definitions(schema: Any, name: str) -> None:
+    written = json.loads(checked_schema(schema, 32))
+    assert written["$defs"] == {name: NULL}
+    assert written["properties"]["b"] == {"$ref": f"#/$defs/{name}"}
+
+
+def test_definitions_of_one_name_are_told_apart() -> None:
+    parts = {"a": {"type": "object", "properties": {"x": NULL}}, "b": {"type": "object", "properties": {"x": {}}}}
+    both = {name: {"$ref": f"#/properties/{name}/properties/x"} for name in ("a", "b")}
+    written = json.loads(checked_schema({"properties": parts | {f"{name}_": ref for name, ref in both.items()}}, 32))
+    assert sorted(written["$defs"]) == ["x", "x_"]
+    places = [written["properties"][name]["$ref"].rpartition("/")[2] for name in ("a_", "b_")]
+    assert [written["$defs"][place] for place in places] == [NULL, {}]
+
+
+def of_kind(kind: Any, required: bool = True, **properties: Any) -> dict[str, Any]:
+    schema = {"type": "object", "properties": {"kind": kind, **properties}, "additionalProperties": False}
+    return schema | {"required": ["kind"] if required else []}
+
+
+A, B, AB = of_kind({"const": "a"}), of_kind({"enum": ["b", 1]}), of_kind({"enum": ["a", "b"]})
+DISJOINT: list[tuple[list[Any], bool]] = [
+    ([A, B], True),
+    ([{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], True),
+    ([{"$ref": "#/$defs/a"}, NULL, {"type": "string"}], True),
+    ([{"anyOf": [A, AB]}, of_kind({"const": "c"})], True),
+    ([of_kind({"const": "a"}, False), of_kind({"const": "b"}, False)], True),
+    ([of_kind({"$ref": "#/$defs/values"}), of_kind({"const": "c"})], True),
+    ([{"enum": ["a", 1]}, {"enum": ["b", 2]}], True),
+    ([{"enum": [1]}, {"const": True}], True),
+    ([A, AB], False),
+    ([A, of_kind({"type": "string"})], False),
+    ([of_kind({"const": 1}), of_kind({"const": 1.0})], False),
+    ([{"type": "integer"}, {"type": "number"}], False),
+    ([{"enum": [1, "a"]}, {"type": "string"}], False),
+    ([A, True], False),
+    ([of_kind({"const": "a"}), {"properties": {"kind": {"const": "b"}}, "required": ["kind"]}], True),
+    ([{"type": "string"}, {"properties": {"kind": {"const": "b"}}, "required": ["kind"]}], False),
+    ([{"type": ["object", "null"], **of_kind({"const": "a"})}, B, NULL], True),
+    ([{"type": "array"}, {"type": "array", "items": NULL}], False),
+]
+
+
+@pytest.mark.parametrize(("branches", "is_taken"), DISJOINT, ids=lambda value: str(value)[:60])
+def test_one_of_is_taken_where_its_cases_exclude_each_other(branches: list[Any], is_taken: bool) -> None:
+    definitions = {"a": A, "b": {"$ref": "#/$defs/c"}, "c": B, "values": {"enum": ["a", "b"]}}
+    schema = {"$defs": definitions, "oneOf": branches}
+    written = json.loads(checked_schema(schema, 32))
+    assert ("anyOf" in written) == is_taken
+    if not is_taken:
+        return
+    compiled = COMPILER.compile(Grammar("json_schema", json.dumps(written), eos_token_ids(), any_whitespace=False))
+    for text in ("{}", '{"kind": "a"}', '{"kind": "b"}', '{"kind": 1}', "null", '"a"', "1", "true", '{"kind": null}'):
+        if _allows(compiled, text):
+            jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("any_whitespace", [True, False])
+@pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
+def test_strings_with_lengths_have_no_control_characters(kind: Any, any_whitespace: bool) -> None:
+    schema = checked_schema({"properties": {"a": {"type": "string", "minLength": 1, "maxLength": 3}}}, 32)
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "json_schema", "json_schema": json.loads(schema)}})
+    text = schema if kind == "json_schema" else tag
+    compiled = COMPILER.compile(Grammar(kind, text, eos_token_ids(), any_whitespace))
+    texts = {"a": True, "é😀/": True, "abcd": False, "": False, "\t": False, "\x1f": False}
+    assert {text: _allows(compiled, f'{{"a": "{text}"}}') for text in texts} == texts
+    assert _allows(compiled, '{  "a": "b" }') == any_whitespace
+
+
+LONG_EMAIL = schema_patterns._EMAIL
+LENGTHS: list[tuple[dict[str, Any], Any]] = [
+    ({"format": "uri", "minLength": 1}, {"type": "string", "format": "uri"}),
+    ({"format": "uuid", "minLength": 36, "maxLength": 36}, {"type": "string", "format": "uuid"}),
+    ({"format": "date", "maxLength": 9}, "maxLength"),
+    ({"format": "email", "maxLength": 100}, "maxLength"),
+    ({"format": "json-pointer", "minLength": 1}, "minLength"),
+    ({"format": "uri", "minLength": 9}, "minLength"),
+    ({"pattern": LONG_EMAIL, "format": "email", "minLength": 5, "maxLength": 254}, None),
+    ({"format": "uri", "minLength": 1, "maxLength": 2083}, None),
+]
+
+
+@pytest.mark.parametrize(("schema", "written"), LENGTHS, ids=lambda value: str(value)[:50])
+def test_lengths_that_a_format_implies_are_left_out(schema: dict[str, Any], written: Any) -> None:
+    if isinstance(written, str):
+        with pytest.raises(UnsupportedSchemaError) as found:
+            checked_schema(schema, 32)
+        assert found.value.keyword == written
+        return
+    found = json.loads(checked_schema(schema, 32))
+    if written is not None:
+        assert found == written
+        return
+    label, low, high = "a" * 30, schema["minLength"], schema["maxLength"]
+    longest = [f"{'a' * 64}@{f'{label}.' * 4}{'b' * 29}", f"https://{'.'.join([label] * 4)}:1234/{'?' * 160}"]
+    for text in longest:
+        assert not re.search(found["pattern"], text + "é") and len(text) <= schema_patterns._LENGTHS["uri"][1]
+        if re.search(found["pattern"], text):
+            assert low <= len(text) <= high and len(text) in {most for _, most, _ in schema_patterns._LENGTHS.values()}
+            break
+    else:
+        raise AssertionError("the longest text is not possible")
+
+
+@pytest.mark.parametrize("pattern", schema_patterns._STAND_INS)
+def test_texts_of_a_stand_in_match_the_published_pattern(pattern: str) -> None:
+    """Of random texts, most of which the published pattern refuses."""
+    other, draw, num_matches = schema_patterns.compiled_form(pattern), random.Random(0), 0
+    parts = ["a", ".", "-", "P", "T", "1D", "2M", "3H", "4W", "5S", "Y", "@", "ab.cd", "0", "+"]
+    for _ in range(20_000):
+        text = "".join(draw.choices(parts, k=draw.randrange(9)))
+        if re.search(other, text):
+            num_matches += 1
+            assert re.search(pattern, text), text
+    assert num_matches > 20
 
 
 @pytest.mark.parametrize(("schema", "written"), REWRITTEN, ids=lambda value: str(value)[:50])

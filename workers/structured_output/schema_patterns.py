@@ -1,0 +1,91 @@
+"""Patterns that libraries write into schemas and that the compiler cannot read, and what stands in for them. Read by
+`workers.structured_output.json_schema`."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from workers.structured_output.schema_keywords import Schema
+
+_TIME = r"(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
+_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,28}[a-zA-Z0-9])?"  # 8 with their dots have at most 248 characters
+_EMAIL = r"^(?:[A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@(?:[A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+# By the pattern of zod 4.0 to 4.5 for a format, and of pydantic 2.12 and 2.13 for a decimal: one without look-around
+# that matches the same texts, or fewer. zod 4.6 writes `_EMAIL` itself.
+_STAND_INS = {
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": _EMAIL,
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(?:\d+W|(?:\d+Y(?:\d+M)?(?:\d+D)?|\d+M(?:\d+D)?|\d+D)(?:T{_TIME})?|T{_TIME})$"
+    ),
+    r"^(?=.{1,253}\.?$)[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+    r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$": rf"^{_LABEL}(?:\.{_LABEL}){{0,7}}\.?$",
+}
+
+
+# Minimum and maximum length of a format's texts, and a pattern of some of them within these lengths; None: of all.
+_LENGTHS: dict[str, tuple[int, int, str | None]] = {
+    "date": (10, 10, None),
+    "uuid": (36, 36, None),
+    "ipv4": (7, 15, None),
+    "email": (6, 218, rf"^[a-zA-Z0-9_+-]{{1,64}}@(?:{_LABEL}\.){{1,4}}[a-zA-Z]{{2,29}}$"),
+    "uri": (
+        8,
+        297,
+        rf"^https?://{_LABEL}(?:\.{_LABEL}){{0,3}}(?::[1-9][0-9]{{0,3}})?(?:/[a-zA-Z0-9._~/?=&-]{{0,160}})?$",
+    ),
+}
+
+
+def without_lengths(schema: Schema) -> Schema:
+    """Return a string's schema without lengths that all texts of its format have, if need be of fewer texts."""
+    kind = "email" if schema.get("pattern") == _EMAIL else None if "pattern" in schema else schema.get("format")
+    low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
+    if kind not in _LENGTHS or not {"minLength", "maxLength"} & schema.keys() or type(low) is not int:
+        return schema
+    least, most, pattern = _LENGTHS[kind]
+    if low > least or (type(high) is not int and high != math.inf):
+        return schema
+    found = {key: value for key, value in schema.items() if key not in ("minLength", "maxLength")}
+    if high == math.inf or (pattern is None and high >= most):
+        return found
+    if pattern is None or high < most:
+        return schema
+    found.pop("format", None)
+    return found | {"pattern": pattern}
+
+
+def compiled_form(pattern: Any) -> Any:
+    """Return a pattern as the compiler reads it: it matches the same texts, or fewer."""
+    return _with_outer_anchors(_STAND_INS.get(pattern, pattern)) if isinstance(pattern, str) else pattern
+
+
+def _with_outer_anchors(pattern: str) -> str:
+    """Return a pattern of several anchored cases, such as ^a$|^b$, with the anchors around all of them. A pattern
+    matches whole texts in any case, but the compiler knows anchors only at its ends."""
+    cases = list(_cases(pattern))
+    if len(cases) < 2 or not any(case.startswith("^") or _ends_anchored(case) for case in cases):
+        return pattern
+    inner = (case.removeprefix("^")[: -1 if _ends_anchored(case) else None] for case in cases)
+    return f"^(?:{'|'.join(inner)})$"
+
+
+def _ends_anchored(case: str) -> bool:
+    escapes = len(case[:-1]) - len(case[:-1].rstrip("\\"))
+    return case.endswith("$") and escapes % 2 == 0
+
+
+def _cases(pattern: str) -> Iterator[str]:
+    """Yield the alternatives of a pattern, divided at each | outside of groups and character classes."""
+    depth, begin, in_class, is_escaped = 0, 0, False, False
+    for i, character in enumerate(pattern):
+        if is_escaped or character == "\\":
+            is_escaped = not is_escaped
+        elif in_class or character == "[":
+            in_class = character != "]"
+        elif character in "()":
+            depth += 1 if character == "(" else -1
+        elif character == "|" and depth == 0:
+            yield pattern[begin:i]
+            begin = i + 1
+    yield pattern[begin:]
