@@ -31,6 +31,7 @@ NODE_ENVIRONMENT = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
+    "RAY_raylet_start_wait_time_s": "120",  # the default of 30 s is too short on a busy machine
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
 }

