@@ -62,7 +62,7 @@ export class Answer {
 
   /** A heading, where an answer stands beside another. */
   head(title) {
-    this.node.prepend(element("h3", "", title));
+    this.node.prepend(element("h2", "lane", title));
   }
 
   /** Fetches the answer to `body`, or what follows its text so far, and shows it; never throws. */

@@ -68,6 +68,7 @@ async function answered(view, made, work) {
   if (made === view.answer) made.onChange = () => showContext(); // a race shows its speeds instead
   keep();
   showRunning();
+  focusPrompt();
   try {
     await work(controller.signal);
   } catch (error) { // the model's name could not be had
@@ -80,7 +81,11 @@ async function answered(view, made, work) {
   keep(running.conversation);
   running = null;
   showRunning();
-  // From a button that is disabled now. On a touch screen it would open the keyboard.
+  focusPrompt();
+}
+
+/** After a button that is gone or disabled now. On a touch screen it would open the keyboard. */
+function focusPrompt() {
   if (document.activeElement === document.body && !matchMedia("(pointer: coarse)").matches) byId("prompt").focus();
 }
 

@@ -5,6 +5,7 @@ import { Answer } from "./answer.js";
 import { button, element } from "./element.js";
 
 const LANES = ["With drafts", "Without drafts"];
+const MIN_TOKENS = 16; // after the first ones: fewer say more of the connection than of the engine
 
 export class Race {
   constructor() {
@@ -65,12 +66,13 @@ function shownAt({ arrivals, tokens }, ms) {
   return count / total;
 }
 
-/** {speeds, same}, for the board and the conversation; undefined if one did not get so far. */
+/** {speeds, same, isShort}, for the board and the conversation; undefined if one did not get so far. */
 export function resultOf(answers) {
   const speeds = answers.map((answer) => answer.tokensPerSecond());
   const over = answers.every(({ finish }) => finish && finish !== "failed" && finish !== "stopped");
   if (!over || speeds.some((speed) => !speed)) return undefined;
-  return { speeds, same: answers[0].content === answers[1].content };
+  const isShort = answers.some(({ timedTokens }) => timedTokens < MIN_TOKENS);
+  return { speeds, same: answers[0].content === answers[1].content, isShort };
 }
 
 /** Both speeds as bars, and their factor. */
@@ -115,9 +117,10 @@ export class Board {
     for (const [lane, share] of shares.entries()) this.lanes[lane].fill.style.width = `${100 * share}%`;
   }
 
-  finish({ speeds: [on, off], same }) {
+  finish({ speeds: [on, off], same, isShort }) {
     const factor = element("strong", "", `${(on / off).toFixed(2)}×`);
-    this.factor.replaceChildren(factor, element("span", "", "the speed, with drafts"));
-    this.note.textContent = same ? "Both answers are the same." : "The answers differ.";
+    if (!isShort) this.factor.replaceChildren(factor, element("span", "", "the speed, with drafts"));
+    const note = same ? "Both answers are the same." : "The answers differ.";
+    this.note.textContent = isShort ? `${note} They are too short to compare speeds.` : note;
   }
 }

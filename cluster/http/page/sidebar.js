@@ -52,11 +52,12 @@ export class Sidebar {
     this.conversations.remove(conversation.id);
     if (wasOpen) this.closed();
     this.show();
-    toast(`Deleted “${conversation.title}”.`, () => {
+    const line = toast(`Deleted “${conversation.title}”.`, () => {
       this.conversations.save(conversation, conversation.updated);
       if (wasOpen) this.open(conversation);
       else this.show();
     });
+    line.lastChild.focus(); // the button that was pressed is gone
   }
 
   exportOpen(ending) {

@@ -22,7 +22,7 @@ async def take(url: str, file: Path) -> None:
         await ask(tab, "Hello!", timeout_s=120)
         await tab.evaluate("document.getElementById('new').click()")
         await ask(tab, PROMPT, race=True, timeout_s=120)
-        await press(tab, "Race")  # the first one may wait for graphs and compilation
+        await press(tab, "Race", within=".turn")  # the first one may wait for graphs and compilation
         await tab.until("document.querySelector('.factor strong') === null")
         await tab.until("document.querySelector('.factor strong') !== null", timeout_s=120)
         await tab.evaluate("document.getElementById('toast').hidden = true")

@@ -14,6 +14,18 @@ IDLE = "document.getElementById('send') && !document.getElementById('send').disa
 ANSWER = "document.querySelector('.text > .markdown')"
 
 
+def in_rounds(text: str, sampling: SamplingParams) -> Iterable[Step]:
+    """`text` with speculation in rounds of three drafts, without a token at a time; a round takes 20 ms."""
+    tokens = (*small_tokenizer().encode(text, add_special_tokens=False).ids, small_tokenizer().token_to_id(EOS))
+    size = 4 if sampling.speculative else 1
+    yield TokenDelta("", tokens[:1], drafted=(False,))
+    for at in range(1, len(tokens), size):
+        yield 0.02
+        piece = tokens[at : at + size]
+        finish = "stop" if at + size >= len(tokens) else None
+        yield TokenDelta("", piece, finish, drafted=(True,) * (len(piece) - 1) + (False,))
+
+
 def hello_world(prompt: list[int], sampling: SamplingParams) -> Iterable[Step]:
     """ "hello world<b>" with speculation in one round of two drafts, without a token at a time."""
     ids = small_tokenizer().encode("hello world<b>", add_special_tokens=False).ids
@@ -75,9 +87,10 @@ async def ask(tab: Tab, prompt: str, race: bool = False, timeout_s: float = 30.0
     await tab.until(IDLE, timeout_s)
 
 
-async def press(tab: Tab, label: str) -> None:
+async def press(tab: Tab, label: str, within: str = "body") -> None:
     """Press the last button with this label."""
-    buttons = f"Array.from(document.querySelectorAll('button')).filter((b) => b.textContent === {json.dumps(label)})"
+    found = f"document.querySelectorAll({json.dumps(within + ' button')})"
+    buttons = f"Array.from({found}).filter((b) => b.textContent === {json.dumps(label)})"
     await tab.until(f"{buttons}.length > 0 && !{buttons}.at(-1).disabled")
     await tab.evaluate(f"{buttons}.at(-1).click()")
 

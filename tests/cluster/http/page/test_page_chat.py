@@ -18,6 +18,7 @@ from tests.support.clients.chat_page import (
     ask,
     begin,
     engine_with_drafts,
+    in_rounds,
     press,
     set_field,
     texts,
@@ -65,6 +66,11 @@ async def test_race_shows_both_answers_by_origin_both_speeds_and_their_factor() 
         assert msgspec.structs.replace(first.sampling, speculative=False) == second.sampling
         assert first.sampling.speculative and first.prompt == second.prompt and first.sampling.temperature == 0.7
         assert engine.max_active == 1
+        assert await texts(tab, ".factor strong") == []
+        assert "too short to compare" in (await texts(tab, ".board .note"))[0]
+        engine.script = lambda prompt, sampling: in_rounds(LONG, sampling)
+        await press(tab, "Race", within=".turn")
+        await tab.until("document.querySelector('.factor strong') !== null")
         speeds = [float(text.removesuffix(" tokens/s")) for text in await texts(tab, ".speed")]
         factor = float((await texts(tab, ".factor strong"))[0].removesuffix("×"))
         assert abs(factor - speeds[0] / speeds[1]) < 0.1 and factor > 1
@@ -74,7 +80,7 @@ async def test_race_shows_both_answers_by_origin_both_speeds_and_their_factor() 
         await tab.until("document.querySelectorAll('.to-come').length === 0")
         # The conversation goes on with the first answer.
         await ask(tab, "again")
-        assert "hi<|im_end|>" in _prompt(engine) and "hello world<b><|im_end|>" in _prompt(engine)
+        assert "hi<|im_end|>" in _prompt(engine) and f"{LONG}<|im_end|>" in _prompt(engine)
         assert "again<|im_end|>" in _prompt(engine)
         assert engine.calls[2].sampling.seed != first.sampling.seed
         assert not tab.messages, tab.messages
@@ -223,7 +229,7 @@ async def test_keyboard_alone_asks_races_stops_edits_and_undoes() -> None:
         assert await tab.evaluate("document.activeElement.id") == "prompt"
         await tab.command("Input.insertText", text="hi")
         await tab.key("Enter", modifiers=2)
-        await tab.until("document.querySelector('.factor strong') !== null")
+        await tab.until("document.querySelector('.board button') !== null")
         await tab.until(f"{IDLE} && document.activeElement.id === 'prompt'")
         await _tab_to(tab, ".edit", modifiers=8)
         await tab.key("Enter")
