@@ -1,4 +1,4 @@
-"""Aerie as a library: `LLM`, `AsyncLLM`, their parameters and outputs, under vLLM's names.
+"""Aerie as a library: `LLM`, `AsyncLLM`, their parameters and outputs, under vLLM's names (`docs/python-api.md`).
 
     from aerie import LLM
 

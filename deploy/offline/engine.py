@@ -186,6 +186,7 @@ class OfflineEngine:
 
 
 def _config(model: str | Path, draft: str | None, revision: str | None, options: Mapping[str, Any]) -> AerieConfig:
+    options = {name: value for name, value in options.items() if value is not None}
     if unknown := [name for name in options if not vllm_options.is_option(name)]:
         raise TypeError(f"{unknown[0]}: LLM has no such option; docs/coming-from-vllm.md lists them")
     if names_model(str(model)):

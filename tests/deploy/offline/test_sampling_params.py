@@ -148,9 +148,10 @@ def test_text_that_is_not_wanted(llm: LLM) -> None:
     assert result.outputs[0].text == "" and result.outputs[0].token_ids and result.outputs[0].finished()
 
 
-def test_defaults_are_the_models(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_are_the_models(llm: LLM) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=256)
-    with LLM("eagle", override_generation_config={"temperature": 0.7, "top_k": 5}, tensor_parallel_size=1) as own:
+    given: dict[str, Any] = {"temperature": 0.7, "top_k": 5}
+    with LLM("eagle", override_generation_config=given, tensor_parallel_size=1, quantization=None) as own:
         assert own.get_default_sampling_params() == SamplingParams(temperature=0.7, top_k=5, max_tokens=256)
 
 
