@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 
 from cluster.http.answer import Piece
 from cluster.http.parsers.json_calls import Found, read_arguments
-from cluster.http.parsers.marks import cut
 from cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
-from cluster.http.parsers.source import Reading, Running, Source
+from cluster.http.parsers.source import SPACES, Reading, Running, Source
 from cluster.http.text.harmony_prompt import MARKS
+from cluster.http.text.stop_strings import start_of_partial
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = MARKS
 _CHANNEL = re.compile(r"<\|channel\|>\s*([\w-]*)")
@@ -23,6 +23,8 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _TO = r"\s*(?:to=[^\s<]*)?\s*"
 _HEAD = re.compile(rf"{_TO}(?:<\|channel\|>\s*[\w-]*)?{_TO}(?:<\|constrain\|>)?\s*\w*\s*")
 _HEAD_WITH_ROLE = re.compile(rf"\s*[\w.-]*{_HEAD.pattern}")
+_MAX_HEAD = 256  # characters
+_MARK = re.compile("|".join(map(re.escape, MARKS)))
 _PARTS = re.compile(r"<\|channel\|>\s*[\w-]*|\bto=[^\s<]+|<\|constrain\|>\s*\w*|<\|\w+\|>")
 
 
@@ -81,7 +83,8 @@ class HarmonyParser:
             return
         self._head += text
         stripped = self._head.lstrip()
-        if self._has_role or not stripped or stripped.startswith("<|") or "to=".startswith(stripped[:3]):
+        is_head = self._has_role or not stripped or stripped.startswith("<|") or "to=".startswith(stripped[:3])
+        if is_head and len(self._head) <= _MAX_HEAD:
             return
         text = self._head  # a constraint on the answer may exclude headers
         self._open("")
@@ -98,6 +101,9 @@ class HarmonyParser:
             self._open(self._head)
             return
         elif mark in (CHANNEL, CONSTRAIN):
+            if len(self._head) > _MAX_HEAD:
+                self._show_rest(self._head)
+                self._head = ""
             self._head += mark
             return
         else:
@@ -126,7 +132,7 @@ class HarmonyParser:
 
     def _show_rest(self, head: str) -> None:
         """Add to the content the text that stands in place of a message's header."""
-        if (_HEAD_WITH_ROLE if self._has_role else _HEAD).fullmatch(head):
+        if (_HEAD_WITH_ROLE if self._has_role else _HEAD).fullmatch(" ".join(head.split())):
             return
         rest = _PARTS.sub("", head)
         if rest.strip():
@@ -149,9 +155,10 @@ def _read_message(source: Source, found: Found, function: str) -> Reading[None]:
     text = source.kept()
     if not is_call:
         found.text(text)
+    if is_call:
+        yield from source.run(SPACES)
     while not source.is_over:
-        text = source.rest()
-        found.text(text if text.strip() or not is_call else "")
+        found.text(source.rest())
         yield
 
 
@@ -163,18 +170,13 @@ class TextMarks:
 
     def take(self, piece: Piece) -> Iterator[tuple[str, str | None]]:
         """Return the next text, and the mark after it; None while unknown."""
-        text, self._held = self._held + piece.text, ""
-        while True:
-            before, mark, after = cut(text, MARKS)
-            if mark is None:
-                break
-            yield before, mark
-            text = after
-        if piece.finish is None:
-            self._held = after
-            yield before, None
-        else:
-            yield text, None
+        text, at = self._held + piece.text, 0
+        for found in _MARK.finditer(text):
+            yield text[at : found.start()], found[0]
+            at = found.end()
+        end = len(text) if piece.finish is not None else at + start_of_partial(text[at:], MARKS)
+        self._held = text[end:]
+        yield text[at:end], None
 
 
 class TokenMarks:
@@ -191,18 +193,18 @@ class TokenMarks:
         for token, offset in zip(piece.tokens, piece.offsets, strict=False):
             if token in self._mark_ids:
                 self._expected.append((offset, self._mark_ids[token]))
-        text, self._held = self._held + piece.text, ""
+        text, at = self._held + piece.text, 0
         while self._expected:
             offset, mark = self._expected[0]
-            found = text.find(mark, max(0, offset - self._at))
+            found = text.find(mark, max(at, offset - self._at))
             if found < 0:
                 break
             self._expected.popleft()
-            before, text = text[:found], text[found + len(mark) :]
-            self._at += found + len(mark)
-            yield before, mark
+            yield text[at:found], mark
+            at = found + len(mark)
+        end = len(text)
         if self._expected and piece.finish is None:
-            shown = max(0, self._expected[0][0] - self._at)
-            text, self._held = text[:shown], text[shown:]
-        self._at += len(text)
-        yield text, None
+            end = min(end, max(at, self._expected[0][0] - self._at))
+        self._held = text[end:]
+        self._at += end
+        yield text[at:end], None

@@ -14,6 +14,7 @@ from cluster.http.parsers.source import SPACES, Reading, Running, Source
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _OWN_KEYS = ARGUMENT_KEYS | {"name", "type", "id", "index", "function"}
+NAME = re.compile(r"[^\s<>{}\"']+")  # a function's
 _BETWEEN_KEYS = re.compile(r"[\s,]*")
 _BETWEEN_CALLS = re.compile(r"[\s,;]*")
 _AFTER_CALLS = re.compile(r"[\s,;}\]]*")
@@ -66,7 +67,7 @@ class Arguments:
     string).
 
     has_any: whether anything was written. is_read: whether there are arguments. is_complete: whether the model ended
-    them.
+    them. rest: what follows the object in the string.
     """
 
     def __init__(self, source: Source, write: Write) -> None:
@@ -75,6 +76,7 @@ class Arguments:
         self.has_any = False
         self.is_read = False
         self.is_complete = False
+        self.rest = ""
 
     def read(self) -> Reading[bool]:
         """Read them; return whether the model ended them. If `is_read` is not set, these are no arguments."""
@@ -99,6 +101,7 @@ class Arguments:
             self._source, quote, lambda text: running.push(json.loads(f'"{text}"'), False)
         )
         running.push("", True)
+        self.rest = inner.rest().strip()
         self.is_read = arguments.is_read
         self.is_complete = arguments.is_complete and (is_closed or self.has_any)
         return is_closed
@@ -128,6 +131,7 @@ class CallObject:
         self._arguments = Arguments(source, self._write)
         self._has_begun = False
         self._has_others = False  # keys that no call has
+        self.end = 0  # the position after what was understood
 
     def read(self) -> Reading[bool]:
         """Return whether it is a call. The source is at its opening brace."""
@@ -135,6 +139,7 @@ class CallObject:
         self._source.skip()
         while depth and is_whole:
             yield from self._source.run(_BETWEEN_KEYS)
+            self.end = self._source.position
             character = yield from self._source.peek()
             if character == "}":
                 self._source.skip()
@@ -151,21 +156,30 @@ class CallObject:
                 depth += 1
             elif is_whole:
                 is_whole = yield from self._member(json.loads(key))
+        if not depth:
+            self.end = self._source.position
         self._found.is_cut = self._has_begun and not self._arguments.is_complete and self._source.is_over
-        return self._has_begun or (is_whole and self._end())
+        is_call = self._has_begun or (is_whole and self._end())
+        if is_call and self._arguments.rest:
+            self._found.text(self._arguments.rest)
+        return is_call
 
     def _member(self, key: str) -> Reading[bool]:
         """Read the value of `key`; return whether it is complete and the object may be a call."""
         first = yield from self._source.peek()
         if key in ARGUMENT_KEYS and not self._arguments.is_read:
             is_complete = yield from self._arguments.read()
+            self.end = self._source.position
             return is_complete and self._arguments.is_read
         if key in ("name", "function") and self._name is None:
             name = (yield from read_key(self._source)) if first in QUOTES else None
             self._name = json.loads(name) if name is not None else None
-            if self._name and self._early:
+            if self._name is None or not NAME.fullmatch(self._name):
+                self._name = None
+                return False
+            if self._early:
                 self._write("")
-            return bool(self._name)
+            return True
         self._has_others = self._has_others or key not in _OWN_KEYS
         if first in CLOSERS:
             return (yield from JsonCopy(self._source, _discard).read())
@@ -208,8 +222,11 @@ def read_calls(source: Source, found: Found) -> Reading[int | None]:
         if first != "{":
             return None if has_calls else start
         start = source.position if has_calls else start
-        if not (yield from CallObject(source, found).read()):
+        call = CallObject(source, found)
+        if not (yield from call.read()):
             return start
+        if call.end != source.position:
+            return call.end
         has_calls = True
 
 
@@ -229,4 +246,6 @@ def read_arguments(source: Source, found: Found, name: str) -> Reading[bool]:
     found.is_cut = begun and not arguments.is_complete and source.is_over
     if arguments.is_read and not begun:
         write("{}")
+    if begun and arguments.rest:
+        found.text(arguments.rest)
     return begun

@@ -57,28 +57,29 @@ class HeldReasoning:
     """Joins the reasoning of one choice's deltas until it is over: SGLang's `stream_reasoning: false`."""
 
     def __init__(self) -> None:
-        self._held = ""
+        self._held: list[str] = []
 
     def push(self, delta: ReplyDelta) -> ReplyDelta:
         """Return the part of `delta` to send now, with what was held before."""
-        self._held += delta.reasoning
-        over = delta.content or delta.tool_calls or delta.finish is not None
-        reasoning, self._held = (self._held, "") if over else ("", self._held)
+        self._held.append(delta.reasoning)
+        reasoning = ""
+        if delta.content or delta.tool_calls or delta.finish is not None:
+            reasoning, self._held = "".join(self._held), []
         return ReplyDelta(delta.content, reasoning, delta.tool_calls, delta.finish)
 
 
 def joined_deltas(deltas: Sequence[ReplyDelta]) -> tuple[ReplyDelta, list[ToolCall]]:
     """Return all deltas of a reply as one, and its whole tool calls."""
     calls: dict[int, ToolCall] = {}
+    arguments: dict[int, list[str]] = {}
     for part in (part for delta in deltas for part in delta.tool_calls):
-        call = calls.get(part.index)
-        if call is None:
+        if part.index not in calls:
             assert part.id is not UNSET and part.function.name is not UNSET, "a tool call begins with id and name"
-            call = calls[part.index] = ToolCall(
-                id=part.id, function=FunctionCall(name=part.function.name, arguments="")
-            )
+            calls[part.index] = ToolCall(id=part.id, function=FunctionCall(name=part.function.name, arguments=""))
         if part.function.arguments is not UNSET:
-            call.function.arguments += part.function.arguments
+            arguments.setdefault(part.index, []).append(part.function.arguments)
+    for index, parts in arguments.items():
+        calls[index].function.arguments = "".join(parts)
     joined = ReplyDelta(
         content="".join(delta.content for delta in deltas),
         reasoning="".join(delta.reasoning for delta in deltas),

@@ -144,6 +144,10 @@ class Marks:
                 return "", None
             yield
 
+    def may_begin(self, text: str) -> bool:
+        """Return whether `text` starts one of the marks."""
+        return any(mark.startswith(text) for mark in self._marks)
+
     def take(self, source: Source) -> Reading[str]:
         """Read the mark that is next; return "" if none is."""
         for mark in self._marks:

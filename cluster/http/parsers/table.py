@@ -23,6 +23,7 @@ class MarkedParser:
     ) -> None:
         self.reasoning = reasoning
         self._calls = calls
+        self._parallel = parallel
         self._deltas = CallDeltas(parallel, ids)
 
     def push(self, piece: Piece) -> ReplyDelta:
@@ -35,7 +36,8 @@ class MarkedParser:
             return ReplyDelta(content, reasoning, finish=piece.finish)
         content, parts = self._calls.take(content, end)
         deltas = self._deltas.of(parts)
-        ended = piece.finish == "stop" and self._deltas.any and not self._calls.is_cut
+        is_cut = self._calls.is_cut and (self._parallel or self._calls.num_calls == 1)  # in a call that is shown
+        ended = piece.finish == "stop" and self._deltas.any and not is_cut
         finish = "tool_calls" if ended else piece.finish
         return ReplyDelta(content, reasoning, deltas, finish)
 

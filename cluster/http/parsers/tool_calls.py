@@ -13,7 +13,7 @@ PYTHON_TAG = "<|python_tag|>"
 MISTRAL_MARK = "[TOOL_CALLS]"
 _MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\]\s*)?")
 KIMI_HEAD = re.compile(r"\s*(?:functions\.)?([\w.-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*")
-DEEPSEEK_HEAD = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([^\n<`{]+?)(?:<｜tool▁sep｜>|\n```json)\s*")
+DEEPSEEK_HEAD = re.compile(r"\s*(?:function<｜tool▁sep｜>)?([^\s<`{]+?)(?:<｜tool▁sep｜>|\n```json)\s*")
 _MAX_HEAD = 512  # characters; a name has up to 64
 _HEAD_PART = re.compile(r"[^{\"'<\[]*")
 _FENCE = "```"
@@ -33,6 +33,11 @@ class StreamedCalls:
     def is_cut(self) -> bool:
         """Whether the answer ended within the arguments of the last call."""
         return self._found.is_cut
+
+    @property
+    def num_calls(self) -> int:
+        """Number of calls so far."""
+        return self._found.num_calls
 
     def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
         """Return content and parts of calls in further text. Text may be held back except at the end."""
@@ -65,10 +70,11 @@ class MarkedCalls:
             if not mark:
                 continue
             body = self.bodies[mark]
-            failed = (mark if has_failed else "") if body is None else (yield from _failed(body, mark, source, found))
-            if failed:
-                found.text("".join(spaces) + failed)
-            has_failed, spaces = body is not None and bool(failed), []
+            num_before = found.num_calls
+            no_call = (mark if has_failed else "") if body is None else (yield from _no_call(body, mark, source, found))
+            if no_call:
+                found.text("".join(spaces) + no_call)
+            has_failed, spaces = body is not None and bool(no_call) and found.num_calls == num_before, []
         if not found.num_calls:
             found.text("".join(spaces))
 
@@ -82,7 +88,7 @@ class MarkedCalls:
                 return
 
 
-def _failed(body: CallBody, mark: str, source: Source, found: Found) -> Reading[str]:
+def _no_call(body: CallBody, mark: str, source: Source, found: Found) -> Reading[str]:
     """Read the calls after `mark`. Return the text that is none, with the mark if there was no call."""
     num_before = found.num_calls
     source.keep()

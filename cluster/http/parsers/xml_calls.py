@@ -21,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from cluster.http.parsers.argument_types import ArgumentTypes, json_value
-from cluster.http.parsers.json_calls import Found
+from cluster.http.parsers.json_calls import NAME, Found
 from cluster.http.parsers.json_copy import Write
 from cluster.http.parsers.source import SPACES, Marks, Reading, Source
 from cluster.http.parsers.tool_calls import CallBody
@@ -54,7 +54,8 @@ class XmlForm:
     @cached_property
     def next_marks(self) -> Marks:
         """What is between parameters, or ends them. The start of another call does, if this one's end is missing."""
-        return Marks(filter(None, (self.key, self.opens, self.function_end, self.call, self.call_end)))
+        marks = (self.key, self.value_end, self.opens, self.function_end, self.call, self.call_end)
+        return Marks(filter(None, marks))
 
     @cached_property
     def value_marks(self) -> Marks:
@@ -69,7 +70,7 @@ class XmlForm:
 
 QWEN = XmlForm(
     opens="<function=",
-    name=re.compile(r"[^>\n]*"),
+    name=re.compile(r"[^<>\n]*"),
     name_end=">",
     key="<parameter=",
     key_end=">",
@@ -83,7 +84,7 @@ QWEN = XmlForm(
 SEED = replace(QWEN, call="<seed:tool_call>", call_end="</seed:tool_call>", has_breaks=False)
 MINIMAX = XmlForm(
     opens="<invoke name=",
-    name=re.compile(r"[^>\n]*"),
+    name=re.compile(r"[^<>\n]*"),
     name_end=">",
     key="<parameter name=",
     key_end=">",
@@ -105,7 +106,6 @@ GLM = XmlForm(
     call="<tool_call>",
     call_end="</tool_call>",
 )
-_BLANKS = re.compile(r"[ \t]*")
 
 
 def xml_calls(types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: bool = False) -> CallBody:
@@ -126,9 +126,11 @@ def xml_calls(types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: 
                     return start if is_first else None
             name = yield from _name(source, form)
             if not name or (opened and name not in types):
-                return start if is_first or form.opens else None
+                return start
             found.call(name)
-            yield from _Function(source, found, form, types.get(name, ArgumentTypes.unknown())).read()
+            position = yield from _Function(source, found, form, types.get(name, ArgumentTypes.unknown())).read()
+            if position is not None or not form.opens:
+                return position
             is_first = False
 
     return read
@@ -138,11 +140,13 @@ def _name(source: Source, form: XmlForm) -> Reading[str]:
     """Read a function's name; return "" if it is none."""
     name = (yield from source.run(form.name)).strip().strip("\"'")
     if form.name_end:
-        is_name = (yield from source.take(form.name_end)) and not set("\"'") & set(name)
+        is_name = yield from source.take(form.name_end)
     else:
-        yield from source.run(_BLANKS)
-        is_name = (yield from source.peek()) in ("\n", "<")
-    return name if is_name else ""
+        yield from source.run(SPACES)
+        mark = (yield from form.next_marks.take(source)) if name else ""
+        source.back(mark)
+        is_name = mark in (form.key, form.call_end)
+    return name if is_name and NAME.fullmatch(name) else ""
 
 
 class _Function:
@@ -156,22 +160,34 @@ class _Function:
         self._opens = "{"  # written before the next parameter
         self._has_ended = False
 
-    def read(self) -> Reading[None]:
-        """Read all. The tags that end the call, but not the function, are left."""
+    def read(self) -> Reading[int | None]:
+        """Read up to the function's end, or text in place of a tag. The tags that end the call, but not the function,
+        are left. Return the position of a tag that begins no parameter, None without."""
         form, source = self._form, self._source
+        position = None
         while not self._has_ended:
-            _, mark = yield from form.next_marks.find(source)
+            text, mark = yield from form.next_marks.find(source)
+            if text.strip():
+                self._found.is_cut = source.is_over and form.next_marks.may_begin(text.strip())
+                source.back("" if self._found.is_cut else text.lstrip() + (mark or ""))
+                break
             if mark == form.key:
-                yield from self._parameter()
+                start = source.position - len(mark)
+                if not (yield from self._parameter()):
+                    position = start
+                    break
             elif mark is None:
-                self._found.is_cut = self._has_ended = True
-            elif mark:
-                self._has_ended = True
+                self._found.is_cut = True
+                break
+            elif mark not in ("", form.value_end):
                 if mark != form.function_end:
                     source.back(mark)
+                break
         self._found.arguments("}" if self._opens == ", " else "{}")
+        return position
 
-    def _parameter(self) -> Reading[None]:
+    def _parameter(self) -> Reading[bool]:
+        """Read a parameter after its tag; return whether it is one."""
         form, source = self._form, self._source
         parts: list[str] = []
         mark: str | None = ""
@@ -180,15 +196,18 @@ class _Function:
             parts.append(text)
         if mark != form.key_end:
             source.back(mark or "")
-            return
+            self._found.is_cut = mark is None
+            return mark is None
         if form.value:
             yield from source.run(SPACES)
             if not (yield from source.take(form.value)):
-                return
+                self._found.is_cut = source.is_over
+                return source.is_over
         if form.has_breaks:
             yield from source.take("\n")
         key = "".join(parts).strip().strip("\"'")
         yield from self._value(json.dumps(key, ensure_ascii=False), self._types.of(key))
+        return True
 
     def _write_text(self, text: str) -> None:
         self._found.arguments(json.dumps(text, ensure_ascii=False)[1:-1])

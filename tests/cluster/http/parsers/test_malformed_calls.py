@@ -1,6 +1,7 @@
 """Calls as models really write them, which is not always as their templates do: each kind was reported of a published
 model, and is read alike in any pieces. Arguments that a client receives are JSON objects."""
 
+import functools
 import json
 from typing import Any
 
@@ -13,6 +14,7 @@ from cluster.http.parsers.table import parser_of
 from tests.cluster.http.parsers.test_parsers import Request
 from tests.support.fake_engine import chat_tokenizer
 
+_tokenizer = functools.cache(chat_tokenizer)
 Read = tuple[str, str, list[tuple[str, Any]], str]
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}}
@@ -32,7 +34,7 @@ def read(
     size: int | None = None,
 ) -> Read:
     """Content, reasoning, calls and finish reason. size: characters of a piece; None: all."""
-    parser = parser_of(Request(name, tools=TOOLS), prompt, chat_tokenizer(), continued)  # type: ignore[arg-type]
+    parser = parser_of(Request(name, tools=TOOLS), prompt, _tokenizer(), continued)  # type: ignore[arg-type]
     size = size or len(text) or 1
     deltas = [parser.push(Piece(text[at : at + size], (0,))) for at in range(0, len(text), size)]
     whole, calls = joined_deltas([*deltas, parser.push(Piece("", (0,), finish=finish))])
@@ -108,6 +110,7 @@ def test_json_is_read_as_models_write_it(inner: str, calls: list[Any] | None) ->
         "[1]",
         '{"name": 5, "arguments": {}}',
         '{"name": "", "arguments": {}}',
+        '{"name": "f g", "arguments": {}}',
         '{"arguments": {"s": "x"}}',
         '{"name": "f", "arguments": [1]}',
         '{"name": "f", "arguments": "x"}',
@@ -286,3 +289,23 @@ def test_other_forms_are_read_as_models_write_them(name: OutputParserName, text:
 def test_text_in_place_of_a_functions_arguments_is_content() -> None:
     text = "<|channel|>commentary to=functions.f<|message|>hello<|end|><|start|>assistant<|channel|>final<|message|>yes"
     assert read_alike("harmony", text) == ("helloyes", "", [], "stop")
+
+
+def test_a_second_call_that_is_cut_but_not_shown_changes_nothing() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call><tool_call>{"name": "f", "arguments": {"s": "x'
+    parser = parser_of(Request("hermes", parallel_calls=False), "", _tokenizer())  # type: ignore[arg-type]
+    delta = parser.push(Piece(text, (0,), finish="stop"))
+    assert (len(delta.tool_calls), delta.finish) == (1, "tool_calls")
+    assert read_alike("hermes", text)[2:] == ([("f", {}), F], "stop")
+
+
+def test_long_arguments_are_streamed_while_they_are_written() -> None:
+    """Of 1,000 characters of a string, each is sent with its piece."""
+    for name, text in CALLS:
+        if name == "gemma4":
+            continue
+        parser = parser_of(Request(name, tools=TOOLS), "", _tokenizer())  # type: ignore[arg-type]
+        parser.push(Piece(text[: _value_of(text)], (0,)))
+        for _ in range(1000):
+            (part,) = parser.push(Piece("x", (0,))).tool_calls
+            assert part.function.arguments and part.function.arguments.endswith("x"), name
