@@ -51,17 +51,17 @@ class Option:
         return self.flags[0].lstrip("-").replace("-", "_")
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add every option of the table."""
+def add_options(parser: argparse.ArgumentParser, prefix: str = "vllm_") -> None:
+    """Add every option of the table. prefix: of the names of the parsed values."""
     group = parser.add_argument_group("as `vllm serve` spells them (docs/coming-from-vllm.md)")
     for option in OPTIONS:
         how: dict[str, Any] = {"action": "store_true"} if option.nargs == 0 else {"nargs": option.nargs}
-        group.add_argument(*option.flags, dest=_dest(option), default=None, help=argparse.SUPPRESS, **how)
+        group.add_argument(*option.flags, dest=_dest(option, prefix), default=None, help=argparse.SUPPRESS, **how)
 
 
-def given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the command line's options of the table, by name."""
-    found = {option.name: getattr(arguments, _dest(option), None) for option in OPTIONS}
+def given(arguments: argparse.Namespace, prefix: str = "vllm_") -> dict[str, Any]:
+    """Return the command line's options of the table, by name. prefix: see `add_options`."""
+    found = {option.name: getattr(arguments, _dest(option, prefix), None) for option in OPTIONS}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -89,8 +89,8 @@ def is_option(name: str) -> bool:
     return name in _BY_NAME
 
 
-def _dest(option: Option) -> str:
-    return f"vllm_{option.name}"
+def _dest(option: Option, prefix: str) -> str:
+    return prefix + option.name
 
 
 def _text(value: Any) -> str:

@@ -1,5 +1,6 @@
 """A model's tokenizer and its running engine, which `LLM` and `AsyncLLM` share."""
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -7,7 +8,7 @@ import secrets
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from transformers import AutoTokenizer
@@ -53,6 +54,18 @@ class EngineArgs:
     def __init__(self, model: str | Path = "eagle", **options: Any) -> None:
         self.model = model
         self.options = options
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add the arguments to a script's own, so that `LLM(**vars(parser.parse_args()))` takes them."""
+        parser.add_argument("--model", default="eagle", help="a folder, OWNER/NAME, or a configuration")
+        vllm_options.add_options(parser, prefix="")
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, arguments: argparse.Namespace) -> Self:
+        """Return the arguments among a script's own."""
+        return cls(arguments.model, **vllm_options.given(arguments, prefix=""))
 
 
 AsyncEngineArgs = EngineArgs

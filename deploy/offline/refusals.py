@@ -29,6 +29,7 @@ METHODS = {
     **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _NO_POOLING),
     **dict.fromkeys(("collective_rpc", "apply_model", "start_profile", "stop_profile"), _ONE_PROCESS),
     **dict.fromkeys(("sleep", "wake_up"), "close() the engine, and build it again"),
+    **dict.fromkeys(("pause_generation", "resume_generation"), "abort requests, and send them again"),
     "beam_search": "beam search is not implemented: ask for n answers, and rank them by their cumulative_logprob",
     "llm_engine": "there is no LLMEngine: use generate, chat, get_metrics or AsyncLLM",
     "set_tokenizer": "put tokenizer.json and tokenizer_config.json into the model's folder",

@@ -1,11 +1,12 @@
 """Parameters of requests: each has its effect, is refused by name, or has none; and the other requests of `LLM`."""
 
 import json
+from argparse import ArgumentParser
 from typing import Any
 
 import pytest
 
-from aerie import LLM, Counter, Histogram, SamplingParams, StructuredOutputsParams
+from aerie import LLM, Counter, EngineArgs, Histogram, SamplingParams, StructuredOutputsParams
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40}
 SCHEMA = {
@@ -210,3 +211,15 @@ def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:
     )
     assert tokenizer.decode(tokenizer.encode("Hello", add_special_tokens=False)) == "Hello"
     assert llm.chat([{"role": "user", "content": "Hello"}])[0].prompt == text
+
+
+def test_scripts_have_the_options_of_a_model() -> None:
+    parser = EngineArgs.add_cli_args(ArgumentParser())
+    parser.add_argument("--temperature", type=float)
+    line = ["--model", "eagle3", "-tp", "2", "--enforce-eager", "--temperature", "0.5"]
+    args = EngineArgs.from_cli_args(parser.parse_args(line))
+    assert (args.model, args.options) == ("eagle3", {"tensor_parallel_size": "2", "enforce_eager": True})
+    given = vars(parser.parse_args(["--max-model-len", "512"]))
+    del given["temperature"]
+    with LLM(**given) as llm, pytest.raises(ValueError, match="maximum context length is 512"):
+        llm.generate([3] * 600)
