@@ -193,7 +193,19 @@ def _with_paths(config: AerieConfig, base: Path) -> AerieConfig:
         with_target = method == "suffix" or (method == "mtp" and not given)
         path = model.path if with_target else _folder("speculative.path", config.speculative.path, base)
         changes["speculative"] = dataclasses.replace(config.speculative, path=path)
+    if config.ingress.chat_template:
+        changes["ingress"] = dataclasses.replace(
+            config.ingress, chat_template=_file(config.ingress.chat_template, base)
+        )
     return config.model_copy(update=changes)
+
+
+def _file(value: str, base: Path) -> str:
+    path = Path(value).expanduser()
+    path = path if path.is_absolute() else base / path
+    if not path.is_file():
+        raise ConfigError(f"ingress.chat_template={value}: {path} is no file; relative paths start at {base}")
+    return str(path)
 
 
 def _folder(key: str, value: str, base: Path) -> str:

@@ -1,7 +1,7 @@
 """Commands and packaged configurations (eagle.yaml and others).
 
-cli       the command `aerie`; arguments: options of every command; run_command: runs a command, reports errors in one
-          line
+cli       the command `aerie`; arguments: options of every command; command_line: spellings, unknown options;
+          run_command: runs a command, reports errors in one line
 serve     `aerie serve`: one server from start to end
 start     `aerie start`: a Ray node; stop: `aerie stop`
 checks    `aerie plan`, and checks without a cluster; nodes: resources of the machines

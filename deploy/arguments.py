@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 
 from attention.distribution import version
-from deploy.config import vllm_options
+from deploy.command_line import DEFAULT_CONFIG, Parser
 from deploy.quantize.names import SCHEMES
+from deploy.serve.arguments import EXAMPLES, add_serve, port_number
 from deploy.train_draft import add_command as add_train_draft
 from deploy.train_draft import at_least
 
-DEFAULT_CONFIG = "eagle"
 DEFAULT_VOCAB = 16000  # default bound on token ids of `aerie bench`; special tokens of most models are above
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "AERIE_API_KEY"
@@ -21,27 +21,25 @@ SERVE = "deploy.serve.launch:run"
 def parser() -> argparse.ArgumentParser:
     """Return the parser of `aerie`. A command sets `run` to "module:function": the function takes the parsed arguments
     and returns the exit code."""
-    parser = argparse.ArgumentParser(prog="aerie", description="Serves large language models from a Ray cluster.")
+    description = "Serves large language models from a Ray cluster."
+    parser: argparse.ArgumentParser = Parser(prog="aerie", description=description)
     parser.add_argument("--version", action=_Version, nargs=0, help="print Aerie's version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    serve = commands.add_parser("serve", help="check a Serve config file, then `serve run` it")
-    _add_config(serve)
-    _add_model(serve)
-    serve.add_argument("--host", help="of HTTP, instead of the file's; 0.0.0.0 for all interfaces")
-    serve.add_argument("--port", type=_port, help="of HTTP, instead of the file's")
-    serve.add_argument("--verbose", action="store_true", help="print what Ray and Serve write, too")
-    serve.add_argument("--address", help="of a running Ray cluster; without it Ray starts here, and small")
-    serve.add_argument("--object-store-mb", type=int, default=150, help="of a Ray started here (default: 150)")
-    serve.add_argument("--no-haproxy", action="store_true", help="use Serve's Python proxy in any case")
+    serve = commands.add_parser(
+        "serve",
+        help="serve a model, or a Serve config file",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_serve(serve)
     serve.set_defaults(run=SERVE, shows_config=False)
     _add_start(commands)
     stop = commands.add_parser("stop", help="end what `aerie serve` and `aerie start` have started here, nothing else")
     stop.add_argument("--port", type=int, help="of HTTP, or of the cluster's head (default: every one)")
     stop.add_argument("--now", action="store_true", help="do not wait for running requests")
     stop.set_defaults(run="deploy.stop:run")
-    plan = commands.add_parser("plan", help="check a Serve config file and print what it would start")
-    _add_config(plan)
-    _add_model(plan)
+    plan = commands.add_parser("plan", help="check what `serve` with these arguments would start, and print it")
+    add_serve(plan)
     plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
     plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
@@ -73,18 +71,12 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"{text}: must be a number from 1 to 65535, such as 8000")
-    return int(text)
-
-
 def _add_start(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     start = commands.add_parser("start", help="make this host a Ray cluster's head, or join one; see docs/clusters.md")
     role = start.add_mutually_exclusive_group(required=True)
     role.add_argument("--head", action="store_true", help="be the head")
     role.add_argument("--address", default="", help="join the cluster of this head, HOST:PORT")
-    start.add_argument("--port", type=_port, default=6379, help="of the head (default: 6379)")
+    start.add_argument("--port", type=port_number, default=6379, help="of the head (default: 6379)")
     start.add_argument(
         "--node-ip", default="", help="address of this host by which others reach it (default: Ray's choice)"
     )
@@ -103,27 +95,6 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_CONFIG,
         help=f"file, or where there is none, a packaged one's name (default: {DEFAULT_CONFIG}, the embedded pair)",
     )
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options that replace a Serve config file, which `deploy.config.model` reads."""
-    options = parser.add_argument_group("with a model instead of a config file")
-    options.add_argument(
-        "--draft",
-        metavar="HEAD",
-        help="EAGLE or DFlash head: folder or name on the hub; or suffix: copy from the request's own text",
-    )
-    options.add_argument("--tensor-parallel", type=int, metavar="N", help="workers of one engine (default: 1)")
-    options.add_argument("--revision", help="of the model on the hub: branch, tag or commit")
-    options.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="any key of docs/configuration.md, such as cache.memory_gb=4; can be repeated",
-    )
-    options.add_argument("--save", type=Path, metavar="FILE", help="keep the config file that this amounts to")
-    vllm_options.add_options(parser)
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:

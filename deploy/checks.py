@@ -141,7 +141,7 @@ def check_checkpoints(config: AerieConfig, need_weights: bool = True) -> int:
     Raises ConfigError."""
     try:
         engine = _engine(config)
-        _check_tokenizer(config.model.path, engine.target.vocab_size)
+        _check_tokenizer(config, engine.target.vocab_size)
         if need_weights or not lacking_weights(config):
             build.check_weights(engine_spec(config), engine)
     except ValueError as error:
@@ -174,13 +174,13 @@ def _engine(config: AerieConfig) -> EnginePlan:
     return build.plan_engine(engine_spec(config), Capability("cpu"))
 
 
-def _check_tokenizer(path: str, num_embedded: int) -> None:
+def _check_tokenizer(config: AerieConfig, num_embedded: int) -> None:
     """Raise ValueError if the tokenizer has tokens without an embedding in the target: such a token in a prompt would
     crash the worker."""
-    known = ChatTokenizer.from_folder(path).vocab_size
+    known = ChatTokenizer.from_folder(config.model.path, template_file=config.ingress.chat_template).vocab_size
     if known > num_embedded:
         raise ValueError(
-            f"model.path={path}: its tokenizer has {known} tokens, its config.json vocab_size="
+            f"model.path={config.model.path}: its tokenizer has {known} tokens, its config.json vocab_size="
             f"{num_embedded}; use the tokenizer that the model was trained with"
         )
 

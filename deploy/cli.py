@@ -8,6 +8,7 @@ import sys
 
 from attention.lazy_import import load
 from deploy.arguments import SERVE, parser
+from deploy.command_line import parsed
 from deploy.serve.private_arguments import hide_keys
 
 
@@ -16,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     is_program = argv is None  # not called by another
     if is_program and "serve" in sys.argv[1:2]:
         hide_keys()
-    arguments = parser().parse_args(argv)
+    arguments = parsed(parser(), sys.argv[1:] if argv is None else argv)
     is_guarded = is_program and arguments.run == SERVE
     run = load(f"deploy.run_command:{'run_guarded_command' if is_guarded else 'run_command'}")
     return int(run(arguments))

@@ -56,7 +56,7 @@ def _evaluate_file(arguments: argparse.Namespace) -> DraftReport:
     conversations = read_prompts(arguments.prompts, arguments.limit)
     config = checked_file(path)
     spec = with_shape(engine_spec(config), arguments)
-    tokenizer = ChatTokenizer.from_folder(config.model.path)
+    tokenizer = ChatTokenizer.from_folder(config.model.path, template_file=config.ingress.chat_template)
     texts = [tokenizer.render(messages) for messages in conversations]
     prompts = [asyncio.run(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     sampling = SamplingParams(

@@ -67,6 +67,9 @@ class EdgeConfig:
     allowed_origins: web pages that may use this server (CORS), such as `["https://chat.example.com"]`; `["*"]`: all.
     output_parser: parser of reasoning and tool calls, a name of the table in docs/http-api.md; auto: found from the
         chat template.
+    chat_template: file of a chat template, under the same path on every node; "": the model's own.
+    chat_template_kwargs: variables for the chat template, such as `{enable_thinking: false}`; a request's own override
+        them.
     default_temperature: default for requests without a temperature; none: that of the model's generation_config.json,
         or 1. The next four keys work alike.
     default_top_p: nucleus sampling; 1: off.
@@ -100,6 +103,8 @@ class EdgeConfig:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     output_parser: OutputParserName | Literal["auto"] = "auto"
+    chat_template: str = ""
+    chat_template_kwargs: Mapping[str, str | int | float | bool | None] | None = None
     default_temperature: float | None = None
     default_top_p: float | None = None
     default_top_k: int | None = None

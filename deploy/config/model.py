@@ -3,6 +3,7 @@
 import argparse
 import copy
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from deploy.config import vllm_options
 from deploy.config.drafts import block_shape, draft_method, own_draft
 from deploy.config.files import find_config, key_digest, packaged_names
 from deploy.config.hub import model_folder
-from deploy.config.vllm_values import QUANTIZATION, Changes, OptionError
+from deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, Changes, OptionError
 
 # vLLM's kernel names, by the quant_method of checkpoints.
 _SAME_QUANTIZATION = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gptq", "auto_gptq": "gptq"}
+_SAME_QUANTIZATION |= {"modelopt_fp4": "modelopt", "modelopt_fp8": "modelopt", "gpt_oss_mxfp4": "mxfp4"}
+_SAME_QUANTIZATION |= dict.fromkeys(("w8a8_int8", "w8a8_fp8"), "compressed-tensors")
 
 _COPYING = ("suffix", "ngram")  # values of --draft that need no checkpoint
 
@@ -38,10 +41,14 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
                 f"model; {path} is a config file: write these keys there"
             )
         return path
+    keys = _vllm_keys(arguments, print)
+    if DOWNLOADS in keys:
+        os.environ[DOWNLOADS] = str(keys.pop(DOWNLOADS))  # huggingface_hub, which is imported later, reads it
+    if "ingress.chat_template" in keys:
+        keys["ingress.chat_template"] = _template_file(keys["ingress.chat_template"])
     args = model_args(given, arguments.draft, arguments.revision)
     if arguments.tensor_parallel is not None:
         args["parallel"] = {"tensor_parallel": arguments.tensor_parallel}
-    keys = _vllm_keys(arguments, print)
     if not any(_chooses_draft(key) for key in [*keys, *(text.partition("=")[0] for text in arguments.set)]):
         args = _with_own_draft(args)
     args = use_options(args, keys)
@@ -77,7 +84,11 @@ def use_options(args: dict[str, Any], keys: Changes) -> dict[str, Any]:
     """Return `args` with the keys that options set. Raises ConfigError."""
     args = copy.deepcopy(args)
     for key, value in keys.items():
-        if key == QUANTIZATION:
+        if key == DOWNLOADS:
+            raise ConfigError(f"download_dir={value}: set {DOWNLOADS} in the environment")
+        if key == OWN_TOKENIZER:
+            _check_tokenizer(value, args)
+        elif key == QUANTIZATION:
             _check_quantization(value, Path(args["model"]["path"]))
         elif key == "speculative.path":
             folder = model_folder(value, None)
@@ -115,6 +126,24 @@ def _vllm_keys(arguments: argparse.Namespace, report: Callable[[str], None] = la
     if "ingress.api_keys" in keys:
         keys["ingress.api_keys"] = [key_digest(key) for key in keys["ingress.api_keys"]]  # never write keys to files
     return keys
+
+
+def _check_tokenizer(given: str, args: dict[str, Any]) -> None:
+    """Refuse another tokenizer than the model's own. Raises ConfigError."""
+    path = args["model"]["path"]
+    if given not in (path, args.get("ingress", {}).get("served_model_name")) and str(Path(given).resolve()) != path:
+        remedy = "put its tokenizer.json and tokenizer_config.json into the model's folder"
+        raise ConfigError(f"--tokenizer {given}: the tokenizer is the model's own; {remedy}")
+
+
+def _template_file(given: str) -> str:
+    """Return the absolute path of --chat-template. Raises ConfigError."""
+    path = Path(given).expanduser()
+    if path.is_file():
+        return str(path.resolve())
+    raise ConfigError(
+        f"--chat-template {given}: no such file; leave it out for the model's own, or save the template as a file"
+    )
 
 
 def _check_quantization(wanted: str, model: Path) -> None:

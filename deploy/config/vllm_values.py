@@ -1,11 +1,20 @@
-"""Parses the values of `vllm serve`'s options, for the table in `deploy.config.vllm_options`."""
+"""Parses the values of options, for the table in `deploy.config.option_table`."""
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-QUANTIZATION = "quantization_config.quant_method"  # a key of the checkpoint's config.json, not of the configuration
+from deploy.config.value_names import ALGORITHMS, BACKENDS, OTHER_BACKENDS, OTHER_PARSERS, PARSERS
+
+# Keys that are none of the configuration: of the checkpoint's config.json, the command line, the environment.
+QUANTIZATION = "quantization_config.quant_method"
+OWN_TOKENIZER = "tokenizer"
+DOWNLOADS = "HF_HUB_CACHE"
+SHARED_ATTENTION, ALGORITHM = "enable_dp_attention", "speculative_algorithm"  # for `settled` alone
+# Options that are parts of the object of --speculative-config.
+SPECULATIVE_PARTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
 Changes = dict[str, Any]  # key of the configuration, such as model.dtype -> value
 
@@ -19,11 +28,30 @@ def to_key(key: str, read: Callable[[Any], Any] = lambda value: value) -> Callab
 
 
 def whole_number(value: Any) -> int:
-    """Parse 32768, and vLLM's 32k (32,000) and 32K (32,768)."""
-    found = re.fullmatch(r"(\d+)([kKmM]?)", str(value))
-    if found is None:
+    """Parse 32768, and vLLM's 32k (32,000), 32K (32,768) and 1.5k."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(value).replace("_", ""))
+    unit = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}[found[2]] if found else 1
+    number = float(found[1]) * unit if found else 0.5
+    if found is None or number != int(number):
         raise OptionError("must be a whole number, such as 32768 or 32k")
-    return int(found[1]) * {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20}[found[2]]
+    return int(number)
+
+
+def memory_share(value: Any) -> Changes:
+    """Parse a share of memory. Above 95 % it is 95 %, because Aerie leaves the rest to drivers."""
+    share = real_number(value)
+    return {"cache.memory_share": 0.95 if 0.95 < share <= 1 else share}
+
+
+def page_size(value: Any) -> Changes:
+    """Parse the tokens of a page. Sizes that Aerie lacks, which others take for their kernels, leave its own."""
+    size = whole_number(value)
+    return {"cache.page_size": size} if size in (1, 2, 4, 8, 16, 32, 64) else {}
+
+
+def model_length(value: Any) -> Changes:
+    """Parse the length; `auto` and -1 are the model's own."""
+    return {} if str(value) in ("auto", "-1") else {"model.max_model_len": whole_number(value)}
 
 
 def real_number(value: Any) -> float:
@@ -42,19 +70,25 @@ def one_of(table: Mapping[str, Any], remedy: str = "") -> Callable[[Any], Any]:
     return read
 
 
-def only(value: str, remedy: str) -> Callable[[Any], Changes]:
-    """Accept the one value of an option that Aerie implements; refuse others with `remedy`."""
+def only(value: str, remedy: str, *others: str) -> Callable[[Any], Changes]:
+    """Accept the one value of an option that Aerie implements, and others that mean it; refuse the rest with
+    `remedy`."""
 
     def read(given: Any) -> Changes:
-        if str(given).lower() != value:
+        if str(given).lower() not in (value, *others):
             raise OptionError(remedy)
         return {}
 
     return read
 
 
+_OFF = ("false", "none", "null", "0", "")  # values that ask for nothing
+
+
 def refused(remedy: str) -> Callable[[Any], Changes]:
     def refuse(value: Any) -> Changes:
+        if str(value).lower() in _OFF:
+            return {}
         raise OptionError(remedy)
 
     return refuse
@@ -82,7 +116,7 @@ def origins(value: Any) -> Changes:
     return {"ingress.allowed_origins": [found] if isinstance(found, str) else found}
 
 
-def _json(value: Any) -> Mapping[str, Any]:
+def json_object(value: Any) -> Mapping[str, Any]:
     try:
         found = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
@@ -95,11 +129,14 @@ def _json(value: Any) -> Mapping[str, Any]:
 def speculative(value: Any) -> Changes:
     """Parse vLLM's object: method, model, num_speculative_tokens, draft_tensor_parallel_size; for n-grams also
     prompt_lookup_min and prompt_lookup_max."""
-    found = dict(_json(value))
+    found = dict(json_object(value))
     methods = {name: name for name in ("eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix")}
     methods |= {"ngram": "suffix"}
-    methods |= dict.fromkeys(("deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "gemma4_mtp"), "mtp")
     model, method = found.pop("model", None), found.pop("method", None)
+    if str(method).endswith("_mtp"):  # vLLM has a name for each model's
+        method = "mtp"
+    for name in _DRAFTS_OWN:
+        found.pop(name, None)
     steps = found.pop("num_speculative_tokens", None)
     ranks = found.pop("draft_tensor_parallel_size", None)
     if method is not None and method not in methods:
@@ -119,8 +156,22 @@ def speculative(value: Any) -> Changes:
     if model is not None and has_model:
         keys["speculative.path"] = model
     if steps is not None:
-        keys |= {"speculative.num_steps": steps, "speculative.num_draft_tokens": whole_number(steps) + 1}
+        num_steps = whole_number(steps)
+        keys |= {"speculative.num_steps": num_steps, "speculative.num_draft_tokens": num_steps + 1}
     return keys | ({} if ranks is None else {"speculative.draft_tp": ranks})
+
+
+# Fields of --speculative-config that do not change what is answered, or that follow from the head.
+_DRAFTS_OWN = (
+    "attention_backend",
+    "disable_by_batch_size",
+    "disable_padded_drafter_batch",
+    "draft_sample_method",
+    "enforce_eager",
+    "max_model_len",
+    "moe_backend",
+    "use_local_argmax_reduction",
+)
 
 
 def _prompt_lookup(found: dict[str, Any]) -> Changes:
@@ -130,14 +181,54 @@ def _prompt_lookup(found: dict[str, Any]) -> Changes:
     return {"speculative.match_min": whole_number(first), "speculative.match_max": whole_number(last)}
 
 
-def attention_backend(value: Any) -> Changes:
-    backend = one_of(_BACKENDS, "--set attention.decode=NAME has Aerie's own")(value)
-    return {"attention.prefill": backend, "attention.decode": backend}
+def attention_backend(*steps: str) -> Callable[[Any], Changes]:
+    """Return what chooses the kernels of `steps` (prefill, decode) that a backend of vLLM or SGLang names."""
+
+    def read(value: Any) -> Changes:
+        name = str(value).upper()
+        if name in OTHER_BACKENDS.split():
+            return {}  # Aerie lacks it, and chooses
+        backend = one_of(BACKENDS, "--set attention.decode=NAME has Aerie's own")(name)
+        return {f"attention.{step}": backend for step in steps}
+
+    return read
+
+
+def algorithm(value: Any) -> Changes:
+    """Parse SGLang's name of a method; see `settled` for EAGLE."""
+    return {ALGORITHM: one_of(ALGORITHMS, "take an EAGLE or DFlash head")(str(value).upper())}
+
+
+def settled(keys: Changes) -> Changes:
+    """Return `keys` where one option's meaning depends on another. A head's own config.json says whether it is EAGLE or
+    EAGLE-3; without a head SGLang's EAGLE is the model's MTP module. With attention over data-parallel ranks SGLang's
+    engines share one group of GPUs."""
+    keys = dict(keys)
+    method = keys.pop(ALGORITHM, None)
+    if method not in (None, "eagle", "eagle3"):
+        keys["speculative.method"] = method
+    elif method is not None and "speculative.path" not in keys:
+        keys["speculative.method"] = "mtp"
+    if keys.pop(SHARED_ATTENTION, False):
+        keys.pop("parallel.replicas", None)
+    if keys.get("speculative.top_k") == 1 and "speculative.num_steps" in keys:
+        keys.setdefault("speculative.num_draft_tokens", keys["speculative.num_steps"] + 1)
+    return keys
+
+
+def parser(value: Any) -> Changes:
+    """Parse the name of a parser of vLLM or SGLang. Other formats than Aerie's are looked for in the chat template."""
+    name = str(value).lower().replace("-", "_")
+    if name not in PARSERS and name not in OTHER_PARSERS.split():
+        near = difflib.get_close_matches(name, [*PARSERS, *OTHER_PARSERS.split()], 1)
+        meant = f"is {near[0]} meant? " if near else ""
+        raise OptionError(f"no parser of vLLM or SGLang; {meant}Leave it out: the model's chat template says which")
+    return {"ingress.output_parser": PARSERS.get(name, "auto")}
 
 
 def sampling_defaults(value: Any) -> Changes:
     known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = _json(value)
+    found = json_object(value)
     if others := [name for name in found if name not in known]:
         raise OptionError(f"{', '.join(others)}: only {', '.join(known)} have defaults here; send it with requests")
     return {f"ingress.default_{name}": value for name, value in found.items()}
@@ -152,12 +243,3 @@ def generation_config(value: Any) -> Changes:
             off = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
             return {f"ingress.default_{name}": number for name, number in off.items()}
     raise OptionError("only `auto` and `vllm` are supported: put generation_config.json into the model's folder")
-
-
-_BACKENDS = {
-    "FLASHINFER": "flashinfer",
-    "TRITON_ATTN": "triton",
-    "TORCH_SDPA": "torch",
-    "FLASHINFER_MLA": "flashinfer",
-    "TRITON_MLA": "triton",
-}

@@ -1,5 +1,6 @@
 """`aerie serve`: one server, from its start to its end.
 
+arguments      the arguments of the command, and of `aerie plan`
 launch         the start, in order
 environment    variables for Ray's, Serve's and HAProxy's processes
 python_proxy   removes headers that Serve's Python proxy cannot read

@@ -25,7 +25,7 @@ def with_digests(words: Sequence[str]) -> list[str]:
     found, is_key = [], False
     for word in words:
         name, equals, value = word.partition("=")
-        if name == _OPTION:
+        if name.replace("_", "-") == _OPTION:
             found.append(f"{name}={_digest(value)}" if equals else word)
             is_key = True
         elif is_key and not word.startswith("-"):

@@ -183,7 +183,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
 async def chat_prompt_of(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> list[int]:
     """Return the tokens of a chat's prompt, which may be a few more than the model's length. Raises ApiError."""
     check_model(body.model, config)
-    text = await _chat_text(body, tool_calling(body, chat_parser(config), tokenizer.shows_tools), tokenizer)
+    text = await _chat_text(body, tool_calling(body, chat_parser(config), tokenizer.shows_tools), config, tokenizer)
     return await encode_prompt(text, False, "messages", tokenizer, config)
 
 
@@ -198,18 +198,20 @@ async def _chat_prompt(
     if body.input_ids is not None:
         prompt = check_token_ids("input_ids", body.input_ids, tokenizer)
         return await tokenizer.decode_long(prompt), prompt
-    chat = await _chat_text(body, calls, tokenizer)
+    chat = await _chat_text(body, calls, config, tokenizer)
     kept = truncation_of(body, max_tokens, config)
     return chat.text, await encode_prompt(chat, False, "messages", tokenizer, config, kept)
 
 
-async def _chat_text(body: ChatCompletionRequest, calls: ToolCalling, tokenizer: ChatTokenizer) -> ChatText:
+async def _chat_text(
+    body: ChatCompletionRequest, calls: ToolCalling, config: EdgeConfig, tokenizer: ChatTokenizer
+) -> ChatText:
     continued = body.continue_final_message is True
     return await chat_text(
         body.messages,
         tokenizer,
         not continued if body.add_generation_prompt is None else body.add_generation_prompt,
-        template_variables(body, tokenizer),
+        {**(config.chat_template_kwargs or {}), **(template_variables(body, tokenizer) or {})},
         calls.tools,
         continued,
     )

@@ -32,7 +32,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
                 body.messages,
                 tokenizer,
                 not continued if body.add_generation_prompt is None else body.add_generation_prompt,
-                body.chat_template_kwargs,
+                {**(config.chat_template_kwargs or {}), **(body.chat_template_kwargs or {})},
                 () if body.tool_choice == "none" else functions(body.tools),
                 continued,
             )

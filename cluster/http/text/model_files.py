@@ -85,7 +85,7 @@ def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     "default" for the others, and template files replace those of tokenizer_config.json. Raises ValueError."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    found = {name: _read_text(file) for name, file in files.items() if file.is_file()}
+    found = {name: read_text(file) for name, file in files.items() if file.is_file()}
     if found:
         return found
     given = config.get("chat_template")
@@ -94,7 +94,8 @@ def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
 
 
-def _read_text(file: Path) -> str:
+def read_text(file: Path) -> str:
+    """Return the text of a chat template's file. Raises ValueError."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:

@@ -80,13 +80,17 @@ class ChatTokenizer:
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
-    def from_folder(cls, folder: str | Path, template_text: str | None = None) -> "ChatTokenizer":
-        """Load a model folder. template_text: a chat template instead of the folder's. Raises ValueError with the file
-        and the remedy."""
+    def from_folder(
+        cls, folder: str | Path, template_text: str | None = None, template_file: str = ""
+    ) -> "ChatTokenizer":
+        """Load a model folder. template_text, template_file: a chat template instead of the folder's. Raises ValueError
+        with the file and the remedy."""
         path = Path(folder)
         config = model_files.read_json(path / "tokenizer_config.json")
         tokenizer = model_files.read_tokenizer(path, config)
         special = model_files.special_tokens(config, model_files.read_json(path / "special_tokens_map.json"))
+        if template_file:
+            template_text = model_files.read_text(Path(template_file))
         given = None if template_text is None else {"default": template_text}
         sources = given or model_files.template_sources(path, config)
         templates = {name: _chat_prompt(sources[name], special) for name in sources if name in ("default", "tool_use")}

@@ -4,7 +4,7 @@ import re
 
 from cluster.http.metrics import declared_metrics, prometheus_text
 from cluster.transport.messages import EngineStats
-from deploy.config.vllm_options import OPTIONS
+from deploy.config.option_table import DECLARED
 from tests.support import DOCS
 from workers.scheduling.stats import SchedulerStats
 
@@ -12,7 +12,7 @@ PAGE = (DOCS / "coming-from-vllm.md").read_text()
 
 
 def test_page_has_every_option() -> None:
-    assert not [option.flags[0] for option in OPTIONS if f"`{option.flags[0]}" not in PAGE]
+    assert not [option.flags[0] for option in DECLARED if f"`{option.flags[0]}" not in PAGE]
 
 
 def test_metrics_on_the_page_exist() -> None:

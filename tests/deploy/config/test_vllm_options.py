@@ -12,7 +12,8 @@ import yaml
 from cluster.config import ConfigError, parse
 from deploy.cli import main
 from deploy.config import vllm_options
-from deploy.config.vllm_values import QUANTIZATION, OptionError
+from deploy.config.option_table import DECLARED, OPTIONS, Option
+from deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, SPECULATIVE_PARTS, OptionError
 from tests.support import MODELS
 
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
@@ -68,7 +69,8 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--chat-template", "x.jinja"], "--chat-template x.jinja: save it as chat_template.jinja"),
+        (["--chat-template", "x.jinja"], "--chat-template x.jinja: no such file; leave it out"),
+        (["--tokenizer", "x/y"], "--tokenizer x/y: the tokenizer is the model's own; put its tokenizer.json"),
         (["--enable-lora"], "--enable-lora: Aerie serves no LoRA adapters"),
         (["-pp", "2"], "--pipeline-parallel-size 2: Aerie has no pipelines: raise --tensor-parallel-size"),
         (["--quantization", "awq"], "--quantization awq: .*target is not quantised, .* leave it out"),
@@ -77,7 +79,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
         (["--gpu-memory-utilization", "2"], "cache.memory_share=2.0: must be above 0"),
         (["--model-impl", "vllm"], "--model-impl vllm: Aerie knows auto, transformers"),
         (["--dtype", "int8"], "--dtype int8: Aerie knows auto, float16"),
-        (["--tool-call-parser", "jamba"], "--tool-call-parser jamba: Aerie knows hermes, .*leave it out"),
+        (["--tool-call-parser", "hermess"], "--tool-call-parser hermess: no parser of vLLM or SGLang; is hermes meant"),
         (["--kv-cache-dtype", "fp8_e5m2"], "--kv-cache-dtype fp8_e5m2: Aerie knows auto, fp8, fp8_e4m3"),
         (["--speculative-config", "{"], r"--speculative-config \{: is not JSON"),
         (["--speculative-config", "[]"], r"must be a JSON object"),
@@ -105,8 +107,11 @@ def test_beside_a_config_file_the_key_to_write_is_named(capsys: pytest.CaptureFi
     assert capsys.readouterr().err.startswith("model.max_model_len=4096: vLLM's options are allowed only with a model")
 
 
-@pytest.mark.parametrize("option", vllm_options.OPTIONS, ids=lambda option: option.name)
-def test_every_key_of_the_table_exists(option: vllm_options.Option) -> None:
+_READ = [option for option in DECLARED if option.name not in SPECULATIVE_PARTS]
+
+
+@pytest.mark.parametrize("option", _READ, ids=lambda option: option.name)
+def test_every_key_of_the_table_exists(option: Option) -> None:
     samples = ["1", "auto", "hermes", "qwen3", "FLASHINFER", "vllm", "generate", '{"model": "x"}', '{"top_p": 0.5}']
     became = []
     for sample in samples:
@@ -119,8 +124,8 @@ def test_every_key_of_the_table_exists(option: vllm_options.Option) -> None:
     for keys in became:
         args: dict[str, Any] = {"model": {"path": TARGET}}
         for key, value in keys.items():
-            if key in (QUANTIZATION, "speculative.path", "ingress.api_keys"):
-                continue  # no key of the configuration, a folder, and a key of at least 8 characters
+            if key in (QUANTIZATION, DOWNLOADS, OWN_TOKENIZER, "speculative.path", "ingress.api_keys"):
+                continue  # no keys of the configuration, a folder, and a key of at least 8 characters
             section, _, name = key.partition(".")
             args.setdefault(section, {})[name] = True if option.nargs == 0 else value
         try:
@@ -138,4 +143,4 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_no_option_is_there_twice() -> None:
     parser = argparse.ArgumentParser()
     vllm_options.add_options(parser)
-    assert len({option.name for option in vllm_options.OPTIONS}) == len(vllm_options.OPTIONS)
+    assert len({option.name for option in OPTIONS}) == len(OPTIONS)

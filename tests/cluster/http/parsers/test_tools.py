@@ -206,6 +206,21 @@ async def test_a_model_without_a_known_form_of_calls_refuses_tools_and_names_the
     assert "ingress.output_parser: deepseek_v3, gemma4, glm45, granite, harmony, hermes" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "thinks"),
+    [({}, True), ({"chat_template_kwargs": {"enable_thinking": False}}, False), ({"reasoning_effort": "none"}, False)],
+)
+async def test_the_servers_template_variables_are_defaults(asked: dict[str, Any], thinks: bool) -> None:
+    engine = FakeEngine(says("x"))
+    async with in_process(engine, tool_tokenizer(), chat_template_kwargs={"enable_thinking": True}) as client:
+        assert (await client.post(CHAT, json=HELLO | asked)).status_code == 200
+        count = (await client.post("/tokenize", json=HELLO | asked)).json()["count"]
+    prompt = small_tokenizer().decode(engine.calls[0].prompt)
+    assert prompt.endswith("<think>") == thinks
+    if "reasoning_effort" not in asked:  # /tokenize has no such field
+        assert count == len(engine.calls[0].prompt)
+
+
 async def test_reasoning_effort_is_the_templates_switch() -> None:
     assert (await _prompt(HELLO | {"reasoning_effort": "low"})).endswith("<think>")
     assert not (await _prompt(HELLO | {"reasoning_effort": "none"})).endswith("<think>")

@@ -1,0 +1,119 @@
+"""Spellings of `aerie serve` and `aerie plan` that argparse does not know, and what it says to unknown options."""
+
+import argparse
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from deploy.config.vllm_options import is_flag
+
+DEFAULT_CONFIG = "eagle"
+_DOTTED = re.compile(r"(--?[a-zA-Z][\w-]*)\.([\w.+-]+)")  # vLLM's part of an option that is a JSON object
+_LEVEL = re.compile(r"-O\.?=?(\d)")  # vLLM's -O3
+_TRUE, _FALSE = ("true",), ("false",)
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes no beginnings of options, and names the nearest option for an unknown one."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False} | options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse unknown options here, where this command's options are known."""
+        parsed, others = super().parse_known_args(args, namespace)
+        unknown = [each for each in others if each.startswith("-")]
+        if unknown and self._subparsers is None:
+            self.error("; ".join(self._unknown(each.partition("=")[0]) for each in unknown))
+        return parsed, others
+
+    def _unknown(self, name: str) -> str:
+        known = [each for each in self._option_string_actions if len(each) > 2]
+        near = difflib.get_close_matches(name, known, 1, 0.7)
+        begins = sorted((each for each in known if each.startswith(name) and len(name) > 4), key=len)
+        meant = begins[0] if begins else near[0] if near else ""
+        hint = f"did you mean {meant}?" if meant else f"`{self.prog} --help` and docs/coming-from-vllm.md have them all"
+        return f"{name}: unknown option; {hint}"
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with 2."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed command line. `--model NAME` of `serve` and `plan` becomes the config argument."""
+    takes_options = arguments[:1] in (["serve"], ["plan"])
+    found = parser.parse_args(normalised(arguments) if takes_options else arguments)
+    if takes_options and found.model is not None:
+        if found.config not in (DEFAULT_CONFIG, found.model):
+            parser.error(f"--model {found.model}: the model is {found.config} already; give it once")
+        found.config = found.model
+    return found
+
+
+def normalised(arguments: Sequence[str]) -> list[str]:
+    """Return a command line with underscores in names of options as dashes, `--flag=false` as `--no-flag`, and
+    `--option.part value` as one JSON object for each option."""
+    objects: dict[str, dict[str, Any]] = {}
+    plain: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        name, equals, value = argument.partition("=")
+        if level := _LEVEL.fullmatch(argument):
+            plain += ["--optimization-level", level[1]]
+        elif found := _DOTTED.fullmatch(name):
+            text = value if equals else next(left, "")
+            _put(objects.setdefault(_dashed(found[1]), {}), found[2].split("."), text)
+        elif not name.startswith("-"):
+            if argument.lower() in _TRUE + _FALSE and plain and is_flag(plain[-1]):
+                plain[-1] = _flag(plain[-1], argument)
+            else:
+                plain.append(argument)
+        elif is_flag(_dashed(name)) and value.lower() in _TRUE + _FALSE:
+            plain.append(_flag(_dashed(name), value))
+        else:
+            plain.append(_dashed(name) + equals + value)
+    return list(_with_objects(plain, objects))
+
+
+def _with_objects(arguments: Sequence[str], objects: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the arguments, then each option that was given in parts; what was given whole is part of the object."""
+    left = iter(arguments)
+    for argument in left:
+        name, equals, value = argument.partition("=")
+        if name not in objects:
+            yield argument
+            continue
+        try:
+            objects[name] = json.loads(value if equals else next(left, "")) | objects[name]
+        except (ValueError, TypeError):
+            yield argument  # argparse and the option's own check say what is wrong
+    for name, parts in objects.items():
+        yield from (name, json.dumps(parts))
+
+
+def _put(parts: dict[str, Any], path: Sequence[str], text: str) -> None:
+    """Set a value in nested objects: JSON, else text. A name that ends with + adds to a list."""
+    *sections, last = path
+    for section in sections:
+        parts = parts.setdefault(section, {})
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = {"True": True, "False": False, "None": None}.get(text, text)
+    if last.endswith("+"):
+        parts.setdefault(last[:-1], []).append(value)
+    else:
+        parts[last] = value
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def _flag(name: str, value: str) -> str:
+    if value.lower() in _TRUE:
+        return name
+    return f"--{name.removeprefix('--no-')}" if name.startswith("--no-") else f"--no-{name.removeprefix('--')}"

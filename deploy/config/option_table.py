@@ -1,0 +1,294 @@
+"""Every option that `deploy.config.vllm_options` reads, declared once with all its spellings: vLLM's, then SGLang's.
+
+Spellings that argparse accepts there as the beginning of a longer one (`--mem-fraction`) are listed where people use
+them, because Aerie takes no beginnings: `--model` must not mean `--model-impl`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.config.option_names import REFUSED, WITHOUT_EFFECT, Names
+from deploy.config.vllm_values import (
+    DOWNLOADS,
+    OWN_TOKENIZER,
+    QUANTIZATION,
+    SHARED_ATTENTION,
+    Changes,
+    algorithm,
+    api_keys,
+    attention_backend,
+    generation_config,
+    json_object,
+    memory_share,
+    model_length,
+    nothing,
+    one_of,
+    only,
+    origins,
+    page_size,
+    refused,
+    sampling_defaults,
+    served_names,
+    speculative,
+    to_key,
+    whole_number,
+)
+from deploy.config.vllm_values import parser as output_parser
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    flags: its spellings; the first one is its name.
+    keys: returns the keys that a value sets. Raises OptionError without the option's name.
+    nargs: argparse's nargs; 0 for a flag.
+    note: how the key differs from the other server's option.
+    group: of the help; "": hidden. help, metavar: as in argparse.
+    is_unused: whether it never has an effect.
+    """
+
+    flags: tuple[str, ...]
+    keys: Callable[[Any], Changes]
+    nargs: int | str | None = None
+    note: str = ""
+    group: str = ""
+    help: str = ""
+    metavar: str | None = None
+    is_unused: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the name of the keyword argument."""
+        return self.flags[0].lstrip("-").replace("-", "_")
+
+
+GROUPS = {
+    "names": "names and access",
+    "memory": "length, memory and batch",
+    "ranks": "parallelism",
+    "draft": "speculation",
+    "answers": "answers",
+    "weights": "weights",
+}
+_KV_DTYPES = {"auto": "auto", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
+_KV_DTYPES |= dict.fromkeys(("bfloat16", "bf16", "float16"), "model")
+_DTYPES = {name: name for name in ("auto", "float16", "bfloat16", "float32")} | {"half": "float16", "float": "float32"}
+_LOADERS = ("auto", "safetensors", "hf", "mistral", "fastsafetensors", "runai_streamer", "instanttensor", "layered")
+_LOADERS_OF = dict.fromkeys(_LOADERS, "safetensors") | {"dummy": "dummy"}
+_IMPLEMENTATIONS = {"auto": "auto", "transformers": "transformers"}
+_OUTSIDE = "Aerie generates only: serve embeddings and scores with another server"
+_NO_CONTEXT_RANKS = "Aerie does not split a sequence: raise --tensor-parallel-size"
+_ONE_HOST = "one command serves all hosts: `aerie start` on each (docs/clusters.md), then --tensor-parallel"
+_EXACT = "Aerie's speculation is exact: leave it out"
+
+
+def _flag(key: str, value: bool = True) -> Callable[[Any], Changes]:
+    """Return what sets `key` to `value` for a flag, and to the opposite for its form with `--no-`."""
+    return lambda given: {key: value if given else not value}
+
+
+def _key(
+    flags: str, key: str, read: Callable[[Any], Any] = str, group: str = "", metavar: str | None = None, note: str = ""
+) -> Option:
+    """Return an option whose value, read by `read`, is that of a key."""
+    return Option(tuple(flags.split()), to_key(key, read), None, note, group, key if group else "", metavar)
+
+
+_SET: Sequence[Option] = (
+    Option(("--served-model-name",), served_names, "+", group="names", help="names for clients", metavar="NAME"),
+    Option(("--api-key",), api_keys, "+", group="names", help="ingress.api_keys, kept as digests", metavar="KEY"),
+    Option(("--allowed-origins",), origins, group="names", help="ingress.allowed_origins", metavar="JSON"),
+    _key("--otlp-traces-endpoint", "tracing.endpoint", str, "names", "URL"),
+    Option(
+        ("--max-model-len", "--context-length", "--context-len"),
+        model_length,
+        group="memory",
+        help="model.max_model_len: 32768, 32k, auto",
+        metavar="N",
+    ),
+    Option(
+        ("--gpu-memory-utilization", "--mem-fraction-static", "--mem-fraction", "--device-memory-utilization"),
+        memory_share,
+        note="a share of the memory that is free at the start, not of all",
+        group="memory",
+        help="cache.memory_share",
+        metavar="SHARE",
+    ),
+    Option(
+        ("--kv-cache-memory-bytes", "--kv-cache-memory"),
+        lambda value: {"cache.memory_gb": whole_number(value) / 1e9},
+        note="with the tables of running requests",
+        group="memory",
+        help="cache.memory_gb",
+        metavar="N",
+    ),
+    _key("--num-gpu-blocks-override", "cache.num_pages", whole_number, "memory", "N"),
+    Option(("--max-total-tokens",), refused("pages, not tokens: --num-gpu-blocks-override N, of --block-size tokens")),
+    Option(
+        ("--block-size", "--page-size"),
+        page_size,
+        note="a power of two up to 64; other sizes leave Aerie's",
+        group="memory",
+        help="cache.page_size",
+        metavar="N",
+    ),
+    _key("--kv-cache-dtype", "cache.dtype", one_of(_KV_DTYPES), "memory", "TYPE"),
+    Option(("--enable-prefix-caching",), _flag("cache.prefix_cache"), 0, group="memory", help="cache.prefix_cache"),
+    Option(("--disable-radix-cache",), _flag("cache.prefix_cache", False), 0),
+    _key("--max-num-seqs --max-running-requests", "scheduler.max_running", whole_number, "memory", "N"),
+    _key(
+        "--max-num-batched-tokens --chunked-prefill-size",
+        "scheduler.max_step_tokens",
+        whole_number,
+        "memory",
+        "N",
+        "prompt tokens of a step, beside those of running requests",
+    ),
+    _key("--max-num-queued-reqs --max-queued-requests", "scheduler.max_waiting", whole_number, "memory", "N"),
+    _key("--tensor-parallel-size -tp --tp-size --tp", "parallel.tensor_parallel", whole_number, "ranks", "N"),
+    _key(
+        "--data-parallel-size -dp --dp-size --dp",
+        "parallel.replicas",
+        whole_number,
+        "ranks",
+        "N",
+        "engines behind one address",
+    ),
+    Option(
+        ("--enable-expert-parallel", "-ep"),
+        _flag("parallel.expert_parallel"),
+        0,
+        group="ranks",
+        help="parallel.expert_parallel",
+    ),
+    Option(
+        ("--ep-size", "--expert-parallel-size", "--ep"),
+        lambda value: {"parallel.expert_parallel": whole_number(value) > 1},
+        note="over all ranks of an engine",
+    ),
+    Option(("--enable-dp-attention",), to_key(SHARED_ATTENTION), 0, "--dp-size is not read: ranks share attention"),
+    Option(("--speculative-config", "-sc"), speculative, group="draft", help="speculative.*", metavar="JSON"),
+    Option(("--spec-method", "--speculative-method"), nothing),  # parts of the one before: see SPECULATIVE_PARTS
+    Option(("--spec-model", "--speculative-model"), nothing),
+    Option(("--spec-tokens", "--num-speculative-tokens"), nothing),
+    Option(
+        ("--speculative-algorithm", "--speculative-algo"),
+        algorithm,
+        group="draft",
+        help="speculative.method",
+        metavar="NAME",
+    ),
+    _key(
+        "--speculative-draft-model-path --speculative-draft-model --speculative-draft",
+        "speculative.path",
+        str,
+        "draft",
+        "HEAD",
+    ),
+    _key("--speculative-num-steps", "speculative.num_steps", whole_number, "draft", "N"),
+    _key("--speculative-eagle-topk", "speculative.top_k", whole_number, "draft", "N"),
+    _key("--speculative-num-draft-tokens", "speculative.num_draft_tokens", whole_number, "draft", "N"),
+    _key("--speculative-draft-window-size", "speculative.window", whole_number),
+    _key("--speculative-draft-kv-cache-dtype", "cache.draft_dtype", one_of(_KV_DTYPES)),
+    Option(("--speculative-adaptive",), _flag("speculative.adaptive"), 0),
+    Option(("--speculative-accept-threshold-single",), only("1", _EXACT, "1.0")),
+    Option(("--speculative-accept-threshold-acc",), only("1", _EXACT, "1.0")),
+    Option(("--reasoning-parser",), output_parser, group="answers", help="ingress.output_parser", metavar="NAME"),
+    Option(  # after the one before, which it replaces
+        ("--tool-call-parser",),
+        output_parser,
+        note="one parser for calls and reasoning",
+        group="answers",
+        help="ingress.output_parser",
+        metavar="NAME",
+    ),
+    _key("--chat-template", "ingress.chat_template", str, "answers", "FILE"),
+    _key("--default-chat-template-kwargs", "ingress.chat_template_kwargs", json_object, "answers", "JSON"),
+    Option(
+        ("--override-generation-config", "--preferred-sampling-params"),
+        sampling_defaults,
+        group="answers",
+        help="ingress.default_*",
+        metavar="JSON",
+    ),
+    Option(("--generation-config", "--sampling-defaults"), generation_config),
+    Option(("--enable-deterministic-inference",), _flag("deterministic"), 0, group="answers", help="deterministic"),
+    # Aerie's own, because other servers ignore unknown fields.
+    Option(("--strict",), _flag("ingress.strict"), 0, group="answers", help="refuse fields that have no effect"),
+    _key("--dtype", "model.dtype", one_of(_DTYPES), "weights", "TYPE"),
+    _key("--load-format", "model.load_format", one_of(_LOADERS_OF), "weights", "NAME"),
+    _key("--model-impl", "model.implementation", one_of(_IMPLEMENTATIONS), "weights", "NAME"),
+    Option(("--quantization", "-q"), to_key(QUANTIZATION), group="weights", help="must equal the checkpoint's"),
+    Option(
+        ("--download-dir",), to_key(DOWNLOADS), group="weights", help="of hub models: HF_HUB_CACHE", metavar="FOLDER"
+    ),
+    Option(("--hf-token",), refused("set HF_TOKEN: every user of a machine can read its command lines"), "?"),
+    _key(
+        "--seed --random-seed",
+        "model.seed",
+        whole_number,
+        note="of dummy weights; a request's tokens follow from its own `seed`",
+    ),
+    Option(("--attention-backend",), attention_backend("prefill", "decode"), group="weights", help="attention.*"),
+    Option(("--prefill-attention-backend",), attention_backend("prefill")),
+    Option(("--decode-attention-backend",), attention_backend("decode")),
+    Option(("--trust-remote-code",), nothing, 0, "Aerie runs no code of checkpoints"),
+    Option(("--enforce-eager",), nothing, 0, "no effect; --set graph_capture.limit_gb=0 captures the fewest graphs"),
+)
+_CHECKED: Sequence[Option] = (
+    Option(("--tokenizer", "--tokenizer-path"), to_key(OWN_TOKENIZER)),
+    Option(
+        ("--tokenizer-mode",),
+        only("auto", "Aerie has one tokenizer: leave it out", "hf", "fast", "slow", "mistral"),
+        is_unused=True,
+    ),
+    Option(
+        ("--config-format",), only("auto", "Aerie reads config.json: leave it out", "hf", "mistral"), is_unused=True
+    ),
+    Option(("--runner", "--task"), only("generate", _OUTSIDE, "auto"), is_unused=True),
+    Option(("--convert",), only("none", _OUTSIDE, "auto"), is_unused=True),
+    Option(("--device",), only("cuda", "--set model.device=cpu, or leave it out", "auto", "gpu"), is_unused=True),
+    Option(("--response-role",), only("assistant", "answers are the assistant's"), is_unused=True),
+    Option(("--logprobs-mode",), only("raw_logprobs", "log-probabilities are those before sampling parameters")),
+    Option(
+        ("--pipeline-parallel-size", "-pp", "--pp-size", "--pp"),
+        only("1", "Aerie has no pipelines: raise --tensor-parallel-size"),
+    ),
+    Option(("--decode-context-parallel-size", "-dcp", "--dcp-size"), only("1", _NO_CONTEXT_RANKS)),
+    Option(
+        ("--prefill-context-parallel-size", "-pcp", "--attn-cp-size", "--attention-context-parallel-size"),
+        only("1", _NO_CONTEXT_RANKS),
+    ),
+    Option(
+        ("--attn-dp-size", "--attention-data-parallel-size", "--moe-dp-size", "--moe-data-parallel-size"),
+        nothing,
+        is_unused=True,
+    ),
+    Option(("--nnodes", "-n", "--num-nodes"), only("1", _ONE_HOST)),
+    Option(("--node-rank", "-r"), only("0", _ONE_HOST)),
+    Option(("--data-parallel-size-local", "-dpl"), nothing, is_unused=True),
+    Option(("--cpu-offload-gb",), only("0", "Aerie keeps weights on the device: raise --tensor-parallel-size", "0.0")),
+)
+
+
+def _named(names: Names, keys: Callable[[Any], Changes], is_unused: bool = False) -> list[Option]:
+    groups = ((names.flags, 0), (names.values, None), (names.lists, "+"))
+
+    def spelled(name: str) -> str:
+        return name if name.startswith("-") else f"--{name}"
+
+    return [
+        Option(tuple(map(spelled, each.split("/"))), keys, nargs, is_unused=is_unused)
+        for text, nargs in groups
+        for each in text.split()
+    ]
+
+
+DECLARED: Sequence[Option] = (*_SET, *_CHECKED)  # those whose value is read
+OPTIONS: Sequence[Option] = (
+    *DECLARED,
+    *_named(WITHOUT_EFFECT, nothing, is_unused=True),
+    *(option for remedy, names in REFUSED.items() for option in _named(names, refused(remedy))),
+)

@@ -1,0 +1,165 @@
+"""Command lines that people have for vLLM and SGLang: understood by `aerie plan`, or refused with a remedy."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from cluster.config import parse
+from deploy.arguments import parser
+from deploy.cli import main
+from deploy.command_line import normalised, parsed
+from deploy.config import vllm_options
+from deploy.config.model import use_options
+from deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, OptionError
+from tests.support import MODELS
+
+LINES = Path(__file__).parent / "command_lines"
+TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
+_PARSER = parser()
+
+
+def lines(name: str) -> tuple[list[str], list[str]]:
+    """The lines of a file that are understood, and those below `# refused`."""
+    understood, _, refused = (LINES / f"{name}.txt").read_text().partition("# refused\n")
+    return [line for line in understood.splitlines() if not line.startswith("#")], refused.splitlines()
+
+
+def keys_of(line: str) -> tuple[dict[str, object], list[str]]:
+    return vllm_options.changes(vllm_options.given(parsed(_PARSER, ["plan", *shlex.split(line)])))
+
+
+@pytest.mark.parametrize(("name", "least"), [("vllm", 32), ("sglang", 9), ("recipes", 140)])
+def test_command_lines_are_understood(name: str, least: int) -> None:
+    understood, _ = lines(name)
+    assert len(understood) >= least
+    for line in understood:
+        keys, _ = keys_of(line)
+        args = {"model": {"path": TARGET}}
+        for key in (QUANTIZATION, DOWNLOADS, OWN_TOKENIZER, "ingress.api_keys", "ingress.chat_template"):
+            keys.pop(key, None)  # keys of other places, and a file of the one who has this line
+        if "speculative.path" in keys:
+            keys["speculative.path"] = DRAFT
+        for key in [key for key in keys if key.startswith(("speculative.", "parallel."))]:
+            if key != "speculative.path":
+                del keys[key]  # they depend on the model, which is another one here
+        parse(use_options(args, keys), MODELS)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "recipes"])
+def test_other_command_lines_are_refused_with_a_remedy(name: str) -> None:
+    for line in lines(name)[1]:
+        with pytest.raises(OptionError, match=r"^--?[\w-]+.*: .*[a-z]{3}"):
+            keys_of(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "keys"),
+    [
+        ("--max_model_len=32K --gpu_memory_utilization 0.5", {"model.max_model_len": 32768, "cache.memory_share": 0.5}),
+        ("--max-model-len 131_072", {"model.max_model_len": 131072}),
+        ("--max-model-len auto", {}),
+        ("--enable-expert-parallel=false", {"parallel.expert_parallel": False}),
+        ("--no-enable-prefix-caching", {"cache.prefix_cache": False}),
+        ("--disable-radix-cache", {"cache.prefix_cache": False}),
+        ("--enable_prefix_caching True", {"cache.prefix_cache": True}),
+        ("--ep 8", {"parallel.expert_parallel": True}),
+        ("--tp 4 --dp 4 --enable-dp-attention", {"parallel.tensor_parallel": 4}),
+        ("--reasoning-parser qwen3 --tool-call-parser hermes", {"ingress.output_parser": "hermes"}),
+        ("--tool-call-parser hermes --reasoning-parser qwen3", {"ingress.output_parser": "hermes"}),
+        ("--reasoning-parser qwen3 --tool-call-parser lfm2", {"ingress.output_parser": "auto"}),
+        ("--reasoning-parser deepseek-r1", {"ingress.output_parser": "think"}),
+        (
+            "--default-chat-template-kwargs.enable_thinking false --default_chat_template_kwargs.mode fast",
+            {"ingress.chat_template_kwargs": {"enable_thinking": False, "mode": "fast"}},
+        ),
+        (
+            "--speculative-config.method=mtp --speculative-config.num_speculative_tokens=2",
+            {"speculative.method": "mtp", "speculative.num_steps": 2, "speculative.num_draft_tokens": 3},
+        ),
+        (
+            "--spec-method ngram --spec-tokens 3",
+            {"speculative.method": "suffix", "speculative.num_steps": 3, "speculative.num_draft_tokens": 4}
+            | {"speculative.match_min": 5, "speculative.match_max": 5},
+        ),
+        ("--speculative-algorithm NEXTN", {"speculative.method": "mtp"}),
+        ("--speculative-algorithm EAGLE", {"speculative.method": "mtp"}),
+        ("--speculative-algo EAGLE3 --speculative-draft x", {"speculative.path": "x"}),
+        (
+            "--speculative-num-steps 3 --speculative-eagle-topk 1",
+            {"speculative.num_steps": 3, "speculative.top_k": 1, "speculative.num_draft_tokens": 4},
+        ),
+        ("-O3 --compilation-config.mode=3 --cudagraph-capture-sizes 1 2 4", {}),
+        ("--ssl-keyfile none --cpu-offload-gb 0 --nnodes 1", {}),
+    ],
+)
+def test_a_spelling_sets_its_key(line: str, keys: dict[str, object]) -> None:
+    assert keys_of(f"X/Y {line}")[0] == keys
+
+
+def test_options_without_effect_are_named_in_one_line() -> None:
+    _, notes = keys_of("X/Y --moe-backend triton --disable-log-stats --no-async-scheduling --mm-processor-cache-gb 0")
+    (line,) = notes
+    assert line.startswith("no effect here: ") and line.count(",") == 3
+    for name in ("--moe-backend triton", "--disable-log-stats", "--no-async-scheduling", "--mm-processor-cache-gb 0"):
+        assert name in line
+
+
+def test_model_is_the_first_argument_by_another_name() -> None:
+    for name in ("--model", "--model-path", "--model_path"):
+        assert parsed(_PARSER, ["plan", name, "X/Y"]).config == "X/Y"
+    assert parsed(_PARSER, ["serve", "X/Y", "--model=X/Y"]).config == "X/Y"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("X/Y --model A/B", "--model A/B: the model is X/Y already"),
+        ("X/Y --max-model-length 4", "aerie plan: --max-model-length: unknown option; did you mean --max-model-len?"),
+        ("X/Y --max-model 4", "did you mean --max-model-len?"),
+        ("X/Y --model-imp auto", "did you mean --model-impl?"),
+        ("X/Y --zebra", "--zebra: unknown option; `aerie plan --help` and docs/coming-from-vllm.md have them all"),
+        ("X/Y --port 0", "must be a number from 1 to 65535"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_nearest_one(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *line.split()])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and message in said
+
+
+def test_plan_takes_every_argument_of_serve() -> None:
+    (commands,) = _PARSER._subparsers._group_actions  # type: ignore[union-attr]
+    known = {name: set(command._option_string_actions) for name, command in commands.choices.items()}  # type: ignore[union-attr,arg-type]
+    assert known["serve"] <= known["plan"]
+
+
+def test_help_shows_groups_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    for text in ("parallelism:", "speculation:", "examples:", "--max-model-len N", "--chat-template FILE", "--draft"):
+        assert text in shown
+    assert "--moe-backend" not in shown and "--enable-lora" not in shown
+
+
+def test_a_part_of_an_object_joins_the_whole_one() -> None:
+    found = normalised(
+        ["--compilation-config", '{"a": 1}', "--compilation_config.b.c+=x", "-cc.d", "2", "--x_y", "a_b"]
+    )
+    assert found == ["--x-y", "a_b", "--compilation-config", '{"a": 1, "b": {"c": ["x"]}}', "-cc", '{"d": 2}']
+
+
+def test_a_template_and_its_variables_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ mood }}")
+    options = ["--chat-template", str(template), "--default-chat-template-kwargs", '{"mood": "fast"}', "--nodes", "0"]
+    assert main(["plan", TARGET, *options]) == 0
+    printed = capsys.readouterr().out
+    assert f"chat_template: {template}" in printed and "mood: fast" in printed
+    template.unlink()
+    assert main(["plan", TARGET, *options]) == 2
+    assert f"--chat-template {template}: no such file" in capsys.readouterr().err
