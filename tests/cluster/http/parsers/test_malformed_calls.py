@@ -12,7 +12,9 @@ from cluster.http.config import OutputParserName
 from cluster.http.parsers.output_parser import joined_deltas
 from cluster.http.parsers.table import parser_of
 from tests.cluster.http.parsers.test_parsers import Request
-from tests.support.fake_engine import chat_tokenizer
+from tests.cluster.http.parsers.test_tools import WITH_TOOLS, in_process, tool_tokenizer
+from tests.support.edge_client import CHAT
+from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 
 _tokenizer = functools.cache(chat_tokenizer)
 Read = tuple[str, str, list[tuple[str, Any]], str]
@@ -309,3 +311,27 @@ def test_long_arguments_are_streamed_while_they_are_written() -> None:
         for _ in range(1000):
             (part,) = parser.push(Piece("x", (0,))).tool_calls
             assert part.function.arguments and part.function.arguments.endswith("x"), name
+
+
+@pytest.mark.parametrize("forced", [False, True])
+async def test_reasoning_of_the_final_message_is_carried_on(forced: bool) -> None:
+    """The user's text has the opening mark too, and begins no reasoning."""
+    messages = [
+        {"role": "user", "content": "what is <think>?"},
+        {"role": "assistant", "content": "<think>\nTwo and two"},
+    ]
+    body = WITH_TOOLS | {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    engine = FakeEngine(says(" is 4.\n</think>\n\nFour."))
+    async with in_process(engine, tool_tokenizer()) as client:
+        (choice,) = (await client.post(CHAT, json=body)).json()["choices"]
+        closed = [messages[0], {"role": "assistant", "content": "<think>\nx</think>So it"}]
+        (after,) = (await client.post(CHAT, json=body | {"messages": closed})).json()["choices"]
+        if forced:
+            await client.post(CHAT, json=body | {"tool_choice": "required"})
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == (" is 4.", "Four.")
+    assert after["message"]["content"] == " is 4.\n</think>\n\nFour."
+    if forced:
+        grammar = engine.calls[-1].sampling.grammar
+        assert grammar is not None
+        reasoning = json.loads(grammar.text)["format"]["elements"][0]
+        assert (reasoning["begin"], reasoning["end"]) == ("", "</think>")
