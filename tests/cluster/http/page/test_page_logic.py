@@ -18,4 +18,4 @@ def test_logic(tmp_path: Path) -> None:
     files = [shutil.copy(file, tmp_path) for file in sorted(LOGIC.glob("*.mjs"))]
     done = subprocess.run(["node", "--test", *files], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(files) == 3
+    assert len(files) == 4
