@@ -177,11 +177,17 @@ def _engine(config: AerieConfig) -> EnginePlan:
 def _check_tokenizer(config: AerieConfig, num_embedded: int) -> None:
     """Raise ValueError if the tokenizer has tokens without an embedding in the target: such a token in a prompt would
     crash the worker."""
-    known = ChatTokenizer.from_folder(config.model.path, template_file=config.ingress.chat_template).vocab_size
+    path = config.model.path
+    tokenizer = ChatTokenizer.from_folder(path, template_file=config.ingress.chat_template)
+    known = tokenizer.vocab_size
     if known > num_embedded:
         raise ValueError(
-            f"model.path={config.model.path}: its tokenizer has {known} tokens, its config.json vocab_size="
+            f"model.path={path}: its tokenizer has {known} tokens, its config.json vocab_size="
             f"{num_embedded}; use the tokenizer that the model was trained with"
+        )
+    if tokenizer.num_ids > num_embedded:
+        raise ValueError(
+            f"model.path={path}: config.json says vocab_size={tokenizer.num_ids}, the model {num_embedded}"
         )
 
 

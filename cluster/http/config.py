@@ -51,6 +51,7 @@ class EdgeConfig:
         longest token of the vocabulary.
     max_n: choices per prompt.
     max_choices: prompts times choices of one call.
+    max_tools: functions in `tools`; agents with several MCP servers may need more.
     max_prompt_logprobs: log-probabilities of prompts in one reply: prompt tokens of all choices times (1 + likely
         tokens asked for).
     max_stop_strings: entries of `stop`.
@@ -91,6 +92,7 @@ class EdgeConfig:
     max_bytes_per_token: int = 0
     max_n: int = 16
     max_choices: int = 128
+    max_tools: int = 128
     max_prompt_logprobs: int = 2**19
     max_stop_strings: int = 16
     max_stop_length: int = 1024
@@ -152,6 +154,7 @@ _LEAST: Mapping[str, tuple[int, str]] = {
     "max_body_bytes": (1, "at least 1"),
     "max_n": (1, "at least 1"),
     "max_choices": (1, "at least 1"),
+    "max_tools": (1, "at least 1"),
     "max_prompt_logprobs": (1, "at least 1"),
     "max_stop_strings": (1, "at least 1"),
     "max_stop_length": (1, "at least 1"),

@@ -50,7 +50,7 @@ class Ingress:
         self._engines = RemoteEngines(self._links, coordinators, plan.resumes, plan.start_timeout_s)
         self._edge = edge_config(plan.config, raise_open_files())
         self._tokenizer = ChatTokenizer.from_folder(plan.model_path, template_file=self._edge.chat_template)
-        self._grammars = ProcessChecker(plan.model_path, self._edge.grammar_timeout_s)
+        self._grammars = ProcessChecker(plan.model_path, self._edge.grammar_timeout_s, self._tokenizer.num_ids)
         self._tracing = make_tracing(plan.tracing)
         self._begun = asyncio.create_task(self._begin_grammars())
         await self._engines.meet(MEET_LIMIT_S)

@@ -17,6 +17,7 @@ mask_messages    messages on this connection
 framing          msgpack messages on a stream socket
 faults           errors of grammars
 token_bytes      the bytes of each token; the HTTP API reads them too
+tokenizer_file   the tokenizer in a model's folder; the same
 
 `mask_process` has the modules of that process, and of processes that try grammars.
 """

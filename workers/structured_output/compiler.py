@@ -18,6 +18,7 @@ from workers.scheduling.plan import Grammar
 from workers.structured_output.faults import InvalidGrammarError, VocabularyError
 from workers.structured_output.mask_process.token_texts import TokenTexts
 from workers.structured_output.token_bytes import TokenBytes
+from workers.structured_output.tokenizer_file import read_tokenizer
 
 CACHE_BYTES = 256 << 20  # cache of compiled grammars; a large schema takes 10 MB with 128,256 tokens
 # Maximum spaces between the parts of JSON. Without a bound some models write spaces until max_tokens.
@@ -35,7 +36,10 @@ class Vocabulary:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise VocabularyError(f"{path}: missing; answers can follow a grammar only where there is a tokenizer")
-        self.tokenizer = Tokenizer.from_file(str(path))
+        try:
+            self.tokenizer = read_tokenizer(path.parent)
+        except ValueError as error:
+            raise VocabularyError(str(error)) from None
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.size = vocab_size or max(ids.values()) + 1
         self._known: dict[tuple[tuple[int, ...], bool], xgrammar.TokenizerInfo] = {}
@@ -165,12 +169,17 @@ def _json_grammar(schema: str, max_whitespace: int | None) -> str:
 
 def _words(tokenizer: Tokenizer, vocab_size: int, with_special: bool) -> list[bytes]:
     """Return the bytes of every token; b"" for one without a text. The tokens need not spell all bytes: a grammar then
-    allows the texts that they do spell."""
+    allows the texts that they do spell.
+
+    Structural tags may name ids of the model that its tokenizer does not know. xgrammar 0.2.8 allows no token without a
+    text, so these have one that is not UTF-8 and fits no text.
+    """
     ids = set(tokenizer.get_vocab(with_added_tokens=True).values())
     if not with_special:
         ids -= {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     bytes_of = TokenBytes(tokenizer).of
-    return [bytes_of(token) if token in ids else b"" for token in range(vocab_size)]
+    unknown = b"\xff%d" if with_special else b""
+    return [bytes_of(token) if token in ids else unknown % token if unknown else b"" for token in range(vocab_size)]
 
 
 def _first_line(error: Exception) -> str:

@@ -141,7 +141,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise invalid("max_tokens", "max_tokens and max_completion_tokens differ; give only one of them")
     num_choices(body.n, 1, config)
-    calls = tool_calling(body, chat_parser(config), tokenizer.shows_tools)
+    calls = tool_calling(body, config, tokenizer.shows_tools)
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     max_tokens = body.max_completion_tokens or body.max_tokens
     last = content_text(body.messages[-1].content or "") if body.messages[-1].role == "assistant" else ""
@@ -183,7 +183,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
 async def chat_prompt_of(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> list[int]:
     """Return the tokens of a chat's prompt, which may be a few more than the model's length. Raises ApiError."""
     check_model(body.model, config)
-    text = await _chat_text(body, tool_calling(body, chat_parser(config), tokenizer.shows_tools), config, tokenizer)
+    text = await _chat_text(body, tool_calling(body, config, tokenizer.shows_tools), config, tokenizer)
     return await encode_prompt(text, False, "messages", tokenizer, config)
 
 

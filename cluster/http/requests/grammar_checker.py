@@ -38,13 +38,14 @@ class GrammarChecker:
 
 
 class ProcessChecker(GrammarChecker):
-    """Tries grammars for the tokenizer in `folder`, several at a time, each for at most `timeout_s`.
+    """Tries grammars for the tokenizer in `folder` and a model of `vocab_size` tokens (0: the tokenizer's), several at
+    a time, each for at most `timeout_s`.
 
     Results are cached, and quick trials overtake slow ones.
     """
 
-    def __init__(self, folder: str | Path, timeout_s: float) -> None:
-        self._work = Work(str(folder), 0)
+    def __init__(self, folder: str | Path, timeout_s: float, vocab_size: int = 0) -> None:
+        self._work = Work(str(folder), vocab_size)
         self._timeout_s = timeout_s
         self._quick = asyncio.Semaphore(max(2, (os.cpu_count() or 1) // 4))
         # With eight slow trials on two busy cores, 26 of 29 got too little CPU time to end with a result.

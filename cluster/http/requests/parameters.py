@@ -130,7 +130,7 @@ def sampling_params(
     top_p = _given(body.top_p, config.default_top_p, 1.0)
     top_k = max(0, int(_given(body.top_k, config.default_top_k, 0)))
     # Scripts written for another model send its ids. Ids outside of this model's vocabulary have no effect.
-    stop_tokens = eos.union(token for token in body.stop_token_ids or [] if token < tokenizer.vocab_size)
+    stop_tokens = eos.union(token for token in body.stop_token_ids or [] if token < tokenizer.num_ids)
     if len(stop_tokens) > MAX_STOP_TOKEN_IDS:
         raise invalid(
             "stop_token_ids",
@@ -178,9 +178,9 @@ def _logit_bias(given: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, 
     for key, bias in given.items():
         # str.isdigit alone would accept digits of other scripts.
         token = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
-        if not 0 <= token < tokenizer.vocab_size:
+        if not 0 <= token < tokenizer.num_ids:
             raise invalid(
-                "logit_bias", f"logit_bias: {key[:20]!r} must be a token id from 0 to {tokenizer.vocab_size - 1}"
+                "logit_bias", f"logit_bias: {key[:20]!r} must be a token id from 0 to {tokenizer.num_ids - 1}"
             )
         biases[token] = float(bias)
     return biases

@@ -7,8 +7,8 @@ from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError, invalid, too_long
 from cluster.http.schema.message import Message, MessageToolCall, RefusalPart, TextPart, Tool
 from cluster.http.text.chat_template import ChatTemplateError, ContinuationError
-from cluster.http.text.long_text import Truncation
-from cluster.http.text.tokenizer import ChatTokenizer, TooManyTokensError
+from cluster.http.text.long_text import TooManyTokensError, Truncation
+from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.text.user_text import ChatText
 
 MAX_TEMPLATE_VARIABLES = 32
@@ -97,10 +97,10 @@ def listed_prompts(prompt: Any, max_prompts: int, tokenizer: ChatTokenizer) -> l
 
 
 def check_token_ids(param: str, ids: Any, tokenizer: ChatTokenizer) -> list[int]:
-    """Return `ids` if it is a list of tokens of the vocabulary."""
+    """Return `ids` if it is a list of tokens of the model, which may emit more than its tokenizer knows."""
     if not isinstance(ids, list):
         raise invalid(param, f"{param} must be a list of token ids")
-    last = tokenizer.vocab_size - 1
+    last = tokenizer.num_ids - 1
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= last:
         return list(ids)  # several times faster than the search for the invalid id, for prompts of 100,000 tokens
     for i, token in enumerate(ids):

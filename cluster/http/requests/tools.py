@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.http.config import OutputParserName
+from cluster.http.config import EdgeConfig, OutputParserName
 from cluster.http.errors import invalid, unsupported
 from cluster.http.parsers.call_grammar import after_thinking, calls_format, content_format
 from cluster.http.parsers.families import FAMILIES
+from cluster.http.requests.parameters import chat_parser
 from cluster.http.requests.structured_output import GrammarMaker
 from cluster.http.schema.message import NamedTool, OtherTool, Tool
 from cluster.http.schema.request import ChatCompletionRequest
@@ -33,10 +34,16 @@ def functions(tools: Sequence[Tool | OtherTool] | None) -> tuple[Tool, ...]:
     return tuple(tool for tool in tools or () if isinstance(tool, Tool))
 
 
-def tool_calling(body: ChatCompletionRequest, parser: OutputParserName, shows_tools: bool) -> ToolCalling:
+def tool_calling(body: ChatCompletionRequest, config: EdgeConfig, shows_tools: bool) -> ToolCalling:
     """Return the tools of a chat. With `tool_choice: "none"` no tools are shown to the model. shows_tools: whether the
     chat template does so."""
-    tools, choice = functions(body.tools), body.tool_choice
+    tools, choice, parser = functions(body.tools), body.tool_choice, chat_parser(config)
+    if len(tools) > config.max_tools:
+        raise invalid(
+            "tools",
+            f"tools has {len(tools)} functions, more than {config.max_tools} (ingress.max_tools); send those that the "
+            "conversation needs, or raise the limit",
+        )
     if not tools:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "tool_choice asks for a call, but tools has no functions")

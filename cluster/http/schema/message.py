@@ -13,7 +13,6 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # Anth
 # OpenAI's five roles, and any other that the model's chat template supports. A role may stand between control tokens in
 # the prompt, so its characters are restricted.
 Role = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_ .-]{1,64}$")]
-MAX_TOOLS = 128
 
 
 class TextPart(Schema):
@@ -131,13 +130,8 @@ class OtherTool(Schema):
         return (f"type={self.type}",)
 
 
-Tools = Annotated[
-    list[
-        Annotated[
-            Annotated[Tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], one_type_or_other("function")
-        ]
-    ],
-    Field(max_length=MAX_TOOLS),
+Tools = list[
+    Annotated[Annotated[Tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], one_type_or_other("function")]
 ]
 
 

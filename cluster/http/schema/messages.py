@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field, Tag
 
 from cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, one_type_or_other, text_or_list
-from cluster.http.schema.message import MAX_TOOLS, Arguments, FunctionName, OtherTool
+from cluster.http.schema.message import Arguments, FunctionName, OtherTool
 from cluster.http.schema.request import Count, RequestId, Seed
 from cluster.http.schema.response import RequestMetrics, Struct
 
@@ -92,14 +92,11 @@ class MessagesTool(Schema):
     cache_control: CacheControl = None
 
 
-MessagesTools = Annotated[
-    list[
-        Annotated[
-            Annotated[MessagesTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")],
-            one_type_or_other("custom"),
-        ]
-    ],
-    Field(max_length=MAX_TOOLS),
+MessagesTools = list[
+    Annotated[
+        Annotated[MessagesTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")],
+        one_type_or_other("custom"),
+    ]
 ]
 
 

@@ -8,7 +8,7 @@ from pydantic import Field, Tag
 
 from cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, one_type_or_other, text_or_list
 from cluster.http.schema.completions import TokenLogprob
-from cluster.http.schema.message import MAX_TOOLS, Arguments, Content, FunctionName, OtherTool, ReasoningEffort, Role
+from cluster.http.schema.message import Arguments, Content, FunctionName, OtherTool, ReasoningEffort, Role
 from cluster.http.schema.request import IGNORED, REFUSED, Count, SamplingFields
 from cluster.http.schema.response import RequestMetrics, Struct
 
@@ -85,14 +85,11 @@ class ResponseTool(Schema):
     strict: bool | None = None
 
 
-ResponseTools = Annotated[
-    list[
-        Annotated[
-            Annotated[ResponseTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
-            one_type_or_other("function"),
-        ]
-    ],
-    Field(max_length=MAX_TOOLS),
+ResponseTools = list[
+    Annotated[
+        Annotated[ResponseTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+        one_type_or_other("function"),
+    ]
 ]
 
 

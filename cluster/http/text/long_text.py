@@ -14,6 +14,14 @@ SLACK_TOKENS = 1024  # additional tokens encoded before the kept part, so that t
 Count = Callable[[str], int]
 
 
+class TooManyTokensError(ValueError):
+    """num_tokens: a lower bound on the text's tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"more than {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 def exceeds(count: Count, text: str, num_tokens: int) -> bool:
     """Whether `text` certainly has more tokens, in spite of cuts."""
     found = 0

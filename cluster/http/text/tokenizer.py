@@ -19,11 +19,12 @@ from cluster.http.text import harmony_prompt, long_text, model_files
 from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError, up_to_end, with_end
 from cluster.http.text.detokenizer import ByteLevelDetokenizer, Detokenizer, PrefixDetokenizer
 from cluster.http.text.harmony_prompt import HarmonyPrompt
-from cluster.http.text.long_text import Truncation
+from cluster.http.text.long_text import TooManyTokensError, Truncation
 from cluster.http.text.template_facts import Efforts
 from cluster.http.text.user_text import ChatText, ControlTokens, marked, unmarked
 from cluster.linux import trim_heap
 from workers.structured_output.token_bytes import BYTE_OF, TokenBytes
+from workers.structured_output.tokenizer_file import read_json, read_tokenizer
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
 MAX_LONG_ENCODES = 2
@@ -34,14 +35,6 @@ ChatPrompt = ChatTemplate | HarmonyPrompt
 T = TypeVar("T")
 
 
-class TooManyTokensError(ValueError):
-    """num_tokens: a lower bound on the text's tokens."""
-
-    def __init__(self, num_tokens: int) -> None:
-        super().__init__(f"more than {num_tokens} tokens")
-        self.num_tokens = num_tokens
-
-
 class ChatTokenizer:
     """Converts texts and messages to tokens and back. template: None refuses chats, for models without a template.
 
@@ -50,6 +43,7 @@ class ChatTokenizer:
     response_template: transformers' template for parsing answers; None without one.
     class_name: transformers' name for the tokenizer.
     sampling_defaults: sampling parameters of the model's generation_config.json, by name.
+    vocab_size: number of the tokenizer's ids. num_ids: number of the model's, which may have more rows.
     """
 
     def __init__(
@@ -61,6 +55,7 @@ class ChatTokenizer:
         class_name: str | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
         tool_template: ChatPrompt | None = None,
+        num_model_ids: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -78,6 +73,7 @@ class ChatTokenizer:
         self._hidden_beside: dict[tuple[str, ...], frozenset[int]] = {(): self._special}
         self._bytes = TokenBytes(tokenizer)
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        self.num_ids = max(self.vocab_size, num_model_ids)
 
     @classmethod
     def from_folder(
@@ -86,9 +82,9 @@ class ChatTokenizer:
         """Load a model folder. template_text, template_file: a chat template instead of the folder's. Raises ValueError
         with the file and the remedy."""
         path = Path(folder)
-        config = model_files.read_json(path / "tokenizer_config.json")
-        tokenizer = model_files.read_tokenizer(path, config)
-        special = model_files.special_tokens(config, model_files.read_json(path / "special_tokens_map.json"))
+        config = read_json(path / "tokenizer_config.json")
+        tokenizer = read_tokenizer(path)
+        special = model_files.special_tokens(config, read_json(path / "special_tokens_map.json"))
         if template_file:
             template_text = model_files.read_text(Path(template_file))
         given = None if template_text is None else {"default": template_text}
@@ -105,7 +101,8 @@ class ChatTokenizer:
         answers = model_files.response_template(config)
         defaults = model_files.sampling_defaults(generation)
         class_name = config.get("tokenizer_class")
-        return cls(tokenizer, template, tuple(eos_ids), answers, class_name, defaults, templates.get("tool_use"))
+        num_ids, tools = model_files.num_model_ids(path / "config.json"), templates.get("tool_use")
+        return cls(tokenizer, template, tuple(eos_ids), answers, class_name, defaults, tools, num_ids)
 
     @property
     def special_tokens(self) -> dict[str, str]:
