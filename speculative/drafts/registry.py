@@ -43,6 +43,11 @@ def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig
             draft = method.read(path, raw, target)
             quant = fitted_quant(draft.model.quant, path, draft.weight_names)
             return replace(draft, model=replace(draft.model, quant=quant))
+    if path == target_path:
+        raise ValueError(
+            f"speculative.method={name}: target {path} (architecture {draft_architecture(raw)}) has no module for "
+            "drafting in its checkpoint; use another method, with a head of its own"
+        )
     raise ValueError(_other_method(name, path, raw))
 
 

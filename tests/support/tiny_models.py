@@ -253,6 +253,7 @@ def make_eagle3(folder: Path, target: Path, seed: int = 1, **overrides: Any) -> 
     config = json.loads((target / "config.json").read_text())
     hidden, mlp, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     config.setdefault("head_dim", hidden // config["num_attention_heads"])  # a target of latent rows has none
+    config.setdefault("rms_norm_eps", 1e-6)  # one with LayerNorm has none
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     generator = torch.Generator().manual_seed(seed)
     picked = torch.randperm(vocab, generator=generator)[:DRAFT_VOCAB].sort().values
@@ -303,6 +304,8 @@ def make_eagle(folder: Path, target: Path, seed: int = 1, copying: bool = False)
     token's embedding on almost unchanged."""
     config = json.loads((target / "config.json").read_text())
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
+    config.setdefault("head_dim", hidden // config["num_attention_heads"])
+    config.setdefault("rms_norm_eps", 1e-6)
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     generator = torch.Generator().manual_seed(seed)
 

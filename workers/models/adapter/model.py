@@ -111,6 +111,10 @@ class _Head(nn.Module):
         """See `LMHead`."""
         return self._linear[0].method
 
+    def scaled(self, hidden: Tensor, divisor: float, soft_cap: float | None) -> Tensor:
+        """See `LMHead`. A draft's factors replace the model's processing of logits."""
+        return self._linear[0].scaled(hidden, divisor, soft_cap)
+
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [rows, shard size] of hidden [rows, hidden_size]."""
         with self._host_constants.over_pass():
