@@ -5,6 +5,7 @@ model_files      reads the settings in the model's folder
 long_text        texts that are too long to be encoded whole
 chat_template    messages as a prompt's text
 template_facts   what a template supports, found by rendering trial conversations
+system_turns     system messages in a form that the template shows
 harmony_prompt   the same for gpt-oss, in the harmony format, with schemas of tools as TypeScript
 template_limits  limits of a template's time and output
 user_text        keeps control tokens in users' texts as plain text

@@ -17,6 +17,7 @@ import jinja2.nodes
 import jinja2.parser
 
 from cluster.http.text import template_facts
+from cluster.http.text.system_turns import SystemTurns, system_turns
 from cluster.http.text.template_facts import CallTurns, Efforts, Rendering
 from cluster.http.text.template_limits import LimitedEnvironment, TemplateLimitError, TemplateTimeError, time_limit
 
@@ -83,7 +84,6 @@ class ChatTemplate:
         self.source = source
         self._limit_s = limit_s
         self.special_tokens = dict(special_tokens)
-        self._knows_developer = "developer" in source
         self._changes_lists = _CHANGES_LISTS.search(source) is not None
         self._call_turns = self._fact(template_facts.call_turns, CallTurns())
 
@@ -95,15 +95,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         limit_s: float | None = None,
     ) -> str:
-        """Return the prompt's text. A "developer" message becomes "system" if the template has no such role. Turns with
-        tool calls get the form that the template shows.
+        """Return the prompt's text. System and developer messages, and turns with tool calls, get a form that the
+        template shows.
 
         Raises ChatTemplateError, or SlowTemplateError after `limit_s` (None: the template's own limit).
         """
         turns = [self._call_turns.of(message) if message.get("tool_calls") else dict(message) for message in messages]
-        if not self._knows_developer:
-            for turn in turns:
-                turn["role"] = "system" if turn["role"] == "developer" else turn["role"]
+        turns = self._system_turns.of(turns)
         tools = [template_facts.filled(tool, self._needed_fields) for tool in tools]
         return self._rendered(turns, add_generation_prompt, variables or {}, tools, limit_s)
 
@@ -116,6 +114,11 @@ class ChatTemplate:
     def shows_tools(self) -> bool:
         """Return whether tools reach the prompt."""
         return self._fact(template_facts.shows_tools, False)
+
+    @functools.cached_property
+    def _system_turns(self) -> SystemTurns:
+        names_developer = "developer" in self.source
+        return self._fact(lambda rendered: system_turns(rendered, names_developer), SystemTurns())
 
     @functools.cached_property
     def _needed_fields(self) -> frozenset[str]:

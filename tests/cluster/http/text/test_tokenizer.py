@@ -106,7 +106,9 @@ def test_folder_without_a_fast_tokenizer_is_refused_with_the_remedy(tmp_path: Pa
 def test_developer_becomes_system_only_where_the_template_does_not_know_it() -> None:
     messages = [{"role": "developer", "content": "x"}]
     assert ChatTemplate("{{ messages[0].role }}", {}).render(messages) == "system"
-    assert ChatTemplate("{# developer #}{{ messages[0].role }}", {}).render(messages) == "developer"
+    shows = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    assert ChatTemplate("{# developer #}" + shows, {}).render(messages) == "developer: x"
+    assert ChatTemplate("{# developer #}{{ messages[0].role }}", {}).render(messages) == "system"  # and no text
 
 
 @pytest.mark.parametrize(
