@@ -67,7 +67,7 @@ class Arguments:
     string).
 
     has_any: whether anything was written. is_read: whether there are arguments. is_complete: whether the model ended
-    them. rest: what follows the object in the string.
+    them. end: the position after what was understood. rest: what follows that in the string.
     """
 
     def __init__(self, source: Source, write: Write) -> None:
@@ -76,6 +76,7 @@ class Arguments:
         self.has_any = False
         self.is_read = False
         self.is_complete = False
+        self.end = 0
         self.rest = ""
 
     def read(self) -> Reading[bool]:
@@ -84,7 +85,9 @@ class Arguments:
         first = yield from self._source.peek()
         if first == "{":
             self.is_read = True
-            self.is_complete = yield from JsonCopy(self._source, self._write).read()
+            copy = JsonCopy(self._source, self._write)
+            self.is_complete = yield from copy.read()
+            self.end = copy.end
         elif first in QUOTES:
             self._source.skip()
             return (yield from self._text(first))
@@ -95,13 +98,15 @@ class Arguments:
 
     def _text(self, quote: str) -> Reading[bool]:
         inner = Source()
+        inner.keep()
         arguments = Arguments(inner, self._write)
         running = Running(inner, arguments._object())
         is_closed = yield from read_string(
             self._source, quote, lambda text: running.push(json.loads(f'"{text}"'), False)
         )
         running.push("", True)
-        self.rest = inner.rest().strip()
+        unread = inner.rest()
+        self.rest = (inner.kept(arguments.end) if arguments.end else unread).strip()
         self.is_read = arguments.is_read
         self.is_complete = arguments.is_complete and (is_closed or self.has_any)
         return is_closed

@@ -104,14 +104,17 @@ class JsonCopy:
         self._closers: list[str] = []
         self._num = {"}": 0, "]": 0}  # of each in `_closers`
         self._gap: list[str] = []  # held back
+        self.end = source.position  # after what was written
         self._expects = "value"  # or "key", or "more": a comma or a bracket
 
     def read(self) -> Reading[bool]:
         """Return whether the model closed the value. The source is at its opening bracket."""
         going_on = yield from self._value((yield from self._source.peek()))
+        self.end = self._source.position
         while going_on and self._closers:
             self._gap.append((yield from self._source.run(SPACES)))
             going_on = yield from self._next()
+            self.end = self.end if self._gap else self._source.position
         self._write("".join(reversed(self._closers)))
         return not self._closers
 

@@ -68,6 +68,7 @@ F, G = ("f", {"s": "x"}), ("g", {})
         ('{"name": "f", "arguments": "{\\n  \\"s\\": \\"\\u0078\\"}\\n"}', [F]),
         ('{"arguments": "{\\"s\\": \\"x\\"}", "name": "f"}', [F]),
         ('{"name": "f", "arguments": {"s": "x"}', [F]),
+        ('{"name": "f", "arguments": "{\\"s\\": \\"x\\""}', [F]),
         ('{"name": "f", "arguments": {"s": "x"', [F]),
         ('{"name": "f", "arguments": {"s": "x"}}}', [F]),
         ('[{"name": "f", "arguments": {"s": "x"}}, {"name": "g", "arguments": {}}]', [F, G]),
