@@ -12,6 +12,7 @@ from attention.capability import Capability
 from cluster.assembly import engine_spec
 from cluster.config import AerieConfig, ConfigError, parse, read_args
 from cluster.environment import set_process_environment
+from cluster.http.parsers.self_check import chat_lines, check_parser
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.logs import print_line
 from cluster.placement import NodeResources, choose_device, place
@@ -114,14 +115,18 @@ def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
 def _print_plan(
     path: str | Path, config: AerieConfig, nodes: Sequence[NodeResources], report: Callable[[str], None]
 ) -> None:
+    tokenizer = ChatTokenizer.from_folder(config.model.path, template_file=config.ingress.chat_template)
+    chats = chat_lines(tokenizer, config.ingress.output_parser)
     if not nodes:
         report(f"{path} is valid; whether it fits is for the cluster to say")
+        for line in chats:
+            report(f"chats       {line}")
         return
     placement = place(config, nodes)
     spec, device = engine_spec(config), Capability(placement.device)  # which this machine need not have
     engine = build.plan_engine(spec, device)
     weights = None if device.shares_host_memory else build.plan_weights(spec, engine, multiplies_fp8=True)
-    for line in plan_lines(config, placement, nodes, engine.layout, weights):
+    for line in plan_lines(config, placement, nodes, engine.layout, weights, chats):
         report(line)
 
 
@@ -176,9 +181,10 @@ def _engine(config: AerieConfig) -> EnginePlan:
 
 def _check_tokenizer(config: AerieConfig, num_embedded: int) -> None:
     """Raise ValueError if the tokenizer has tokens without an embedding in the target: such a token in a prompt would
-    crash the worker."""
+    crash the worker. Also for a parser that does not fit the chat template (`check_parser`)."""
     path = config.model.path
     tokenizer = ChatTokenizer.from_folder(path, template_file=config.ingress.chat_template)
+    check_parser(tokenizer, config.ingress.output_parser)
     known = tokenizer.vocab_size
     if known > num_embedded:
         raise ValueError(

@@ -3,6 +3,7 @@
 
 import asyncio
 import dataclasses
+import logging
 
 import zmq
 from fastapi import FastAPI
@@ -11,6 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.http.app import build_app
 from cluster.http.config import EdgeConfig
+from cluster.http.parsers.self_check import chat_lines, chosen_parser
 from cluster.http.requests.grammar_checker import ProcessChecker
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.tracing import make_tracing
@@ -24,6 +26,8 @@ from cluster.start_log import StartLog
 from cluster.transport.channel import Context
 from cluster.transport.discovery import application_keys
 from cluster.transport.sockets import Transport
+
+logger = logging.getLogger(__name__)
 
 # Maximum wait for a first successful probe, because an ingress that replaces another receives requests at once.
 MEET_LIMIT_S = 5.0
@@ -50,6 +54,10 @@ class Ingress:
         self._engines = RemoteEngines(self._links, coordinators, plan.resumes, plan.start_timeout_s)
         self._edge = edge_config(plan.config, raise_open_files())
         self._tokenizer = ChatTokenizer.from_folder(plan.model_path, template_file=self._edge.chat_template)
+        for line in chat_lines(self._tokenizer, self._edge.output_parser):
+            logger.info("chats: %s", line)
+        parser = chosen_parser(self._tokenizer, self._edge.output_parser)
+        self._edge = dataclasses.replace(self._edge, output_parser=parser)
         self._grammars = ProcessChecker(plan.model_path, self._edge.grammar_timeout_s, self._tokenizer.num_ids)
         self._tracing = make_tracing(plan.tracing)
         self._begun = asyncio.create_task(self._begin_grammars())

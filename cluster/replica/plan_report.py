@@ -23,9 +23,10 @@ def plan_lines(
     nodes: Sequence[NodeResources],
     layout: EngineLayout,
     weights: "WeightBytes | None" = None,
+    chats: Sequence[str] = (),
 ) -> list[str]:
     """Return lines about the resolved configuration, before a start. layout: layout of one engine. weights: of a rank
-    on GPUs."""
+    on GPUs. chats: lines about the chat template (`cluster.http.parsers.self_check`)."""
     parallel, scheduler = config.parallel, config.scheduler
     each = " + ".join(_bundle(bundle) for bundle in placement.bundles)
     return [
@@ -44,6 +45,7 @@ def plan_lines(
         f"attention   target {config.attention.prefill}/{config.attention.decode} (prefill/decode), draft "
         f"{config.draft_attention.prefill}/{config.draft_attention.extend}/{config.draft_attention.decode}"
         " (prefill/extend/decode)",
+        *(f"chats       {line}" for line in chats),
         f"cluster     {describe_cluster(nodes)}",
     ]
 

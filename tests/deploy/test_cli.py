@@ -85,6 +85,21 @@ def test_plan_prints_ranks_draft_and_cluster(name: str, draft: str, capsys: pyte
     assert "1 node with 8 CPU and 2 GPU" in text
 
 
+def test_plan_says_what_chats_can_do_and_refuses_a_parser_without_tools(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "eagle", "--cpus", "8", "--gpus", "0"]) == 0
+    lines = capsys.readouterr().out
+    assert "chats       parser text; tools refused; reasoning_effort has no effect\n" in lines
+    assert "chats       tools are refused: no parser reads the calls of this chat template\n" in lines
+    shutil.copytree(MODELS / "target", tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    model = {"path": str(tmp_path / "plain")}
+    refused = _config(tmp_path, ingress={"output_parser": "hermes"}, model=model)
+    assert main(["plan", str(refused), "--cpus", "8", "--gpus", "0"]) == 2
+    assert "ingress.output_parser=hermes: reads tool calls, but the chat template does not" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [[], ["eagle"], ["eagle.yaml"]], ids=["no name", "name", "file name"])
 def test_packaged_configuration_is_found_from_any_folder(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

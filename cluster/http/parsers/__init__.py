@@ -9,6 +9,7 @@ reasoning          thinking between two marks, and its number of tokens
 tool_calls         tool calls between marks
 json_copy          streamed JSON, repaired
 json_calls         streamed calls in JSON
+self_check         tries a chat template and its parser together at the start
 xml_calls          streamed calls in XML, for several families
 literal_calls      calls in Python's and in Gemma's literals
 python_literals    Python's literals as JSON

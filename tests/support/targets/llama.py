@@ -34,11 +34,22 @@ NUM_BYTES = 256
 
 CHAT_TEMPLATE = """\
 {{- bos_token -}}
+{%- if tools -%}
+    {{- '<|system|>Functions:' -}}
+    {%- for tool in tools -%}
+        {{- ' ' ~ tool.function.name ~ '(' ~ tool.function.parameters.properties | default({}) | join(', ') ~ ')' -}}
+    {%- endfor -%}
+    {{- eos_token -}}
+{%- endif -%}
 {%- for message in messages -%}
-    {%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-        {{- raise_exception('role ' ~ message['role'] ~ ' is unknown: use system, user or assistant') -}}
+    {%- if message['role'] not in ['system', 'user', 'assistant', 'tool'] -%}
+        {{- raise_exception('role ' ~ message['role'] ~ ' is unknown: use system, user, assistant or tool') -}}
     {%- endif -%}
-    {{- '<|' ~ message['role'] ~ '|>' ~ message['content'] ~ eos_token -}}
+    {{- '<|' ~ ('user' if message['role'] == 'tool' else message['role']) ~ '|>' ~ message['content'] -}}
+    {%- for call in message['tool_calls'] or [] -%}
+        {{- '\\n<tool_call>\\n' ~ call.function | tojson ~ '\\n</tool_call>' -}}
+    {%- endfor -%}
+    {{- eos_token -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {{- '<|assistant|>' -}}
