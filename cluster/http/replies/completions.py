@@ -47,10 +47,14 @@ class OpenAIReply(Reply):
         """Return a choice of a chunk that has only this text."""
 
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
+        return self.piece_event(index, piece, delta) + self._finish_event(self._without_tokens(index), piece, delta)
+
+    def _without_tokens(self, index: int) -> ChunkChoice:
+        """Return a choice of a chunk beside that of its piece. Clients add up the ids of all events."""
         choice = self._chunk_choice(index)
         if self._context.request.return_token_ids:
-            choice.token_ids = ()  # clients add up the ids of all events
-        return self.piece_event(index, piece, delta) + self._finish_event(choice, piece, delta)
+            choice.token_ids = ()
+        return choice
 
     def _finish_event(self, choice: ChunkChoice, piece: Piece, delta: ReplyDelta) -> bytes:
         """Return the last event of a choice, with its finish reason."""
@@ -141,12 +145,23 @@ class ChatReply(OpenAIReply):
                 content=delta.content if delta.content or not has_more else UNSET,
                 reasoning_content=_reasoning_content(reasoning, delta.content),
                 reasoning=reasoning or UNSET,
-                tool_calls=delta.tool_calls or UNSET,
+                tool_calls=delta.tool_calls[:1] or UNSET,
             ),
             logprobs=self._logprobs(index, piece),
         )
         self._add_tokens(choice, piece)
-        return chunk_event(self._chunk(choice))
+        return chunk_event(self._chunk(choice)) + self._further_calls(index, delta)
+
+    def _further_calls(self, index: int, delta: ReplyDelta) -> bytes:
+        """Return the chunks of the calls after the first. Each has its own, because clients may read only a chunk's
+        first call."""
+        events = b""
+        for call in delta.tool_calls[1:]:
+            choice = self._without_tokens(index)
+            assert isinstance(choice, ChatChunkChoice)
+            choice.delta.tool_calls = (call,)
+            events += chunk_event(self._chunk(choice))
+        return events
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         context = self._context

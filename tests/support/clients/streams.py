@@ -14,16 +14,19 @@ from workers.scheduling.plan import SamplingParams
 Event = dict[str, Any]
 
 
-def in_rounds(answer: str, seed: int, tokenizer: Tokenizer, max_tokens: int = 16) -> Script:
+_MAX_TOKENS = (4, 16, 64)  # most tokens of the small tokenizer are a byte: 64 are 16 of a model's
+
+
+def in_rounds(answer: str, seed: int, tokenizer: Tokenizer) -> Script:
     """A script that says `answer` in rounds of random lengths, as speculation accepts them; others at each request.
-    It ends with an end-of-sequence token. 0.0 between the rounds lets other choices go first."""
+    It ends with an end-of-sequence token. The waits between the rounds let other choices go first."""
     rng = random.Random(seed)
     tokens = [*tokenizer.encode(answer, add_special_tokens=False).ids, 0]
 
     def script(prompt: list[int], sampling: SamplingParams) -> Iterator[TokenDelta | float]:
         at = 0
         while at < len(tokens):
-            chosen = tuple(tokens[at : at + rng.randint(1, max_tokens)])
+            chosen = tuple(tokens[at : at + rng.randint(1, rng.choice(_MAX_TOKENS))])
             at += len(chosen)
             yield rng.choice([0.0, 0.001])
             finish = "stop" if at == len(tokens) else None
@@ -33,8 +36,8 @@ def in_rounds(answer: str, seed: int, tokenizer: Tokenizer, max_tokens: int = 16
 
 
 def chat_message(chunks: Iterable[Event]) -> list[Event]:
-    """The choices of a chat's chunks, as those of the document. A chunk has one entry for each call, in the order of
-    their indices; only the first entry of a call has id, type and name; calls follow each other."""
+    """The choices of a chat's chunks, as those of the document. A chunk has one call at most; only a call's first entry
+    has id, type and name; calls follow each other."""
     choices: list[Event] = []
     for chunk in chunks:
         for part in chunk["choices"]:
@@ -56,8 +59,7 @@ def chat_message(chunks: Iterable[Event]) -> list[Event]:
 
 
 def _add_calls(calls: list[Event], parts: list[Event]) -> None:
-    indices = [part["index"] for part in parts]
-    assert indices == sorted(set(indices)), f"several entries of a call in one chunk: {parts}"
+    assert len(parts) <= 1, f"several calls in one chunk: {parts}"
     for part in parts:
         if part["index"] == len(calls):
             assert part["type"] == "function" and part["id"] and part["function"]["name"]
