@@ -4,6 +4,7 @@ A pytest plugin in a process of `tests.clients.peer_suites`. Reads PEER_RESULTS 
 PEER_LIMIT_S from the environment.
 """
 
+import fnmatch
 import json
 import os
 import signal
@@ -38,6 +39,18 @@ def _skip(*args: Any, **options: Any) -> Any:
     if in_test:
         pytest.skip("uses the peer's own classes")
     return unittest.mock.MagicMock()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests for the stand-in, or those for the server."""
+    patterns, wanted = json.loads(os.environ["PEER_STAND_IN"]), os.environ["PEER_PART"] == "stand-in"
+
+    def fits(item: pytest.Item) -> bool:
+        return any(fnmatch.fnmatchcase(item.nodeid.removeprefix("tests/"), pattern) for pattern in patterns)
+
+    dropped = [item for item in items if fits(item) != wanted]
+    config.hook.pytest_deselected(items=dropped)
+    items[:] = [item for item in items if fits(item) == wanted]
 
 
 @pytest.hookimpl(wrapper=True)

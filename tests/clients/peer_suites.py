@@ -10,31 +10,36 @@ repository; `sglang_expectations.toml` names the release. Files of a folder that
 Nothing of theirs is kept here: the files are copied to a temporary folder, the names of their models replaced by the
 served one, and run in a process of their own, where `peer_fixture.py` or `sglang_fixture.py` stands in for their
 fixture. The exit status is 1 if a test fails that is not expected to. They need openai, anthropic, requests and
-pytest-asyncio, and a server with
-`ingress: {output_parser: hermes, model_aliases: [claude-3-7-sonnet-latest, HuggingFaceH4/zephyr-7b-beta]}`.
+pytest-asyncio (some also rapidfuzz and schemathesis), and a server with
+`ingress: {output_parser: hermes, model_aliases: [claude-3-7-sonnet-latest, HuggingFaceH4/zephyr-7b-beta]}`. Tests that
+assert what a capable model answers run against `tests.clients.stand_in`; without --url, only these.
 """
 
 import argparse
 import collections
+import contextlib
 import fnmatch
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 EXPECTATIONS = {"vllm": HERE / "peer_expectations.toml", "sglang": HERE / "sglang_expectations.toml"}
 _MODEL_NAMES = re.compile(r'^(\w*MODEL\w*) = (?:"[^"\n]+"|os\.environ\.get\([^)\n]*\))$', re.MULTILINE)
-_TOOL_MODELS = re.compile(r'"model": "[\w./-]+"')
+_NAMED_MODELS = re.compile(r'"(model|model_arg)": "[\w.-]+/[\w./-]+"')
 _ANY_MODEL = re.compile(r'\bmodel="[\w.-]+/[\w.-]+"')
 _FOLDERS = ("entrypoints", "tool_use")
 
@@ -44,13 +49,45 @@ Outcomes = dict[str, tuple[str, str]]  # test -> "passed", "failed" or "skipped"
 def main() -> int:
     """The command."""
     options = _options()
-    model = httpx.get(f"{options.url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
     peer = "vllm" if options.vllm else "sglang"
     expected = tomllib.loads(EXPECTATIONS[peer].read_text())
-    for test in expected.get("model_answers", ()):
-        name, _, case = test.partition("::")
-        expected["expected"].setdefault(name, {})[case] = "the small model's answer differs"
+    patterns = expected.get("stand_in", [])
     files = [name for name in expected["files"] if any(part in name for part in options.only)]
+    outcomes: Outcomes = {}
+    if options.url:
+        outcomes |= _outcomes(files, patterns, "server", options.url, options)
+    for_stand_in = {pattern.partition("::")[0] for pattern in patterns}
+    if names := [name for name in files if any(fnmatch.fnmatchcase(name, pattern) for pattern in for_stand_in)]:
+        options.tokenizer = ROOT / "deploy" / "models" / "target"
+        with _stand_in() as url:
+            outcomes |= _outcomes(names, patterns, "stand-in", url, options)
+    if options.results:
+        options.results.write_text(json.dumps(outcomes, indent=1))
+    return _report(outcomes, files, expected["expected"])
+
+
+@contextlib.contextmanager
+def _stand_in() -> Iterator[str]:
+    """Run `tests.clients.stand_in`; give its URL."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-m", "tests.clients.stand_in", str(port)], cwd=ROOT)
+    try:
+        url, end_s = f"http://127.0.0.1:{port}", time.monotonic() + 120
+        while time.monotonic() < end_s:
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(f"{url}/v1/models").raise_for_status()
+                break
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def _outcomes(files: list[str], patterns: list[str], part: str, url: str, options: Any) -> Outcomes:
+    """Run the tests of `files` at one URL. part: "stand-in" for those of `patterns`, "server" for all others."""
+    model = httpx.get(f"{url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         shutil.copy(HERE / "peer_outcomes.py", root)
@@ -58,10 +95,8 @@ def main() -> int:
             _copy_vllm(options.vllm / "tests", root, model)
         else:
             files = _copy_sglang(options.sglang, root, files, model)
-        outcomes = _run(root, files, options, model)
-    if options.results:
-        options.results.write_text(json.dumps(outcomes, indent=1))
-    return _report(outcomes, files, expected["expected"])
+        peer = {"PEER_URL": url.rstrip("/"), "PEER_MODEL": model}
+        return _run(root, files, options, peer | {"PEER_PART": part, "PEER_STAND_IN": json.dumps(patterns)})
 
 
 def _options() -> Any:
@@ -69,8 +104,8 @@ def _options() -> Any:
     peer = parser.add_mutually_exclusive_group(required=True)
     peer.add_argument("--vllm", type=Path, help="folder of vLLM's source distribution")
     peer.add_argument("--sglang", type=Path, nargs="+", help="folders of SGLang's tests")
-    parser.add_argument("--url", required=True, help="of the server")
-    parser.add_argument("--tokenizer", type=Path, required=True, help="folder of the served model")
+    parser.add_argument("--url", help="of the server; without it only the tests for the stand-in run")
+    parser.add_argument("--tokenizer", type=Path, default=ROOT, help="folder of the served model")
     parser.add_argument("--only", nargs="+", default=[""], help="files whose path has one of these")
     parser.add_argument("--limit-s", type=int, default=60, help="of one test (default: 60)")
     parser.add_argument("--total-s", type=float, help="of all tests (default: no limit)")
@@ -85,8 +120,7 @@ def _copy_vllm(source: Path, root: Path, model: str) -> None:
         copy = root / "tests" / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         text = _MODEL_NAMES.sub(lambda found: f"{found[1]} = {model!r}", path.read_text())
-        if path.name == "utils.py":
-            text = _TOOL_MODELS.sub(f'"model": {json.dumps(model)}', text)
+        text = _NAMED_MODELS.sub(lambda found: f'"{found[1]}": {json.dumps(model)}', text)
         copy.write_text(text)
     for folder in [root / "tests", *(each for each in (root / "tests").rglob("*") if each.is_dir())]:
         (folder / "__init__.py").touch()
@@ -114,11 +148,10 @@ def _copy_sglang(sources: list[Path], root: Path, files: list[str], model: str) 
     return found
 
 
-def _run(root: Path, files: list[str], options: Any, model: str) -> Outcomes:
+def _run(root: Path, files: list[str], options: Any, peer: Mapping[str, str]) -> Outcomes:
     results = root / "results.json"
     environment = os.environ | {
-        "PEER_URL": options.url.rstrip("/"),
-        "PEER_MODEL": model,
+        **peer,
         "PEER_TOKENIZER": str(options.tokenizer.resolve()),
         "PEER_RESULTS": str(results),
         "PEER_LIMIT_S": str(options.limit_s),
@@ -134,6 +167,8 @@ def _run(root: Path, files: list[str], options: Any, model: str) -> Outcomes:
             subprocess.run(command, cwd=root, env=environment, stdout=output, stderr=output, timeout=options.total_s)
         except subprocess.TimeoutExpired:
             print(f"not all tests ran within {options.total_s} s (--total-s)", file=sys.stderr)
+    if not results.exists() and "deselected" in log.read_text():
+        return {}
     if not results.exists():
         raise SystemExit(log.read_text()[-4000:])
     return {name.removeprefix("tests/"): tuple(found) for name, found in json.loads(results.read_text()).items()}
