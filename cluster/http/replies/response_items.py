@@ -1,13 +1,14 @@
 """The items of a response, and the events of a stream that build them, while they are generated or afterwards."""
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
 from cluster.http.replies.streaming import named_event
+from cluster.http.requests.responses import joined_name
 from cluster.http.schema.completions import FunctionDelta, TokenLogprob, ToolCallDelta
 from cluster.http.schema.responses import (
     FunctionCallItem,
@@ -25,11 +26,13 @@ from cluster.http.schema.responses import (
 class ItemEvents:
     """Builds items and their events. Only the last item can be open.
 
+    namespaces: namespace and own name of functions that have one, by the name that the model sees.
     output: the items so far.
     Argument item_id of methods: the item's id; "" for a new one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]]) -> None:
+        self._namespaces = namespaces
         self.output: list[OutputItem] = []
         self._is_open = False  # whether the last item is open
         self._num_events = 0
@@ -64,8 +67,14 @@ class ItemEvents:
         events = b""
         if call.id is not UNSET:
             assert call.function.name is not UNSET
+            namespace, name = self._namespaces.get(call.function.name, (UNSET, call.function.name))
             item = FunctionCallItem(
-                id=item_id or _id("fc"), call_id=call.id, name=call.function.name, arguments="", status="in_progress"
+                id=item_id or _id("fc"),
+                call_id=call.id,
+                name=name,
+                namespace=namespace,
+                arguments="",
+                status="in_progress",
             )
             events = self._open(item)
         last = self.output[-1]
@@ -119,7 +128,7 @@ class ItemEvents:
         if isinstance(item, ReasoningItem):
             events = self.reasoning(item.content[0].text, item.id)
         elif isinstance(item, FunctionCallItem):
-            function = FunctionDelta(name=item.name, arguments=item.arguments)
+            function = FunctionDelta(name=_shown_name(item), arguments=item.arguments)
             events = self.call(ToolCallDelta(index=0, id=item.call_id, function=function), item.id)
         else:
             events = self.content(item.content[0].text, item.content[0].logprobs, item.id)
@@ -129,7 +138,8 @@ class ItemEvents:
 
 def replayed(response: Response) -> Iterator[bytes]:
     """Yield the events of a finished response. Each text is one delta."""
-    items = ItemEvents()
+    calls = [item for item in response.output if isinstance(item, FunctionCallItem)]
+    items = ItemEvents({_shown_name(item): (item.namespace, item.name) for item in calls if item.namespace})
     begun = msgspec.structs.replace(
         response, status="in_progress", output=[], usage=None, incomplete_details=None, metrics=UNSET
     )
@@ -138,6 +148,10 @@ def replayed(response: Response) -> Iterator[bytes]:
     for item in response.output:
         yield from items.whole(item)
     yield items.event(f"response.{response.status}", response=response)
+
+
+def _shown_name(item: FunctionCallItem) -> str:
+    return joined_name(item.namespace or None, item.name)
 
 
 def _id(prefix: str) -> str:

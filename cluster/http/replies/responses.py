@@ -10,6 +10,7 @@ from cluster.http.errors import ApiError
 from cluster.http.parsers.output_parser import ReplyDelta
 from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.response_items import ItemEvents
+from cluster.http.requests.responses import namespaces
 from cluster.http.schema.completions import TokenLogprob, ToolCallDelta
 from cluster.http.schema.response import FinishReason
 from cluster.http.schema.responses import (
@@ -39,7 +40,7 @@ class ResponsesReply(Reply):
         self._body = body
         self._store = store
         self._keep = keep
-        self._items = ItemEvents()
+        self._items = ItemEvents(namespaces(body))
 
     def first_event(self, index: int) -> bytes:
         response = self._response("in_progress")

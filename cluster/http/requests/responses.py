@@ -1,7 +1,7 @@
 """Converts requests to /v1/responses to chats, with items as messages. Raises ApiError."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from cluster.http.schema.responses import (
     InputReasoning,
     Item,
     NamedFunction,
+    Namespace,
     OutputItem,
     ResponsesRequest,
     ResponseTool,
@@ -83,9 +84,8 @@ def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> Ch
     values |= {"messages": [*instructions, *conversation], "max_completion_tokens": body.max_output_tokens}
     if body.tools:
         values["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in body.tools
-            if isinstance(tool, ResponseTool)
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True) | {"name": name}}
+            for name, _, tool in _functions(body)
         ]
     choice = body.tool_choice
     is_named = isinstance(choice, NamedFunction)
@@ -109,6 +109,25 @@ def to_responses_error(error: ApiError) -> ApiError:
     return error
 
 
+def joined_name(namespace: str | None, name: str) -> str:
+    """Return the name under which the model sees a function."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+def namespaces(body: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """Return namespace and own name of the functions that have a namespace, by the name that the model sees."""
+    return {name: (namespace, tool.name) for name, namespace, tool in _functions(body) if namespace}
+
+
+def _functions(body: ResponsesRequest) -> Iterator[tuple[str, str, ResponseTool]]:
+    """Yield name, namespace ("" without one) and declaration of each function that the model is shown."""
+    for tool in body.tools or ():
+        namespace = tool.name if isinstance(tool, Namespace) else ""
+        for each in tool.tools if isinstance(tool, Namespace) else [tool]:
+            if isinstance(each, ResponseTool):
+                yield joined_name(namespace, each.name), namespace, each
+
+
 def input_messages(items: str | Sequence[Item]) -> list[MessageDict]:
     """Return `input`, a text or items, as messages."""
     if isinstance(items, str):
@@ -122,7 +141,7 @@ def input_messages(items: str | Sequence[Item]) -> list[MessageDict]:
                 text = "\n".join(part.text for part in item.content or ())
                 _add(messages, {"role": "assistant", "reasoning_content": text})
             case InputCall():
-                call = {"name": item.name, "arguments": item.arguments}
+                call = {"name": joined_name(item.namespace, item.name), "arguments": item.arguments}
                 calls = [{"id": item.call_id, "type": "function", "function": call}]
                 _add(messages, {"role": "assistant", "tool_calls": calls})
             case InputCallOutput():

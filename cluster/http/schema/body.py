@@ -72,12 +72,13 @@ def by_type(default: str = "") -> Discriminator:
     return Discriminator(tag)
 
 
-def one_type_or_other(known: str) -> Discriminator:
-    """Choose between objects whose `type` is `known` or absent, tagged `<known>`, and others, tagged `<other>`."""
+def known_type_or_other(*known: str) -> Discriminator:
+    """Choose among objects whose `type` is known, each tagged `<type>`, and others, tagged `<other>`. Without a type it
+    is the first of the known ones."""
 
     def tag(value: Any) -> str:
         kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-        return f"<{known if kind in (known, None) else 'other'}>"
+        return f"<{known[0] if kind is None else kind if kind in known else 'other'}>"
 
     return Discriminator(tag)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
-from cluster.http.schema.body import MAX_PARTS, Schema, by_type, one_type_or_other, text_or_list
+from cluster.http.schema.body import MAX_PARTS, Schema, by_type, known_type_or_other, text_or_list
 from cluster.http.text.json_text import call_arguments
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -131,7 +131,9 @@ class OtherTool(Schema):
 
 
 Tools = list[
-    Annotated[Annotated[Tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], one_type_or_other("function")]
+    Annotated[
+        Annotated[Tool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")], known_type_or_other("function")
+    ]
 ]
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field, Tag
 
-from cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, one_type_or_other, text_or_list
+from cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, known_type_or_other, text_or_list
 from cluster.http.schema.message import Arguments, FunctionName, OtherTool
 from cluster.http.schema.request import Count, RequestId, Seed
 from cluster.http.schema.response import RequestMetrics, Struct
@@ -95,7 +95,7 @@ class MessagesTool(Schema):
 MessagesTools = list[
     Annotated[
         Annotated[MessagesTool, Tag("<custom>")] | Annotated[OtherTool, Tag("<other>")],
-        one_type_or_other("custom"),
+        known_type_or_other("custom"),
     ]
 ]
 

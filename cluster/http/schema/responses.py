@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, Tag
 
-from cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, one_type_or_other, text_or_list
+from cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, known_type_or_other, text_or_list
 from cluster.http.schema.completions import TokenLogprob
 from cluster.http.schema.message import Arguments, Content, FunctionName, OtherTool, ReasoningEffort, Role
 from cluster.http.schema.request import IGNORED, REFUSED, Count, SamplingFields
@@ -53,6 +53,7 @@ class InputCall(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: Arguments = None
 
 
@@ -85,12 +86,21 @@ class ResponseTool(Schema):
     strict: bool | None = None
 
 
-ResponseTools = list[
-    Annotated[
-        Annotated[ResponseTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
-        one_type_or_other("function"),
-    ]
-]
+_Function = Annotated[ResponseTool, Tag("<function>")]
+_Other = Annotated[OtherTool, Tag("<other>")]
+
+
+class Namespace(Schema):
+    """Functions that share a namespace, such as those of one MCP server (Codex)."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    tools: list[Annotated[_Function | _Other, known_type_or_other("function")]]
+    description: str | None = None
+
+
+_Namespace = Annotated[Namespace, Tag("<namespace>")]
+ResponseTools = list[Annotated[_Function | _Namespace | _Other, known_type_or_other("function", "namespace")]]
 
 
 class NamedFunction(Schema):
@@ -193,6 +203,7 @@ class FunctionCallItem(Struct, tag_field="type", tag="function_call", kw_only=Tr
     id: str
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str
     status: ItemStatus
 

@@ -55,6 +55,7 @@ CODEX: dict[str, Any] = {
     ],
     "tools": [
         SHELL,
+        {"type": "namespace", "name": "agents", "description": "of agents", "tools": [SHELL | {"name": "spawn_agent"}]},
         {"type": "tool_search", "execution": "client", "description": "of tools", "parameters": STRING},
         {"type": "custom", "name": "apply_patch", "description": "a patch", "format": {"type": "grammar"}},
         {"type": "local_shell"},
@@ -72,8 +73,8 @@ CODEX: dict[str, Any] = {
     "client_metadata": {"session_id": "01a2"},
 }
 CODEX_IGNORED = (
-    "client_metadata,tools[1].type=tool_search,tools[2].type=custom,tools[3].type=local_shell,"
-    "tools[4].type=web_search,tools[5].type=image_generation,reasoning.effort"
+    "client_metadata,tools[2].type=tool_search,tools[3].type=custom,tools[4].type=local_shell,"
+    "tools[5].type=web_search,tools[6].type=image_generation,reasoning.effort"
 )
 CLAUDE_CODE: dict[str, Any] = {
     "model": MODEL,

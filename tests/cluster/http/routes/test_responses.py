@@ -252,6 +252,32 @@ async def test_a_stored_response_comes_as_events_too() -> None:
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "starting_after"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_functions_of_a_namespace_are_called_and_come_back_by_their_own_name(stream: bool) -> None:
+    call = CALL.replace("weather", "mcp__sky__weather")
+    search = {"type": "web_search"}
+    tools = [{"type": "namespace", "name": "mcp__sky__", "tools": [WEATHER, search]}, WEATHER]
+    engine = FakeEngine(says(call))
+    async with in_process(engine, output_parser="hermes") as client:
+        reply = await client.post(RESPONSES, json=ASK | {"tools": tools, "stream": stream})
+        assert reply.headers["x-aerie-ignored"] == "tools[0].tools[1].type=web_search"
+        document = _events(reply.text)[-1]["response"] if stream else reply.json()
+        (item,) = document["output"]
+        assert (item["namespace"], item["name"], item["arguments"]) == ("mcp__sky__", "weather", '{"place": "Bern"}')
+        shown = json.loads(_prompt(engine).partition("TOOLS ")[2].partition(" <tool_call>")[0])
+        assert [tool["function"]["name"] for tool in shown] == ["mcp__sky__weather", "weather"]
+        kept = await client.get(f"{RESPONSES}/{document['id']}", params={"stream": "true"})
+        assert _events(kept.text)[-1]["response"]["output"] == [item]
+        result = {"type": "function_call_output", "call_id": item["call_id"], "output": "rain"}
+        for more in ({"input": [item, result]}, {"input": [result], "previous_response_id": document["id"]}):
+            reply = await client.post(RESPONSES, json=ASK | {"tools": tools} | more)
+            assert reply.status_code == 200, reply.text
+            assert "[mcp__sky__weather " in _prompt(engine)
+        same = [tools[0], tools[0]]
+        reply = await client.post(RESPONSES, json=ASK | {"tools": same})
+        assert reply.status_code == 400 and "two functions have the same name" in reply.json()["error"]["message"]
+
+
 async def test_compaction_is_not_found() -> None:
     async with in_process(FakeEngine(says("x"))) as client:
         reply = await client.post(f"{RESPONSES}/compact", json=ASK)
