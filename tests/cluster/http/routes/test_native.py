@@ -94,7 +94,7 @@ async def test_each_prompt_may_have_its_own_sampling_parameters() -> None:
 
 async def test_every_grammar_of_a_list_is_checked() -> None:
     class Checker:
-        async def check(self, grammar: Grammar) -> None:
+        async def check(self, grammar: Grammar, param: str) -> None:
             if grammar.text == "b":
                 raise ApiError(400, "slow")
 
