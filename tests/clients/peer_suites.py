@@ -133,7 +133,9 @@ def _copy_sglang(sources: list[Path], root: Path, files: list[str], model: str) 
     shutil.copy(HERE / "sglang_fixture.py", root / "peer_fixture.py")
     found = []
     for name in files:
-        source = next((folder / name for folder in sources if (folder / name).exists()), None)
+        # releases move files between folders of `registered`
+        found_files = (path for folder in sources for path in sorted(folder.rglob(Path(name).name)))
+        source = next(found_files, None)
         if source is None:
             print(f"{name}: in none of the folders", file=sys.stderr)
             continue

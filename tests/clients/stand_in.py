@@ -7,6 +7,7 @@ that thinks, calls tools and answers as these tests ask it to.
 as JSON, which the engine reads back. Calls are in Hermes' form, reasoning is between `<think>` and `</think>`.
 """
 
+import contextlib
 import json
 import random
 import re
@@ -55,21 +56,38 @@ CALLS: list[tuple[str, str, dict[str, Any]]] = [
     ("current time in New York", "get_time", {"city": "New York"}),
     ("123 + 456", "calculator", {"expression": "123 + 456"}),
     ("7 * 8", "calculator", {"expression": "7 * 8"}),
+    ("(3+5)", "add", {"a": 3, "b": 5}),
+    ("sum 5 and 7", "add", {"a": 5, "b": 7}),
+    ("compute 5 - 7", "sub", {"int_a": 5, "int_b": 7}),
+    ("Paris in celsius", "get_current_weather", {"city": "Paris", "unit": "celsius"}),
+    ("Paris in celsius", "get_weather", {"city": "Paris", "unit": "celsius"}),
     ("stock price for IBM", "get_stock_price", {"ticker": "IBM"}),
 ]
 RANGE = {"start_time": "2026-01-26", "end_time": "2026-01-27"}
 AFTER_RESULTS = [("2026-01-26T09", "get_acme_region_name_for_transaction_id", RANGE)]
+CAPITALS = {
+    "France": "Paris",
+    "Germany": "Berlin",
+    "Italy": "Rome",
+    "Japan": "Tokyo",
+    "Spain": "Madrid",
+    "Egypt": "Cairo",
+    "Russia": "Moscow",
+    "Australia": "Canberra",
+}
 TEXTS: list[tuple[str, str]] = [
-    ("capital of France", "The capital of France is Paris."),
+    *((f"capital of {country}", f" The capital is {city}.") for country, city in CAPITALS.items()),
     (r"13 \* 24", "13 * 24 is 312. QED."),
     ("Multiply the result by 2", "30. QED."),
     (r"1\+1.*without any other text", "2"),
     (r"1 ?\+ ?1", '{"result": 2}'),
+    (r"17 multiplied by 23[^\n]*\nA:$", " 391"),
+    (r"primary colors", " yellow"),
     ("another one with a different name", '{"name": "Bea", "age": 41}'),
     ("science fair on Friday", '{"event_name": "Science Fair", "date": "Friday", "participants": ["Alice", "Bob"]}'),
 ]
 THOUGHT = "<think>\nBefore I answer, I think about this: {}\n</think>\n\n"
-SENTENCE = "This is a plain answer of several words, as long as anybody may want it to be. "
+SENTENCE = "This is a plain answer of several words, as long as anybody may want it to be.\n"
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,11 @@ def intended(talk: Conversation) -> str:
         return f"The tools say: {' '.join(told)}"
     if "name again" in talk.last:
         return re.findall(r"name is (?!not)(\w+)", " ".join(texts))[-1]
-    return next((text for asked, text in TEXTS if re.search(asked, talk.last, re.DOTALL)), SENTENCE * 2)
+    return _text_for(talk.last, SENTENCE * 2)
+
+
+def _text_for(asked: str, otherwise: str) -> str:
+    return next((text for pattern, text in TEXTS if re.search(pattern, asked, re.DOTALL)), otherwise)
 
 
 def calls_for(talk: Conversation) -> list[tuple[str, dict[str, Any]]]:
@@ -144,9 +166,11 @@ class StandIn:
 
     def _text(self, prompt: str, sampling: SamplingParams) -> str:
         start = prompt.find('{"messages"')
-        found, end = json.JSONDecoder().raw_decode(prompt[start:]) if start >= 0 else (None, 0)
+        found, end = None, 0
+        with contextlib.suppress(ValueError):  # a message that is continued is cut in its text
+            found, end = json.JSONDecoder().raw_decode(prompt[start:]) if start >= 0 else (None, 0)
         talk = Conversation(**found) if found else None
-        answer = SENTENCE * 40 if talk is None else intended(talk)
+        answer = _text_for(prompt, SENTENCE * 40) if talk is None else intended(talk)
         has_thought = "</think>" in prompt[start + end :]  # the thinking budget ended the thought
         thought = THOUGHT.format(talk.last[:80]) if talk is not None and talk.thinks and not has_thought else ""
         if sampling.grammar is None:

@@ -75,6 +75,7 @@ const forms = {
         tools: [{ name: 'weather', input_schema: parameters }],
         tool_choice: { type: 'any', disable_parallel_tool_use: !several },
         max_tokens: limit,
+        temperature: 0,
       }
       const reply = stream ? await claude.messages.stream(asked).finalMessage() : await claude.messages.create(asked)
       const text = reply.content.map((block) => (block.type === 'text' ? block.text : '')).join('')
