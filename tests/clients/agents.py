@@ -3,7 +3,8 @@ command. `python -m tests.clients.agents FOLDER [NAME ...]` installs the program
 are missing, and prints a table; `--list` prints their names.
 
 The engine is scripted: it answers like a model that calls the agent's own tools, in pieces of one to 16 tokens as a
-draft makes them. Each program runs in a network namespace that has only the loopback, so nothing leaves the machine.
+draft makes them. Each program runs in a network namespace that has only the loopback, so nothing leaves the machine,
+and in a process namespace, so that servers which it starts end with it.
 """
 
 import argparse
@@ -186,7 +187,9 @@ def main() -> int:
         for name in names:
             binary(AGENTS[name], options.folder.resolve())
         inside = [sys.executable, "-m", "tests.clients.agents", "--inside", str(options.folder.resolve()), *names]
-        return subprocess.run(["unshare", "--map-root-user", "--net", *inside]).returncode
+        return subprocess.run(
+            ["unshare", "--map-root-user", "--net", "--pid", "--fork", "--kill-child", *inside]
+        ).returncode
     loopback_up()
     print("| agent | version | replies | ignored and named | result |\n| --- | --- | --- | --- | --- |", flush=True)
     failed = 0
