@@ -65,6 +65,14 @@ def multi_gpu_only(num_gpus: int = 2) -> pytest.MarkDecorator:
     return pytest.mark.skip(reason="starts an engine of several GPUs")
 
 
+LocalAssetServer = NotByURL
+
+
+@pytest.fixture
+def local_asset_server() -> None:
+    """Stands in for a server of pictures, which tests of text do not ask."""
+
+
 def requires_fp8(test: Any) -> Any:
     """Stands in for the mark of tests that start an engine with FP8 weights."""
     return pytest.mark.skip(reason="starts an engine with FP8 weights")(test)

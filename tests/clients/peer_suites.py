@@ -124,7 +124,8 @@ def _copy_vllm(source: Path, root: Path, model: str) -> None:
         copy.write_text(text)
     for folder in [root / "tests", *(each for each in (root / "tests").rglob("*") if each.is_dir())]:
         (folder / "__init__.py").touch()
-    (root / "tests" / "utils.py").write_text("from peer_fixture import *  # noqa: F403\n")
+    for name in ("utils.py", "conftest.py"):
+        (root / "tests" / name).write_text("from peer_fixture import *  # noqa: F403\n")
     (root / "pytest.ini").write_text("[pytest]\n")
 
 

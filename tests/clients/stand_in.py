@@ -173,8 +173,9 @@ class StandIn:
         answer = _text_for(prompt, SENTENCE * 40) if talk is None else intended(talk)
         has_thought = "</think>" in prompt[start + end :]  # the thinking budget ended the thought
         thought = THOUGHT.format(talk.last[:80]) if talk is not None and talk.thinks and not has_thought else ""
-        if sampling.grammar is None:
-            return thought + answer
+        thought = thought if sampling.max_tokens > 16 else ""
+        if sampling.grammar is None:  # JSON only for those who ask for it
+            return thought + (SENTENCE if answer.startswith("{") else answer)
         matcher = xgrammar.GrammarMatcher(self._compiler.compile(sampling.grammar))
         for begun in (thought + answer, answer, f"{thought}<tool_call>", "<tool_call>", thought, ""):
             if matcher.accept_string(begun):
