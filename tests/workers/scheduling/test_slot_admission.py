@@ -133,6 +133,21 @@ def test_the_simulation_of_any_queue_ends(seed: int) -> None:
     assert len(start_s) == 40 and start_s == sorted(start_s) and 0.0 < start_s[-1] < 300.0
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_simulation_ends_with_fractions_of_tokens(seed: int) -> None:
+    """Prompts are scaled to the queue's mean, so a group may have less than a token, or what rounding left of one."""
+    rng = random.Random(seed)
+    budget = LatencyBudget.of(CONFIG, StepTime(COSTS, 8, noise=0.0))
+    steps = StepForecast(budget, RoundShapes((PLAIN,)), [1.0], 100.0, 0.0)
+
+    def work(prompt_tokens: float) -> Work:
+        return Work(rng.randint(1, 3), prompt_tokens, max(1.0, prompt_tokens), rng.choice([1.0, 20.0]))
+
+    waiting = [work(rng.choice([0.0, 1e-9, 0.3, 1 / 3, 7.7, 900.1])) for _ in range(40)]
+    start_s = QueueSimulation([work(0.1), work(0.0)], waiting, steps, 8, 10_000, 16).start_s()
+    assert len(start_s) == 40 and 0.0 < max(start_s) < 300.0
+
+
 def test_who_comes_again_after_retry_after_is_taken() -> None:
     """An engine of 16 slots gets 400 requests at once, with a limit of 20 s."""
     policy = replace(ENGINES["70B"], config=SchedulerConfig(16, 2048))

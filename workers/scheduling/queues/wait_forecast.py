@@ -157,6 +157,8 @@ class QueueSimulation:
         self._num_free_slots -= work.num_requests
         self._kv_tokens += work.num_requests * work.kv_tokens
         if work.prompt_tokens <= 0.0:
+            if index >= 0:
+                self._start_ms[index] = self._ms
             self._decode(work)
             return
         self._prompts.append((work, index))
@@ -186,13 +188,20 @@ class QueueSimulation:
         self._kv_tokens -= work.num_requests * kv_tokens
         return Work(work.num_requests, kv_tokens, kv_tokens, work.answer_tokens - tokens)
 
+    def _next_tokens(self) -> float:
+        """Return the prompt tokens that the next steps may compute: at least one while there are prompts, although
+        scaling and rounding may leave less."""
+        if not self._prompts:
+            return 0.0
+        # the first group's requests come one after the other in fact, not at once
+        others = self._left_tokens - min(self._left_tokens, self._prompts[0][0].prompt_tokens)
+        return max(1.0, self._pending_tokens - others)
+
     def _advance(self) -> None:
         """Run steps up to the next event, and apply it."""
         while self._ends and self._ends[0][1] not in self._decoding:
             heapq.heappop(self._ends)
-        # the first group's requests come one after the other in fact, not at once
-        others = self._left_tokens - min(self._left_tokens, self._prompts[0][0].prompt_tokens) if self._prompts else 0.0
-        tokens, chunk_tokens, ms = self._steps.step(self._num_decoding, self._pending_tokens - others)
+        tokens, chunk_tokens, ms = self._steps.step(self._num_decoding, self._next_tokens())
         growth = tokens * self._num_decoding
         until_prompt = self._left_tokens / chunk_tokens if self._prompts else math.inf
         until_end = (self._ends[0][0] - self._tokens) / tokens + ROUNDS_AFTER_END if self._ends else math.inf
