@@ -104,8 +104,10 @@ class LatencyBudget:
         target_ms = self.target_ms
         return max(MIN_MASK_WAIT_MS, min(target_ms / 2, max(target_ms / 4, target_ms - expected_ms)))
 
-    def step_limit_ms(self, rounds: StepRounds, backlog_tokens: int) -> float:
+    def step_limit_ms(self, rounds: StepRounds, backlog_tokens: int, backlog_context: float = 0.0) -> float:
         """Return the maximum milliseconds of a step with these rounds and `backlog_tokens` pending prompt tokens.
+
+        backlog_context: number of cached or computed tokens before a pending one, averaged over `backlog_tokens`.
 
         With rounds, the largest of three times:
         - the target;
@@ -113,14 +115,15 @@ class LatencyBudget:
           rounds;
         - the rounds and `MIN_SHARE` of the target.
 
-        Without rounds no request waits for its next token, so the limit is `limit_ms`. With "auto" the step may also
-        complete a backlog that exceeds it by less than the smallest step.
+        Without rounds no request waits for its next token, so the limit is `limit_ms`. With "auto" it is longer by the
+        smallest step if the whole backlog then fits, because a rest would take a step of its own.
         """
         if rounds.num_requests == 0:
-            all_ms = self.prompt_ms(backlog_tokens)
-            may_stretch = self.may_stretch and backlog_tokens <= self.max_step_tokens
-            is_near = all_ms <= self.limit_ms + self._chunk_ms(1)
-            return max(self.limit_ms, all_ms + _ROUNDING_MS) if may_stretch and is_near else self.limit_ms
+            if not self.may_stretch or backlog_tokens > self.max_step_tokens:
+                return self.limit_ms
+            stretched_ms, step = self.limit_ms + self._chunk_ms(1), Step(*rounds)
+            fitting = self.step_time.chunk_tokens_within(stretched_ms, step, backlog_tokens, backlog_context)
+            return stretched_ms + _ROUNDING_MS if fitting == backlog_tokens else self.limit_ms
         stretched_ms = min(BACKLOG_SHARE * self.prompt_ms(backlog_tokens), self.limit_ms)
         rounds_ms = self.step_time.ms(Step(*rounds))
         return max(self.target_ms, stretched_ms, rounds_ms + MIN_SHARE * self.target_ms)
@@ -148,9 +151,10 @@ class LatencyBudget:
         step_time = self.step_time
         return step_time.ms(Step(step_time.costs.default, chunk_tokens=num_tokens)) if num_tokens else 0.0
 
-    def step(self, rounds: StepRounds, backlog_tokens: int) -> "StepBudget":
-        """Return the budget of the next step."""
-        return StepBudget(self.max_step_tokens, self.step_time, rounds, self.step_limit_ms(rounds, backlog_tokens))
+    def step(self, rounds: StepRounds, backlog_tokens: int, backlog_context: float = 0.0) -> "StepBudget":
+        """Return the budget of the next step. Arguments as in `step_limit_ms`."""
+        limit_ms = self.step_limit_ms(rounds, backlog_tokens, backlog_context)
+        return StepBudget(self.max_step_tokens, self.step_time, rounds, limit_ms)
 
 
 class StepBudget:

@@ -147,15 +147,17 @@ class PrefillPlanner:
     def _step_budget(self, rounds: StepRounds) -> StepBudget:
         if self.budget is None:
             return StepBudget(self._max_step_tokens)
-        return self.budget.step(rounds, self._admissible_tokens())
+        return self.budget.step(rounds, *self._admissible())
 
-    def _admissible_tokens(self) -> int:
-        """Return the uncomputed prompt tokens of requests that have a slot or could get one now."""
+    def _admissible(self) -> tuple[int, float]:
+        """Return the uncomputed prompt tokens of requests that have a slot or could get one now, and the mean number of
+        tokens before them that need not be computed."""
         queues = self._queues
-        backlog = sum(len(sequence.tokens) - sequence.computed for sequence in queues.prefilling.values())
+        prompts = [(len(sequence.tokens), sequence.computed) for sequence in queues.prefilling.values()]
         for sequence in islice(queues.waiting, self._slot_pages.num_free_slots):
-            backlog += len(sequence.tokens) - sequence.num_cached
-        return backlog
+            prompts.append((len(sequence.tokens), sequence.num_cached))
+        tokens = sum(total - start for total, start in prompts)
+        return tokens, sum((total - start) * start for total, start in prompts) / max(tokens, 1)
 
     def _plan_chunk(self, sequence: Sequence, budget: StepBudget, builder: PlanBuilder, drafted: RoundShape) -> int:
         """Plan the request's next chunk within budget and pages. Return its number of tokens."""

@@ -5,7 +5,7 @@ out or written to another's page.
 """
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.simulation.integrity import check_queues
@@ -76,21 +76,29 @@ class Watched(Simulation):
         before = self.pending()
         plan = super().schedule()
         if plan is not None:
-            self.check_budget(plan, sum(count for _, count in before.values()))
+            self.check_budget(plan, before)
             if self.is_roomy and not any(sequence.probation for sequence, _ in before.values()):
                 self.check_order(plan, before)  # suspects of a crash are admitted one after the other
         return plan
 
-    def check_budget(self, plan: StepPlan, backlog_tokens: int) -> None:
-        """The step keeps to its limit, or carries its one token of progress. backlog_tokens: that were pending."""
+    def check_budget(self, plan: StepPlan, before: dict[int, tuple[Sequence, int]]) -> None:
+        """The step keeps to its limit, or carries its one token of progress. before: what was pending."""
         budget, rounds = self.scheduler._prefill.budget, self.rounds(plan)
         assert budget is not None
         counts = [(len(chunk.tokens) // 4, chunk.start) for chunk in plan.chunks]
         tokens = sum(count for count, _ in counts)
-        if tokens > 1:
-            most_ms = max(budget.limit_ms, budget.step_limit_ms(rounds, max(tokens, backlog_tokens)))
-            context = sum(count * start for count, start in counts) / tokens
-            assert budget.step_time.ms(Step(*rounds, tokens, context)) <= most_ms + ROUNDING_MS
+        if tokens <= 1:
+            return
+        context = sum(count * start for count, start in counts) / tokens
+        ms = budget.step_time.ms(Step(*rounds, tokens, context))
+        if rounds.num_requests:
+            backlog_tokens = max(tokens, sum(count for _, count in before.values()))
+            assert ms <= max(budget.limit_ms, budget.step_limit_ms(rounds, backlog_tokens)) + ROUNDING_MS
+        elif ms > budget.limit_ms + ROUNDING_MS:
+            smallest_ms = budget.step_time.ms(Step(chunk_tokens=1))
+            assert budget.may_stretch and ms <= budget.limit_ms + smallest_ms + 2 * ROUNDING_MS
+            cut = [chunk.next_token for chunk in plan.chunks if chunk.next_token >= 0]
+            assert not (cut and self.is_roomy), "a step exceeds the limit and leaves a rest all the same"
 
     def rounds(self, plan: StepPlan) -> StepRounds:
         slots = unpack_i32(plan.slots)
@@ -141,6 +149,16 @@ class Watched(Simulation):
         return requests
 
 
+FLAT = RoundCosts((1, 4, 50), (0.1, 0.1, 0.1), (0.0, 0.0, 0.0))
+CACHED_PREFIX = [("submit", 1, 1), ("submit", 1, 1), ("submit", 10, 1), ("step", 1, 1), ("submit", 60, 1)]
+
+
+# 52 tokens after 8 cached ones would just fit without the attention to these 8
+@example(
+    CostTable((FLAT, FLAT), (0, 50), (1, 16, 17), ((0.1, 1.1, 1.1), (0.2,) * 3), 1, 1 / 128), "auto", CACHED_PREFIX
+)
+# a step of 52 tokens takes longer than three of 17 and one of one
+@example(CostTable((FLAT, FLAT), (0, 50), (1, 16, 17), ((1.1, 2.1, 3.1), (0.2,) * 3), 1), "auto", CACHED_PREFIX)
 @given(costs=cost_tables(), target=st.one_of(st.just("auto"), st.floats(0.5, 60.0)), history=histories())
 @settings(QUIET, max_examples=20)
 def test_with_room_for_all_budgets_are_kept_and_deadlines_decide(costs, target, history):
@@ -173,7 +191,7 @@ def test_a_step_is_as_full_as_its_limit_allows(costs, target_ms, stretch, rounds
     assert target_ms <= limit_ms
     rest_ms = 0.0 if rounds.num_requests else costs.step_ms(1, 0, 0, 1)
     most_ms = max(budget.limit_ms, costs.round_ms(1, rounds.num_requests, rounds.kv_tokens) + target_ms / 4)
-    assert limit_ms <= most_ms + rest_ms
+    assert limit_ms <= most_ms + rest_ms + ROUNDING_MS
     step, pairs = budget.step(rounds, backlog), 0
 
     def ms(count: int, more_pairs: int) -> float:
@@ -190,6 +208,27 @@ def test_a_step_is_as_full_as_its_limit_allows(costs, target_ms, stretch, rounds
             assert step.tokens == 256 or ms(step.tokens + 1, context) > limit_ms - ROUNDING_MS
             assert step.room(count, context) == 0, "what is left was offered again"
             break
+
+
+@given(
+    costs=cost_tables(),
+    target_ms=st.floats(0.1, 50.0),
+    wanted=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 400)), min_size=1, max_size=6),
+)
+@settings(QUIET, max_examples=100)
+def test_a_step_longer_than_the_limit_completes_all_prompts(costs, target_ms, wanted):
+    """And one that would complete them all with less than the smallest step beyond the limit does."""
+    budget = LatencyBudget(exact(costs), target_ms, 3 * target_ms, 256)
+    tokens, pairs = sum(count for count, _ in wanted), sum(count * context for count, context in wanted)
+    limit_ms = budget.step_limit_ms(StepRounds(), tokens, pairs / tokens)
+    excess_ms = costs.step_ms(1, 0, 0, tokens, pairs / tokens) - budget.limit_ms
+    if limit_ms == budget.limit_ms:
+        assert tokens > 256 or excess_ms > costs.step_ms(1, 0, 0, 1) - ROUNDING_MS
+        return
+    step = budget.step(StepRounds(), tokens, pairs / tokens)
+    for count, context in wanted:
+        assert step.room(count, context) == count
+        step.take(count, context)
 
 
 def test_a_number_is_kept_and_auto_gives_way_to_a_backlog():

@@ -68,15 +68,15 @@ def test_a_prompt_without_room_is_looked_up_again_only_if_something_has_changed(
 
 
 class _Budget:
-    """A latency budget that notes how many prompt tokens it is told of."""
+    """A latency budget that notes how many prompt tokens it is told of, and after how many others on average."""
 
     may_stretch = True
 
     def __init__(self) -> None:
-        self.told: list[int] = []
+        self.told: list[tuple[int, float]] = []
 
-    def step(self, rounds: StepRounds, backlog_tokens: int) -> StepBudget:
-        self.told.append(backlog_tokens)
+    def step(self, rounds: StepRounds, backlog_tokens: int, backlog_context: float) -> StepBudget:
+        self.told.append((backlog_tokens, backlog_context))
         return StepBudget(10)
 
     def mask_wait_ms(self, expected_ms: float) -> float:
@@ -96,7 +96,7 @@ def test_the_budget_is_told_of_the_tokens_that_could_be_planned_now() -> None:
     assert chunks(sim.schedule()) == [(0, 10)]
     assert chunks(sim.schedule()) == [(0, 3), (1, 7)]
     assert chunks(sim.schedule()) == [(1, 10)]
-    assert budget.told == [13 + 20, 3 + 20, 13]
+    assert budget.told == [(13 + 20, 0), (3 + 20, 3 * 10 / 23), (13, 7)]
 
 
 def test_the_last_chunk_of_one_token_asks_for_no_prompt_log_probabilities() -> None:

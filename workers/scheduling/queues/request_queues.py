@@ -203,8 +203,9 @@ class RequestQueues:
         for sequence in lost:
             self._wait(sequence)
         for sequence in self.waiting:
-            sequence.not_before = -1
+            sequence.not_before, sequence.num_cached = -1, 0
             sequence.pages_missing = (-1, 0)
+        self.waiting.reorder()
         self.active.clear()
         self.prefilling.clear()
         self.by_slot.clear()

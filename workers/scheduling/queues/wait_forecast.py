@@ -83,7 +83,8 @@ class StepForecast:
         chunk_tokens, step = 0.0, Step(*rounds)
         if pending_tokens:
             pending_tokens = min(pending_tokens, _MANY_STEPS * budget.max_step_tokens)
-            room = budget.step(rounds, pending_tokens).room(pending_tokens, int(self._context_tokens))
+            context = int(self._context_tokens)
+            room = budget.step(rounds, pending_tokens, context).room(pending_tokens, context)
             step = step._replace(chunk_tokens=max(1, room), context_tokens=self._context_tokens)
             chunk_tokens = math.inf if room == pending_tokens else float(step.chunk_tokens)
         return self._tokens[shape], chunk_tokens, budget.step_time.ms(step)
