@@ -28,7 +28,7 @@ from workers.structured_output.schema_keywords import (
     check_values,
     is_of,
 )
-from workers.structured_output.schema_patterns import compiled_form, without_lengths
+from workers.structured_output.schema_patterns import compiled_form, with_padded_groups, without_lengths
 from workers.structured_output.schema_references import References
 from workers.structured_output.schema_unions import discriminator
 
@@ -191,6 +191,8 @@ class _Writer:
                     found["pattern"] = compiled_form(found["pattern"])
                 found = without_lengths(found)
                 check_string(found, path)
+                if "pattern" in found:
+                    found["pattern"] = with_padded_groups(found["pattern"])
             case "number" | "integer":
                 check_number(found, kind, path)
             case "array":
@@ -239,6 +241,10 @@ class _Writer:
             found["required"] = required = [*required, *added]
         check_repeats(found, path)
         check_patterns(names, found.get("patternProperties", ()), path)
+        if "patternProperties" in found:
+            found["patternProperties"] = {
+                with_padded_groups(pattern): each for pattern, each in found["patternProperties"].items()
+            }
         for name in required:
             if name not in names:
                 raise UnsupportedSchemaError(path, "required", f"{name!r} is not among properties; describe it there")

@@ -80,6 +80,8 @@ _STEP = Decimal("0.000001")
 MAX_WHOLE_BOUND, MAX_FRACTIONAL_BOUND = 2**53, 2**33  # bounds that a double represents exactly, with six decimals
 _PREFIX = re.compile(r"\^([A-Za-z0-9_/-]+)(?:\.\*\$?)?")  # a pattern that gives a name's prefix
 _HALF = re.compile(r"(?<!\\)(?:\\\\)*(\\u\{?[dD][89a-fA-F][0-9a-fA-F]{2}\}?)")
+_ATOMS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)  # what may contain a quantifier's characters
+_REPEATED_QUANTIFIER = re.compile(r"(?:[*+?]|\{[\d,]*\})(?:\?[*+?{]|[*+{])")
 
 
 class UnsupportedSchemaError(ValueError):
@@ -107,9 +109,15 @@ def check_counts(schema: Schema, names: tuple[str, ...], path: str) -> None:
 
 def pattern_fault(pattern: Any) -> str | None:
     r"""Return why a regular expression is refused; None if it is not. Escaped halves of surrogate pairs, such as
-    JavaScript's \ud83d\ude00, become invalid UTF-8 in the compiler."""
-    found = _HALF.search(pattern) if isinstance(pattern, str) else None
-    return f"{found[1]} is half of a character; write the character itself" if found else None
+    JavaScript's \ud83d\ude00, become invalid UTF-8 in the compiler. A quantifier after another is an error in
+    JavaScript, and in Python it forbids backtracking; the compiler repeats what was repeated."""
+    if not isinstance(pattern, str):
+        return None
+    if found := _HALF.search(pattern):
+        return f"{found[1]} is half of a character; write the character itself"
+    if found := _REPEATED_QUANTIFIER.search(_ATOMS.sub("x", pattern)):
+        return f"{found[0]} has a quantifier after a quantifier; put a group around the first"
+    return None
 
 
 def check_pattern(pattern: Any, keyword: str, path: str) -> None:

@@ -77,15 +77,41 @@ def _ends_anchored(case: str) -> bool:
 
 def _cases(pattern: str) -> Iterator[str]:
     """Yield the alternatives of a pattern, divided at each | outside of groups and character classes."""
-    depth, begin, in_class, is_escaped = 0, 0, False, False
-    for i, character in enumerate(pattern):
-        if is_escaped or character == "\\":
-            is_escaped = not is_escaped
-        elif in_class or character == "[":
-            in_class = character != "]"
-        elif character in "()":
+    depth, begin = 0, 0
+    for i, character in _syntax(pattern):
+        if character in "()":
             depth += 1 if character == "(" else -1
         elif character == "|" and depth == 0:
             yield pattern[begin:i]
             begin = i + 1
     yield pattern[begin:]
+
+
+def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
+    """Yield index and character of what is neither escaped nor in a character class."""
+    in_class, is_escaped = False, False
+    for i, character in enumerate(pattern):
+        if is_escaped or character == "\\":
+            is_escaped = not is_escaped
+        elif in_class or character == "[":
+            in_class = character != "]"
+        else:
+            yield i, character
+
+
+def with_padded_groups(pattern: str) -> str:
+    """Return the pattern with an empty group before and after each repeated or optional group.
+
+    xgrammar 0.2.8 makes a group optional with an edge from its first state to its last. A repetition that begins or
+    ends the group has edges into the one or out of the other, so ^a(?:xy+)?b$ would match "ayb".
+    """
+    opened: list[int] = []
+    added: dict[int, str] = {}
+    for i, character in _syntax(pattern):
+        if character == "(":
+            opened.append(i)
+        elif character == ")" and opened:
+            begin = opened.pop()
+            if pattern[i + 1 : i + 2] in ("?", "*", "+", "{"):
+                added |= {begin: "(?:(?:)", i + 1: "(?:))"}
+    return "".join(added.get(i, "") + character for i, character in enumerate(pattern))
