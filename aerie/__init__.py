@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from deploy.offline.outputs import CompletionOutput as CompletionOutput
     from deploy.offline.outputs import Logprob as Logprob
     from deploy.offline.outputs import RequestOutput as RequestOutput
+    from deploy.offline.outputs import RequestStateStats as RequestStateStats
     from deploy.offline.prompts import TextPrompt as TextPrompt
     from deploy.offline.prompts import TokensPrompt as TokensPrompt
     from deploy.offline.sampling_params import RequestOutputKind as RequestOutputKind
@@ -52,6 +53,7 @@ _MODULES = {
     "TextPrompt": "prompts",
     "TokensPrompt": "prompts",
     "RequestOutputKind": "sampling_params",
+    "RequestStateStats": "outputs",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "sampling_params",
 }

@@ -1,5 +1,6 @@
 """What `LLM` and `AsyncLLM` return, named as vLLM's, and answers while they are generated."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +49,25 @@ class CompletionOutput:
 
 
 @dataclass(frozen=True)
+class RequestStateStats:
+    """Times of a prompt's answers. Those that end in `_ts` are seconds of time.monotonic, 0.0 before they come.
+
+    num_generation_tokens: of all answers.
+    arrival_time: seconds since 1970.
+    queued_ts: when the request was made, `scheduled_ts`: when the engine took it into its first step.
+    first_token_latency: seconds from `queued_ts` to `first_token_ts`.
+    """
+
+    num_generation_tokens: int
+    arrival_time: float
+    queued_ts: float
+    scheduled_ts: float
+    first_token_ts: float
+    last_token_ts: float
+    first_token_latency: float
+
+
+@dataclass(frozen=True)
 class RequestOutput:
     """The answers to one prompt.
 
@@ -63,10 +83,16 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None
     num_cached_tokens: int
     finished: bool = True
+    metrics: RequestStateStats | None = None
 
 
 class RunningAnswer:
-    """An answer while it is generated. num_cached_tokens: prompt tokens found in the prefix cache."""
+    """An answer while it is generated.
+
+    num_cached_tokens: prompt tokens found in the prefix cache.
+    num_tokens: tokens of the answer so far.
+    arrival_time and `*_ts`: see `RequestStateStats`.
+    """
 
     def __init__(
         self,
@@ -97,6 +123,9 @@ class RunningAnswer:
         self._tokens: list[int] = []
         self._logprobs: list[plan.TokenLogprobs] = []
         self._total_logprob = 0.0
+        self.num_tokens = 0
+        self.arrival_time, self.queued_ts = time.time(), time.monotonic()
+        self.first_token_ts = self.last_token_ts = 0.0
 
     @property
     def request_id(self) -> str:
@@ -124,6 +153,10 @@ class RunningAnswer:
             raise EngineDeadError(str(error)) from None
         self._texts.append(piece.text)
         self._tokens += piece.tokens
+        if piece.tokens:
+            self.num_tokens += len(piece.tokens)
+            self.last_token_ts = time.monotonic()
+            self.first_token_ts = self.first_token_ts or self.last_token_ts
         self._logprobs += piece.logprobs
         self._total_logprob += sum(each.logprob for each in piece.logprobs)
 
@@ -187,4 +220,20 @@ def request_output(
         prompt_logprobs=first.prompt_logprobs(),
         num_cached_tokens=first.num_cached_tokens,
         finished=finished,
+        metrics=_metrics(answers),
+    )
+
+
+def _metrics(answers: Sequence[RunningAnswer]) -> RequestStateStats:
+    """Return the times of the answers to one prompt."""
+    first = answers[0]
+    first_token_ts = min((each.first_token_ts for each in answers if each.first_token_ts), default=0.0)
+    return RequestStateStats(
+        num_generation_tokens=sum(each.num_tokens for each in answers),
+        arrival_time=first.arrival_time,
+        queued_ts=first.queued_ts,
+        scheduled_ts=first.queued_ts + first.request.queue_s if first_token_ts else 0.0,
+        first_token_ts=first_token_ts,
+        last_token_ts=max(each.last_token_ts for each in answers),
+        first_token_latency=first_token_ts - first.queued_ts if first_token_ts else 0.0,
     )

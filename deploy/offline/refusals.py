@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.http.schema.body import Refusals, without_refused
-from deploy.offline.sampling_params import raised_as_value_error
+from cluster.http.schema.body import Refusals
+from deploy.offline.sampling_params import honoured
 
 _LORA = "LoRA adapters are not implemented: merge them into the checkpoint"
 _TEXT_ONLY = "prompts are text or token ids"
@@ -12,9 +12,7 @@ PARAMETERS: Refusals = {
     "lora_request": (_LORA, ([],)),
     "prompt_adapter_request": ("prompt adapters are not implemented", ()),
     "guided_options_request": ("use SamplingParams(structured_outputs=...)", ()),
-    "priority": ("requests are served in the order of arrival", (0,)),
     "tokenization_kwargs": ("use SamplingParams(truncate_prompt_tokens=...)", ({},)),
-    "mm_processor_kwargs": (_TEXT_ONLY, ({},)),
     "chat_template_content_format": ("contents are texts", ("auto", "string", "openai")),
     "data_parallel_rank": ("LLM has one engine", (0,)),
     "trace_headers": ("LLM writes no traces; a server does", ({},)),
@@ -38,8 +36,9 @@ METHODS = {
 
 
 def check_others(method: str, others: Mapping[str, Any]) -> None:
-    """Raise ValueError for refused parameters, TypeError for unknown ones. Values that have no effect are accepted."""
-    if unknown := raised_as_value_error(without_refused, others, PARAMETERS, {}):
+    """Raise ValueError for refused parameters, TypeError for unknown ones. Those without effect are accepted; see
+    `honoured`."""
+    if unknown := honoured(others, PARAMETERS):
         raise TypeError(f"{method}() got an unexpected keyword argument {next(iter(unknown))!r}")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -11,8 +12,9 @@ from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError
 from cluster.http.requests.parameters import num_choices, stop_strings
 from cluster.http.schema.body import Refusals, validated, without_refused
-from cluster.http.schema.request import REFUSED, CompletionRequest
+from cluster.http.schema.request import IGNORED, REFUSED, CompletionRequest
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # A server's limits of a request, widened: what a user sends to his own process is his.
@@ -29,8 +31,6 @@ PYTHON_REFUSED: Refusals = {
     name: refusal for name, refusal in REFUSED.items() if name not in ("max_new_tokens", "repeat_penalty")
 } | {
     "best_of": ("ask for n answers, and rank them by their cumulative_logprob", ()),
-    "length_penalty": ("beam search is not implemented", (1, 1.0)),
-    "early_stopping": ("beam search is not implemented", (False,)),
     "guided_decoding": ("use structured_outputs", ()),
     "extra_args": ("there are no extensions that read them", ({},)),
     "flat_logprobs": ("log-probabilities are dictionaries", (False,)),
@@ -75,12 +75,12 @@ class StructuredOutputsParams:
 
 
 def _refuses(cls: type[T]) -> type[T]:
-    """Have a dataclass refuse `PYTHON_REFUSED` by name; values without effect are accepted."""
+    """Have a dataclass refuse `PYTHON_REFUSED` by name; values without effect are accepted (`honoured`)."""
     init: Callable[..., None] = cls.__init__
 
     @functools.wraps(init)
     def checked(self: T, **values: Any) -> None:
-        init(self, **raised_as_value_error(without_refused, values, PYTHON_REFUSED, {}))
+        init(self, **honoured(values, PYTHON_REFUSED))
 
     cls.__init__ = checked  # type: ignore[assignment]
     return cls
@@ -169,6 +169,21 @@ class SamplingParams:
 
 
 _PYTHON_ONLY = ("detokenize", "output_kind")
+
+
+def honoured(values: Mapping[str, Any], refused: Refusals) -> dict[str, Any]:
+    """Return `values` without refused and ignored parameters. Those that requests over HTTP ignore too are named once
+    in the log if they ask for something. Raises ValueError for refused ones."""
+    kept = raised_as_value_error(without_refused, values, refused, IGNORED)
+    for name in kept.keys() & IGNORED.keys():
+        del kept[name]
+        _log_ignored(name)
+    return kept
+
+
+@functools.cache
+def _log_ignored(name: str) -> None:
+    logger.warning("%s has no effect here and is ignored", name)
 
 
 def raised_as_value_error(work: Callable[..., T], *given: Any) -> T:

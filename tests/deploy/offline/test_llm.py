@@ -16,6 +16,7 @@ import pytest
 
 from cluster.config import ConfigError
 from deploy.offline import llm as offline
+from deploy.offline import sampling_params
 from deploy.offline.llm import LLM
 from deploy.offline.sampling_params import SamplingParams
 from tests.support import MODELS
@@ -147,6 +148,35 @@ def test_harmless_parameters_are_accepted(llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=1)
     assert llm.generate("x", sampling, use_tqdm=False, lora_request=None, priority=0, tokenization_kwargs={})
     assert llm.chat([GREETING], sampling, lora_request=None, mm_processor_kwargs=None)
+
+
+def test_what_requests_over_http_ignore_is_ignored_and_named(
+    llm: LLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = list[str]()
+    monkeypatch.setattr("deploy.offline.sampling_params._log_ignored", named.append)
+    sampling = SamplingParams(max_tokens=1, length_penalty=0.5, early_stopping=False, service_tier="fast")
+    assert set(named) == {"length_penalty", "service_tier"}
+    assert llm.generate(["x", "y"], sampling, priority=[3, 1]) and named[2:] == ["priority"]
+    assert llm.chat([GREETING], sampling, priority=3) and named[3:] == ["priority"]
+    monkeypatch.undo()
+    sampling_params._log_ignored.cache_clear()
+    for _ in range(2):
+        llm.generate("x", sampling, priority=2)
+    assert [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()] == [
+        "priority has no effect here and is ignored"
+    ], "named once"
+
+
+def test_outputs_have_the_times_of_their_answers(llm: LLM) -> None:
+    before_s, before_ts = time.time(), time.monotonic()
+    (result,) = llm.generate("Count", SamplingParams(n=2, max_tokens=5, ignore_eos=True))
+    found = result.metrics
+    assert found is not None and found.num_generation_tokens == 10
+    assert before_s <= found.arrival_time <= time.time()
+    assert before_ts <= found.queued_ts <= found.scheduled_ts <= found.first_token_ts < found.last_token_ts
+    assert found.last_token_ts <= time.monotonic()
+    assert found.first_token_latency == found.first_token_ts - found.queued_ts
 
 
 def test_refused_prompt_leaves_nothing_behind(llm: LLM) -> None:
