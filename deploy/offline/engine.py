@@ -1,10 +1,12 @@
 """A model's tokenizer and its running engine, which `LLM` and `AsyncLLM` share."""
 
 import argparse
+import asyncio
 import contextlib
 import dataclasses
 import functools
 import secrets
+import threading
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -19,6 +21,7 @@ from cluster.coordinator.stats import engine_stats
 from cluster.http.config import EdgeConfig
 from cluster.http.errors import ApiError
 from cluster.http.metrics import prometheus_text
+from cluster.http.requests.grammar_checker import ProcessChecker
 from cluster.http.requests.parameters import (
     answer_tokens,
     choice_seed,
@@ -43,9 +46,11 @@ from deploy.offline.outputs import RunningAnswer
 from deploy.offline.prompts import Messages, Prompt, chat_prompt
 from deploy.offline.sampling_params import LIMITS, SamplingParams
 from speculative.build import plan_engine
+from workers.scheduling.plan import Grammar
 from workers.scheduling.request import Request, RequestTooLargeError, UnfinishedError
 
 DEFAULT_TOKENS = 256  # of an answer without sampling parameters
+GRAMMAR_TIMEOUT_S = 60.0  # of a grammar's compilation
 
 
 class EngineArgs:
@@ -81,6 +86,9 @@ class OfflineEngine:
         self.folder = Path(config.model.path)
         self.tokenizer = ChatTokenizer.from_folder(self.folder)
         self._numbers = count()
+        self._grammars = ProcessChecker(self.folder, GRAMMAR_TIMEOUT_S, self.tokenizer.num_ids)
+        self._trying = threading.Lock()
+        self._last_tried: Grammar | None = None
         try:
             limit = plan_engine(spec).layout.max_model_len
             defaults = {f"default_{name}": getattr(config.ingress, f"default_{name}") for name in SAMPLING_DEFAULTS}
@@ -124,6 +132,8 @@ class OfflineEngine:
         eos = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
         check_token_ids("allowed_token_ids", body.allowed_token_ids or [], tokenizer)
         param, grammar = GrammarMaker(limits, eos).of_body(body) or ("", None)
+        if grammar is not None and grammar != self._last_tried:
+            await asyncio.to_thread(self._try, grammar, param)
         sampling = msgspec.structs.replace(
             sampling_params(body, logprobs, eos, grammar, limits, tokenizer), max_tokens=budget, prompt_logprobs=scored
         )
@@ -136,6 +146,19 @@ class OfflineEngine:
             answers.append(RunningAnswer(request, params, stops, param, i, tokenizer))
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)  # the first answer's are enough
         return answers
+
+    def _try(self, grammar: Grammar, param: str) -> None:
+        """Try a grammar, so that no request of a list runs if another one's form is invalid. Raises ApiError. One at a
+        time, in an event loop of its own, because callers may have several loops."""
+        with self._trying:
+            try:
+                asyncio.run(self._grammars.check(grammar, param))
+            except ApiError as error:
+                if error.status == 429:
+                    return  # the machine is too busy; the engine will find a fault
+                named = "" if error.message.startswith(param) else f"{param}: "
+                raise ApiError(error.status, named + error.message, param=param, code=error.code) from None
+            self._last_tried = grammar
 
     async def all_answers(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]

@@ -90,13 +90,24 @@ def test_forms_of_answers(llm: LLM) -> None:
     assert _text(llm, structured_outputs={"grammar": 'root ::= "yes" | "no"'}) in ("yes", "no")
     for form, fault in (
         ({"json": {"type": "nothing"}}, "JSON schema"),
-        ({"regex": "("}, "^structured_outputs: the request cannot be answered: .* parenthesis is not closed"),
+        ({"regex": "("}, "^structured_outputs: .* parenthesis is not closed"),
         ({"regex": "a", "json": SCHEMA}, "cannot be combined"),
-        ({"grammar": "not a grammar"}, "cannot be answered"),
+        ({"grammar": "not a grammar"}, "^structured_outputs: The grammar cannot be used: "),
         ({"jsn": 1}, "Unknown parameter: structured_outputs.jsn"),
     ):
         with pytest.raises(ValueError, match=fault):
             _text(llm, structured_outputs=form)
+
+
+def test_no_request_of_a_list_runs_if_a_grammar_among_them_is_invalid(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    monkeypatch.setattr(llm._engine.thread, "_submit", taken.append)
+    bad = SamplingParams(structured_outputs=StructuredOutputsParams(grammar='root ::= missing "x"'))
+    with pytest.raises(ValueError, match="^structured_outputs: The grammar cannot be used: .*missing"):
+        llm.generate(["x", "y"], [SamplingParams(), bad])
+    assert not taken
 
 
 def test_tokens_that_are_allowed_forbidden_or_biased(llm: LLM) -> None:
