@@ -219,8 +219,9 @@ def test_several_threads_share_the_engine(llm: LLM) -> None:
 
 
 def test_messages_that_the_template_refuses(llm: LLM) -> None:
+    template = "{{ raise_exception('role ' ~ messages[0].role ~ ' is unknown') }}"
     with pytest.raises(ValueError, match="role tool is unknown"):
-        llm.chat([{"role": "tool", "content": "x"}])
+        llm.chat([{"role": "tool", "content": "x"}], chat_template=template)
 
 
 def test_configuration_that_is_not_there_is_refused() -> None:
