@@ -28,7 +28,7 @@ from workers.structured_output.schema_keywords import (
     check_values,
     is_of,
 )
-from workers.structured_output.schema_patterns import compiled_form, with_padded_groups, without_lengths
+from workers.structured_output.schema_patterns import compiled_form, handed_over, without_lengths
 from workers.structured_output.schema_references import References
 from workers.structured_output.schema_unions import discriminator
 
@@ -192,7 +192,7 @@ class _Writer:
                 found = without_lengths(found)
                 check_string(found, path)
                 if "pattern" in found:
-                    found["pattern"] = with_padded_groups(found["pattern"])
+                    found["pattern"] = handed_over(found["pattern"])
             case "number" | "integer":
                 check_number(found, kind, path)
             case "array":
@@ -243,7 +243,7 @@ class _Writer:
         check_patterns(names, found.get("patternProperties", ()), path)
         if "patternProperties" in found:
             found["patternProperties"] = {
-                with_padded_groups(pattern): each for pattern, each in found["patternProperties"].items()
+                handed_over(pattern): each for pattern, each in found["patternProperties"].items()
             }
         for name in required:
             if name not in names:

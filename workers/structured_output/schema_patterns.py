@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from workers.structured_output.schema_characters import without_escaped
 from workers.structured_output.schema_keywords import Schema
 
 _TIME = r"(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
@@ -99,7 +100,12 @@ def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
             yield i, character
 
 
-def with_padded_groups(pattern: str) -> str:
+def handed_over(pattern: str) -> str:
+    """Return a pattern that the compiler reads as `pattern`, without texts that JSON writes with escapes."""
+    return _with_padded_groups(without_escaped(pattern))
+
+
+def _with_padded_groups(pattern: str) -> str:
     """Return the pattern with an empty group before and after each repeated or optional group.
 
     xgrammar 0.2.8 makes a group optional with an edge from its first state to its last. A repetition that begins or

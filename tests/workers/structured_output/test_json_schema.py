@@ -115,7 +115,7 @@ REWRITTEN: list[tuple[Any, Any]] = [
         {"anyOf": [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 0}]},
     ),
     ({"type": "integer", "format": "int32"}, {"type": "integer"}),
-    ({"type": "string", "format": "date", "pattern": "^2.*$"}, {"type": "string", "pattern": "^2.*$"}),
+    ({"type": "string", "format": "date", "pattern": "^2[a-z]*$"}, {"type": "string", "pattern": "^2[a-z]*$"}),
     ({"type": "string", "format": "cuid2", "pattern": "^[a-z]+$"}, {"type": "string", "pattern": "^[a-z]+$"}),
     (
         {"items": [{"type": "null"}], "additionalItems": {"minimum": 3}},
@@ -123,17 +123,17 @@ REWRITTEN: list[tuple[Any, Any]] = [
     ),
     ({"items": [{}], "additionalItems": False}, {"type": "array", "prefixItems": [{}], "items": False}),
     ({"strict": True, "type": "null"}, {"type": "null"}),
-    ({"pattern": r"\\ud83d\u00e9"}, {"type": "string", "pattern": r"\\ud83d\u00e9"}),
+    ({"pattern": r"\*\u00e9"}, {"type": "string", "pattern": r"\*\u00e9"}),
     (
         {"properties": {"a": {}}, "patternProperties": {"^x-": {}, "^y-.*$": {"type": "null"}}},
         {
             "type": "object",
             "properties": {"a": {}},
-            "patternProperties": {"^x-": {}, "^y-.*$": {"type": "null"}},
+            "patternProperties": {"^x-": {}, r'^y-[^\u0000-\u001f"\\]*$': {"type": "null"}},
         },
     ),
     ({"type": "array", "items": {}, "uniqueItems": False}, {"type": "array", "items": {}}),
-    ({"pattern": r"^a$|^b\$|c|[|$]|(d|e)$"}, {"type": "string", "pattern": r"^(?:a|b\$|c|[|$]|(d|e))$"}),
+    ({"pattern": r"^a$|^b\$|c|[|$]|(d|e)$"}, {"type": "string", "pattern": r"^(?:a|b\$|c|[\u007c\u0024]|(d|e))$"}),
     (
         {"propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}, "required": ["b"]},
         {

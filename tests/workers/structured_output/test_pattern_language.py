@@ -17,9 +17,9 @@ from workers.structured_output.json_schema import checked_schema
 from workers.structured_output.schema_keywords import UnsupportedSchemaError, pattern_fault
 
 COMPILER = GrammarCompiler(Vocabulary(MODELS / "target"))
-ATOMS = ("x", "y", "z", "[xy]", "[^x]", "[)(]", r"\d", r"\(", ".")
+ATOMS = ("x", "y", "z", "é", "[xy]", "[^x]", "[)(]", "[ -~]", r"\d", r"\S", r"[\D]", r"\(", r"\"", r"\\", ".")
 QUANTIFIERS = ("", "", "", "?", "*", "+", "{2}", "{0,1}", "{1,2}", "{2,}", "{0,}", "{0}", "??", "+?")
-CHARACTERS = "xyz1()"
+CHARACTERS = 'xyz1é()"\\'
 PATHS = ("value", "key", "name", "regex", "tag", "xml")
 SHORT, LONG = range(60), range(1000, 4000)
 
@@ -66,9 +66,9 @@ def compiled(path: str, given: str) -> xgrammar.CompiledGrammar:
     return COMPILER.compile(Grammar(kind, text, eos_token_ids(), any_whitespace=False))
 
 
-def allows(grammar: xgrammar.CompiledGrammar, path: str, text: str) -> bool:
-    """Return whether `text` is possible in its place in a whole answer."""
-    quoted = json.dumps(text, ensure_ascii=False)
+def allows(grammar: xgrammar.CompiledGrammar, path: str, text: str, raw: str | None = None) -> bool:
+    """Return whether `text` is possible in its place in a whole answer. raw: what JSON has between the quotes."""
+    quoted = json.dumps(text, ensure_ascii=False) if raw is None else f'"{raw}"'
     if path == "xml":
         text = f"<parameter=v>{text}</parameter>"
     elif path in ("value", "key", "name"):
@@ -87,6 +87,9 @@ def check(path: str, seeds: range) -> None:
         grammar = compiled(path, given)
         for text in texts(draw, given):
             matches = re.fullmatch(given, text) is not None
+            if path not in ("regex", "tag"):  # a schema's pattern: without what JSON writes with escapes
+                assert not set(text) & set('"\\') or not allows(grammar, path, text, text), (path, seed, given, text)
+                matches = matches and not set(text) & set('"\\')
             assert allows(grammar, path, text) == matches, (path, seed, given, text)
             num_matches, num_others = num_matches + matches, num_others + (not matches)
     assert min(num_matches, num_others) > 2 * len(seeds)
@@ -101,6 +104,26 @@ def test_random_patterns_admit_what_they_match(path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_many_random_patterns_admit_what_they_match(path: str) -> None:
     check(path, LONG)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        r"^.{1,200}$",
+        r"^[^x]{0,200}$",
+        r"^[\w\s]{1,300}$",
+        r"^[ -~]{1,200}$",
+        r"^é\S$",
+        r"^[ä-ü]*[^\]-]+$",
+        "^a[\t-é]?$",
+    ],
+)
+def test_strings_with_a_pattern_are_json(given: str) -> None:
+    """No raw quotes, backslashes and control characters."""
+    grammar = compiled("value", given)
+    for text in ('"', "\\", "\n", "\t", 'é"', "é\\", 'a"', "a\n", "a\\"):
+        assert not allows(grammar, "value", text, raw=text)
+    assert any(allows(grammar, "value", text) for text in ("a", "éa", "üb"))
 
 
 GROUPS = [
