@@ -2,6 +2,7 @@
 `workers.structured_output.json_schema`."""
 
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ _STAND_INS = {
     r"(?:\.[a-zA-Z0-9](?:[-0-9a-zA-Z]{0,61}[0-9a-zA-Z])?)*\.?$": rf"^{_LABEL}(?:\.{_LABEL}){{0,7}}\.?$",
 }
 
+_LARGE_BOUND = re.compile(r"\{(?:\d*,)?0*(?:12[89]|1[3-9]\d|[2-9]\d\d|[1-9]\d{3,})[,}]")
 
 # Minimum and maximum length of a format's texts, and a pattern of some of them within these lengths; None: of all.
 _LENGTHS: dict[str, tuple[int, int, str | None]] = {
@@ -102,7 +104,14 @@ def _syntax(pattern: str) -> Iterator[tuple[int, str]]:
 
 def handed_over(pattern: str) -> str:
     """Return a pattern that the compiler reads as `pattern`, without texts that JSON writes with escapes."""
-    return _with_padded_groups(without_escaped(pattern))
+    pattern = _with_padded_groups(without_escaped(pattern))
+    return _without_automaton(pattern) if _LARGE_BOUND.search(pattern) else pattern
+
+
+def _without_automaton(pattern: str) -> str:
+    """Return the pattern with an empty part, for which xgrammar 0.2.8 writes rules instead of one automaton, since it
+    is not ASCII. Of a repetition with a bound above 128, automata are wrong: x*y{2,300} would match "yx"."""
+    return f"^é{{0}}{pattern[1:]}" if pattern.startswith("^") else f"é{{0}}{pattern}"
 
 
 def _with_padded_groups(pattern: str) -> str:

@@ -100,6 +100,20 @@ def test_random_patterns_admit_what_they_match(path: str) -> None:
     check(path, SHORT)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_random_large_repetitions_admit_what_they_match(path: str) -> None:
+    draw, num_matches = random.Random(1), 0
+    for _ in range(60):
+        atoms = draw.choices(["x", "y", "[xy]", r"\d", "(?:xy|1)", "(?:x?y|)"], k=draw.randrange(1, 4))
+        given = "".join(atom + draw.choice(["?", "*", "{0,200}", "{2,300}", "{130,}"]) for atom in atoms)
+        grammar = compiled(path, given)
+        for text in texts(draw, "xy1"):
+            matches = re.fullmatch(given, text) is not None
+            assert allows(grammar, path, text) == matches, (given, text)
+            num_matches += matches
+    assert num_matches > 60
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_many_random_patterns_admit_what_they_match(path: str) -> None:
@@ -135,6 +149,10 @@ GROUPS = [
     (r"^(?:(?:z+){2,}|y)+$", ["zzy", "zz"], ["zy"]),
     (r"^(?:x{2,}|y{2,}|)*?z$", ["z", "xxyyz"], ["xz", "xxyz"]),
     (r"^([)]+\)|\(+)?b$", ["b", ")))b", "((b"], [")b"]),
+    (r"^(x{0,200}1)?$", ["", "1", "xx1"], ["x", "xx"]),
+    (r"^(?:\d{0,200}|x{0,200}z)$", ["", "12", "xz"], ["x", "1x", "x1"]),
+    (r"^x*y{2,300}$", ["yy", "xyy"], ["yxyxx", "yyx", "y"]),
+    (r"[xy]+\d{130,}", ["x" + "1" * 130], ["x1", "x1x" + "1" * 130]),
     (r"^(?:ab+){40,200}$", ["abb" * 40], ["ab" * 39, "b" * 40]),
 ]
 
