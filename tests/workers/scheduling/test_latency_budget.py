@@ -159,6 +159,12 @@ CACHED_PREFIX = [("submit", 1, 1), ("submit", 1, 1), ("submit", 10, 1), ("step",
 )
 # a step of 52 tokens takes longer than three of 17 and one of one
 @example(CostTable((FLAT, FLAT), (0, 50), (1, 16, 17), ((1.1, 2.1, 3.1), (0.2,) * 3), 1), "auto", CACHED_PREFIX)
+# after a loss of the workers, a request's output is computed again with its prompt
+@example(
+    CostTable((FLAT, FLAT), (0, 50), (1, 16, 17), ((3.1, 3.1, 5.1), (10.2, 20.2, 30.2)), 1),
+    "auto",
+    [("submit", 1, 1), ("submit", 41, 2), ("step", 1, 1), ("submit", 1, 1), ("lose workers", 51, 1)],
+)
 @given(costs=cost_tables(), target=st.one_of(st.just("auto"), st.floats(0.5, 60.0)), history=histories())
 @settings(QUIET, max_examples=20)
 def test_with_room_for_all_budgets_are_kept_and_deadlines_decide(costs, target, history):

@@ -220,5 +220,6 @@ class RequestQueues:
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.slot = -1
+        sequence.tokens = sequence.known_tokens()
         sequence.request.state = RequestState.WAITING
         self.waiting.add(sequence)
