@@ -29,8 +29,9 @@ class Address:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
 
-def checked_address(host: object, port: object) -> Address:
-    """Return the address if a server can listen there. Raises ConfigError."""
+def checked_address(host: object, port: object, listens: bool = True) -> Address:
+    """Return the address if a server can listen there. listens: whether this command starts that server; else the port
+    may be in use, by the cluster's Serve. Raises ConfigError."""
     if not isinstance(port, int) or isinstance(port, bool) or not 0 < port < 2**16:
         raise ConfigError(f"http_options.port={port}: must be a number from 1 to 65535, such as 8000 (--port)")
     if not isinstance(host, str) or not host:
@@ -43,6 +44,8 @@ def checked_address(host: object, port: object) -> Address:
             "0.0.0.0 for all interfaces"
         ) from None
     family, _, _, _, where = found[0]
+    if not listens:
+        return Address(host, port)
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

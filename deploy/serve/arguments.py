@@ -21,6 +21,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=port_number, help="of HTTP, instead of the file's")
     parser.add_argument("--verbose", action="store_true", help="print what Ray and Serve write, too")
     parser.add_argument("--address", help="of a running Ray cluster; without it Ray starts here, and small")
+    parser.add_argument("--name", help="of the application, instead of the file's (default: aerie)")
+    parser.add_argument("--replace", action="store_true", help="with --address: replace an application of this name")
     parser.add_argument("--object-store-mb", type=int, default=150, help="of a Ray started here (default: 150)")
     parser.add_argument("--no-haproxy", action="store_true", help="use Serve's Python proxy in any case")
     _add_model(parser)

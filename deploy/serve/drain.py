@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 from deploy.serve.console import Console
+from deploy.serve.guest import Guest
 from deploy.serve.watches import StartWatch, Watch, end_at_once
 
 END_LIMIT_S = 30.0  # to end the processes after draining
@@ -20,12 +21,14 @@ def run_until_signal(
     start: StartWatch,
     ending: Path,
     console: Console,
+    guest: Guest | None = None,
 ) -> None:
     """Deploy the application of the config file `path`, and serve until a signal.
 
     empty: a folder without modules.
     start: ends a start that cannot succeed.
-    ending: a file to create before the application is deleted."""
+    ending: a file to create before the application is deleted.
+    guest: deploys in place of `path` on a cluster that others use too."""
     from ray.serve.scripts import run
 
     def drain(signum: int, frame: object) -> None:
@@ -39,7 +42,7 @@ def run_until_signal(
         if start.reason:
             console.end_server()
         else:
-            _drain(drain_timeout_s, console)
+            _drain(drain_timeout_s, console, guest)
         for watch in (start, *watches):
             watch.stop()
         raise KeyboardInterrupt
@@ -48,12 +51,19 @@ def run_until_signal(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, drain)
     start.start()
+    if guest is not None:
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                guest.serve()
+        finally:
+            guest.leave()
+        return
     arguments = ["--app-dir", str(empty), str(path)]
     with contextlib.suppress(SystemExit):  # how `serve run` ends after Ctrl-C
         run.main(arguments, prog_name="serve run", standalone_mode=False)
 
 
-def _drain(timeout_s: float, console: Console) -> None:
+def _drain(timeout_s: float, console: Console, guest: Guest | None) -> None:
     """On Ctrl-C or SIGTERM, refuse new requests, let running ones finish within engine.drain_timeout_s, then end as
     `serve run` does after Ctrl-C. Runs while the main thread sleeps in `serve run`.
 
@@ -63,7 +73,8 @@ def _drain(timeout_s: float, console: Console) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from ray import serve
 
-    applications = list(serve.status().applications)
+    own = list(serve.status().applications)
+    applications = own if guest is None else [name for name in own if name in guest.names]
     if applications:
         console.say("draining: running requests may finish; Ctrl-C stops at once")
         _drain_engines(applications, timeout_s)

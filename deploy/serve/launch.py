@@ -34,6 +34,7 @@ from deploy.serve.check_process import CheckProcess, Task
 from deploy.serve.console import Console, log_path, show_ray_lines
 from deploy.serve.drain import END_LIMIT_S, run_until_signal
 from deploy.serve.environment import FAULT_ENVIRONMENT, silence_limit_s, use_haproxy
+from deploy.serve.guest import Guest
 from deploy.serve.ray_start import check_room, do_without_home, join_ray, start_own_ray, use_token
 from deploy.serve.watches import ProcessWatch, RayWatch, StartWatch, Watch, end_at_once
 
@@ -73,7 +74,8 @@ def serve(
     asked = {"host": wanted.host, "port": wanted.port}
     options = dict(content.get("http_options") or {}) | {k: value for k, value in asked.items() if value is not None}
     content["http_options"] = options
-    address = checked_address(options.get("host", "127.0.0.1"), options.get("port", 8000))
+    address = checked_address(options.get("host", "127.0.0.1"), options.get("port", 8000), listens=not joins)
+    application["name"] = wanted.name or application.get("name", "aerie")
     server_record.clear_abandoned(with_kept=True)
     server_record.note(port=address.port, stop_limit_s=config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S)
     raise_open_files()
@@ -118,6 +120,10 @@ def serve(
             else:
                 node = start_own_ray(wanted.object_store_mb, config.parallel.tensor_parallel)
                 watches.append(RayWatch(node, console))
+        guest = Guest(content, wanted.replace) if joins else None
+        if guest is not None:
+            guest.check()
+            address = guest.address(address)
         show_ray_lines(console)
         clock.done("Ray joined" if joins else "Ray started")
         watches.append(ProcessWatch(console.say))
@@ -138,8 +144,10 @@ def serve(
         announcement = Announcement(address, content, console, began_s, ready)
         announcement.start()
         ending.callback(announcement.stop)
-        start = StartWatch()
-        run_until_signal(absolute, empty, config.engine.drain_timeout_s, watches, start, folder / ENDING, console)
+        start = StartWatch(None if guest is None else guest.names)
+        run_until_signal(
+            absolute, empty, config.engine.drain_timeout_s, watches, start, folder / ENDING, console, guest
+        )
     if start.reason:
         raise ConfigError(start.reason)
     return 0

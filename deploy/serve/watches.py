@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -165,12 +165,14 @@ class StartWatch(Watch):
     """Ends this process with SIGTERM if an engine's start is refused or Serve gives up the application, until the
     application runs. Otherwise Serve (2.60) would try again, and `serve run` would never end.
 
+    names: the applications to watch; None: all.
     reason: why the start cannot succeed; "" if it may."""
 
     period_s = 0.25
 
-    def __init__(self) -> None:
+    def __init__(self, names: Sequence[str] | None = None) -> None:
         super().__init__()
+        self._names = names
         self.reason = ""
 
     def stop(self) -> None:
@@ -180,7 +182,8 @@ class StartWatch(Watch):
     def look(self) -> None:
         from ray import serve
 
-        applications = serve.status().applications
+        found = serve.status().applications
+        applications = {name: each for name, each in found.items() if self._names is None or name in self._names}
         self.reason = failure(applications)
         if self.reason:
             os.kill(os.getpid(), signal.SIGTERM)

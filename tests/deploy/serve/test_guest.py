@@ -1,0 +1,149 @@
+"""`aerie serve --address` on a cluster with another team's applications, which answer throughout."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from cluster.config import ConfigError
+from deploy.serve.guest import Guest
+from tests.support import ROOT
+from tests.support.embedded import read_config_file
+from workers.distributed.ports import free_port
+
+BIN = Path(sys.executable).parent
+LIMIT_S = 180.0
+_OTHERS = """
+import sys
+import ray
+from ray import serve
+from starlette.requests import Request
+
+ray.init(sys.argv[1], namespace="serve")
+serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[2])}, proxy_location="HeadOnly")
+
+@serve.deployment(ray_actor_options={"num_cpus": 0})
+class Other:
+    def __init__(self, broken: bool) -> None:
+        if broken:
+            raise ValueError("another team's fault")
+
+    async def __call__(self, request: Request) -> str:
+        return "another team's"
+
+serve.run(Other.bind(False), name="other", route_prefix="/other")
+try:
+    serve.run(Other.bind(True), name="broken", route_prefix="/broken")
+except RuntimeError:
+    print("deployed", flush=True)
+"""
+
+
+def _guest(replaces: bool = False, **application: Any) -> Guest:
+    return Guest(
+        {"applications": [{"name": "aerie", "import_path": "deploy.app:build_planned", **application}]}, replaces
+    )
+
+
+def test_an_application_of_the_same_name_is_replaced_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray import serve
+
+    there = {"aerie": SimpleNamespace(status="RUNNING")}
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=there))
+    with pytest.raises(
+        ConfigError, match=r"application aerie is on this cluster already \(RUNNING\).*--name.*--replace"
+    ):
+        _guest().check()
+    _guest(replaces=True).check()
+    _guest(name="second").check()
+    with pytest.raises(ConfigError, match="applications: runtime_env of second does not work with --address"):
+        _guest(name="second", runtime_env={"env_vars": {"A": "1"}}).check()
+
+
+@contextlib.contextmanager
+def _cluster(folder: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Another team's Ray; its address, and the environment of its processes."""
+    environment = os.environ | {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_TMPDIR": folder,
+        "RAY_raylet_start_wait_time_s": "120",
+    }
+    port = free_port()
+    command = [BIN / "ray", "start", "--head", f"--port={port}", "--num-cpus=4", "--include-dashboard=false", "--block"]
+    command += ["--node-ip-address=127.0.0.1", "--object-store-memory=100000000"]
+    log = Path(folder, "ray.log")
+    with log.open("w") as output:
+        head = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        _wait(lambda: "Ray runtime started" in log.read_text(), head, log)
+        yield f"127.0.0.1:{port}", environment
+    finally:
+        children = psutil.Process(head.pid).children(recursive=True)
+        head.terminate()
+        _, alive = psutil.wait_procs([psutil.Process(head.pid), *children], timeout=20)
+        for process in alive:
+            process.kill()
+
+
+def _wait(condition: Any, process: "subprocess.Popen[Any]", log: Path) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()[-3000:]
+        time.sleep(0.2)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_others_applications_answer_through_start_refusal_and_ctrl_c(tmp_path: Path) -> None:
+    """One of them is broken for good: that ends nothing of ours."""
+    folder, port = tempfile.mkdtemp(prefix="gu", dir="/tmp"), free_port()
+    url = f"http://127.0.0.1:{port}"
+    content = read_config_file(ROOT / "deploy" / "eagle.yaml")
+    content["http_options"]["port"] = port
+    args = content["applications"][0]["args"]
+    args["parallel"]["tensor_parallel"] = 1
+    for section, name in (("model", "target"), ("speculative", "dspark")):
+        args[section]["path"] = str(ROOT / "deploy" / "models" / name)
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
+
+    def others() -> str:
+        return httpx.get(f"{url}/other", timeout=30).text
+
+    try:
+        with _cluster(folder) as (address, environment):
+            (tmp_path / "others.py").write_text(_OTHERS)
+            deployed = subprocess.run(
+                [sys.executable, tmp_path / "others.py", address, str(port)],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+            assert "deployed" in deployed.stdout, deployed.stderr[-3000:]
+            command = [BIN / "aerie", "serve", tmp_path / "own.yaml", "--address", address, "--no-haproxy"]
+            log = tmp_path / "own.log"
+            with log.open("w") as output:
+                own = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            _wait(lambda: "is ready after" in log.read_text(), own, log)
+            assert httpx.get(f"{url}/v1/models", timeout=30).json()["data"] and others() == "another team's"
+            second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+            assert second.returncode == 2 and "is on this cluster already" in second.stderr, second.stderr
+            own.send_signal(signal.SIGINT)
+            own.wait(60)
+            assert others() == "another team's", log.read_text()
+            assert httpx.get(f"{url}/v1/models", timeout=30).status_code == 404
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
