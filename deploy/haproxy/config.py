@@ -168,7 +168,10 @@ def _with_frontend(config: str, port: int) -> str:
         "    http-request set-header x-request-id 'not printable' if { req.fhdr(x-request-id) -m reg [^!-~] }",
         f"    http-request del-header {SERVES_OWN} -m reg",
         *(f"    http-request del-header {name} if {{ req.fhdr({name}) -m reg '[^ -~]' }}" for name in OF_TRACES),
-        f"    {_rule(400, 'There are no WebSockets here', 'bad_request')} if {{ req.hdr(upgrade) -m found }}",
+        f"    {_rule(400, 'There are no WebSockets here', 'bad_request')} if {{ req.hdr(upgrade) -i websocket }}",
+        # Java's HttpClient offers h2c; an ingress that read the offer would take the body for HTTP/2.
+        "    http-request del-header upgrade",
+        "    http-request del-header http2-settings",
         f"    {unknown} if {{ path -i /-/routes }}",
     ]
     return re.sub(r"(?m)^(frontend http_frontend\n\s*bind .*)$", lambda at: "\n".join([at[1], *rules]), config, count=1)

@@ -159,6 +159,17 @@ def test_errors_of_the_proxy_are_json_errors(proxy: int, request_bytes: bytes, s
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
+def test_an_upgrade_to_http2_is_declined_by_answering(proxy: int) -> None:
+    """Java's HttpClient (Spring AI, langchain4j) offers it with every first request."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", proxy), timeout=20) as connection:
+        connection.sendall(b"GET /headers HTTP/1.1\r\nHost: x\r\n" + offer)
+        answer = connection.recv(65536).lower()
+        while b"host:" not in answer:
+            answer += connection.recv(65536).lower()
+    assert answer.startswith(b"http/1.1 200") and b"upgrade" not in answer and b"http2-settings:" not in answer
+
+
 def test_headers_that_serve_would_decode_or_obey_do_not_reach_it(proxy: int) -> None:
     steering = [b"x-session-id", b"X_Session_Id", b"serve_multiplexed_model_id", b"Serve-Multiplexed-Model-Id"]
     steering += [b"X-Request-Timeout-Seconds", b"x-request-disconnect-disabled"]
