@@ -265,7 +265,7 @@ CLIENTS = {
 
 
 def fault(ask: Ask, run: int, several: bool) -> str | None:
-    """What is wrong in a run; None if nothing is."""
+    """Return the fault of a run; None if it has none."""
     try:
         whole, streamed = ask(run, False), ask(run, True)
     except Exception as error:

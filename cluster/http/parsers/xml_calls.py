@@ -53,7 +53,7 @@ class XmlForm:
 
     @cached_property
     def next_marks(self) -> Marks:
-        """What is between parameters, or ends them. The start of another call does, if this one's end is missing."""
+        """Match the text between parameters, or after the last one. Another call's start ends a call without an end."""
         marks = (self.key, self.value_end, self.opens, self.function_end, self.call, self.call_end)
         return Marks(filter(None, marks))
 

@@ -265,7 +265,7 @@ def test_lengths_that_a_format_implies_are_left_out(schema: dict[str, Any], writ
 
 @pytest.mark.parametrize("pattern", schema_patterns._STAND_INS)
 def test_texts_of_a_stand_in_match_the_published_pattern(pattern: str) -> None:
-    """Of random texts, most of which the published pattern refuses."""
+    """Random texts, most of which the published pattern refuses."""
     other, draw, num_matches = schema_patterns.compiled_form(pattern), random.Random(0), 0
     parts = ["a", ".", "-", "P", "T", "1D", "2M", "3H", "4W", "5S", "Y", "@", "ab.cd", "0", "+"]
     for _ in range(20_000):

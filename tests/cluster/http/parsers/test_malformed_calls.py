@@ -303,7 +303,7 @@ def test_a_second_call_that_is_cut_but_not_shown_changes_nothing() -> None:
 
 
 def test_long_arguments_are_streamed_while_they_are_written() -> None:
-    """Of 1,000 characters of a string, each is sent with its piece."""
+    """Each of the 1,000 characters of a string is sent with its piece."""
     for name, text in CALLS:
         if name == "gemma4":
             continue
