@@ -14,5 +14,6 @@ config    configurations of commands: files, model names, options of `vllm serve
 processes  the processes of a server, and how they end after a crash
 haproxy   HAProxy in front of the ingresses
 models    the embedded pair
-kuberay   Kubernetes through KubeRay, with Kustomize; observability: alerts and dashboard
+kuberay   Kubernetes through KubeRay, with Kustomize; systemd, compose: a unit, a service of Docker Compose;
+          observability: alerts and dashboard
 """

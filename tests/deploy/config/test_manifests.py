@@ -1,5 +1,6 @@
 """The shipped files: each is a Serve configuration that Serve and Aerie accept."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import parse
+from cluster.config import EngineConfig, parse
 from cluster.placement import NodeResources, place
+from deploy.serve.drain import END_LIMIT_S
 from deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
+from deploy.serve.launch import STOP_MARGIN_S
 from deploy.start import NODE_ENVIRONMENT
 from tests.support import ROOT
 
@@ -91,6 +94,28 @@ def test_kustomize_renders_the_base_and_its_options(tmp_path: Path) -> None:
         for kind, selector in (("PodDisruptionBudget", "selector"), ("NetworkPolicy", "podSelector")):
             assert set(found[kind][selector]["matchLabels"].items()) <= labels
     assert cluster["enableInTreeAutoscaling"] and cluster["gcsFaultToleranceOptions"]["redisAddress"]
+
+
+def _stop_s() -> float:
+    return EngineConfig().drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_accepts_the_unit_and_waits_for_draining(tmp_path: Path) -> None:
+    text = (DEPLOY / "systemd" / "aerie.service").read_text()
+    settings = dict(line.split("=", 1) for line in text.splitlines() if re.match(r"\w+=", line))
+    assert float(settings["TimeoutStopSec"]) == _stop_s() and settings["KillMode"] == "mixed"
+    assert settings["RestartPreventExitStatus"] == "2", "a refused configuration"
+    unit = tmp_path / "aerie.service"
+    unit.write_text(text.replace("/opt/aerie/bin/aerie ", f"{shutil.which('true')} "))
+    done = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+def test_the_compose_file_waits_for_draining_and_has_no_privileges() -> None:
+    service = yaml.safe_load((DEPLOY / "compose" / "compose.yaml").read_text())["services"]["aerie"]
+    assert service["command"][:2] == ["aerie", "serve"] and service["stop_grace_period"] == f"{_stop_s():g}s"
+    assert service["cap_drop"] == ["ALL"] and service["security_opt"] == ["no-new-privileges:true"]
 
 
 def test_an_example_that_listens_beyond_the_loopback_wants_a_key() -> None:
