@@ -74,9 +74,10 @@ class Mix:
         return Mix(lengths(self.prompts, prompt_cap), lengths(self.answers, answer_cap), prefixes)
 
 
+SIGMA = 0.8  # of lognormal lengths, unless others are given
 MIXES = {
-    "plain": Mix(Lengths(1024, 0.8, 4096), Lengths(256, 0.8, 1024)),
-    "prompt-heavy": Mix(Lengths(3000, 0.8, 7000), Lengths(150, 0.8, 1024), Prefixes(8, 2048, 0.4)),
+    "plain": Mix(Lengths(1024, SIGMA, 4096), Lengths(256, SIGMA, 1024)),
+    "prompt-heavy": Mix(Lengths(3000, SIGMA, 7000), Lengths(150, SIGMA, 1024), Prefixes(8, 2048, 0.4)),
     # What SGLang and vLLM measure throughput with: 1,024 tokens in and out, ratio 0.7.
     "throughput": Mix(UniformLengths(0.7, 1024), UniformLengths(0.7, 1024)),
 }

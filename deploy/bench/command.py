@@ -16,12 +16,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.config import ConfigError
 from deploy.arguments import DEFAULT_VOCAB
-from deploy.bench.arrivals import MIXES, OWN_TOKENS, AnyLengths, Lengths, Mix, Prefixes, Traffic, UniformLengths
+from deploy.bench.arrivals import (
+    MIXES,
+    OWN_TOKENS,
+    SIGMA,
+    AnyLengths,
+    Lengths,
+    Mix,
+    Prefixes,
+    Traffic,
+    UniformLengths,
+)
 from deploy.bench.figures import Rate, latency_plot, markdown
 from deploy.bench.load import Target, measure_rate, warm_up
 from deploy.client import AnswerError, Server, parse_server
 
-SIGMA = 0.8  # of lognormal lengths, as in `MIXES`
 LOWEST_ID = 300  # lower ids are special tokens and bytes in most tokenizers
 
 

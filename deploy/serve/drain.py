@@ -73,8 +73,8 @@ def _drain(timeout_s: float, console: Console, guest: Guest | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from ray import serve
 
-    own = list(serve.status().applications)
-    applications = own if guest is None else [name for name in own if name in guest.names]
+    running = list(serve.status().applications)
+    applications = running if guest is None else [name for name in running if name in guest.names]
     if applications:
         console.say("draining: running requests may finish; Ctrl-C stops at once")
         _drain_engines(applications, timeout_s)

@@ -35,7 +35,7 @@ class Guest:
 
     @property
     def names(self) -> list[str]:
-        return [str(application["name"]) for application in self.applications]
+        return [_name(application) for application in self.applications]
 
     def check(self) -> None:
         """Raise ConfigError for applications that would replace others, or that cannot be deployed one by one."""
@@ -43,7 +43,7 @@ class Guest:
 
         running = serve.status().applications
         for application in self.applications:
-            name = application["name"]
+            name = _name(application)
             for key in _UNSUPPORTED:
                 if application.get(key):
                     raise ConfigError(
@@ -77,7 +77,7 @@ class Guest:
             target = call_user_app_builder_with_args_if_necessary(
                 import_attr(application["import_path"]), application.get("args") or {}
             )
-            name, prefix = application["name"], application.get("route_prefix", "/")
+            name, prefix = _name(application), application.get("route_prefix", "/")
             try:
                 serve.run(target, name=name, route_prefix=prefix, logging_config=self.content.get("logging_config"))
             except Exception as error:  # Serve's own, without a common class
@@ -94,3 +94,8 @@ class Guest:
         for name in self.names:
             with contextlib.suppress(Exception):  # the cluster may be gone
                 serve.delete(name)
+
+
+def _name(application: Mapping[str, Any]) -> str:
+    """Return an application's name; Serve's own default where the file has none."""
+    return str(application.get("name") or "default")

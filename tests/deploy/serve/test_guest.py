@@ -69,6 +69,9 @@ def test_an_application_of_the_same_name_is_replaced_on_request_only(monkeypatch
         _guest().check()
     _guest(replaces=True).check()
     _guest(name="second").check()
+    nameless = Guest({"applications": [{"import_path": "others:app"}]}, replaces=False)
+    nameless.check()
+    assert nameless.names == ["default"]
     with pytest.raises(ConfigError, match="applications: runtime_env of second does not work with --address"):
         _guest(name="second", runtime_env={"env_vars": {"A": "1"}}).check()
 
