@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from attention.distribution import install_command
 from attention.lazy_import import load
 from speculative.config import BLOCK_METHODS
 from speculative.training import TrainingError
@@ -18,7 +19,7 @@ HEAD_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 def run(arguments: argparse.Namespace) -> int:
     """Train a draft. Raises TrainingError."""
     if find_spec("accelerate") is None:
-        raise TrainingError("training needs accelerate, which is not installed: pip install 'aerie-serve[train]'")
+        raise TrainingError(f"training needs accelerate, which is not installed: {install_command('train')}")
     return int(load("speculative.training.commands:run_train_draft")(arguments))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attention.backend import Prepared, assert_not_captured
 from attention.capability import Capability, num_multiprocessors
+from attention.distribution import pip
 from attention.metadata import DecodeBatch
 from attention.ops.attend.latent_suffix_triton import add_suffix
 from attention.ops.flashinfer_latent_plan_triton import LatentGrid, LatentPlanArrays, write_latent_plan
@@ -193,5 +194,5 @@ def _check(module: Module, grid: LatentGrid, q: Tensor, kv: LatentKV, scale: flo
 
         raise RuntimeError(
             f"attention backend 'flashinfer': flashinfer {flashinfer.__version__} reads plans over latent rows "
-            "otherwise than 0.6.17; pip install flashinfer-python==0.6.17, or choose triton"
+            f"otherwise than 0.6.17; {pip('install')} flashinfer-python==0.6.17, or choose triton"
         )

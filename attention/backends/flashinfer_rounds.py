@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.distribution import pip
 from attention.metadata import DecodeBatch
 from attention.ops.flashinfer_plan_triton import TILE_ARRAYS, Grid, PlanArrays, write_mask, write_plan
 from attention.views import LayerKV
@@ -180,7 +181,7 @@ def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> 
 
                 raise RuntimeError(
                     f"attention backend 'flashinfer': flashinfer {flashinfer.__version__} plans {rows} rows otherwise "
-                    f"than 0.6.17 ({name}); pip install flashinfer-python==0.6.17, or choose triton"
+                    f"than 0.6.17 ({name}); {pip('install')} flashinfer-python==0.6.17, or choose triton"
                 )
     wrapper._int_workspace_buffer = wrapper._pin_memory_int_workspace_buffer = None  # 8 MiB each
     return kernel

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from attention.distribution import STRANGER, install_command
+from attention.distribution import STRANGER, install_command, pip
 from cluster.config import ConfigError
 from cluster.placement import place
 from deploy.config.files import find_config
@@ -39,6 +39,7 @@ class Finding:
 
 def findings(machine: Machine) -> Iterator[Finding]:
     """Return a finding per check, in the order in which a user would fix them."""
+    yield _system(machine)
     yield Finding("ok", "python", machine.python)
     yield from _packages(machine)
     yield _gpu(machine)
@@ -55,16 +56,21 @@ def findings(machine: Machine) -> Iterator[Finding]:
     yield _hub(machine)
 
 
+def _system(machine: Machine) -> Finding:
+    if machine.system != "Linux":
+        remedy = "run it in a Linux container or virtual machine, on Windows in WSL 2 (docs/install.md)"
+        return Finding("FAIL", "system", f"{machine.system}: the server needs Linux: {remedy}")
+    return Finding("ok", "system", machine.system)
+
+
 def _packages(machine: Machine) -> Iterator[Finding]:
     if STRANGER in machine.packages:
-        remedy = f"`pip uninstall {STRANGER}`, then `{install_command()}` again"
+        remedy = f"`{pip('uninstall')} {STRANGER}`, then `{install_command()}` again"
         yield Finding("warn", STRANGER, f"another project's package, with a folder `aerie` too: {remedy}")
     for name in REQUIRED:
         version = machine.packages.get(name)
         if version is None:
-            yield Finding(
-                "FAIL", name, f"not installed: `{install_command()}` brings it, or `make serve` in a checkout"
-            )
+            yield Finding("FAIL", name, f"not installed: `{install_command()}` brings it")
         elif name != "torch":  # torch's build has a separate line
             yield Finding("ok", name, version)
 
@@ -91,7 +97,8 @@ def _torch(machine: Machine) -> Finding:
         return Finding("FAIL", "torch", f"{version} cannot be imported ({machine.torch_fault}): install it again")
     if machine.torch_cuda is None:
         if machine.gpus:
-            text = "is built without CUDA, so GPUs stay unused: `pip install torch` from PyPI, or PyTorch's CUDA index"
+            remedy = f"`{pip('install')} --force-reinstall torch` from PyPI, or from PyTorch's CUDA index"
+            text = f"is built without CUDA, so GPUs stay unused: {remedy}"
             return Finding("FAIL", "torch", f"{version} {text}")
         return Finding("ok", "torch", f"{version}, built for CPUs")
     text = f"{version}, built for CUDA {machine.torch_cuda}"

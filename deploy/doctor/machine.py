@@ -32,7 +32,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """packages: versions of installed packages.
+    """system: `Linux`, `Darwin`, `Windows`.
+    packages: versions of installed packages.
 
     gpu_fault: why nvidia-smi lists nothing; "" if it works or is absent.
     always_compiles: whether each process compiles torch's modules again, because bytecode is missing and cannot be
@@ -46,6 +47,7 @@ class Machine:
     hub_folder: the hub's cache. hub_token: whether there is a login token.
     """
 
+    system: str
     python: str
     packages: dict[str, str]
     num_cores: int
@@ -81,6 +83,7 @@ def read_machine(port: int = 8000) -> Machine:
     temp_folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     temp = shutil.disk_usage(temp_folder)
     return Machine(
+        system=platform.system(),
         python=platform.python_version(),
         packages=_packages(),
         num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,

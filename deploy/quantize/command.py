@@ -3,6 +3,7 @@
 import argparse
 from importlib.util import find_spec
 
+from attention.distribution import install_command
 from attention.lazy_import import load
 from cluster.config import ConfigError
 
@@ -11,6 +12,6 @@ def run(arguments: argparse.Namespace) -> int:
     """See `deploy.quantize.checkpoint.run`. Raises ConfigError without compressed-tensors."""
     if find_spec("compressed_tensors") is None:
         raise ConfigError(
-            "aerie quantize needs compressed-tensors, which is not installed: pip install 'aerie-serve[quantize]'"
+            f"aerie quantize needs compressed-tensors, which is not installed: {install_command('quantize')}"
         )
     return int(load("deploy.quantize.checkpoint:run")(arguments))

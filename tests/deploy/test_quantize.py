@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from attention.distribution import install_command
 from deploy.cli import main
 from deploy.quantize import checkpoint
 from deploy.quantize.calibration import Moments, Observed
@@ -277,7 +278,7 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(
     assert "model.safetensors: is cut off or damaged" in refused(capsys, tmp_path, target, *four)
     file.write_bytes(whole)
     monkeypatch.setattr("deploy.quantize.command.find_spec", lambda name: None)
-    assert "pip install 'aerie-serve[quantize]'" in refused(capsys, tmp_path, target, *four)
+    assert install_command("quantize") in refused(capsys, tmp_path, target, *four)
 
 
 def test_ctrl_c_leaves_nothing(

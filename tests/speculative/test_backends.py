@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention.backend import AttentionBackend, Prepared
 from attention.capability import Capability
 from attention.config import DraftAttention, TargetAttention
+from attention.distribution import install_command
 from attention.metadata import DecodeBatch, Mode
 from attention.registry import BACKENDS, build_backend, choose_backends
 from speculative.build import EngineSpec, local_engine, plan_engine
@@ -131,7 +133,7 @@ def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.Monke
     monkeypatch.setattr("attention.registry.is_installed", lambda package: False)
     with pytest.raises(
         ValueError,
-        match=r"flashinfer is not installed: pip install 'aerie-serve\[cuda\]'; those that "
+        match=rf"flashinfer is not installed: {re.escape(install_command('cuda'))}; those that "
         r"can: torch$",
     ):
         target_backends(TargetAttention(prefill="flashinfer"), shape, {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from attention.distribution import install_command
 from deploy import train_draft
 from deploy.cli import main
 from speculative.training import TrainingError, TrainingInterrupted, layers
@@ -80,7 +82,7 @@ def test_training_without_accelerate_says_what_to_install(
     tmp_path: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(train_draft, "find_spec", lambda name: None)
-    with pytest.raises(TrainingError, match=r"accelerate, which is not installed: pip install 'aerie-serve\[train\]'"):
+    with pytest.raises(TrainingError, match=re.escape(f"which is not installed: {install_command('train')}")):
         run(f"train-draft --target {tmp_path} --data {rows} --output {tmp_path}/out")
 
 
