@@ -24,7 +24,7 @@ class AnswerError(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """url: without a path. key: the API key, "" for none."""
+    """url: where the application is, without /v1. key: the API key, "" for none."""
 
     url: str
     key: str = ""
@@ -87,7 +87,8 @@ def parse_server(arguments: argparse.Namespace) -> Server:
     url = url.rstrip("/").removesuffix("/v1")
     try:
         where = urlsplit(url)
-        valid = where.scheme in ("http", "https") and bool(where.hostname) and not where.path and where.port != 0
+        valid = where.scheme in ("http", "https") and bool(where.hostname) and where.port != 0
+        valid = valid and not where.query and not where.fragment
     except ValueError:
         valid = False
     if not valid:

@@ -98,14 +98,14 @@ def build_app(
     app.router.routes.extend(page_routes())
 
     @functools.cache
-    def document() -> bytes:
-        return msgspec.json.encode(openapi_document(endpoints, distribution.version()))
+    def document(root_path: str) -> bytes:
+        return msgspec.json.encode(openapi_document(endpoints, distribution.version(), root_path))
 
     async def openapi(http: Request) -> Response:
-        return Response(document(), headers=JSON_HEADERS)
+        return Response(document(http.scope.get("root_path", "")), headers=JSON_HEADERS)
 
     async def docs(http: Request) -> Response:
-        return HTMLResponse(docs_page(msgspec.json.decode(document())))
+        return HTMLResponse(docs_page(msgspec.json.decode(document(""))))
 
     app.router.routes += [Route("/openapi.json", openapi), Route("/docs", docs)]
     return app

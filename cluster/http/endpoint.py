@@ -10,10 +10,11 @@ import msgspec
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
-from cluster.http.errors import JSON_HEADERS, ApiError, body_too_large, body_too_slow, not_json
+from cluster.http.errors import JSON_HEADERS, ApiError, body_lost, body_too_large, body_too_slow, not_json
 from cluster.http.schema.body import check_ignored, parse_body
 from cluster.http.schema.response import ErrorReply
 
@@ -117,6 +118,13 @@ def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> C
     return answer
 
 
+def route_path(scope: Scope) -> str:
+    """Return the request's path without the prefix that the application is served below (Serve's `route_prefix` and
+    `http_options.root_path`), as Starlette matches routes; "" for the prefix itself."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if path == root or path.startswith(f"{root}/") else path
+
+
 def ignore(http: Request, config: EdgeConfig, *names: str) -> None:
     """Name further fields of the body in the reply's header, which have no effect on this model. Raises ApiError where
     `ingress.strict` refuses such fields."""
@@ -165,4 +173,7 @@ async def _read_parts(http: Request, max_bytes: int, count: Callable[[int], None
         body += part
         if len(body) > max_bytes:
             raise body_too_large(max_bytes)
+    # uvicorn with httptools, which plain `serve run` has
+    if not body and "upgrade" in http.headers and (declared not in ("", "0") or "transfer-encoding" in http.headers):
+        raise body_lost()
     return bytes(body)

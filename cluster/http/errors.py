@@ -75,6 +75,16 @@ def not_json(content_type: str) -> ApiError:
     return ApiError(415, message, code="unsupported_media_type")
 
 
+def body_lost() -> ApiError:
+    """400: a server between client and application took the rest of the connection for another protocol."""
+    message = (
+        "The request's body was lost: the client offers another protocol (header Upgrade), and the HTTP server here "
+        "stops reading. Let the client speak HTTP/1.1 alone (Java: HttpClient.Version.HTTP_1_1), or start the cluster "
+        "with `aerie serve` or `aerie start`, which read such requests"
+    )
+    return ApiError(400, message, code="request_body_lost")
+
+
 def body_too_slow(limit_s: float) -> ApiError:
     message = f"The request's body did not come within {limit_s:g} s"
     return ApiError(408, message, code="request_timeout", headers={"connection": "close", "x-should-retry": "false"})

@@ -7,9 +7,10 @@ import uuid
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.endpoint import IGNORED, IGNORED_HEADER, ignored_header
+from cluster.http.endpoint import IGNORED, IGNORED_HEADER, ignored_header, route_path
 from cluster.http.errors import ApiError, internal, invalid, unauthorized
 from cluster.http.keys import is_known
 from cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
@@ -21,7 +22,8 @@ from cluster.logs import REQUEST_ID, fields, request_id
 logger = logging.getLogger(__name__)
 
 # Probes have no keys, and the page asks its reader for one.
-OPEN_ROUTES = frozenset({"/health", "/health/live", "/health/ready", "/health_generate", "/ping"}) | PAGE_ROUTES
+# "" is the prefix itself, which redirects to the page.
+OPEN_ROUTES = frozenset({"", "/health", "/health/live", "/health/ready", "/health_generate", "/ping"}) | PAGE_ROUTES
 QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # polled often, so not logged
 
 
@@ -48,6 +50,7 @@ class EdgeMiddleware:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         state = scope.setdefault("state", {})
+        route = route_path(scope)
         started = False
         status = 0
         begin_s = time.monotonic()
@@ -69,9 +72,11 @@ class EdgeMiddleware:
         try:
             state["request_id"] = uuid.uuid4().hex
             state[ARRIVED] = time.time_ns()
-            self._open(scope)
+            self._open(scope, route)
             request_id.set(state["request_id"])
-            await self._app(scope, receive, send_with_id)
+            # The page's links are relative, and so need its path to end with a slash.
+            answer = self._app if route else RedirectResponse(scope["path"].rpartition("/")[2] + "/")
+            await answer(scope, receive, send_with_id)
         except ApiError as error:
             set_reason(scope, error.code)
             await error.response()(scope, receive, send_with_id)
@@ -86,13 +91,13 @@ class EdgeMiddleware:
             await internal(state["request_id"]).response()(scope, receive, send_with_id)
         finally:
             reason = reason_of(scope)
-            self._counts.ended(scope["path"], status, reason)
-            if scope["path"] not in QUIET_ROUTES:
+            self._counts.ended(route, status, reason)
+            if route not in QUIET_ROUTES:
                 ended = fields(path=scope["path"], status=status, reason=reason, seconds=time.monotonic() - begin_s)
                 logger.info("request %s ended", state["request_id"], extra=ended)
             request_id.reset(former)
 
-    def _open(self, scope: Scope) -> None:
+    def _open(self, scope: Scope, route: str) -> None:
         """Read the client's id, and check its key or origin. Raises ApiError."""
         headers = Headers(scope=scope)
         given = headers.get("x-request-id")
@@ -100,13 +105,13 @@ class EdgeMiddleware:
             if REQUEST_ID.fullmatch(given) is None:
                 raise invalid("X-Request-Id", "X-Request-Id must be 1 to 128 printable ASCII characters without spaces")
             scope["state"]["request_id"] = given
-        if self._api_keys and scope["path"] not in OPEN_ROUTES:
+        if self._api_keys and route not in OPEN_ROUTES:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if not key:  # Anthropic's clients send it so
                 scheme, key = "bearer", headers.get("x-api-key", "")
             if scheme.lower() != "bearer" or not is_known(key.strip(), self._api_keys):
                 raise unauthorized()
-        elif not self._api_keys and scope["path"] not in QUIET_ROUTES:
+        elif not self._api_keys and route not in QUIET_ROUTES:
             self._origins.check(headers)
 
 

@@ -16,8 +16,10 @@ from cluster.http.schema.response import Struct
 _REF = "#/components/schemas/{}"
 
 
-def openapi_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document. Schemas are named after their classes."""
+def openapi_document(endpoints: Sequence[Endpoint], version: str, root_path: str = "") -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document. Schemas are named after their classes.
+
+    root_path: the prefix that the routes are served below."""
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
         path = re.sub(r"{(\w+):path}", r"{\1}", endpoint.path)
@@ -25,6 +27,7 @@ def openapi_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, A
     return {
         "openapi": "3.1.0",
         "info": {"title": "Aerie", "version": version},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {"schemas": dict(sorted(_schemas(endpoints).items()))},
     }

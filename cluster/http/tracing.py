@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 from cluster.http.answer import Answer
 from cluster.http.config import TracingConfig
+from cluster.http.endpoint import route_path
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.transport.messages import TokenDelta
 
@@ -68,7 +69,7 @@ class RequestTrace:
         headers = Headers(scope=self._scope)
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         parent = TraceContextTextMapPropagator().extract(carrier)
-        path = str(self._scope["path"])
+        path = route_path(self._scope)
         span = self._tracer.start_span(
             f"POST {path}",
             parent,

@@ -21,7 +21,7 @@ LEAD_S = 0.2  # from the start of the clock to the first possible arrival
 class Target:
     """The server under test.
 
-    url: without a path.
+    url: where the application is, without /v1.
     extra: added to every request's body.
     key: the API key, "" for none.
     """
@@ -55,7 +55,7 @@ async def run_rate(
     encrypted = where.scheme == "https"
     host, port = where.hostname or "", where.port or (443 if encrypted else 80)
     requests = [
-        request_bytes(port, _body(arrival, target), "completions", host, target.key, request_id)
+        request_bytes(port, _body(arrival, target), "completions", host, target.key, request_id, where.path)
         for arrival, request_id in zip(arrivals, request_ids or [""] * len(arrivals), strict=True)
     ]
     pool = Pool(host, port, encrypted)

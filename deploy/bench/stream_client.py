@@ -40,13 +40,15 @@ def request_bytes(
     host: str = "127.0.0.1",
     key: str = "",
     request_id: str = "",
+    prefix: str = "",
 ) -> bytes:
-    """Return a POST request to /v1/`route`. key: the server's API key; request_id: its X-Request-Id; "" for none."""
+    """Return a POST request to `prefix`/v1/`route`. key: the server's API key; request_id: its X-Request-Id; "" for
+    none."""
     raw = json.dumps(body).encode()
     more = f"Authorization: Bearer {key}\r\n" if key else ""
     more += f"X-Request-Id: {request_id}\r\n" if request_id else ""
     head = (
-        f"POST /v1/{route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+        f"POST {prefix}/v1/{route} HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
         f"{more}Content-Length: {len(raw)}\r\n\r\n"
     )
     return head.encode() + raw

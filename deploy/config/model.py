@@ -54,14 +54,17 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     args = use_options(args, keys)
     for assignment in arguments.set:
         _assign(args, assignment)
+    root_path = getattr(arguments, "root_path", None) or "/"
+    prefix = getattr(arguments, "route_prefix", None) or "/"
     content = {
         "proxy_location": "HeadOnly",
         "http_options": {
             "host": getattr(arguments, "host", None) or "127.0.0.1",
             "port": getattr(arguments, "port", None) or 8000,
+            **({"root_path": root_path} if root_path != "/" else {}),
         },
         "logging_config": {"enable_access_log": False},
-        "applications": [{"name": "aerie", "route_prefix": "/", "import_path": "deploy.app:build", "args": args}],
+        "applications": [{"name": "aerie", "route_prefix": prefix, "import_path": "deploy.app:build", "args": args}],
     }
     text = yaml.safe_dump(content, sort_keys=False)
     if arguments.shows_config:

@@ -284,9 +284,6 @@ REFUSED: dict[str, Names] = {
         ssl-ciphers ssl-keyfile ssl-keyfile-password
         """,
     ),
-    "set applications[].route_prefix in a config file (--save writes one)": Names(
-        values="fastapi-root-path root-path",
-    ),
     "give options on the command line; Aerie's own config file is the first argument": Names(
         values="config",
     ),

@@ -25,7 +25,7 @@ _DEAD_PEERS = (
 )
 NEXT_WAIT_S = 15  # maximum wait for the next ingress
 _NEXT = "aerie-next"
-_CHECKED = ("/health", "/ready")
+_CHECKED = "path_end /health /health/live /health/ready /health_generate /ready /ping"  # below any prefix
 _FULL = "too_many_connections", "service_unavailable_error"
 # Headers by which clients could control Serve: its replica reads them before the application, decodes them strictly (a
 # byte that is not UTF-8 gives a 500 without a body) and obeys them (no time limit, no end when the client disconnects).
@@ -102,7 +102,7 @@ def _with_waiting(config: str, last: str, next_ports: Sequence[int]) -> str:
         checked = re.sub(r"(?m)^\s*(option httpchk|http-check) .*\n", "", section) if former else section
         lines = [
             checked.rstrip(),
-            f"    {_unavailable()} if {{ path_beg {' '.join(_CHECKED)} }} {gone}",
+            f"    {_unavailable()} if {{ {_CHECKED} }} {gone}",
             f"    retries {NEXT_WAIT_S}",
             *(f"    server {server} {place} check inter 200ms fall 1 rise 1" for server, place in former),
             "    option allbackups",
@@ -153,7 +153,7 @@ def _with_frontend(config: str, port: int) -> str:
     most = int(found[1]) if found else MAX_CONNECTIONS
     unknown = _rule(404, "Unknown route", "not_found")
     full = _rule(503, "The server carries as many connections as it can; try again", *_FULL)
-    full += f' hdr Retry-After "{RETRY_AFTER_S}" hdr Connection close if !{{ path_beg {" ".join(_CHECKED)} }}'
+    full += f' hdr Retry-After "{RETRY_AFTER_S}" hdr Connection close if !{{ {_CHECKED} }}'
     cut = "tcp-request connection reject"
     rules = [
         f"    bind 127.0.0.1:{port}",

@@ -1,6 +1,7 @@
 """The arguments of `aerie serve`, which `aerie plan` takes too. Imports nothing heavy."""
 
 import argparse
+import re
 from pathlib import Path
 
 from deploy.command_line import DEFAULT_CONFIG
@@ -19,6 +20,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", "--model-path", help="the same, as vLLM's and SGLang's modules have it")
     parser.add_argument("--host", help="of HTTP, instead of the file's; 0.0.0.0 for all interfaces")
     parser.add_argument("--port", type=port_number, help="of HTTP, instead of the file's")
+    parser.add_argument(
+        "--route-prefix", type=path_prefix, help="path of the application, instead of the file's: /chat"
+    )
+    parser.add_argument(
+        "--root-path", "--fastapi-root-path", type=path_prefix, help="path that a proxy before the server strips"
+    )
     parser.add_argument("--verbose", action="store_true", help="print what Ray and Serve write, too")
     parser.add_argument("--address", help="of a running Ray cluster; without it Ray starts here, and small")
     parser.add_argument("--name", help="of the application, instead of the file's (default: aerie)")
@@ -56,6 +63,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--save", type=Path, metavar="FILE", help="keep the config file that this amounts to")
     vllm_options.add_options(parser)
+
+
+def path_prefix(text: str) -> str:
+    """Parse the path that routes are below. "/" stays; any other loses a slash at its end."""
+    if not re.fullmatch(r"/[\w.~/-]*", text) or "//" in text:
+        raise argparse.ArgumentTypeError(f"{text}: must be a path with a slash before it, such as /chat")
+    return text.rstrip("/") or "/"
 
 
 def port_number(text: str) -> int:

@@ -71,11 +71,13 @@ def serve(
     content, application = read_content(path)
     config = parse(with_downloads(application["args"], base), base)
     locate(content, base)
-    asked = {"host": wanted.host, "port": wanted.port}
+    root_path = None if wanted.root_path is None else wanted.root_path.rstrip("/")
+    asked = {"host": wanted.host, "port": wanted.port, "root_path": root_path}
     options = dict(content.get("http_options") or {}) | {k: value for k, value in asked.items() if value is not None}
     content["http_options"] = options
     address = checked_address(options.get("host", "127.0.0.1"), options.get("port", 8000), listens=not joins)
     application["name"] = wanted.name or application.get("name", "aerie")
+    application["route_prefix"] = wanted.route_prefix or application.get("route_prefix", "/")
     server_record.clear_abandoned(with_kept=True)
     server_record.note(port=address.port, stop_limit_s=config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S)
     raise_open_files()

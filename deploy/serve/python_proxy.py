@@ -1,13 +1,17 @@
-"""Cleans headers that Serve's Python proxy cannot read. Serve loads `middlewares` in the proxy's process. HAProxy's
-configuration has the same rules (`deploy.haproxy.config`).
+"""Makes Serve's Python proxy read every request. Serve loads `middlewares` in the proxy's process, before its server
+starts. HAProxy's configuration has the same rules (`deploy.haproxy.config`).
 
 The proxy (Ray 2.60) decodes some headers strictly: a byte that is not UTF-8 gives a 500 without a body on every path.
+Its server (uvicorn 0.54 with httptools) loses the body of a request that offers another protocol, as Java's HttpClient
+does with each POST ("Upgrade: h2c"). With h11 it ignores the offer; that takes 0.2 ms more per request and 3 us per
+chunk, where the proxy takes 1 ms per chunk.
 """
 
 import re
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import HTTP_PROTOCOLS
 
 from cluster.logs import REQUEST_ID
 from deploy.haproxy.config import OF_TRACES, SERVES_OWN
@@ -37,5 +41,6 @@ class CleanHeaders:
 
 
 def middlewares() -> list[Middleware]:
-    """Return the middlewares for Serve's proxy."""
+    """Return the middlewares for Serve's proxy, and let its server read HTTP with h11."""
+    HTTP_PROTOCOLS["auto"] = HTTP_PROTOCOLS["h11"]
     return [Middleware(CleanHeaders)]

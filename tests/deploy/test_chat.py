@@ -1,17 +1,22 @@
 """`aerie chat` over a real server with a scripted engine: what is shown, kept and asked for."""
 
+import argparse
 import asyncio
 import io
 from collections.abc import Callable, Iterator
 
 import pytest
 from rich.console import Console
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from cluster.config import ConfigError
 from cluster.transport.messages import SpeculationStats, TokenDelta
+from deploy.bench.arrivals import Arrival
+from deploy.bench.load import Target, run_rate
 from deploy.chat import CommandError, Conversation, chat
 from deploy.cli import main
-from deploy.client import Server
+from deploy.client import Server, parse_server
 from tests.support.edge_client import MODEL, served
 from tests.support.fake_engine import EOS, FakeEngine, Step, small_tokenizer
 from workers.scheduling.plan import SamplingParams
@@ -126,6 +131,16 @@ def test_no_server_and_no_url_are_one_line(capsys: pytest.CaptureFixture[str]) -
         assert "http://127.0.0.1:9: no server answers" in capsys.readouterr().err
         assert main([command, "ftp://x"]) == 2
         assert "must be a server's URL" in capsys.readouterr().err
+
+
+async def test_a_server_below_a_path() -> None:
+    """Its URL as `aerie serve` prints it, and as clients of OpenAI's have it."""
+    async with served(FakeEngine(_script), around=lambda app: Starlette(routes=[Mount("/team/chat", app)])) as url:
+        for given in (f"{url}/team/chat", f"{url}/team/chat/v1/"):
+            server = parse_server(argparse.Namespace(url=given, key=""))
+            assert (await asyncio.to_thread(server.model))["id"] == MODEL
+        answers, _ = await run_rate(Target(server.url, MODEL, {}, ""), [Arrival(0.0, (1, 2), 3)], 10)
+        assert [(answer.fault, answer.num_tokens > 0) for answer in answers] == [("", True)]
 
 
 async def test_wrong_key_and_wrong_model_name_the_remedy() -> None:

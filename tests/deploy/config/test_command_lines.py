@@ -105,6 +105,13 @@ def test_options_without_effect_are_named_in_one_line() -> None:
         assert name in line
 
 
+def test_paths_that_routes_are_below() -> None:
+    line = ["serve", "X/Y", "--fastapi-root-path", "/proxy/a/", "--route-prefix=/chat"]
+    found = parsed(_PARSER, line)
+    assert (found.root_path, found.route_prefix) == ("/proxy/a", "/chat")
+    assert parsed(_PARSER, ["serve", "--route_prefix", "/"]).route_prefix == "/"
+
+
 def test_model_is_the_first_argument_by_another_name() -> None:
     for name in ("--model", "--model-path", "--model_path"):
         assert parsed(_PARSER, ["plan", name, "X/Y"]).config == "X/Y"
@@ -115,6 +122,7 @@ def test_model_is_the_first_argument_by_another_name() -> None:
     ("line", "message"),
     [
         ("X/Y --model A/B", "--model A/B: the model is X/Y already"),
+        ("X/Y --route-prefix chat", "--route-prefix: chat: must be a path with a slash before it, such as /chat"),
         ("X/Y --max-model-length 4", "aerie plan: --max-model-length: unknown option; did you mean --max-model-len?"),
         ("X/Y --max-model 4", "did you mean --max-model-len?"),
         ("X/Y --model-imp auto", "did you mean --model-impl?"),

@@ -459,9 +459,10 @@ def test_requests_wait_for_the_ingress_that_follows_the_last_one(
             waiting = [pool.submit(httpx.get, f"{url}/{number}", timeout=20) for number in range(20)]
             time.sleep(0.5)
             began = time.monotonic()
-            refused = httpx.get(f"{url}/health")
-            assert time.monotonic() - began < haproxy_config.NEXT_WAIT_S / 2
-            assert refused.status_code == 503 and refused.headers["retry-after"] and refused.json()["error"]
+            for path in ("/health", "/team/chat/health/ready"):
+                refused = httpx.get(f"{url}{path}")
+                assert time.monotonic() - began < haproxy_config.NEXT_WAIT_S / 2
+                assert refused.status_code == 503 and refused.headers["retry-after"] and refused.json()["error"]
             with _ingress() as second:
                 proxy.told(second)
                 assert [reply.result().text for reply in waiting] == [f"/{number}" for number in range(20)]

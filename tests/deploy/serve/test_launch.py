@@ -27,7 +27,16 @@ def test_a_start_tells_that_every_process_compiles_its_imports(
 ) -> None:
     monkeypatch.setattr("deploy.serve.launch.always_compiles", lambda: compiles)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    wanted = argparse.Namespace(address=None, host=None, port=free_port(), verbose=True, name=None, replace=False)
+    wanted = argparse.Namespace(
+        address=None,
+        host=None,
+        port=free_port(),
+        verbose=True,
+        name=None,
+        replace=False,
+        root_path=None,
+        route_prefix=None,
+    )
     with pytest.raises(ConfigError, match="no process"):
         serve(ROOT / "deploy" / "eagle.yaml", RefusingCheck(), wanted, time.time(), lambda: None)  # type: ignore[arg-type]
     assert ("PYTHONDONTWRITEBYTECODE is set" in "".join(capfd.readouterr())) is compiles
