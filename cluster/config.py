@@ -7,7 +7,7 @@ key's error suggests the most similar one.
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attention.config import CacheConfig, DraftAttention, TargetAttention
 from cluster.http.config import EdgeConfig, TracingConfig
+from cluster.http.keys import KeyConfig
 from cluster.parallel import ParallelConfig
 from speculative.config import SpeculativeConfig, with_method_defaults
 from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
@@ -193,11 +194,19 @@ def _with_paths(config: AerieConfig, base: Path) -> AerieConfig:
         with_target = method == "suffix" or (method == "mtp" and not given)
         path = model.path if with_target else _folder("speculative.path", config.speculative.path, base)
         changes["speculative"] = dataclasses.replace(config.speculative, path=path)
-    if config.ingress.chat_template:
-        changes["ingress"] = dataclasses.replace(
-            config.ingress, chat_template=_file(config.ingress.chat_template, base)
-        )
+    ingress = dataclasses.replace(config.ingress, api_keys=tuple(_read_keys(config.ingress.api_keys, base)))
+    if ingress.chat_template:
+        ingress = dataclasses.replace(ingress, chat_template=_file(ingress.chat_template, base))
+    changes["ingress"] = ingress
     return config.model_copy(update=changes)
+
+
+def _read_keys(entries: Sequence[str | KeyConfig], base: Path) -> Iterator[str | KeyConfig]:
+    for place, entry in enumerate(entries):
+        try:
+            yield entry if isinstance(entry, str) else entry.read(base)
+        except ValueError as error:
+            raise ConfigError(f"{_SECRET}.{place}.{error}") from None
 
 
 def _file(value: str, base: Path) -> str:
@@ -233,12 +242,22 @@ def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iter
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
             remedy = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(known)}"
-            yield f"{prefix}{key}: unknown key; {remedy}"
+            name = f"{prefix}{key}" if near or not prefix.startswith(_SECRET) else prefix.removesuffix(".")
+            yield f"{name}: unknown key; {remedy}"
             continue
-        annotation = known[key]
-        for candidate in get_args(annotation) or (annotation,):
-            if dataclasses.is_dataclass(candidate) and isinstance(value, Mapping):
-                yield from _unknown_keys(value, cast(type, candidate), f"{prefix}{key}.")
+        entries = {f"{key}.{place}": entry for place, entry in enumerate(value)} if isinstance(value, list) else {}
+        for kind in _dataclasses(known[key]):
+            for name, entry in (entries or {key: value}).items():
+                if isinstance(entry, Mapping):
+                    yield from _unknown_keys(entry, kind, f"{prefix}{name}.")
+
+
+def _dataclasses(annotation: Any) -> Iterator[type]:
+    """Yield the dataclasses that a value, or an entry of its list, may be."""
+    if dataclasses.is_dataclass(annotation):
+        yield cast(type, annotation)
+    for part in get_args(annotation):
+        yield from _dataclasses(part)
 
 
 def _sentences(faults: Iterable[Any]) -> Iterator[str]:
@@ -265,4 +284,4 @@ def _sentences(faults: Iterable[Any]) -> Iterator[str]:
 
 def _is_type(part: str) -> bool:
     """Return whether this part of a fault's path is the name of a type."""
-    return part in ("int", "float") or part.startswith("literal[")
+    return part in ("int", "float", "str") or part.startswith("literal[")

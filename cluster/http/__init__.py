@@ -3,7 +3,8 @@
 app            the application: all routes
 config         configuration of one ingress
 middleware     request ids, access, a last handler of exceptions, and replies to HEAD and to HTTP/1.0
-keys           API keys as digests
+keys           API keys as digests, with names
+tenants        finds the key of a request, and what it may do
 origins        hosts and origins that need no API key
 routes         the routes, one module per group
 endpoint       one route: its schemas and its handler
@@ -14,6 +15,7 @@ admission      limits concurrent generations and memory
 requests       a checked body as prompts, sampling parameters and a grammar
 text           text to tokens and back
 serving        runs one generation request
+tasks          its tasks
 engine_client  the interface to engines
 thinking_budget  ends an answer's thinking after a number of tokens
 answer         turns token deltas into text, cut at stop strings

@@ -32,6 +32,7 @@ from cluster.http.requests.grammar_checker import GrammarChecker
 from cluster.http.requests.parameters import with_sampling_defaults
 from cluster.http.routes import generation, messages, models, native, prefix_cache, responses, status, tokenization
 from cluster.http.serving import Edge
+from cluster.http.tenants import Tenants
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.tracing import Tracing
 
@@ -77,7 +78,7 @@ def build_app(
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission
     origins = Origins(config.allowed_hosts, config.allowed_origins)
-    app.add_middleware(EdgeMiddleware, config.api_keys, origins, echo_request_id, edge.counts)
+    app.add_middleware(EdgeMiddleware, Tenants(config), origins, echo_request_id, edge.counts)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

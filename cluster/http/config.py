@@ -6,7 +6,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from attention.distribution import install_command
-from cluster.http.keys import digest
+from cluster.http.keys import KeyConfig, checked
 
 # Rows of `cluster.http.parsers.families.FAMILIES`.
 OutputParserName = Literal[
@@ -61,8 +61,11 @@ class EdgeConfig:
     grammar_timeout_s: limit of a grammar's compilation.
     max_stored_responses: replies of /v1/responses that one ingress keeps for `previous_response_id`; 0: none.
     max_stored_bytes: memory of these replies and the conversations before them.
-    api_keys: keys, or `sha256:` and the output of `printf %s KEY | sha256sum`. With any, all routes but health and the
-        page require `Authorization: Bearer KEY` or `x-api-key: KEY`. The server keeps digests only.
+    api_keys: keys, or `sha256:` and the output of `printf %s KEY | sha256sum`, or keys with names and limits
+        (docs/tenants.md). With any, all routes but health and the page require `Authorization: Bearer KEY` or
+        `x-api-key: KEY`. The server keeps digests only.
+    share_prefix_cache: with several keys, one key's prompts may use prefixes that another's have cached. A client then
+        learns from `cached_tokens` and from times what others have sent.
     allowed_hosts: without API keys: accepted Host names, in addition to addresses, private names and this machine's
         name; `["*"]`: all.
     allowed_origins: web pages that may use this server (CORS), such as `["https://chat.example.com"]`; `["*"]`: all.
@@ -101,7 +104,8 @@ class EdgeConfig:
     grammar_timeout_s: float = 10.0
     max_stored_responses: int = 1024
     max_stored_bytes: int = 64 * 2**20
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str | KeyConfig, ...] = ()
+    share_prefix_cache: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     output_parser: OutputParserName | Literal["auto"] = "auto"
@@ -141,7 +145,7 @@ class EdgeConfig:
                 f"max_choices={self.max_choices}: must not exceed max_concurrent_requests="
                 f"{self.max_concurrent_requests}, or such a request is refused for ever"
             )
-        object.__setattr__(self, "api_keys", tuple(map(digest, self.api_keys)))
+        object.__setattr__(self, "api_keys", checked(self.api_keys))
 
 
 # Rules of `EdgeConfig`'s values; None is always valid.

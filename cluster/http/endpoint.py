@@ -14,9 +14,10 @@ from starlette.types import Scope
 
 from cluster.http.admission import Admission
 from cluster.http.config import EdgeConfig
-from cluster.http.errors import JSON_HEADERS, ApiError, body_lost, body_too_large, body_too_slow, not_json
+from cluster.http.errors import JSON_HEADERS, ApiError, body_lost, body_too_large, body_too_slow, forbidden, not_json
 from cluster.http.schema.body import check_ignored, parse_body
 from cluster.http.schema.response import ErrorReply
+from cluster.http.tenants import tenant_of
 
 Body = TypeVar("Body", bound=BaseModel)
 Reply = TypeVar("Reply", bound=msgspec.Struct)
@@ -39,6 +40,7 @@ class Endpoint:
     event: schemas of a stream's events, if it can stream.
     errors: schemas of replies with other statuses than 200.
     restate: converts errors to the route's own format, if it has one.
+    is_administrative: only for keys that administer the server.
     generates: refused before the body is read while the ingress is full or drains.
     """
 
@@ -51,6 +53,7 @@ class Endpoint:
     errors: tuple[type[msgspec.Struct], ...] = (ErrorReply,)
     generates: bool = False
     restate: Callable[[ApiError], ApiError] | None = None
+    is_administrative: bool = False
 
 
 def get(
@@ -77,9 +80,14 @@ def post(
     return Endpoint("POST", path, handler, body, _several(reply), _several(event), (error,), generates, restate)
 
 
-def command(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
+def command(
+    path: str,
+    handler: Callable[[Request], Awaitable[Reply | Response]],
+    reply: type[Reply],
+    is_administrative: bool = False,
+) -> Endpoint:
     """Define a POST route without a body."""
-    return Endpoint("POST", path, handler, None, (reply,))
+    return Endpoint("POST", path, handler, None, (reply,), is_administrative=is_administrative)
 
 
 def delete(path: str, handler: Callable[[Request], Awaitable[Reply | Response]], reply: type[Reply]) -> Endpoint:
@@ -104,6 +112,9 @@ def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> C
             raise endpoint.restate(error) from None
 
     async def answer_or_raise(http: Request) -> Response:
+        tenant = tenant_of(http.scope)
+        if endpoint.is_administrative and not tenant.is_admin:
+            raise forbidden(tenant.name)
         if endpoint.generates:
             admission.check()
         if endpoint.body is None:

@@ -99,6 +99,15 @@ def unauthorized() -> ApiError:
     )
 
 
+def forbidden(name: str) -> ApiError:
+    return ApiError(
+        403,
+        f"The key {name} does not administer this server; use one with `admin: true` in ingress.api_keys",
+        kind="permission_error",
+        code="admin_key_required",
+    )
+
+
 def overloaded(message: str, retry_after_s: float) -> ApiError:
     return ApiError(
         429, message, kind="rate_limit_error", code="server_overloaded", headers=_retry_after(retry_after_s)

@@ -1,34 +1,105 @@
 """API keys. The server stores only SHA-256 digests: Ray Serve writes a deployment's arguments to its logs and sends
-them to every process. Used by `cluster.http.config`, `cluster.http.middleware` and `deploy.config.files`."""
+them to every process. Used by `cluster.http.config`, `cluster.http.tenants` and `deploy.config.files`."""
 
+import dataclasses
 import hashlib
 import hmac
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 PREFIX = "sha256:"
 _DIGEST = re.compile(rf"{PREFIX}[0-9a-f]{{64}}")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
-def digest(entry: str) -> str:
+@dataclass(frozen=True)
+class KeyConfig:
+    """An API key with a name: a tenant. docs/tenants.md explains what the server shares out between tenants.
+
+    name: its name in logs and metrics, 1 to 64 letters, digits, dots, hyphens and underscores.
+    key: the key, `sha256:` and its digest, or a list of several, to replace one by another.
+    file: instead of `key`, a file with a key per line, read at the start on the machine that reads the configuration.
+    admin: whether it may empty the prefix cache and read all keys' counts; null: only if it is the only key.
+    """
+
+    name: str
+    key: str | tuple[str, ...] = ""
+    file: str = ""
+    admin: bool | None = None
+
+    def __post_init__(self) -> None:
+        if _NAME.fullmatch(self.name) is None:
+            raise ValueError("name: must be 1 to 64 letters, digits, dots, hyphens and underscores (A-Z a-z 0-9 . - _)")
+        if bool(self.key) == bool(self.file):
+            raise ValueError("key: give either `key` or `file`")
+        keys = (self.key,) if isinstance(self.key, str) else self.key
+        object.__setattr__(self, "key", tuple(digest(key, "key") for key in keys if key))
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """The digests of its keys; none before `read`."""
+        assert not isinstance(self.key, str), "the constructor makes a tuple of it"
+        return self.key
+
+    def read(self, base: Path) -> "KeyConfig":
+        """Return the key with the digests of its file's keys instead of the file. A relative path starts at `base`.
+
+        Raises ValueError."""
+        if not self.file:
+            return self
+        path = base / Path(self.file).expanduser()
+        try:
+            lines = path.read_text().split()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "is not text"
+            raise ValueError(f"file={self.file}: {path} cannot be read ({reason})") from None
+        if not lines:
+            raise ValueError(f"file={self.file}: {path} is empty; write a key per line into it")
+        return dataclasses.replace(self, key=tuple(digest(line, "file") for line in lines), file="")
+
+
+def checked(entries: Iterable[str | KeyConfig]) -> tuple[str | KeyConfig, ...]:
+    """Return `ingress.api_keys` with digests instead of keys. Raises ValueError."""
+    found = tuple(digest(entry) if isinstance(entry, str) else entry for entry in entries)
+    keys = named(found)
+    digests = [each for key in keys for each in key.digests]
+    if len(set(digests)) < len(digests):
+        raise ValueError("api_keys: one key is given twice; give each key once, so that it has one name")
+    names = [key.name for key in keys]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"api_keys: two keys are named {twice[0]}; a key without a name is called key- and its place")
+    return found
+
+
+def named(entries: Sequence[str | KeyConfig]) -> tuple[KeyConfig, ...]:
+    """Return the keys with names: `key-N` for the N-th entry if it is a plain key."""
+    return tuple(
+        KeyConfig(f"key-{place}", entry) if isinstance(entry, str) else entry
+        for place, entry in enumerate(entries, start=1)
+    )
+
+
+def digest(entry: str, field: str = "api_keys") -> str:
     """Return the digest of a configured key, "sha256:" and 64 hexadecimal digits. An entry may be a digest.
 
-    Raises ValueError, whose text does not quote the key."""
+    Raises ValueError, whose text begins with `field` and does not quote the key."""
     if entry.lower().startswith(PREFIX):
         if _DIGEST.fullmatch(entry.lower()):
             return entry.lower()
-        raise ValueError(f"api_keys: after {PREFIX} there must be 64 hexadecimal digits, as `sha256sum` prints them")
+        raise ValueError(f"{field}: after {PREFIX} there must be 64 hexadecimal digits, as `sha256sum` prints them")
     if len(entry) < 8 or not entry.isascii() or not entry.isprintable() or " " in entry:
-        raise ValueError("api_keys: each key must have at least 8 printable ASCII characters and no space")
+        raise ValueError(f"{field}: each key must have at least 8 printable ASCII characters and no space")
     return _digest(entry)
 
 
-def is_known(key: str, digests: Sequence[str]) -> bool:
+def matches(key: str, digests: Iterable[str]) -> bool:
     """Whether a client's key has one of the `digests`. A digest itself is not a key. Takes the same time for every
     key."""
     given = _digest(key)
-    matches = [hmac.compare_digest(given, own) for own in digests]
-    return any(matches)
+    found = [hmac.compare_digest(given, own) for own in digests]
+    return any(found)
 
 
 def _digest(key: str) -> str:

@@ -12,10 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http.endpoint import IGNORED, IGNORED_HEADER, ignored_header, route_path
 from cluster.http.errors import ApiError, internal, invalid, unauthorized
-from cluster.http.keys import is_known
 from cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from cluster.http.origins import Origins
 from cluster.http.page.files import PAGE_ROUTES
+from cluster.http.tenants import Tenants, set_tenant
 from cluster.http.tracing import ARRIVED
 from cluster.logs import REQUEST_ID, fields, request_id
 
@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 # Probes have no keys, and the page asks its reader for one.
 # "" is the prefix itself, which redirects to the page.
-OPEN_ROUTES = frozenset({"", "/health", "/health/live", "/health/ready", "/health_generate", "/ping"}) | PAGE_ROUTES
-QUIET_ROUTES = frozenset({"/metrics", "/ready"}) | OPEN_ROUTES  # polled often, so not logged
+PROBES = frozenset({"/health", "/health/live", "/health/ready", "/ready", "/health_generate", "/ping"})
+OPEN_ROUTES = PROBES | PAGE_ROUTES | {""}
+QUIET_ROUTES = frozenset({"/metrics"}) | OPEN_ROUTES  # polled often, so not logged
 
 
 class EdgeMiddleware:
@@ -33,17 +34,17 @@ class EdgeMiddleware:
 
     echo_request_id: send the id back, unless the server around the application does.
     counts: counts every request's end.
-    api_keys: digests of keys.
+    tenants: found by their keys.
     origins: checked if there are no keys.
     """
 
     def __init__(
-        self, app: ASGIApp, api_keys: tuple[str, ...], origins: Origins, echo_request_id: bool, counts: RequestCounts
+        self, app: ASGIApp, tenants: Tenants, origins: Origins, echo_request_id: bool, counts: RequestCounts
     ) -> None:
         self._app = app
         self._counts = counts
         self._echo_request_id = echo_request_id
-        self._api_keys = api_keys
+        self._tenants = tenants
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,6 +72,7 @@ class EdgeMiddleware:
 
         try:
             state["request_id"] = uuid.uuid4().hex
+            set_tenant(scope, self._tenants.anonymous)
             state[ARRIVED] = time.time_ns()
             self._open(scope, route)
             request_id.set(state["request_id"])
@@ -105,13 +107,15 @@ class EdgeMiddleware:
             if REQUEST_ID.fullmatch(given) is None:
                 raise invalid("X-Request-Id", "X-Request-Id must be 1 to 128 printable ASCII characters without spaces")
             scope["state"]["request_id"] = given
-        if self._api_keys and route not in OPEN_ROUTES:
+        if self._tenants.named and route not in OPEN_ROUTES:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if not key:  # Anthropic's clients send it so
                 scheme, key = "bearer", headers.get("x-api-key", "")
-            if scheme.lower() != "bearer" or not is_known(key.strip(), self._api_keys):
+            tenant = self._tenants.of_key(key.strip()) if scheme.lower() == "bearer" else None
+            if tenant is None:
                 raise unauthorized()
-        elif not self._api_keys and route not in QUIET_ROUTES:
+            set_tenant(scope, tenant)
+        elif not self._tenants.named and route not in QUIET_ROUTES:
             self._origins.check(headers)
 
 

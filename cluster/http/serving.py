@@ -9,10 +9,11 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -31,6 +32,8 @@ from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from cluster.http.replies.streaming import STREAM_HEADERS
 from cluster.http.requests.edge_request import EdgeRequest
 from cluster.http.requests.grammar_checker import GrammarChecker
+from cluster.http.tasks import cancel, disconnected, run_all
+from cluster.http.tenants import Tenant, tenant_of
 from cluster.http.text.tokenizer import ChatTokenizer
 from cluster.http.thinking_budget import within_budget
 from cluster.http.tracing import RequestTrace, Tracing
@@ -76,7 +79,8 @@ class Edge:
             http.state.request_id = own_id
             request_id.set(own_id)
         name: str = http.state.request_id
-        return GenerationResponse(self, request, reply_form, reply_id.format(name), name, restate)
+        tenant = tenant_of(http.scope)
+        return GenerationResponse(self, request, reply_form, reply_id.format(name), name, tenant, restate)
 
 
 class GenerationResponse(Response):
@@ -85,6 +89,7 @@ class GenerationResponse(Response):
     reply_form: builds replies in the endpoint's format.
     reply_id: id in the reply, which the client may have chosen.
     request_id: the client's id of the request, for logs and error messages.
+    tenant: whose request it is.
     restate: converts errors to the endpoint's format.
     """
 
@@ -95,6 +100,7 @@ class GenerationResponse(Response):
         reply_form: Callable[[ReplyContext], Reply],
         reply_id: str,
         request_id: str,
+        tenant: Tenant,
         restate: Callable[[ApiError], ApiError] = lambda error: error,
     ) -> None:
         self._restate = restate
@@ -103,6 +109,7 @@ class GenerationResponse(Response):
         self._request = request
         self._engine_id = f"{reply_id.partition('-')[0]}-{uuid.uuid4().hex}"  # unique
         self._request_id = request_id
+        self._tenant = tenant
         self._answers = [_answer(edge.tokenizer, request, i) for i in range(len(request.choices))]
         self._parsers = [parser_of_prompt(request, choice.prompt, edge.tokenizer) for choice in request.choices]
         self._reasoning_tokens = [ReasoningTokens() for _ in request.choices]
@@ -119,12 +126,12 @@ class GenerationResponse(Response):
         self._edge.counts.choices.observe(len(self._request.choices) / max(1, len(self._request.prompts)))
         self._trace = self._edge.tracing.begin(scope, self._request, self._request_id)
         work = asyncio.ensure_future(self._respond(scope, receive, send))
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
             left_early = not work.done()
-            await _cancel((work, gone))
+            await cancel((work, gone))
         if left_early:
             set_reason(scope, CLIENT_LEFT)
             logger.info("request %s: the client left", self._request_id)
@@ -194,7 +201,7 @@ class GenerationResponse(Response):
         limit_s = self._edge.config.request_timeout_s
         try:
             async with asyncio.timeout(limit_s) as deadline:
-                await _all([self._run_choice(i, emit) for i in range(len(self._answers))])
+                await run_all([self._run_choice(i, emit) for i in range(len(self._answers))])
         except EngineRefused as refusal:
             raise refused(refusal.refusal) from None
         except RequestInvalidError as fault:
@@ -238,11 +245,13 @@ class GenerationResponse(Response):
         prompt, budget = request.prompts[choice.prompt], request.thinking_budget
         # A stop string or the budget may end an answer at any delta.
         running_stats = bool(choice.form.stops) or budget is not None
+        salt = self._tenant.cache_salt(choice.sampling.cache_salt)
+        sampling = msgspec.structs.replace(choice.sampling, cache_salt=salt)
 
         def generate(output: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
             name = f"{self._engine_id}-{index}" + ("-2" if output else "")
             origins = request.return_token_origins
-            return self._edge.engine.generate(prompt, choice.sampling, name, running_stats, origins, output)
+            return self._edge.engine.generate(prompt, sampling, name, running_stats, origins, output)
 
         parser = self._parsers[index]
         if budget is None or not isinstance(parser, MarkedParser) or parser.reasoning is None:
@@ -273,25 +282,3 @@ def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answe
 
 def _body(content: bytes, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": content, "more_body": more}
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _all(choices: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all; if one fails, cancel the others, wait until they have ended, and raise its exception."""
-    if len(choices) == 1:
-        return await choices[0]
-    tasks = [asyncio.ensure_future(choice) for choice in choices]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        await _cancel(tasks)
-
-
-async def _cancel(tasks: Sequence["asyncio.Future[None]"]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -48,7 +48,19 @@ def locate(content: dict[str, Any], base: Path) -> None:
             section["path"] = str(base / Path(section["path"]).expanduser())
         ingress = args.get("ingress")
         if isinstance(ingress, dict) and isinstance(ingress.get("api_keys"), list):
-            ingress["api_keys"] = [key_digest(key) for key in ingress["api_keys"]]
+            ingress["api_keys"] = [_without_key(entry, base) for entry in ingress["api_keys"]]
+
+
+def _without_key(entry: object, base: Path) -> object:
+    """Return an entry of `ingress.api_keys` with digests in the place of keys. Raises ConfigError."""
+    if not isinstance(entry, dict):
+        return key_digest(entry)
+    changes: dict[str, object] = {}
+    if key := entry.get("key"):
+        changes["key"] = [key_digest(each) for each in key] if isinstance(key, list) else key_digest(key)
+    if file := entry.get("file"):
+        changes["file"] = str(base / Path(str(file)).expanduser())
+    return entry | changes
 
 
 def key_digest(key: object) -> str:

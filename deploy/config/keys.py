@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from cluster.config import AerieConfig, ConfigError
+from cluster.http.keys import KeyConfig
 
-_MARK = re.compile(r"<!-- keys of ([\w, ]+) -->\n")
+_MARK = re.compile(r"<!-- keys of ([\w., ]+) -->\n")
 _WIDTH = 100
 
 
@@ -26,6 +27,12 @@ class Key:
 
 def keys(section: str) -> list[Key]:
     """Return the keys of a section, or the key of this name outside of sections. Raises ConfigError."""
+    if section == "ingress.api_keys":
+        return [
+            Key(f.name, "required" if f.default is dataclasses.MISSING else _printed(f.default), described)
+            for f in dataclasses.fields(KeyConfig)
+            for described in [_descriptions(KeyConfig)[f.name]]
+        ]
     if section not in AerieConfig.model_fields:
         raise ConfigError(f"--keys {section}: no such section; there are {', '.join(AerieConfig.model_fields)}")
     kinds = [kind for kind in _types(section) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]

@@ -1,6 +1,6 @@
 """Converts requests to /v1/responses to chats, with items as messages. Raises ApiError."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,36 +43,42 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The last replies of one ingress. limit: maximum number of replies. bytes_limit: maximum bytes of their documents
-    and conversations."""
+    """The last replies of one ingress, each of which only its owner can read or remove. limit: maximum number of
+    replies. bytes_limit: maximum bytes of their documents and conversations.
+
+    An owner is the name of an API key. If there is no room, the owner of the largest share loses its oldest reply."""
 
     def __init__(self, limit: int, bytes_limit: int) -> None:
         self._limit = limit
         self._bytes_limit = bytes_limit
-        self._num_bytes = 0
-        self._stored: OrderedDict[str, tuple[StoredResponse, int]] = OrderedDict()
+        self._num_bytes: Counter[str] = Counter()
+        self._stored: defaultdict[str, OrderedDict[str, tuple[StoredResponse, int]]] = defaultdict(OrderedDict)
 
-    def put(self, response_id: str, response: StoredResponse, num_bytes: int) -> None:
-        """Store a reply; drop the oldest ones until it fits. num_bytes: its approximate size."""
-        self._stored[response_id] = response, num_bytes
-        self._num_bytes += num_bytes
-        while self._stored and (len(self._stored) > self._limit or self._num_bytes > self._bytes_limit):
-            self._num_bytes -= self._stored.popitem(last=False)[1][1]
+    def put(self, owner: str, response_id: str, response: StoredResponse, num_bytes: int) -> None:
+        """Store a reply; drop others until it fits. num_bytes: its approximate size."""
+        self._stored[owner][response_id] = response, num_bytes
+        self._num_bytes[owner] += num_bytes
+        while self._num_bytes.total() > self._bytes_limit or sum(map(len, self._stored.values())) > self._limit:
+            largest = max(self._stored, key=self._share)
+            self._num_bytes[largest] -= self._stored[largest].popitem(last=False)[1][1]
 
-    def get(self, response_id: str, param: str | None) -> StoredResponse:
+    def _share(self, owner: str) -> float:
+        return max(len(self._stored[owner]) / self._limit, self._num_bytes[owner] / self._bytes_limit)
+
+    def get(self, owner: str, response_id: str, param: str | None) -> StoredResponse:
         """Raises ApiError (404)."""
-        if response_id not in self._stored:
+        if response_id not in self._stored[owner]:
             message = (
                 f"Response with id '{response_id[:100]}' not found. It was sent with store: false, has made room for "
                 "later ones, or was given by another ingress; send the whole conversation as input instead"
             )
             raise ApiError(404, message, param=param, code="previous_response_not_found")
-        return self._stored[response_id][0]
+        return self._stored[owner][response_id][0]
 
-    def remove(self, response_id: str) -> None:
+    def remove(self, owner: str, response_id: str) -> None:
         """Raises ApiError (404)."""
-        self.get(response_id, None)
-        self._num_bytes -= self._stored.pop(response_id)[1]
+        self.get(owner, response_id, None)
+        self._num_bytes[owner] -= self._stored[owner].pop(response_id)[1]
 
 
 def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> ChatCompletionRequest:

@@ -36,7 +36,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
                 raise error
             await asyncio.sleep(FLUSH_RETRY_S)
 
-    return [command(path, flush_cache, FlushReply) for path in ("/flush_cache", "/reset_prefix_cache")]
+    return [command(path, flush_cache, FlushReply, True) for path in ("/flush_cache", "/reset_prefix_cache")]
 
 
 def _wait_s(timeout: str) -> float:

@@ -23,6 +23,7 @@ from cluster.http.requests.responses import (
 )
 from cluster.http.schema.responses import DeletedResponse, Response, ResponseEvent, ResponsesRequest
 from cluster.http.serving import Edge
+from cluster.http.tenants import tenant_of
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -42,14 +43,15 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             store = False
         if body.reasoning is not None and body.reasoning.effort not in (None, *tokenizer.efforts):
             ignore(http, config, "reasoning.effort")
-        earlier = stored.get(body.previous_response_id, "previous_response_id") if body.previous_response_id else None
+        owner, previous = tenant_of(http.scope).name, body.previous_response_id
+        earlier = stored.get(owner, previous, "previous_response_id") if previous else None
         conversation = [*(earlier.messages if earlier else ()), *input_messages(body.input)]
 
         def keep(response: Response, document: bytes) -> None:
             if store:
                 messages = [*conversation, *output_messages(response.output)]
                 num_bytes = len(document) + len(msgspec.json.encode(messages))
-                stored.put(response.id, StoredResponse(document, messages), num_bytes)
+                stored.put(owner, response.id, StoredResponse(document, messages), num_bytes)
 
         def form(context: ReplyContext) -> ResponsesReply:
             return ResponsesReply(context, body, store, keep)
@@ -62,7 +64,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
     async def retrieve(http: Request) -> HTTPResponse:
         """A stored response. `stream=true`: as events, starting after event number `starting_after`."""
-        document = stored.get(http.path_params["response_id"], None).document
+        document = stored.get(tenant_of(http.scope).name, http.path_params["response_id"], None).document
         if http.query_params.get("stream", "").lower() != "true":
             return HTTPResponse(document, headers=JSON_HEADERS)
         events = list(replayed(msgspec.json.decode(document, type=Response)))
@@ -75,7 +77,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
     async def remove(http: Request) -> DeletedResponse:
         """Forgets a stored response."""
-        stored.remove(http.path_params["response_id"])
+        stored.remove(tenant_of(http.scope).name, http.path_params["response_id"])
         return DeletedResponse(id=http.path_params["response_id"])
 
     return [

@@ -1,0 +1,61 @@
+"""The tenants of one ingress: its API keys, each with what its requests may do. `cluster.http.middleware` finds a
+request's tenant; the routes ask for it with `tenant_of`."""
+
+import hashlib
+from collections.abc import Sequence
+
+from starlette.types import Scope
+
+from cluster.http.config import EdgeConfig
+from cluster.http.keys import KeyConfig, matches, named
+
+_KEY = "tenant"
+
+
+class Tenant:
+    """A key's rights.
+
+    name: "" for all requests of a server without keys.
+    is_admin: whether it may use administrative routes.
+    cache_seed: separates its cached prefixes from those of others; b"": they are shared.
+    """
+
+    def __init__(self, config: KeyConfig | None = None, is_admin: bool = True, has_own_cache: bool = False) -> None:
+        self.name = "" if config is None else config.name
+        self.is_admin = is_admin
+        self.digests: Sequence[str] = () if config is None else config.digests
+        self.cache_seed = _hash(self.name.encode()) if has_own_cache else b""
+
+    def cache_salt(self, asked: bytes) -> bytes:
+        """Return the salt of a request. asked: the client's own. No client can ask for another tenant's salt."""
+        return _hash(self.cache_seed + asked) if self.cache_seed else asked
+
+
+class Tenants:
+    """All tenants. `anonymous` stands for requests without a key, where none is needed."""
+
+    def __init__(self, config: EdgeConfig) -> None:
+        keys = named(config.api_keys)
+        own_cache = len(keys) > 1 and not config.share_prefix_cache
+        self.anonymous = Tenant()
+        self.named = [Tenant(key, len(keys) == 1 if key.admin is None else key.admin, own_cache) for key in keys]
+
+    def of_key(self, key: str) -> Tenant | None:
+        """Return the tenant of a client's key. Takes the same time for every key."""
+        found = [tenant for tenant in self.named if matches(key, tenant.digests)]
+        return found[0] if found else None
+
+
+def set_tenant(scope: Scope, tenant: Tenant) -> None:
+    """Set the tenant of a request."""
+    scope["state"][_KEY] = tenant
+
+
+def tenant_of(scope: Scope) -> Tenant:
+    """Return the tenant of a request."""
+    found: Tenant = scope["state"][_KEY]
+    return found
+
+
+def _hash(text: bytes) -> bytes:
+    return hashlib.blake2b(text, digest_size=16, person=b"tenant").digest()
