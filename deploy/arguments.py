@@ -8,7 +8,7 @@ from pathlib import Path
 from attention.distribution import version
 from deploy.command_line import DEFAULT_CONFIG, Parser
 from deploy.quantize.names import SCHEMES
-from deploy.serve.arguments import EXAMPLES, add_serve, port_number
+from deploy.serve.arguments import EXAMPLES, USAGE, add_serve, port_number
 from deploy.train_draft import add_command as add_train_draft
 from deploy.train_draft import at_least
 
@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     serve = commands.add_parser(
         "serve",
         help="serve a model, or a Serve config file",
+        usage=USAGE,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -38,7 +39,9 @@ def parser() -> argparse.ArgumentParser:
     stop.add_argument("--port", type=int, help="of HTTP, or of the cluster's head (default: every one)")
     stop.add_argument("--now", action="store_true", help="do not wait for running requests")
     stop.set_defaults(run="deploy.stop:run")
-    plan = commands.add_parser("plan", help="check what `serve` with these arguments would start, and print it")
+    plan = commands.add_parser(
+        "plan", help="check what `serve` with these arguments would start, and print it", usage=USAGE
+    )
     add_serve(plan)
     plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
     plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")

@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from deploy.config.options_file import with_file
 from deploy.config.vllm_options import is_flag
+from deploy.config.vllm_values import OptionError
 
 DEFAULT_CONFIG = "eagle"
 _DOTTED = re.compile(r"(--?[a-zA-Z][\w-]*)\.([\w.+-]+)")  # vLLM's part of an option that is a JSON object
@@ -45,7 +47,11 @@ class Parser(argparse.ArgumentParser):
 def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """Return the parsed command line. `--model NAME` of `serve` and `plan` becomes the config argument."""
     takes_options = arguments[:1] in (["serve"], ["plan"])
-    found = parser.parse_args(normalised(arguments) if takes_options else arguments)
+    try:
+        words = [arguments[0], *normalised(with_file(arguments[1:]))] if takes_options else arguments
+    except OptionError as error:
+        parser.error(str(error))
+    found = parser.parse_args(words)
     if takes_options and found.model is not None:
         if found.config not in (DEFAULT_CONFIG, found.model):
             parser.error(f"--model {found.model}: the model is {found.config} already; give it once")

@@ -121,7 +121,7 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
         return NoSpeculation()
     if config.method == "suffix":
         return SuffixSpeculation(config)
-    draft = read_draft(config.method, config.path, spec.worker.model.path, target)
+    draft = read_draft(config.method, config.path, spec.worker.model.path, target, spec.worker.model.rope_scaling)
     draft = draft.trimmed(head_rows(config.draft_vocab_size, target.vocab_size, spec.worker.model.path))
     most = draft.max_num_steps
     if most is not None and config.num_steps > most:

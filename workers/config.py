@@ -1,7 +1,8 @@
 """Configuration of one engine replica: model, ranks, scheduler. Validated by `cluster.config`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from attention.config import CacheConfig, TargetAttention
 
@@ -31,6 +32,8 @@ class ModelSource:
     seed: seed of dummy weights.
     implementation: `transformers`: always serve through the adapter; auto: use Aerie's own class if there is one, which
         is faster.
+    rope_scaling: settings of RoPE in place of config.json's, for longer contexts: `{rope_type: yarn, factor: 4.0,
+        original_max_position_embeddings: 32768}`; none: config.json's.
     """
 
     path: str = ""
@@ -40,6 +43,7 @@ class ModelSource:
     max_model_len: int | None = None
     seed: int = 0
     implementation: Implementation = "auto"
+    rope_scaling: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ WITHOUT_EFFECT = Names(
     enforce-disable-flashinfer-allreduce-fusion enforce-shared-experts-fusion engine-use-ray
     exclude-tools-when-tool-choice-none export-metrics-to-file fail-on-environ-validation
     flashinfer-mla-disable-ragged interleave-mm-strings jit-monitor-verbose keep-mm-feature-on-device
-    kv-cache-metrics kv-sharing-fast-prefill language-model-only log-error-stack log-requests
+    kv-cache-metrics kv-sharing-fast-prefill language-model-only language-only log-error-stack log-requests
     long-prefill-token-threshold-adaptive mlx-enable-sampling mm-device-do-normalize mm-enable-dp-encoder monokernel
     multi-step-stream-outputs numa-bind pre-warm-nccl prefill-only-disable-kv-cache ray-workers-use-nsight
     schedule-low-priority-values-first scheduler-reserve-full-isl show-time-cost skip-mm-profiling
@@ -158,9 +158,9 @@ REFUSED: dict[str, Names] = {
     "Aerie reads this from the checkpoint's files: change config.json in a copy of the model's folder": Names(
         flags="disable-sliding-window quantize-and-serve",
         values="""
-        decrypted-config-file decrypted-draft-config-file hf-config-path hf-overrides json-model-override-args
+        decrypted-config-file decrypted-draft-config-file hf-config-path
         model-checksum model-config-parser modelopt-checkpoint-restore-path modelopt-checkpoint-save-path
-        modelopt-export-path modelopt-quant quantization-config quantization-param-path rl-quant-profile rope-scaling
+        modelopt-export-path modelopt-quant quantization-config quantization-param-path rl-quant-profile
         rope-theta tokenizer-revision
         """,
         lists="kv-cache-dtype-skip-layers",
@@ -188,7 +188,6 @@ REFUSED: dict[str, Names] = {
         """,
     ),
     "Aerie loads no code of others into the server: leave it out, or do it in a proxy in front": Names(
-        flags="enable-custom-logit-processor",
         values="""
         custom-sigquit-handler io-processor-plugin model-class-overrides scheduler-cls sidecar
         smg-http-sidecar-port/grpc-http-sidecar-port stat-loggers worker-cls worker-extension-cls
@@ -235,7 +234,7 @@ REFUSED: dict[str, Names] = {
         flags="""
         disaggregation-decode-enable-offload-kvcache disaggregation-decode-enable-radix-cache
         disaggregation-enable-kv-checksum enable-adaptive-dispatch-to-encoder enable-pd-role-switch enable-pdmux
-        enable-scale-out encoder-only language-only mm-encoder-only
+        enable-scale-out encoder-only mm-encoder-only
         remote-instance-weight-loader-start-seed-via-transfer-engine
         """,
         values="""
@@ -260,9 +259,9 @@ REFUSED: dict[str, Names] = {
         specialize-active-lora
         """,
         values="""
-        default-mm-loras experts-shared-outer-loras lora-backend lora-drain-wait-threshold lora-dtype
-        lora-eviction-policy max-cpu-loras max-loaded-loras max-lora-chunk-size max-lora-cls-labels max-lora-rank
-        max-loras max-loras-per-batch uno-lora-path
+        default-mm-loras experts-shared-outer-loras lora-backend lora-drain-wait-threshold lora-dtype lora-
+        eviction-policy lora-extra-vocab-size max-cpu-loras max-loaded-loras max-lora-chunk-size max-lora-cls-
+        labels max-lora-rank max-lora-size max-loras max-loras-per-batch uno-lora-path
         """,
         lists="lora-modules lora-paths lora-target-modules",
     ),
@@ -283,9 +282,6 @@ REFUSED: dict[str, Names] = {
         http2-initial-connection-window-size http2-max-concurrent-streams ssl-ca-certs ssl-cert-reqs ssl-certfile
         ssl-ciphers ssl-keyfile ssl-keyfile-password
         """,
-    ),
-    "give options on the command line; Aerie's own config file is the first argument": Names(
-        values="config",
     ),
     "Aerie answers with text only": Names(
         flags="omni",

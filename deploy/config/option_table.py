@@ -14,6 +14,7 @@ from deploy.config.vllm_values import (
     OWN_TOKENIZER,
     QUANTIZATION,
     SHARED_ATTENTION,
+    TOTAL_TOKENS,
     Changes,
     algorithm,
     api_keys,
@@ -25,9 +26,11 @@ from deploy.config.vllm_values import (
     nothing,
     one_of,
     only,
+    optional_number,
     origins,
     page_size,
     refused,
+    rope_override,
     sampling_defaults,
     served_names,
     speculative,
@@ -55,7 +58,7 @@ class Option:
     note: str = ""
     group: str = ""
     help: str = ""
-    metavar: str | None = None
+    metavar: str | None = "NAME"
     is_unused: bool = False
 
     @property
@@ -90,14 +93,14 @@ def _flag(key: str, value: bool = True) -> Callable[[Any], Changes]:
 
 
 def _key(
-    flags: str, key: str, read: Callable[[Any], Any] = str, group: str = "", metavar: str | None = None, note: str = ""
+    flags: str, key: str, read: Callable[[Any], Any] = str, group: str = "", metavar: str = "NAME", note: str = ""
 ) -> Option:
     """Return an option whose value, read by `read`, is that of a key."""
     return Option(tuple(flags.split()), to_key(key, read), None, note, group, key if group else "", metavar)
 
 
 _SET: Sequence[Option] = (
-    Option(("--served-model-name",), served_names, "+", group="names", help="names for clients", metavar="NAME"),
+    Option(("--served-model-name",), served_names, "+", group="names", help="names for clients"),
     Option(("--api-key",), api_keys, "+", group="names", help="ingress.api_keys, kept as digests", metavar="KEY"),
     Option(("--allowed-origins",), origins, group="names", help="ingress.allowed_origins", metavar="JSON"),
     _key("--otlp-traces-endpoint", "tracing.endpoint", str, "names", "URL"),
@@ -125,7 +128,7 @@ _SET: Sequence[Option] = (
         metavar="N",
     ),
     _key("--num-gpu-blocks-override", "cache.num_pages", whole_number, "memory", "N"),
-    Option(("--max-total-tokens",), refused("pages, not tokens: --num-gpu-blocks-override N, of --block-size tokens")),
+    _key("--max-total-tokens", TOTAL_TOKENS, optional_number),
     Option(
         ("--block-size", "--page-size"),
         page_size,
@@ -173,13 +176,7 @@ _SET: Sequence[Option] = (
     Option(("--spec-method", "--speculative-method"), nothing),  # parts of the one before: see SPECULATIVE_PARTS
     Option(("--spec-model", "--speculative-model"), nothing),
     Option(("--spec-tokens", "--num-speculative-tokens"), nothing),
-    Option(
-        ("--speculative-algorithm", "--speculative-algo"),
-        algorithm,
-        group="draft",
-        help="speculative.method",
-        metavar="NAME",
-    ),
+    Option(("--speculative-algorithm", "--speculative-algo"), algorithm, group="draft", help="speculative.method"),
     _key(
         "--speculative-draft-model-path --speculative-draft-model --speculative-draft",
         "speculative.path",
@@ -195,14 +192,13 @@ _SET: Sequence[Option] = (
     Option(("--speculative-adaptive",), _flag("speculative.adaptive"), 0),
     Option(("--speculative-accept-threshold-single",), only("1", _EXACT, "1.0")),
     Option(("--speculative-accept-threshold-acc",), only("1", _EXACT, "1.0")),
-    Option(("--reasoning-parser",), output_parser, group="answers", help="ingress.output_parser", metavar="NAME"),
+    Option(("--reasoning-parser",), output_parser, group="answers", help="ingress.output_parser"),
     Option(  # after the one before, which it replaces
         ("--tool-call-parser",),
         output_parser,
         note="one parser for calls and reasoning",
         group="answers",
         help="ingress.output_parser",
-        metavar="NAME",
     ),
     _key("--chat-template", "ingress.chat_template", str, "answers", "FILE"),
     _key("--default-chat-template-kwargs", "ingress.chat_template_kwargs", json_object, "answers", "JSON"),
@@ -218,8 +214,8 @@ _SET: Sequence[Option] = (
     # Aerie's own, because other servers ignore unknown fields.
     Option(("--strict",), _flag("ingress.strict"), 0, group="answers", help="refuse fields that have no effect"),
     _key("--dtype", "model.dtype", one_of(_DTYPES), "weights", "TYPE"),
-    _key("--load-format", "model.load_format", one_of(_LOADERS_OF), "weights", "NAME"),
-    _key("--model-impl", "model.implementation", one_of(_IMPLEMENTATIONS), "weights", "NAME"),
+    _key("--load-format", "model.load_format", one_of(_LOADERS_OF), "weights"),
+    _key("--model-impl", "model.implementation", one_of(_IMPLEMENTATIONS), "weights"),
     Option(("--quantization", "-q"), to_key(QUANTIZATION), group="weights", help="must equal the checkpoint's"),
     Option(
         ("--download-dir",), to_key(DOWNLOADS), group="weights", help="of hub models: HF_HUB_CACHE", metavar="FOLDER"
@@ -234,6 +230,9 @@ _SET: Sequence[Option] = (
     Option(("--attention-backend",), attention_backend("prefill", "decode"), group="weights", help="attention.*"),
     Option(("--prefill-attention-backend",), attention_backend("prefill")),
     Option(("--decode-attention-backend",), attention_backend("decode")),
+    Option(("--hf-overrides", "--json-model-override-args"), rope_override),
+    _key("--rope-scaling", "model.rope_scaling", json_object, "weights", "JSON"),
+    Option(("--enable-custom-logit-processor",), nothing, 0, "requests that bring code are refused"),
     Option(("--trust-remote-code",), nothing, 0, "Aerie runs no code of checkpoints"),
     Option(("--enforce-eager",), nothing, 0, "no effect; --set graph_capture.limit_gb=0 captures the fewest graphs"),
 )

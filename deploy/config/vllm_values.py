@@ -6,13 +6,15 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from attention.config import CacheConfig
 from deploy.config.value_names import ALGORITHMS, BACKENDS, OTHER_BACKENDS, OTHER_PARSERS, PARSERS
 
 # Keys that are none of the configuration: of the checkpoint's config.json, the command line, the environment.
 QUANTIZATION = "quantization_config.quant_method"
 OWN_TOKENIZER = "tokenizer"
 DOWNLOADS = "HF_HUB_CACHE"
-SHARED_ATTENTION, ALGORITHM = "enable_dp_attention", "speculative_algorithm"  # for `settled` alone
+# For `settled` alone.
+SHARED_ATTENTION, ALGORITHM, TOTAL_TOKENS = "enable_dp_attention", "speculative_algorithm", "max_total_tokens"
 # Options that are parts of the object of --speculative-config.
 SPECULATIVE_PARTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 
@@ -35,6 +37,11 @@ def whole_number(value: Any) -> int:
     if found is None or number != int(number):
         raise OptionError("must be a whole number, such as 32768 or 32k")
     return int(number)
+
+
+def optional_number(value: Any) -> int | None:
+    """Parse a whole number, or `none`."""
+    return None if str(value).lower() == "none" else whole_number(value)
 
 
 def memory_share(value: Any) -> Changes:
@@ -126,6 +133,23 @@ def json_object(value: Any) -> Mapping[str, Any]:
     return found
 
 
+_ROPE = ("rope_parameters", "rope_scaling")
+
+
+def rope_override(value: Any) -> Changes:
+    """Parse fields in place of config.json's, of which RoPE's settings alone can be given here."""
+    given = json_object(value)
+    text = given.get("text_config")
+    fields = dict(given)
+    if isinstance(text, Mapping):
+        fields = {**text, **{name: each for name, each in given.items() if name != "text_config"}}
+    others = [name for name in fields if name not in _ROPE]
+    found = [fields[name] for name in _ROPE if name in fields]
+    if others or len(found) != 1 or not isinstance(found[0], Mapping):
+        raise OptionError("only rope_scaling can be given here: change config.json in a copy of the model's folder")
+    return {"model.rope_scaling": dict(found[0])}
+
+
 def speculative(value: Any) -> Changes:
     """Parse vLLM's object: method, model, num_speculative_tokens, draft_tensor_parallel_size; for n-grams also
     prompt_lookup_min and prompt_lookup_max."""
@@ -146,8 +170,6 @@ def speculative(value: Any) -> Changes:
         names = ", ".join(found)
         raise OptionError(f"{names}: not known here; --set speculative.KEY=VALUE has all that Aerie can do")
     has_model = methods.get(method or "") != "suffix"
-    if not has_model and model not in (None, method):
-        raise OptionError(f"model {model}: method {method} has none; leave it out")
     if has_model and model is None and methods.get(method or "") != "mtp":
         raise OptionError("model is missing: the folder or the hub's name of a head")
     keys: Changes = {**lookup}
@@ -211,6 +233,8 @@ def settled(keys: Changes) -> Changes:
         keys["speculative.method"] = "mtp"
     if keys.pop(SHARED_ATTENTION, False):
         keys.pop("parallel.replicas", None)
+    if (tokens := keys.pop(TOTAL_TOKENS, None)) is not None:
+        keys["cache.num_pages"] = -(-tokens // keys.get("cache.page_size", CacheConfig.page_size))
     if keys.get("speculative.top_k") == 1 and "speculative.num_steps" in keys:
         keys.setdefault("speculative.num_draft_tokens", keys["speculative.num_steps"] + 1)
     return keys

@@ -18,6 +18,12 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         help=f"folder or OWNER/NAME of a model, a config file, or a packaged one's name (default: {DEFAULT_CONFIG})",
     )
     parser.add_argument("--model", "--model-path", help="the same, as vLLM's and SGLang's modules have it")
+    parser.add_argument(
+        "--config",
+        dest="options_file",
+        metavar="FILE",
+        help="options from a YAML file, as vLLM's and SGLang's --config",
+    )
     parser.add_argument("--host", help="of HTTP, instead of the file's; 0.0.0.0 for all interfaces")
     parser.add_argument("--port", type=port_number, help="of HTTP, instead of the file's")
     parser.add_argument(
@@ -41,7 +47,9 @@ EXAMPLES = """examples:
   aerie serve --model-path OWNER/NAME --tp 2 --draft HEAD       as SGLang's server
   aerie serve serve.yaml                                        a config file; `aerie config` prints one
 Options of vLLM and SGLang that are not listed are taken without effect, or refused with a remedy:
-docs/coming-from-vllm.md. `aerie plan` with the same arguments starts nothing and prints the configuration."""
+docs/coming-from-vllm.md. Options that name a key, such as cache.page_size: `aerie config --keys cache` explains it.
+`aerie plan` with the same arguments starts nothing and prints the configuration."""
+USAGE = "%(prog)s [MODEL|CONFIG] [options]"
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

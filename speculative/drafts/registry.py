@@ -13,6 +13,7 @@ from speculative.drafts.eagle3 import Eagle3
 from speculative.drafts.gemma4_assistant import Gemma4Assistant
 from speculative.drafts.method import DraftMethod
 from speculative.drafts.mtp import DeepseekMtp, QwenMtp
+from workers.layers.rope_override import with_rope_scaling
 from workers.models.config import ModelConfig, read_config_json
 from workers.models.loading import fitted_quant
 
@@ -27,10 +28,16 @@ METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
 }
 
 
-def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig) -> DraftMethod:
+def read_draft(
+    name: str,
+    draft_path: str,
+    target_path: str,
+    target: ModelConfig,
+    rope_scaling: Mapping[str, Any] | None = None,
+) -> DraftMethod:
     """Read the draft of method `name`, and check it against its target.
 
-    target_path: folder of the target's checkpoint.
+    target_path: folder of the target's checkpoint. rope_scaling: see `ModelSource`; for a module of the target's own.
     Raises ValueError that lists the methods for an unknown name, or names draft, target and remedy if the checkpoint is
     of another method or does not fit.
     """
@@ -38,6 +45,8 @@ def read_draft(name: str, draft_path: str, target_path: str, target: ModelConfig
         raise ValueError(f"speculative.method={name}: does not exist; choose one of {', '.join(METHODS)}")
     path = METHODS[name][0].folder(draft_path, target_path)
     raw = read_config_json(path)
+    if path == target_path:
+        raw = with_rope_scaling(raw, rope_scaling or {}, f"model {path}")
     for method in METHODS[name]:
         if method.recognises(raw):
             draft = method.read(path, raw, target)

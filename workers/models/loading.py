@@ -18,6 +18,7 @@ from workers.device import resolve_dtype
 from workers.distributed.tp_group import TPGroup
 from workers.layers.experts import Experts
 from workers.layers.linear import LinearBase, finish_weights
+from workers.layers.rope_override import with_rope_scaling
 from workers.models.config import ModelConfig, read_config_json
 from workers.models.decoder import TargetModel
 from workers.models.finite import check_finite
@@ -43,7 +44,8 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def read_target_config(source: ModelSource, tensor_parallel: int, expert_parallel: bool = False) -> ModelConfig:
     """Read and check the target's configuration. Raises ValueError that names fault and remedy."""
-    raw, name = read_config_json(source.path), f"model {source.path}"
+    name = f"model {source.path}"
+    raw = with_rope_scaling(read_config_json(source.path), source.rope_scaling or {}, name)
     family = family_for(raw, name, source.implementation)
     config: ModelConfig = family.read_config(raw, name)
     quant = fitted_quant(config.quant, source.path, family.weight_names(config))

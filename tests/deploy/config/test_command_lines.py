@@ -29,7 +29,7 @@ def keys_of(line: str) -> tuple[dict[str, object], list[str]]:
     return vllm_options.changes(vllm_options.given(parsed(_PARSER, ["plan", *shlex.split(line)])))
 
 
-@pytest.mark.parametrize(("name", "least"), [("vllm", 32), ("sglang", 9), ("recipes", 140)])
+@pytest.mark.parametrize(("name", "least"), [("vllm", 33), ("sglang", 9), ("recipes", 146), ("guides", 54)])
 def test_command_lines_are_understood(name: str, least: int) -> None:
     understood, _ = lines(name)
     assert len(understood) >= least
@@ -40,13 +40,15 @@ def test_command_lines_are_understood(name: str, least: int) -> None:
             keys.pop(key, None)  # keys of other places, and a file of the one who has this line
         if "speculative.path" in keys:
             keys["speculative.path"] = DRAFT
+        if "model.rope_scaling" in keys:
+            keys.pop("model.max_model_len", None)  # of a model with more positions
         for key in [key for key in keys if key.startswith(("speculative.", "parallel."))]:
             if key != "speculative.path":
                 del keys[key]  # they depend on the model, which is another one here
         parse(use_options(args, keys), MODELS)
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "recipes"])
+@pytest.mark.parametrize("name", ["vllm", "sglang", "recipes", "guides"])
 def test_other_command_lines_are_refused_with_a_remedy(name: str) -> None:
     for line in lines(name)[1]:
         with pytest.raises(OptionError, match=r"^--?[\w-]+.*: .*[a-z]{3}"):
@@ -90,6 +92,20 @@ def test_other_command_lines_are_refused_with_a_remedy(name: str) -> None:
             {"speculative.num_steps": 3, "speculative.top_k": 1, "speculative.num_draft_tokens": 4},
         ),
         ("-O3 --compilation-config.mode=3 --cudagraph-capture-sizes 1 2 4", {}),
+        ("--max-total-tokens 24576", {"cache.num_pages": 1536}),
+        ("--max-total-tokens 100 --page-size 64", {"cache.page_size": 64, "cache.num_pages": 2}),
+        (
+            '--rope-scaling \'{"rope_type": "yarn", "factor": 4.0}\'',
+            {"model.rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        ),
+        (
+            "--hf-overrides.text_config.rope_scaling.factor=2 --hf_overrides.text_config.rope_scaling.type yarn",
+            {"model.rope_scaling": {"type": "yarn", "factor": 2}},
+        ),
+        (
+            '--speculative-config \'{"method": "ngram", "model": "X/Y", "prompt_lookup_max": 4}\'',
+            {"speculative.method": "suffix", "speculative.match_min": 4, "speculative.match_max": 4},
+        ),
         ("--ssl-keyfile none --cpu-offload-gb 0 --nnodes 1", {}),
     ],
 )
@@ -171,3 +187,49 @@ def test_a_template_and_its_variables_are_read(tmp_path: Path, capsys: pytest.Ca
     template.unlink()
     assert main(["plan", TARGET, *options]) == 2
     assert f"--chat-template {template}: no such file" in capsys.readouterr().err
+
+
+FILE = """
+model: Qwen/Qwen3-8B
+served_model_name: [a, b]
+enable-prefix-caching: false
+max-model-len: 8192
+speculative-config: {method: ngram, num_speculative_tokens: 3}
+gpu-memory-utilization: 0.8
+chat-template: null
+"""
+
+
+def test_options_come_from_a_file_and_the_command_line_has_priority(tmp_path: Path) -> None:
+    (tmp_path / "o.yaml").write_text(FILE)
+    found = parsed(_PARSER, ["plan", "--max-model-len", "4k", "--config", f"{tmp_path}/o.yaml"])
+    keys, _ = vllm_options.changes(vllm_options.given(found))
+    assert found.config == "Qwen/Qwen3-8B" and keys["model.max_model_len"] == 4000
+    assert keys["ingress.model_aliases"] == ["b"] and keys["cache.prefix_cache"] is False
+    assert keys["speculative.method"] == "suffix" and "ingress.chat_template" not in keys
+    (tmp_path / "o.yaml").write_text("served_model_name: [a, b]")  # a list does not swallow the model
+    assert parsed(_PARSER, ["serve", "X/Y", f"--config={tmp_path}/o.yaml"]).config == "X/Y"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("a: [", "is not YAML"),
+        ("- a", "must be a mapping of options"),
+        ("applications: []", "give it as the first argument, without --config"),
+        ("max-model-length: 4", "--max-model-length: unknown option; did you mean --max-model-len?"),
+        ("max-model-len: many", "--max-model-len many: must be a whole number"),
+    ],
+)
+def test_a_wrong_file_of_options_is_refused(
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        (tmp_path / "o.yaml").write_text(content)
+    try:
+        status = main(["plan", TARGET, "--config", f"{tmp_path}/o.yaml"])
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    (said,) = capsys.readouterr().err.splitlines()
+    assert status == 2 and message in said

@@ -87,7 +87,6 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
             ["--speculative-config", '{"method": "medusa"}'],
             "method medusa: Aerie speculates with eagle, eagle3, mtp, dflash, dspark, dflash2, suffix",
         ),
-        (["--speculative-config", '{"method": "ngram", "model": "x/y"}'], "model x/y: method ngram has none"),
         (["--speculative-config", '{"method": "suffix", "prompt_lookup_max": 4}'], "prompt_lookup_max: not known here"),
         (["--speculative-config", '{"method": "eagle3"}'], "model is missing"),
         (["--speculative-config", '{"model": "x", "parallel_drafting": true}'], "parallel_drafting: not known here"),
