@@ -1,4 +1,4 @@
-"""The interface of attention backends. `attention.registry` lists them and what each supports.
+"""The interface of attention backends. `aerie.attention.registry` lists them and what each supports.
 
 A backend prepares a batch once per forward pass (`prepare`) and is then called once per layer (`forward`). Allocations
 belong in `prepare`.
@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.capability import is_capturing
-from attention.expansion import ExpandedChunks
-from attention.metadata import DecodeBatch, PrefillBatch
-from attention.ops import contracts
-from attention.scores import ScoreRule
-from attention.views import LatentKV, LayerKV
+from aerie.attention.capability import is_capturing
+from aerie.attention.expansion import ExpandedChunks
+from aerie.attention.metadata import DecodeBatch, PrefillBatch
+from aerie.attention.ops import contracts
+from aerie.attention.scores import ScoreRule
+from aerie.attention.views import LatentKV, LayerKV
 
 
 class Prepared(ABC):
@@ -30,8 +30,8 @@ class Prepared(ABC):
         tensors. The store then lies between these kernels and `forward`, which may be launched early. Without this
         call, `forward` launches them itself, and is not launched early.
 
-        Returns whether the store must be a fence (`attention.ops.pdl`) between `forward` and the kernels launched here
-        or before the pass. False if an earlier layer's store was one.
+        Returns whether the store must be a fence (`aerie.attention.ops.pdl`) between `forward` and the kernels launched
+        here or before the pass. False if an earlier layer's store was one.
         """
         return True  # a fence in every layer is always safe
 
@@ -41,14 +41,14 @@ class Prepared(ABC):
         dtype; for latent rows [rows, q_heads, latent].
 
         q: [rows, q_heads, head_dim].
-        kv: the layer's view (`attention.views`), of a kind that the backend supports (`attention.registry`).
-        rule: how scores become weights; uses only features in `BackendFacts.scores`.
+        kv: the layer's view (`aerie.attention.views`), of a kind that the backend supports
+        (`aerie.attention.registry`). rule: how scores become weights; uses only features in `BackendFacts.scores`.
         sinks: [q_heads] float32, contiguous, if `rule.has_sinks`; else None.
         """
 
 
 class AttentionBackend(ABC):
-    """An attention backend. name: as in the configuration and in `attention.registry.BACKENDS`."""
+    """An attention backend. name: as in the configuration and in `aerie.attention.registry.BACKENDS`."""
 
     name: ClassVar[str]
 

@@ -1,7 +1,7 @@
 """Abilities of a device and of the installed libraries. No other module tests for them.
 
-Used by the tables of operations (`attention.ops.operation`) and attention backends (`attention.registry`), and by code
-whose memory, streams or graphs differ between devices.
+Used by the tables of operations (`aerie.attention.ops.operation`) and attention backends (`aerie.attention.registry`),
+and by code whose memory, streams or graphs differ between devices.
 """
 
 import sys
@@ -81,7 +81,7 @@ class Capability:
 
     @property
     def supports_pdl(self) -> bool:
-        """Whether kernels can be launched before their predecessor has ended (`attention.ops.pdl`)."""
+        """Whether kernels can be launched before their predecessor has ended (`aerie.attention.ops.pdl`)."""
         return self.reaches((9, 0))
 
     @property

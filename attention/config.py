@@ -1,4 +1,5 @@
-"""Configuration of the KV cache and of attention backends. Plain values, validated at the edge by `cluster.config`."""
+"""Configuration of the KV cache and of attention backends. Plain values, validated at the edge by
+`aerie.cluster.config`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,7 +7,7 @@ from typing import Literal
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 LATENT_PAGE_SIZE = 64  # fastest for latent rows: one tile of attention, which one tensor map load brings
 MAX_MEMORY_SHARE = 0.95
-BACKEND_NAMES = ("torch", "triton", "flashinfer", "trtllm")  # the rows of `attention.registry.BACKENDS`
+BACKEND_NAMES = ("torch", "triton", "flashinfer", "trtllm")  # the rows of `aerie.attention.registry.BACKENDS`
 ROUNDS_ONLY = frozenset({"trtllm"})  # backends that do not attend to prompt chunks
 FP8_E4M3 = "fp8_e4m3"
 KV_DTYPES = ("auto", "model", FP8_E4M3)
@@ -72,7 +73,7 @@ class CacheConfig:
 @dataclass(frozen=True)
 class TargetAttention:
     """Attention backends of the target: a name of `BACKEND_NAMES`, or "auto" (triton on a GPU, torch on a CPU).
-    `attention.registry` lists what each supports.
+    `aerie.attention.registry` lists what each supports.
 
     prefill: for prompt chunks.
     decode: for decoding and verification.
@@ -103,8 +104,8 @@ class DraftAttention:
 
 
 def _check_names(**names: str) -> None:
-    """Raise ValueError for names that are invalid for every model and device; `attention.registry.check_choices` makes
-    the other checks."""
+    """Raise ValueError for names that are invalid for every model and device; `aerie.attention.registry.check_choices`
+    makes the other checks."""
     for field, name in names.items():
         if name == "auto":
             continue

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.capability import Capability
-from attention.fp8 import FP8
-from attention.metadata import Mode
-from attention.scores import ScoreRule
+from aerie.attention.capability import Capability
+from aerie.attention.fp8 import FP8
+from aerie.attention.metadata import Mode
+from aerie.attention.scores import ScoreRule
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)
@@ -42,8 +42,8 @@ class AttentionUse:
     """The use of attention by one model in one mode on one rank.
 
     num_heads, num_kv_heads: heads of this rank.
-    device: the rank's device. Refusals read its compute capability; `attention.registry.limit` tries each possible one.
-    tree: whether masks branch (speculative.top_k above 1).
+    device: the rank's device. Refusals read its compute capability; `aerie.attention.registry.limit` tries each
+    possible one. tree: whether masks branch (speculative.top_k above 1).
     layout: `kind` of its `KVLayout`.
     value_dim: size of a head's output, if not head_dim: for latent rows, the leading part that is also the value.
     window: maximum tokens that a row sees, in all layers (`speculative.window`); None for no limit.

@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attention.capability import ALIGNED_BYTES, Capability
-from attention.to_device import to_device
+from aerie.attention.capability import ALIGNED_BYTES, Capability
+from aerie.attention.to_device import to_device
 
 _ALIGNMENT = ALIGNED_BYTES // 4  # int32 values
 

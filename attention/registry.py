@@ -1,19 +1,19 @@
 """The table of attention backends, the choice of the configured ones, and refusals.
 
-Called where an engine is assembled. The interface is `attention.backend`; `attention.limits` says what each backend
-supports. A backend's module is imported when it is built, so the table can be read on any machine.
+Called where an engine is assembled. The interface is `aerie.attention.backend`; `aerie.attention.limits` says what each
+backend supports. A backend's module is imported when it is built, so the table can be read on any machine.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from attention.backend import AttentionBackend
-from attention.capability import is_installed
-from attention.config import BACKEND_NAMES, ROUNDS_ONLY
-from attention.distribution import install_command
-from attention.lazy_import import load
-from attention.limits import (
+from aerie.attention.backend import AttentionBackend
+from aerie.attention.capability import is_installed
+from aerie.attention.config import BACKEND_NAMES, ROUNDS_ONLY
+from aerie.attention.distribution import install_command
+from aerie.attention.lazy_import import load
+from aerie.attention.limits import (
     AttentionUse,
     flashinfer_refusal,
     score_refusal,
@@ -21,8 +21,8 @@ from attention.limits import (
     triton_refusal,
     trtllm_refusal,
 )
-from attention.metadata import Mode
-from attention.ops.operation import anywhere, on_gpu
+from aerie.attention.metadata import Mode
+from aerie.attention.ops.operation import anywhere, on_gpu
 
 ALL_MODES = frozenset(Mode)
 DECODE_MODES = ALL_MODES - {Mode.PREFILL}
@@ -62,10 +62,10 @@ class BackendFacts:
 
 BACKENDS: dict[str, BackendFacts] = {
     "torch": BackendFacts(
-        "attention.backends.torch_backend:TorchBackend", torch_refusal, layouts=ALL_LAYOUTS, scores=ALL_SCORES
+        "aerie.attention.backends.torch_backend:TorchBackend", torch_refusal, layouts=ALL_LAYOUTS, scores=ALL_SCORES
     ),
     "triton": BackendFacts(
-        "attention.backends.triton_backend:TritonBackend",
+        "aerie.attention.backends.triton_backend:TritonBackend",
         triton_refusal,
         layouts=ALL_LAYOUTS,
         chunks_on_device=True,
@@ -73,13 +73,13 @@ BACKENDS: dict[str, BackendFacts] = {
         package="triton",
     ),
     "flashinfer": BackendFacts(
-        "attention.backends.flashinfer_backend:FlashInferBackend",
+        "aerie.attention.backends.flashinfer_backend:FlashInferBackend",
         flashinfer_refusal,
         layouts=ALL_LAYOUTS,
         package="flashinfer",
     ),
     "trtllm": BackendFacts(
-        "attention.backends.trtllm_backend:TrtllmBackend",
+        "aerie.attention.backends.trtllm_backend:TrtllmBackend",
         trtllm_refusal,
         DECODE_MODES,
         ALL_LAYOUTS,
@@ -173,8 +173,9 @@ def build_backend(name: str, mode: Mode) -> AttentionBackend:
 
 
 def deterministic_backend(max_model_len: int) -> AttentionBackend:
-    """Return the triton backend whose results depend only on a row's own path (`attention.backends.triton_backend`)."""
-    backend: AttentionBackend = load("attention.backends.triton_backend:deterministic")(max_model_len)
+    """Return the triton backend whose results depend only on a row's own path
+    (`aerie.attention.backends.triton_backend`)."""
+    backend: AttentionBackend = load("aerie.attention.backends.triton_backend:deterministic")(max_model_len)
     return backend
 
 

@@ -1,6 +1,6 @@
 """Rotary position embedding (arXiv 2104.09864): the angles of rows, and the rotation in torch, in the half-split order
 of most checkpoints and in DeepSeek's. Layouts use it on CPUs; tests compare the kernel
-`attention.ops.rope_store_triton` with it."""
+`aerie.attention.ops.rope_store_triton` with it."""
 
 from dataclasses import dataclass
 

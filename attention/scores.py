@@ -29,7 +29,7 @@ class ScoreRule:
     @property
     def features(self) -> dict[str, str]:
         """Return the features that a backend needs besides a plain softmax: names in
-        `attention.registry.BackendFacts.scores`, with their texts for refusals."""
+        `aerie.attention.registry.BackendFacts.scores`, with their texts for refusals."""
         asked = {
             "window": None if self.window is None else f"sliding_window={self.window}",
             "soft_cap": None if self.soft_cap is None else f"attn_logit_softcapping={self.soft_cap:g}",

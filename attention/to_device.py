@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
+from aerie.attention.capability import Capability
 
 
 def pinned(host: Tensor, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""Views of one layer's KV for backends and kernels: one type per layout (`attention.kv_cache.layout`)."""
+"""Views of one layer's KV for backends and kernels: one type per layout (`aerie.attention.kv_cache.layout`)."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class LayerKV:
     """Backends' view of a layer with keys and values per head.
 
     k, v: [num_pages + 1, page_size, kv_heads, head_dim], contiguous; padding rows write to page 0.
-    k_scale, v_scale: factors on the stored numbers; 1 unless they are FP8 (`attention.fp8`).
+    k_scale, v_scale: factors on the stored numbers; 1 unless they are FP8 (`aerie.attention.fp8`).
     """
 
     k: Tensor
@@ -26,7 +26,7 @@ class LatentKV:
     rows: [num_pages + 1, page_size, latent + rotated], contiguous; the keys of q [rows, q_heads, latent + rotated].
     latent: number of leading dimensions that are also the value; `forward` returns their weighted sums [rows, q_heads,
         latent].
-    scale: factor on the stored numbers; 1 unless they are FP8 (`attention.fp8`).
+    scale: factor on the stored numbers; 1 unless they are FP8 (`aerie.attention.fp8`).
     """
 
     rows: Tensor

@@ -1,4 +1,5 @@
-"""Builds the parts of one engine from the configuration, without Ray and HTTP. Used by `cluster.replica` and `deploy`.
+"""Builds the parts of one engine from the configuration, without Ray and HTTP. Used by `aerie.cluster.replica` and
+`deploy`.
 
 The import takes seconds, because it imports torch and all modules of a rank; it touches no device. A spare worker
 imports it ahead of time. Processes that build no rank must not import it.
@@ -8,16 +9,16 @@ import dataclasses
 
 import torch
 
-import workers.models.llama  # noqa: F401 - with it what all families share
-import workers.runner.graphs.cuda_graph  # noqa: F401
-from cluster.config import AerieConfig
-from cluster.plan import RankPlan
-from speculative.build import EngineSpec, plan_engine
-from workers.engine_layout import EngineLayout
-from workers.runner.build import PhaseAdvance, PhaseReport, build_rank
-from workers.runner.executor import StepExecutor
-from workers.runner.graphs.compile_processes import CompileProcesses
-from workers.runner.graphs.kernel_compilation import compile_processes, hash_compiler
+import aerie.workers.models.llama  # noqa: F401 - with it what all families share
+import aerie.workers.runner.graphs.cuda_graph  # noqa: F401
+from aerie.cluster.config import AerieConfig
+from aerie.cluster.plan import RankPlan
+from aerie.speculative.build import EngineSpec, plan_engine
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.build import PhaseAdvance, PhaseReport, build_rank
+from aerie.workers.runner.executor import StepExecutor
+from aerie.workers.runner.graphs.compile_processes import CompileProcesses
+from aerie.workers.runner.graphs.kernel_compilation import compile_processes, hash_compiler
 
 
 def engine_spec(config: AerieConfig | RankPlan) -> EngineSpec:
@@ -32,7 +33,7 @@ class RankBuilder:
     """
 
     def __init__(self, plan: RankPlan, rank: int, compilers: CompileProcesses | None = None) -> None:
-        """compilers: see `workers.runner.build.build_rank`; None: started when needed."""
+        """compilers: see `aerie.workers.runner.build.build_rank`; None: started when needed."""
         self._compilers = compilers
         self._rank = rank
         self._spec = engine_spec(plan)

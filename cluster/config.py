@@ -15,14 +15,15 @@ from typing import Any, Literal, cast, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from attention.config import CacheConfig, DraftAttention, TargetAttention
-from cluster.http.config import EdgeConfig, TracingConfig
-from cluster.http.keys import KeyConfig
-from cluster.parallel import ParallelConfig
-from speculative.config import SpeculativeConfig, with_method_defaults
-from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
+from aerie.attention.config import CacheConfig, DraftAttention, TargetAttention
+from aerie.cluster.http.config import EdgeConfig, TracingConfig
+from aerie.cluster.http.keys import KeyConfig
+from aerie.cluster.parallel import ParallelConfig
+from aerie.speculative.config import SpeculativeConfig, with_method_defaults
+from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 
 _SECRET = "ingress.api_keys"  # errors do not show its value
+_FORMER_PATH = "deploy.app:build"  # before 0.2
 OnWorkerLoss = Literal["resume", "error"]
 
 
@@ -88,11 +89,11 @@ class IngressConfig(EdgeConfig):
 
 
 class AerieConfig(BaseModel):
-    """One application as the user wrote it: a target, perhaps a draft, engines and ingresses. `cluster.plan.resolve`
-    makes the plans of its processes from it.
+    """One application as the user wrote it: a target, perhaps a draft, engines and ingresses.
+    `aerie.cluster.plan.resolve` makes the plans of its processes from it.
 
     deterministic: on a GPU, an answer depends on its request alone, not on speculation, batch or cache; prompts are
-        slower (`workers.runner.deterministic`).
+        slower (`aerie.workers.runner.deterministic`).
     log_format: `json`: processes log JSON objects, one per line on stderr, with the client's `X-Request-Id`. Each
         finished request is logged with path, status, reason and seconds. The output of the start stays text.
     """
@@ -164,12 +165,14 @@ def read_content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(applications, list):
         raise ConfigError(f"{path}: has no list `applications`; `aerie config eagle` prints one to start from")
     for application in applications:
-        if isinstance(application, dict) and application.get("import_path") == "deploy.app:build":
+        if isinstance(application, dict) and application.get("import_path") == "aerie.deploy.app:build":
             application["args"] = application.get("args") or {}
             if not isinstance(application["args"], dict):
                 raise ConfigError(f"{path}: `args` must be a mapping")
             return content, application
-    raise ConfigError(f"{path}: no application has import_path deploy.app:build")
+    former = any(isinstance(each, dict) and each.get("import_path") == _FORMER_PATH for each in applications)
+    remedy = f" ({_FORMER_PATH} is its name before 0.2)" if former else ""
+    raise ConfigError(f"{path}: no application has import_path aerie.deploy.app:build{remedy}")
 
 
 def read_args(path: Path) -> dict[str, Any]:

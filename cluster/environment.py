@@ -12,7 +12,7 @@ def set_process_environment(threads: int) -> None:
     NVLink multicast (NVLS, symmetric memory) stays off: it needs a fabric manager that containers often lack, and a
     failed set-up hangs instead of raising. Ray shows each worker one GPU, which is number 0 in every worker. Symmetric
     memory would take them for one shared GPU and refuse, so its check is off, and
-    `workers.distributed.custom_all_reduce` compares UUIDs instead.
+    `aerie.workers.distributed.custom_all_reduce` compares UUIDs instead.
     """
     os.environ["NCCL_NVLS_ENABLE"] = "0"
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"

@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Literal, TextIO
 
-OURS = ("attention", "workers", "speculative", "cluster", "deploy")  # packages whose loggers are set up
+OURS = "aerie"  # the logger above all of ours
 _FIELDS = "fields"
 MARK = "aerie| "  # prefix of each line for the operator
 
@@ -77,8 +77,7 @@ def use_logs(log_format: Literal["text", "json"], process: str, stream: TextIO |
     is_json = log_format == "json"
     handler = logging.StreamHandler(stream or sys.__stderr__)
     handler.setFormatter(JsonFormatter(process) if is_json else MarkedFormatter(process))
-    for name in OURS:
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.setLevel(logging.INFO if is_json else logging.WARNING)
-        logger.propagate = False
+    logger = logging.getLogger(OURS)
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO if is_json else logging.WARNING)
+    logger.propagate = False

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.config import AerieConfig, ConfigError
+from aerie.cluster.config import AerieConfig, ConfigError
 
 PlacedStrategy = Literal["STRICT_PACK", "PACK", "STRICT_SPREAD"]
 
@@ -47,8 +47,8 @@ class RankPlace:
     """Node, process and device of a rank.
 
     device: the device it computes on, for reports.
-    visible_devices: the GPUs that its process sees, see `cluster.environment.visible_devices`.
-    is_ahead: its process was started before Ray, see `cluster.replica.rank_process`.
+    visible_devices: the GPUs that its process sees, see `aerie.cluster.environment.visible_devices`.
+    is_ahead: its process was started before Ray, see `aerie.cluster.replica.rank_process`.
     """
 
     rank: int

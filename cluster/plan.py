@@ -1,15 +1,16 @@
 """`Plan`: the resolved configuration of an application, as far as it is known before its processes start.
 
-Sizes that depend on checkpoints and device memory are in `workers.engine_layout.EngineLayout`; the parser of answers is
-chosen when the ingress has read the chat template. Only `resolve` reads `engine.spare_workers` and
+Sizes that depend on checkpoints and device memory are in `aerie.workers.engine_layout.EngineLayout`; the parser of
+answers is chosen when the ingress has read the chat template. Only `resolve` reads `engine.spare_workers` and
 `ingress.num_replicas`, which may be "auto".
 
-resolve          computes it once, from the configuration as written (`cluster.config.AerieConfig`), the checkpoints and
-                 the cluster; called by `aerie serve`, and by `deploy.app` where Serve reads the configuration itself
+resolve          computes it once, from the configuration as written (`aerie.cluster.config.AerieConfig`), the
+                 checkpoints and the cluster; called by `aerie serve`, and by `aerie.deploy.app` where Serve reads the
+                 configuration itself
 resolve_rank     its part that needs no cluster, for ranks that start before Ray
-RankPlan         read by `cluster.assembly.RankBuilder` and the processes around it
+RankPlan         read by `aerie.cluster.assembly.RankBuilder` and the processes around it
 ReplicaPlan      read by an engine's replica, coordinator and supervisor
-IngressPlan      read by `cluster.ingress.deployment`
+IngressPlan      read by `aerie.cluster.ingress.deployment`
 """
 
 import dataclasses
@@ -19,13 +20,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from attention.config import DraftAttention
-from cluster.config import AerieConfig, EngineConfig, IngressConfig
-from cluster.http.config import TracingConfig
-from cluster.parallel import ReplicasConfig
-from cluster.placement import NodeResources, Placement, place
-from speculative.config import SpeculativeConfig
-from workers.config import WorkerConfig
+from aerie.attention.config import DraftAttention
+from aerie.cluster.config import AerieConfig, EngineConfig, IngressConfig
+from aerie.cluster.http.config import TracingConfig
+from aerie.cluster.parallel import ReplicasConfig
+from aerie.cluster.placement import NodeResources, Placement, place
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import WorkerConfig
 
 CORES_FOR_TWO = 8  # minimum cores for two ingresses, each of which uses up to one
 
@@ -36,7 +37,7 @@ class RankPlan:
 
     worker: its `model.device` is "cpu" or "cuda".
     threads: torch threads of a CPU rank.
-    log_format: see `cluster.logs`.
+    log_format: see `aerie.cluster.logs`.
     """
 
     worker: WorkerConfig
@@ -116,7 +117,7 @@ class Plan:
 
 def resolve_rank(config: AerieConfig, max_model_len: int, device: Literal["cpu", "cuda"]) -> RankPlan:
     """Return the plan of an engine's ranks. max_model_len: see `resolve`. device: see
-    `cluster.placement.choose_device`."""
+    `aerie.cluster.placement.choose_device`."""
     worker = config.worker
     model = dataclasses.replace(worker.model, device=device, max_model_len=max_model_len)
     return RankPlan(
@@ -131,7 +132,7 @@ def resolve_rank(config: AerieConfig, max_model_len: int, device: Literal["cpu",
 def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources]) -> Plan:
     """Return the plan of an application on a cluster of `nodes`.
 
-    max_model_len: limit of the checkpoints (`deploy.checks.check_checkpoints`).
+    max_model_len: limit of the checkpoints (`aerie.deploy.checks.check_checkpoints`).
 
     Raises ConfigError if the engines do not fit."""
     engine, wanted = config.engine, config.ingress.num_replicas

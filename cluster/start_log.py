@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from cluster.linux import process_state
-from cluster.logs import print_line
+from aerie.cluster.linux import process_state
+from aerie.cluster.logs import print_line
 
 READY = "ready"  # the last step of an engine, which then accepts requests
 PROGRESS_PERIOD_S = 0.5  # between two lines of one long step

@@ -7,19 +7,19 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
-from cluster.ingress.deployment import Ingress
-from cluster.parallel import ReplicasConfig
-from cluster.placement import ENGINE_CPUS
-from cluster.plan import Plan
-from cluster.replica.engine import Engine
-from cluster.replica.scaling import desired_replicas
-from deploy.nodes import cluster_nodes
+from aerie.cluster.ingress.deployment import Ingress
+from aerie.cluster.parallel import ReplicasConfig
+from aerie.cluster.placement import ENGINE_CPUS
+from aerie.cluster.plan import Plan
+from aerie.cluster.replica.engine import Engine
+from aerie.cluster.replica.scaling import desired_replicas
+from aerie.deploy.nodes import cluster_nodes
 
 
 def build(args: dict[str, Any]) -> Application:
     """Called by Serve in a Ray process. Relative paths in `args` start at this folder, because Serve does not report
     the file's folder. Raises ConfigError, which Serve prints as the cause."""
-    from deploy.checks import planned  # imports torch, which `build_planned` does not need
+    from aerie.deploy.checks import planned  # imports torch, which `build_planned` does not need
 
     return application(planned(args, cluster_nodes()))
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from attention.distribution import version
-from deploy.command_line import DEFAULT_CONFIG, Parser
-from deploy.quantize.names import SCHEMES
-from deploy.serve.arguments import EXAMPLES, USAGE, add_serve, port_number
-from deploy.train_draft import add_command as add_train_draft
-from deploy.train_draft import at_least
+from aerie.attention.distribution import version
+from aerie.deploy.command_line import DEFAULT_CONFIG, Parser
+from aerie.deploy.quantize.names import SCHEMES
+from aerie.deploy.serve.arguments import EXAMPLES, USAGE, add_serve, port_number
+from aerie.deploy.train_draft import add_command as add_train_draft
+from aerie.deploy.train_draft import at_least
 
 DEFAULT_VOCAB = 16000  # default bound on token ids of `aerie bench`; special tokens of most models are above
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "AERIE_API_KEY"
-SERVE = "deploy.serve.launch:run"
+SERVE = "aerie.deploy.serve.launch:run"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     stop = commands.add_parser("stop", help="end what `aerie serve` and `aerie start` have started here, nothing else")
     stop.add_argument("--port", type=int, help="of HTTP, or of the cluster's head (default: every one)")
     stop.add_argument("--now", action="store_true", help="do not wait for running requests")
-    stop.set_defaults(run="deploy.stop:run")
+    stop.set_defaults(run="aerie.deploy.stop:run")
     plan = commands.add_parser(
         "plan", help="check what `serve` with these arguments would start, and print it", usage=USAGE
     )
@@ -46,15 +46,15 @@ def parser() -> argparse.ArgumentParser:
     plan.add_argument("--nodes", type=int, default=1, help="nodes to plan for, 0: only check (default: 1)")
     plan.add_argument("--gpus", type=float, help="GPUs of each (default: this machine's)")
     plan.add_argument("--cpus", type=float, help="CPUs of each (default: this machine's)")
-    plan.set_defaults(run="deploy.checks:run", shows_config=True)
+    plan.set_defaults(run="aerie.deploy.checks:run", shows_config=True)
     doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
     _add_config(doctor)
-    doctor.set_defaults(run="deploy.doctor.findings:run")
+    doctor.set_defaults(run="aerie.deploy.doctor.findings:run")
     config = commands.add_parser("config", help="print a packaged config file to start from, or the keys of any")
     config.add_argument("name", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")
     keys = "print keys with defaults and meanings instead, of these sections (default: all)"
     config.add_argument("--keys", nargs="*", metavar="SECTION", help=keys)
-    config.set_defaults(run="deploy.config.files:run")
+    config.set_defaults(run="aerie.deploy.config.files:run")
     add_train_draft(commands)
     _add_quantize(commands)
     _add_token_map(commands)
@@ -88,7 +88,7 @@ def _add_start(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     start.add_argument("--num-gpus", type=int, help="for Ray to place on (default: the host's)")
     start.add_argument("--object-store-mb", type=int, default=150, help="of Ray's shared memory (default: 150)")
     start.add_argument("--block", action="store_true", help="stay in the foreground, as a supervisor wants it")
-    start.set_defaults(run="deploy.start:run")
+    start.set_defaults(run="aerie.deploy.start:run")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +101,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a server, its key and model, which `deploy.client` reads."""
+    """Add the options that name a server, its key and model, which `aerie.deploy.client` reads."""
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"of the server (default: {DEFAULT_URL})")
     parser.add_argument("--key", default="", help=f"API key (default: ${KEY_VARIABLE})")
     parser.add_argument("--model", default="", help="its name, where the server has several")
@@ -136,7 +136,7 @@ def _add_quantize(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     text.add_argument("--no-loss", dest="loss", action="store_false", help="do not measure the loss")
     text.add_argument("--max-length", type=at_least(2), default=512, help="tokens of a row (default: 512)")
     parser.add_argument("--shard-gb", type=at_least(0.001, float), default=2.0, help="GB of a file (default: 2)")
-    parser.set_defaults(run="deploy.quantize.command:run")
+    parser.set_defaults(run="aerie.deploy.quantize.command:run")
 
 
 def _add_token_map(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -155,7 +155,7 @@ def _add_token_map(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         metavar="ROWS",
         help=".json or .jsonl files or folders of them, as of `train-draft`; best answers of the model itself",
     )
-    parser.set_defaults(run="deploy.token_map:run")
+    parser.set_defaults(run="aerie.deploy.token_map:run")
 
 
 def _add_tekken(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -166,7 +166,7 @@ def _add_tekken(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "that has only Mistral's tekken.json.",
     )
     parser.add_argument("model", help="folder of the model, or OWNER/NAME on the hub")
-    parser.set_defaults(run="deploy.tekken:run")
+    parser.set_defaults(run="aerie.deploy.tekken:run")
 
 
 def _add_eval_draft(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -187,7 +187,7 @@ def _add_eval_draft(commands: argparse._SubParsersAction[argparse.ArgumentParser
     shape.add_argument("--num-steps", type=int, default=argparse.SUPPRESS)
     shape.add_argument("--top-k", type=int, default=argparse.SUPPRESS)
     shape.add_argument("--num-draft-tokens", type=int, default=argparse.SUPPRESS)
-    parser.set_defaults(run="deploy.evaluate:run")
+    parser.set_defaults(run="aerie.deploy.evaluate:run")
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -220,7 +220,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--name", default="", help="of the server in the table")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="latencies over rates")
     parser.add_argument("--json", type=Path, metavar="FILE", help="figures, an object a line (-: standard output)")
-    parser.set_defaults(run="deploy.bench.command:run")
+    parser.set_defaults(run="aerie.deploy.bench.command:run")
 
 
 def _add_check_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -254,7 +254,7 @@ def _add_check_cache(commands: argparse._SubParsersAction[argparse.ArgumentParse
     )
     parser.add_argument("--show", type=at_least(0), default=5, help="differences to print (default: 5)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.set_defaults(run="deploy.check_cache:run")
+    parser.set_defaults(run="aerie.deploy.check_cache:run")
 
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -265,4 +265,4 @@ def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser.add_argument("--max-tokens", type=int, default=0, help="of an answer (default: as many as fit)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--system", default="", help="system prompt (default: none)")
-    parser.set_defaults(run="deploy.chat:run")
+    parser.set_defaults(run="aerie.deploy.chat:run")

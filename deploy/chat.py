@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from deploy.client import AnswerError, Server, parse_server
+from aerie.deploy.client import AnswerError, Server, parse_server
 
 STYLES = {True: "green", False: "magenta", None: ""}  # of drafted tokens, of the target's own, of unknown ones
 

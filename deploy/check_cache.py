@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from cluster.config import ConfigError
-from deploy.client import CONNECT_TIMEOUT_S, Server, message_of, parse_server
+from aerie.cluster.config import ConfigError
+from aerie.deploy.client import CONNECT_TIMEOUT_S, Server, message_of, parse_server
 
 _TEXT = (
     "the a river stone green walks under light morning and seven birds carry old letters to town where people count "

@@ -8,26 +8,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from attention.capability import Capability
-from cluster.assembly import engine_spec
-from cluster.config import AerieConfig, ConfigError, parse, read_args
-from cluster.environment import set_process_environment
-from cluster.http.parsers.self_check import chat_lines, check_parser
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.logs import print_line
-from cluster.placement import NodeResources, choose_device, place
-from cluster.plan import Plan, resolve, resolve_rank
-from cluster.replica.plan_report import plan_lines
-from cluster.replica.rank_process import start_ranks
-from cluster.start_log import StartLog
-from cluster.transport.folders import temporary_folder
-from deploy.config.files import PACKAGED
-from deploy.config.hub import with_downloads
-from deploy.config.model import chosen_config
-from deploy.nodes import LocalGpus, local_nodes
-from speculative import build
-from speculative.drafts.checkpoint_files import has_weights
-from workers.runner.layout import EnginePlan
+from aerie.attention.capability import Capability
+from aerie.cluster.assembly import engine_spec
+from aerie.cluster.config import AerieConfig, ConfigError, parse, read_args
+from aerie.cluster.environment import set_process_environment
+from aerie.cluster.http.parsers.self_check import chat_lines, check_parser
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.logs import print_line
+from aerie.cluster.placement import NodeResources, choose_device, place
+from aerie.cluster.plan import Plan, resolve, resolve_rank
+from aerie.cluster.replica.plan_report import plan_lines
+from aerie.cluster.replica.rank_process import start_ranks
+from aerie.cluster.start_log import StartLog
+from aerie.cluster.transport.folders import temporary_folder
+from aerie.deploy.config.files import PACKAGED
+from aerie.deploy.config.hub import with_downloads
+from aerie.deploy.config.model import chosen_config
+from aerie.deploy.nodes import LocalGpus, local_nodes
+from aerie.speculative import build
+from aerie.speculative.drafts.checkpoint_files import has_weights
+from aerie.workers.runner.layout import EnginePlan
 
 
 def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool = True) -> AerieConfig:
@@ -140,7 +140,7 @@ def _start_ranks(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeRe
 
 def check_checkpoints(config: AerieConfig, need_weights: bool = True) -> int:
     """Match the configuration with config.json of target and draft, the headers of their weight files and the
-    tokenizer. Return the length of the longest request in tokens, for `cluster.plan.resolve`.
+    tokenizer. Return the length of the longest request in tokens, for `aerie.cluster.plan.resolve`.
 
     need_weights: refuse folders without weight files, see `lacking_weights`.
     Raises ConfigError."""

@@ -6,10 +6,10 @@ Modules are imported after arguments are parsed, so that `--help` and errors in 
 
 import sys
 
-from attention.lazy_import import load
-from deploy.arguments import SERVE, parser
-from deploy.command_line import parsed
-from deploy.serve.private_arguments import hide_keys
+from aerie.attention.lazy_import import load
+from aerie.deploy.arguments import SERVE, parser
+from aerie.deploy.command_line import parsed
+from aerie.deploy.serve.private_arguments import hide_keys
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
         hide_keys()
     arguments = parsed(parser(), sys.argv[1:] if argv is None else argv)
     is_guarded = is_program and arguments.run == SERVE
-    run = load(f"deploy.run_command:{'run_guarded_command' if is_guarded else 'run_command'}")
+    run = load(f"aerie.deploy.run_command:{'run_guarded_command' if is_guarded else 'run_command'}")
     return int(run(arguments))
 
 

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from cluster.config import ConfigError
-from deploy.arguments import DEFAULT_URL, KEY_VARIABLE
+from aerie.cluster.config import ConfigError
+from aerie.deploy.arguments import DEFAULT_URL, KEY_VARIABLE
 
 CONNECT_TIMEOUT_S = 10.0
 

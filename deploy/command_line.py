@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from deploy.config.options_file import with_file
-from deploy.config.vllm_options import is_flag
-from deploy.config.vllm_values import OptionError
+from aerie.deploy.config.options_file import with_file
+from aerie.deploy.config.vllm_options import is_flag
+from aerie.deploy.config.vllm_values import OptionError
 
 DEFAULT_CONFIG = "eagle"
 _DOTTED = re.compile(r"(--?[a-zA-Z][\w-]*)\.([\w.+-]+)")  # vLLM's part of an option that is a JSON object

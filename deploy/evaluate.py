@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from cluster.assembly import engine_spec
-from cluster.config import ConfigError
-from cluster.http.text.tokenizer import ChatTokenizer
-from deploy.checks import checked_file
-from deploy.config.files import find_config
-from speculative.build import EngineSpec, local_engine
-from speculative.training import TrainingError
-from speculative.training.rows import read_conversations
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request, RequestOutput
+from aerie.cluster.assembly import engine_spec
+from aerie.cluster.config import ConfigError
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.deploy.checks import checked_file
+from aerie.deploy.config.files import find_config
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.rows import read_conversations
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request, RequestOutput
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.placement import NodeResources
+from aerie.cluster.placement import NodeResources
 
 
 def local_nodes(count: int, cpus: float | None, gpus: float | None) -> list[NodeResources]:

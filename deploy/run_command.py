@@ -6,11 +6,11 @@ import os
 import signal
 import sys
 
-from attention.lazy_import import load
-from cluster.config import ConfigError
-from cluster.start_log import process_began_s
-from deploy.processes.guard import run_guarded
-from speculative.training import TrainingError
+from aerie.attention.lazy_import import load
+from aerie.cluster.config import ConfigError
+from aerie.cluster.start_log import process_began_s
+from aerie.deploy.processes.guard import run_guarded
+from aerie.speculative.training import TrainingError
 
 
 def run_guarded_command(arguments: argparse.Namespace) -> int:

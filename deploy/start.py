@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from cluster.config import ConfigError
-from cluster.linux import address_of_interface, raise_open_files
-from deploy.haproxy.process import max_connections
-from deploy.processes.server_record import VARIABLE, Record, begin
-from deploy.serve import python_proxy
-from deploy.serve.console import log_path
-from deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
-from deploy.serve.ray_start import keep_to_owner, token_path
+from aerie.cluster.config import ConfigError
+from aerie.cluster.linux import address_of_interface, raise_open_files
+from aerie.deploy.haproxy.process import max_connections
+from aerie.deploy.processes.server_record import VARIABLE, Record, begin
+from aerie.deploy.serve import python_proxy
+from aerie.deploy.serve.console import log_path
+from aerie.deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
+from aerie.deploy.serve.ray_start import keep_to_owner, token_path
 
 # The head checks every host once a second, and gives it up after three silent seconds: Ray 2.60's default settings
 # notice a host without power after half a minute.

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.transport import folders
-from deploy.processes.server_record import Record, clear, is_alive, processes, records
+from aerie.cluster.transport import folders
+from aerie.deploy.processes.server_record import Record, clear, is_alive, processes, records
 
 _POLL_S = 0.1
 _GUARD_LIMIT_S = 15.0  # maximum time of the guard's cleanup

@@ -12,9 +12,9 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from cluster.config import ConfigError
-from deploy.config.hub import model_folder
-from workers.structured_output.token_bytes import BYTE_OF
+from aerie.cluster.config import ConfigError
+from aerie.deploy.config.hub import model_folder
+from aerie.workers.structured_output.token_bytes import BYTE_OF
 
 # Special tokens of a tekken.json that lists none (mistral-common 1.13, tokens/tokenizers/tekken.py).
 _USUAL = [

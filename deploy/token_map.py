@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from cluster.config import ConfigError
-from deploy.config.hub import model_folder
-from speculative.drafts.trimmed_head import AUTO_ROWS, write_token_map
-from speculative.training.rows import read_conversations
+from aerie.cluster.config import ConfigError
+from aerie.deploy.config.hub import model_folder
+from aerie.speculative.drafts.trimmed_head import AUTO_ROWS, write_token_map
+from aerie.speculative.training.rows import read_conversations
 
 _BATCH = 1024  # texts tokenized at once
 

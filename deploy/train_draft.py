@@ -7,12 +7,12 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from attention.distribution import install_command
-from attention.lazy_import import load
-from speculative.config import BLOCK_METHODS
-from speculative.training import TrainingError
+from aerie.attention.distribution import install_command
+from aerie.attention.lazy_import import load
+from aerie.speculative.config import BLOCK_METHODS
+from aerie.speculative.training import TrainingError
 
-# The fields of `speculative.drafts.eagle3_config.HeadFlags`; a test compares them.
+# The fields of `aerie.speculative.drafts.eagle3_config.HeadFlags`; a test compares them.
 HEAD_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train a draft. Raises TrainingError."""
     if find_spec("accelerate") is None:
         raise TrainingError(f"training needs accelerate, which is not installed: {install_command('train')}")
-    return int(load("speculative.training.commands:run_train_draft")(arguments))
+    return int(load("aerie.speculative.training.commands:run_train_draft")(arguments))
 
 
 def at_least(least: float, kind: Callable[[str], float] = int) -> Callable[[str], float]:
@@ -100,7 +100,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     measure.add_argument(
         "--measure-depths", type=at_least(1), nargs="+", default=[3, 5], help="chain lengths to measure"
     )
-    parser.set_defaults(run="deploy.train_draft:run")
+    parser.set_defaults(run="aerie.deploy.train_draft:run")
 
 
 def add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, batch_tokens: int) -> None:

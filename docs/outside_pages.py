@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from deploy.config.keys import with_tables  # noqa: E402 - after the path of our own packages
+from aerie.deploy.config.keys import with_tables  # noqa: E402 - after the path of our own packages
 
 OUTSIDE = {  # page of the repository -> page of the site
     "README.md": "index.md",

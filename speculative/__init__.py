@@ -1,4 +1,4 @@
-"""Speculative decoding, as a `workers.runner.decoding.DecodingStrategy`.
+"""Speculative decoding, as a `aerie.workers.runner.decoding.DecodingStrategy`.
 
 decoding: one step, from verification to the next tree.
 step_parts: values passed between its stages, and its output.

@@ -1,31 +1,31 @@
-"""Builds an engine with or without a draft: the target's (`workers.runner.build`) plus what a draft adds. Used by
-`cluster.assembly`, benchmarks and tests, so that all run the same engine."""
+"""Builds an engine with or without a draft: the target's (`aerie.workers.runner.build`) plus what a draft adds. Used by
+`aerie.cluster.assembly`, benchmarks and tests, so that all run the same engine."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from attention.capability import Capability
-from attention.config import DraftAttention
-from attention.registry import check_choices
-from speculative.config import SpeculativeConfig
-from speculative.drafts.loading import fill_draft
-from speculative.drafts.method import DraftMethod
-from speculative.drafts.registry import read_draft
-from speculative.drafts.trimmed_head import head_rows
-from speculative.speculation import DraftSpeculation, SuffixSpeculation
-from workers.config import WorkerConfig
-from workers.device import resolve_dtype
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.models.config import ModelConfig
-from workers.models.loading import allocate, fill_target, read_target_config
-from workers.models.registry import family_of_config
-from workers.models.weight_bytes import META, weight_bytes, weight_formats
-from workers.runner import build
-from workers.runner import local_engine as plain
-from workers.runner.deterministic import checked_deterministic
-from workers.runner.layout import EnginePlan, NoSpeculation, Speculation
-from workers.runner.layout import plan_engine as plan_of
-from workers.runner.local_engine import LocalEngine
+from aerie.attention.capability import Capability
+from aerie.attention.config import DraftAttention
+from aerie.attention.registry import check_choices
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.drafts.loading import fill_draft
+from aerie.speculative.drafts.method import DraftMethod
+from aerie.speculative.drafts.registry import read_draft
+from aerie.speculative.drafts.trimmed_head import head_rows
+from aerie.speculative.speculation import DraftSpeculation, SuffixSpeculation
+from aerie.workers.config import WorkerConfig
+from aerie.workers.device import resolve_dtype
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.loading import allocate, fill_target, read_target_config
+from aerie.workers.models.registry import family_of_config
+from aerie.workers.models.weight_bytes import META, weight_bytes, weight_formats
+from aerie.workers.runner import build
+from aerie.workers.runner import local_engine as plain
+from aerie.workers.runner.deterministic import checked_deterministic
+from aerie.workers.runner.layout import EnginePlan, NoSpeculation, Speculation
+from aerie.workers.runner.layout import plan_engine as plan_of
+from aerie.workers.runner.local_engine import LocalEngine
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
 
 def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePlan:
     """Read and check the checkpoints' configurations. Raises ValueError that names value, rule and remedy. device: see
-    `workers.runner.layout.plan_engine`."""
+    `aerie.workers.runner.layout.plan_engine`."""
     worker = spec.worker
     target = read_target_config(worker.model, worker.tensor_parallel, worker.expert_parallel)
     return plan_of(spec.worker, target, _speculation(spec, target), device)
@@ -83,7 +83,7 @@ def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePla
 
 def local_engine(spec: EngineSpec, all_graphs: bool = True) -> AbstractContextManager[LocalEngine]:
     """Run an engine while the context is open: one rank in this process, several in a child process each. all_graphs:
-    see `workers.runner.local_engine.local_engine`. Raises what building a rank raises."""
+    see `aerie.workers.runner.local_engine.local_engine`. Raises what building a rank raises."""
     return plain.local_engine(spec.worker, plan_engine(spec), all_graphs)
 
 
@@ -106,7 +106,7 @@ def check_device(spec: EngineSpec, engine: EnginePlan, device: Capability, here:
     attention backends, `deterministic`, dtypes, capabilities.
 
     engine: `plan_engine(spec)`, for any device.
-    here: see `attention.registry.check_choices`.
+    here: see `aerie.attention.registry.check_choices`.
     """
     worker, target = spec.worker, engine.target
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)

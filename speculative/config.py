@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from attention.config import MIN_WINDOW
-from speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of, suffix_shapes
-from workers.config import RoundShapes
+from aerie.attention.config import MIN_WINDOW
+from aerie.speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of, suffix_shapes
+from aerie.workers.config import RoundShapes
 
 Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix"]
 BLOCK_METHODS = ("dflash", "dspark", "dflash2")  # methods that draft a block in one pass

@@ -1,12 +1,12 @@
 """`SpeculativeDecoding`: one step of an engine with a draft.
 
 verify -> accept -> commit -> draft-extend -> draft -> tree build. With `method: suffix`, drafts are copied from the
-text (`speculative.suffix_drafts`), without draft-extend and draft pass. The next step verifies the trees that a step
-drafts.
+text (`aerie.speculative.suffix_drafts`), without draft-extend and draft pass. The next step verifies the trees that a
+step drafts.
 
 Prompt chunks share the passes of target and draft: each stage has a half for rounds and a half for chunks, and
-`workers.runner.batch.RowLayout` says which rows belong to which. A `DraftModel` hides how a draft works; verification
-only sees tokens.
+`aerie.workers.runner.batch.RowLayout` says which rows belong to which. A `DraftModel` hides how a draft works;
+verification only sees tokens.
 """
 
 from dataclasses import replace
@@ -14,33 +14,33 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
-from attention.metadata import DecodeBatch, Mode, causal_mask
-from speculative.draft_backlog import DraftBacklog
-from speculative.drafts.blocks.drafter import BlockDrafter
-from speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
-from speculative.drafts.guidance import Guidance
-from speculative.ops.acceptance import accept_commit
-from speculative.ops.suffix_match import MatchLimits
-from speculative.step_parts import Finals, Rounds, TargetPass, emitted, ids_after
-from speculative.suffix_drafts import SuffixDrafts
-from speculative.tree.nodes import RoundRows
-from speculative.tree.shape import TreeShape
-from speculative.tree_table import TreeTable
-from workers.config import RoundShape, RoundShapes
-from workers.layers.forward_context import Attending
-from workers.models.decoder import DecoderOutput
-from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined, prompt_hidden
-from workers.runner.decoding import CuttableStrategy, begin_finals, ranking_of
-from workers.runner.model_runner import TargetRunner
-from workers.sampling.sampler import Rows, Sampled, Sampler
-from workers.slots.slot_table import SlotTable
-from workers.structured_output.mask_table import MaskTable
+from aerie.attention.capability import Capability
+from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.speculative.draft_backlog import DraftBacklog
+from aerie.speculative.drafts.blocks.drafter import BlockDrafter
+from aerie.speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
+from aerie.speculative.drafts.guidance import Guidance
+from aerie.speculative.ops.acceptance import accept_commit
+from aerie.speculative.ops.suffix_match import MatchLimits
+from aerie.speculative.step_parts import Finals, Rounds, TargetPass, emitted, ids_after
+from aerie.speculative.suffix_drafts import SuffixDrafts
+from aerie.speculative.tree.nodes import RoundRows
+from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_table import TreeTable
+from aerie.workers.config import RoundShape, RoundShapes
+from aerie.workers.layers.forward_context import Attending
+from aerie.workers.models.decoder import DecoderOutput
+from aerie.workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined, prompt_hidden
+from aerie.workers.runner.decoding import CuttableStrategy, begin_finals, ranking_of
+from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.sampling.sampler import Rows, Sampled, Sampler
+from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.structured_output.mask_table import MaskTable
 
 
 class SpeculativeDecoding(CuttableStrategy):
-    """A `workers.runner.decoding.DecodingStrategy`. Shape 0 decodes without speculation and keeps the draft's KV up to
-    date; the others are `TreeShape`s.
+    """A `aerie.workers.runner.decoding.DecodingStrategy`. Shape 0 decodes without speculation and keeps the draft's KV
+    up to date; the others are `TreeShape`s.
 
     draft: None without a draft model.
     synthetic_acceptance_length: see `SpeculativeConfig`.

@@ -1,4 +1,4 @@
-"""Writes the draft's KV of several non-speculative rounds at a time. Used by `speculative.decoding` on CPUs.
+"""Writes the draft's KV of several non-speculative rounds at a time. Used by `aerie.speculative.decoding` on CPUs.
 
 A non-speculative round has one draft row per request, and a pass over few rows takes almost as long as one over many:
 at batch 8 on a CPU, a tenth of the round. So rows are collected, and written at `MAX_ROUNDS` per request, at `MAX_ROWS`
@@ -12,10 +12,10 @@ On GPUs every non-speculative round writes its rows, which costs 1.2 to 1.7 % of
 import torch
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, Mode, causal_mask
-from speculative.drafts.drafter import DraftRunner
-from speculative.step_parts import Rounds
-from workers.slots.slot_table import SlotTable
+from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.speculative.drafts.drafter import DraftRunner
+from aerie.speculative.step_parts import Rounds
+from aerie.workers.slots.slot_table import SlotTable
 
 MAX_ROUNDS = 48  # a mask has 63 bits
 MAX_ROWS = 512  # of all requests together; bounds the memory of their features

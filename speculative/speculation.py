@@ -1,37 +1,37 @@
 """The part of an engine's plan that speculates: with a draft, or with drafts copied from the text alone. Used by
-`speculative.build`."""
+`aerie.speculative.build`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from attention.capability import Capability
-from attention.config import DraftAttention
-from attention.kv_cache.layout import LayerGroup
-from attention.metadata import Mode
-from attention.registry import Choice
-from speculative.config import SpeculativeConfig
-from speculative.decoding import SpeculativeDecoding
-from speculative.drafts.checkpoint_files import missing_tables
-from speculative.drafts.drafter import DraftRunner, TargetKVRunner
-from speculative.drafts.loading import load_draft
-from speculative.drafts.method import DraftMethod
-from speculative.ops.suffix_match import MatchLimits
-from speculative.tree.shape import TreeShape
-from workers.config import RoundShapes
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.models.loading import allocate
-from workers.models.weight_bytes import META, weight_bytes
-from workers.quantization.kv_scheme import kv_dtype
-from workers.runner.backends import Backends, ModelShape
-from workers.runner.decoding import CuttableStrategy
-from workers.runner.layout import EngineParts, PhaseDone, WithoutDraftModel
+from aerie.attention.capability import Capability
+from aerie.attention.config import DraftAttention
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.metadata import Mode
+from aerie.attention.registry import Choice
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.decoding import SpeculativeDecoding
+from aerie.speculative.drafts.checkpoint_files import missing_tables
+from aerie.speculative.drafts.drafter import DraftRunner, TargetKVRunner
+from aerie.speculative.drafts.loading import load_draft
+from aerie.speculative.drafts.method import DraftMethod
+from aerie.speculative.ops.suffix_match import MatchLimits
+from aerie.speculative.tree.shape import TreeShape
+from aerie.workers.config import RoundShapes
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.models.loading import allocate
+from aerie.workers.models.weight_bytes import META, weight_bytes
+from aerie.workers.quantization.kv_scheme import kv_dtype
+from aerie.workers.runner.backends import Backends, ModelShape
+from aerie.workers.runner.decoding import CuttableStrategy
+from aerie.workers.runner.layout import EngineParts, PhaseDone, WithoutDraftModel
 
 
 @dataclass(frozen=True)
 class DraftSpeculation:
-    """`workers.runner.layout.Speculation` with a draft.
+    """`aerie.workers.runner.layout.Speculation` with a draft.
 
     draft: checked description of its checkpoint.
     draft_tp: ranks that share it.
@@ -104,8 +104,8 @@ class DraftSpeculation:
 
 @dataclass(frozen=True)
 class SuffixSpeculation(WithoutDraftModel):
-    """`workers.runner.layout.Speculation` of `method: suffix`: it has no weights and no KV, and reads no layer of the
-    target."""
+    """`aerie.workers.runner.layout.Speculation` of `method: suffix`: it has no weights and no KV, and reads no layer of
+    the target."""
 
     config: SpeculativeConfig
 

@@ -1,4 +1,4 @@
-"""Values passed between the stages of a step of `speculative.decoding`, and its output."""
+"""Values passed between the stages of a step of `aerie.speculative.decoding`, and its output."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speculative.ops.acceptance import Committed
-from speculative.tree.nodes import RoundRows
-from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
-from workers.sampling.prompt_logprobs import PromptRanking
-from workers.sampling.sampler import Logprobs, Sampled, logprobs_of
-from workers.slots.slot_table import Commit
+from aerie.speculative.ops.acceptance import Committed
+from aerie.speculative.tree.nodes import RoundRows
+from aerie.workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
+from aerie.workers.sampling.prompt_logprobs import PromptRanking
+from aerie.workers.sampling.sampler import Logprobs, Sampled, logprobs_of
+from aerie.workers.slots.slot_table import Commit
 
 
 @dataclass(frozen=True)

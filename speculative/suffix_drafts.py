@@ -1,15 +1,15 @@
-"""`SuffixDrafts`: a rank's drafts that are copied from the requests' own tokens. Used by `speculative.decoding`; needs
-no model."""
+"""`SuffixDrafts`: a rank's drafts that are copied from the requests' own tokens. Used by `aerie.speculative.decoding`;
+needs no model."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from speculative.ops.suffix_match import MatchLimits, attach_chains, find_matches, record_tokens
-from speculative.tree.nodes import NO_TOKEN
-from speculative.tree_table import TreeTable
-from workers.slots.slot_table import Commit, SlotTable
+from aerie.speculative.ops.suffix_match import MatchLimits, attach_chains, find_matches, record_tokens
+from aerie.speculative.tree.nodes import NO_TOKEN
+from aerie.speculative.tree_table import TreeTable
+from aerie.workers.slots.slot_table import Commit, SlotTable
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """The tree of every slot, between the round that drafts it and the round that verifies it. Written by
-`speculative.drafts.drafter`, read by `speculative.decoding`."""
+`aerie.speculative.drafts.drafter`, read by `aerie.speculative.decoding`."""
 
 import torch
 from torch import Tensor
 
-from speculative.ops.tree_growth import write_best, write_trees
-from speculative.ops.tree_read import read_trees, write_roots
-from speculative.tree.nodes import Candidates, RoundRows, Tree, root_only_trees
-from workers.config import RoundShape
+from aerie.speculative.ops.tree_growth import write_best, write_trees
+from aerie.speculative.ops.tree_read import read_trees, write_roots
+from aerie.speculative.tree.nodes import Candidates, RoundRows, Tree, root_only_trees
+from aerie.workers.config import RoundShape
 
 
 class TreeTable:
@@ -29,7 +29,7 @@ class TreeTable:
     def read(self, slots: Tensor, shape: RoundShape, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:
         """Return the trees of slots [B] int64, cut to `shape`, at committed lengths seq_len [num_slots + 1] int32.
 
-        mask_words: the verifying backend's buffer, written (`attention.backend.AttentionBackend.verify_buffer`).
+        mask_words: the verifying backend's buffer, written (`aerie.attention.backend.AttentionBackend.verify_buffer`).
         """
         as_chain = shape.is_chain and not self._is_chain
         return read_trees(self.trees, slots, shape.width, shape.depth, as_chain, seq_len, mask_words)

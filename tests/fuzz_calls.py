@@ -1,6 +1,6 @@
 """Fuzzes the readers of reasoning and tool calls: `python -m tests.fuzz_calls --minutes 10 [--seed N]`.
 
-Answers of every family of `cluster.http.parsers.families.FAMILIES`: prose, reasoning, and calls, well-formed and
+Answers of every family of `aerie.cluster.http.parsers.families.FAMILIES`: prose, reasoning, and calls, well-formed and
 malformed, ended anywhere. Every word is unique. It checks:
 
 - arguments: all arguments are JSON objects, whatever the finish reason.
@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.http.answer import EndReason, Piece
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.families import FAMILIES
-from cluster.http.parsers.output_parser import HeldReasoning, ReplyDelta, joined_deltas
-from cluster.http.parsers.reasoning import ReasoningTokens
-from cluster.http.parsers.table import parser_of
-from cluster.http.text.json_text import parsed
+from aerie.cluster.http.answer import EndReason, Piece
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.families import FAMILIES
+from aerie.cluster.http.parsers.output_parser import HeldReasoning, ReplyDelta, joined_deltas
+from aerie.cluster.http.parsers.reasoning import ReasoningTokens
+from aerie.cluster.http.parsers.table import parser_of
+from aerie.cluster.http.text.json_text import parsed
 from tests.cluster.http.parsers.written_calls import Words, call, malformed, marks_of
 from tests.support.fake_engine import chat_tokenizer
 

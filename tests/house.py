@@ -1,7 +1,7 @@
 """Counts habits that creep back: `python -m tests.house`, as `make check` does.
 
 - Device tests: a module above operations and attention backends asks a device what it can do
-  (`attention.capability.Capability`), not what it is.
+  (`aerie.attention.capability.Capability`), not what it is.
 - Imports inside functions: they hide what a module needs.
 - Long files and full folders: a room is one that a reader can look over.
 
@@ -20,7 +20,7 @@ FLOORS = ("attention", "workers", "speculative", "cluster", "deploy", "aerie")
 MAX_DEVICE_TESTS = 8
 MAX_INNER_IMPORTS = 23
 MAX_MODULES = 20  # of a folder, without its subfolders
-MAX_LINES = 300  # of a product file
+MAX_LINES = 400  # of a product file
 MAX_LONG_FILES = 0
 _ASKS = ("is_cuda", "is_cpu", "is_meta", "is_gpu", "is_available", "get_device_capability")
 _TYPES = ("cpu", "cuda", "meta")
@@ -49,7 +49,7 @@ def inner_imports(tree: ast.AST) -> Iterator[int]:
             for node in ast.walk(function):
                 names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                if any(name.split(".")[0] in FLOORS for name in names):
+                if any(name.split(".")[0] == "aerie" for name in names):
                     yield node.lineno
 
 

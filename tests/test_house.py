@@ -28,11 +28,11 @@ def test_a_question_for_what_it_can_do_is_not() -> None:
 
 def test_imports_of_ours_inside_functions_are_found() -> None:
     code = """
-import attention.views
+import aerie.attention.views
 def f():
     import torch
-    from workers.config import ModelSource
+    from aerie.workers.config import ModelSource
     def g():
-        import cluster.config
+        import aerie.cluster.config
 """
     assert sorted(set(inner_imports(ast.parse(code)))) == [5, 7]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import get_args
 
-from cluster.config import AerieConfig
+from aerie.cluster.config import AerieConfig
 from tests.support.repository.names import (
     PACKAGES,
     ROOT,
@@ -25,7 +25,8 @@ MAPS = sorted(name for name in files() if name.endswith("/__init__.py") and name
 
 FOREIGN = (".cuh", ".cu", ".h")  # sources of libraries, which lie in folders of the same names
 
-_DOTTED = re.compile(rf"(?<![\w./-])(?:{'|'.join(PACKAGES)})(?:[.:][A-Za-z_]\w*)+(?![\w/])")
+# `aerie:name` is a metric.
+_DOTTED = re.compile(rf"(?<![\w./-])(?:(?:{'|'.join(PACKAGES)})[.:]|aerie\.)(?:[A-Za-z_]\w*[.:])*[A-Za-z_]\w*(?![\w/])")
 _PATH = re.compile(rf"(?<![\w.:/-])(?:(?:{'|'.join(PACKAGES)}|docs|examples)/[\w./*-]*|[\w./*-]+\.(?:py|md|svg))(?!\w)")
 _MEMBER = re.compile(r"(?<![\w.])([A-Z]\w*)\.([a-z_]\w*)")
 _LISTED = re.compile(r" {0,4}([a-z][a-z0-9_]*(?:, [a-z][a-z0-9_]*)*)(?:  +|: )\S")
@@ -103,9 +104,9 @@ def _headings(text: str) -> set[str]:
 
 def test_names_are_told_apart() -> None:
     """The oracle itself: what exists and what does not, of each kind."""
-    assert is_defined("workers.config.SchedulerConfig.max_running") and is_defined("deploy.app:build")
-    assert not is_defined("workers.config.SchedulerConfig.max_runs") and not is_defined("workers.plan")
-    assert not is_defined("cluster.http.openai_api") and not is_defined("deploy.app:make")
+    assert is_defined("aerie.workers.config.SchedulerConfig.max_running") and is_defined("aerie.deploy.app:build")
+    assert not is_defined("aerie.workers.config.SchedulerConfig.max_runs") and not is_defined("workers.plan")
+    assert not is_defined("aerie.cluster.http.openai_api") and not is_defined("aerie.deploy.app:make")
     assert is_path("scheduler.py") and is_path("deploy/*.yaml") and is_path("tests/bench/")
     assert not is_path("openai_api.py") and not is_path("cluster/channel.py") and not is_path("docs/*.txt")
     assert has_attribute("Scheduler", "submit") and not has_attribute("Scheduler", "submits")

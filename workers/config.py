@@ -1,10 +1,10 @@
-"""Configuration of one engine replica: model, ranks, scheduler. Validated by `cluster.config`."""
+"""Configuration of one engine replica: model, ranks, scheduler. Validated by `aerie.cluster.config`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from attention.config import CacheConfig, TargetAttention
+from aerie.attention.config import CacheConfig, TargetAttention
 
 LoadFormat = Literal["safetensors", "dummy"]
 Implementation = Literal["auto", "transformers"]
@@ -12,7 +12,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Auto = Literal["auto"]
 
-# by type of device: on a GPU the largest captured step (`workers.runner.graphs.graph_keys.TOKEN_BUCKETS`), which
+# by type of device: on a GPU the largest captured step (`aerie.workers.runner.graphs.graph_keys.TOKEN_BUCKETS`), which
 # saturates matrix products and takes 0.25 GB of activations
 MAX_STEP_TOKENS = {"cuda": 2048, "cpu": 512}
 # by type of device: range of slots for `max_running: auto`; more cost captures and tables, and gain little
@@ -142,8 +142,8 @@ class RoundShapes:
     """The tree shapes that an engine can run; a plan names them by index. shapes[0] is non-speculative decoding.
 
     default: index of the shape for requests with speculation; 0 without a draft.
-    adaptive: whether the scheduler chooses a shape for each step (`workers.scheduling.shape_choice`); else the default
-        is used.
+    adaptive: whether the scheduler chooses a shape for each step (`aerie.workers.scheduling.shape_choice`); else the
+        default is used.
     eager: whether no step is captured, so that a shape needs no graph.
     keeps_tokens: whether ranks hold the tokens of running requests, because drafts are copied from them.
     model_free: whether no model drafts. Then drafts cost nothing: every round, even a non-speculative one, drafts at
@@ -261,7 +261,7 @@ class WorkerConfig:
     expert_parallel: each rank has some whole experts, instead of a slice of each.
     cuda_graphs: capture rounds on a GPU; false only for measurements.
     graph_capture: time and memory for capturing rarer kinds of rounds.
-    deterministic: on a GPU, an answer depends only on its request (see `workers.runner.deterministic`).
+    deterministic: on a GPU, an answer depends only on its request (see `aerie.workers.runner.deterministic`).
     measure_costs: measure step times at the start; without it the scheduler has no `CostTable`.
     debug: assert that all ranks agree after every step, and the contract at every call of an operation.
     """

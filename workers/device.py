@@ -2,7 +2,7 @@
 
 import torch
 
-from attention.capability import Capability
+from aerie.attention.capability import Capability
 
 
 def resolve_device(device: str, rank: int) -> torch.device:

@@ -1,7 +1,8 @@
 """`EngineLayout`: all sizes of an engine, in one frozen value. Imports no torch.
 
-plan_engine (workers.runner.layout)   computes the layout from configuration and checkpoints
-RankMemory (workers.runner.memory)    fills in the "auto" values while ranks are built: slots, KV pages, memory use
+plan_engine (aerie.workers.runner.layout)   computes the layout from configuration and checkpoints
+RankMemory (aerie.workers.runner.memory)    fills in the "auto" values while ranks are built: slots, KV pages, memory
+use
 ranks                                 allocate tables and pools; a replaced rank passes its layout on
 the scheduler                         reads slots, pages, shapes and limits (`Scheduler.of`)
 aerie plan, and the table of ranks    print it
@@ -10,12 +11,12 @@ aerie plan, and the table of ranks    print it
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from attention.config import CacheConfig
-from attention.kv_cache.slot_windows import pages_per_request
-from attention.kv_cache.window_pages import WindowSizes
-from attention.recurrent.sizes import StateSizes
-from workers.config import GraphCapture, RoundShapes, SchedulerConfig
-from workers.memory_use import MemoryUse
+from aerie.attention.config import CacheConfig
+from aerie.attention.kv_cache.slot_windows import pages_per_request
+from aerie.attention.kv_cache.window_pages import WindowSizes
+from aerie.attention.recurrent.sizes import StateSizes
+from aerie.workers.config import GraphCapture, RoundShapes, SchedulerConfig
+from aerie.workers.memory_use import MemoryUse
 
 TYPICAL_TOKENS = 2048  # KV tokens of a typical request, for `max_running: auto`
 MAX_CACHED_WINDOWS = 0.15  # maximum share of KV memory for the prefix cache's window pages
@@ -55,7 +56,7 @@ class EngineLayout:
     chunk_bytes: scratch of a recurrent layer's GPU kernels for the longest prompt chunk.
     num_snapshots: number of these copies per rank; known with the number of pages.
     has_latent_rows: whether the target's layers cache latent rows (MLA).
-    served_by: see `workers.models.config.ModelConfig.served_by`.
+    served_by: see `aerie.workers.models.config.ModelConfig.served_by`.
     known_pages, known_window_pages: KV pages of a built rank; before that the configured number, if any.
     memory: memory use of this rank; None before it is built.
     """

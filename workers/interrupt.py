@@ -1,5 +1,5 @@
 """Delays Ctrl-C to the end of a step, so that no step is left incomplete. Used by training and
-`workers.runner.local_engine`."""
+`aerie.workers.runner.local_engine`."""
 
 import contextlib
 import signal

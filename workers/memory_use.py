@@ -1,4 +1,4 @@
-"""A rank's memory use: a plain value from `workers.runner.memory`, for reports.
+"""A rank's memory use: a plain value from `aerie.workers.runner.memory`, for reports.
 
 Imports no torch."""
 

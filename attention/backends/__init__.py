@@ -1,4 +1,4 @@
-"""The attention backends, imported when they are built (`attention.registry`).
+"""The attention backends, imported when they are built (`aerie.attention.registry`).
 
 torch_backend        the reference, and the backend of CPUs
 triton_backend       every mode, with our kernels; optionally deterministic

@@ -1,10 +1,10 @@
 """Attention by FlashInfer's paged wrappers (checked with 0.6.17): fa3 for prompt chunks on Hopper, fa2 for everything
 else. FP8 KV also uses fa2, because fa3 accepts it only with FP8 queries; fa2 converts FP8 to the queries' dtype, and
-sums in float32. Rounds over latent rows are in `attention.backends.flashinfer_latent`.
+sums in float32. Rounds over latent rows are in `aerie.attention.backends.flashinfer_latent`.
 
 The wrappers split the work on the host, from lengths on the host. For prompt chunks the step's plan has these lengths,
 so nothing is copied. For rounds the lengths are on the device, so our kernel splits the work there, in FlashInfer's
-format (`attention.backends.flashinfer_rounds`). Nothing waits for the GPU, and a captured graph stays valid when
+format (`aerie.attention.backends.flashinfer_rounds`). Nothing waits for the GPU, and a captured graph stays valid when
 lengths, page tables and masks change.
 
 There are two wrappers for prompt chunks, used alternately: a plan is staged in the wrapper's pinned memory, and must
@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.backends.flashinfer_latent import LatentRounds, PreparedLatentRound
-from attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
-from attention.fp8 import FP8
-from attention.metadata import DecodeBatch, PrefillBatch
-from attention.ops.flashinfer_plan_triton import mask_bytes
-from attention.scores import ScoreRule
-from attention.to_device import pinned, to_device
-from attention.views import LatentKV, LayerKV
+from aerie.attention.backend import AttentionBackend, Prepared, assert_not_captured
+from aerie.attention.backends.flashinfer_latent import LatentRounds, PreparedLatentRound
+from aerie.attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
+from aerie.attention.fp8 import FP8
+from aerie.attention.metadata import DecodeBatch, PrefillBatch
+from aerie.attention.ops.flashinfer_plan_triton import mask_bytes
+from aerie.attention.scores import ScoreRule
+from aerie.attention.to_device import pinned, to_device
+from aerie.attention.views import LatentKV, LayerKV
 
 WORKSPACE_BYTES = 128 << 20  # as in FlashInfer's documentation
 # fa2 keeps partial results of 264 tiles of 128 rows x 128 dimensions in float32 for each query head of a KV head
@@ -161,7 +161,7 @@ class _Prepared(Prepared):
     def forward(self, q: Tensor, kv: LayerKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         self.plan(q, kv, rule)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        # its kernels read the plan before they wait: see `attention.ops.pdl`
+        # its kernels read the plan before they wait: see `aerie.attention.ops.pdl`
         self._run(q, (kv.k, kv.v), out=out, enable_pdl=False, **scales_of(kv))
         return out
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend, Prepared, check_inputs
-from attention.fp8 import read_pages
-from attention.metadata import DecodeBatch, PrefillBatch, newest_columns
-from attention.scores import ScoreRule, row_weights
-from attention.views import LatentKV, LayerKV
+from aerie.attention.backend import AttentionBackend, Prepared, check_inputs
+from aerie.attention.fp8 import read_pages
+from aerie.attention.metadata import DecodeBatch, PrefillBatch, newest_columns
+from aerie.attention.scores import ScoreRule, row_weights
+from aerie.attention.views import LatentKV, LayerKV
 
 
 class TorchBackend(AttentionBackend):

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from attention.expansion import ExpandedChunks
-from attention.ops.attend.expanded_prefill_triton import attend_expanded, expanded_tiles
-from attention.ops.attend.prefill_plan_triton import plan_tiles
-from attention.rotation import Angles
-from attention.views import ExpandedKV
+from aerie.attention.expansion import ExpandedChunks
+from aerie.attention.ops.attend.expanded_prefill_triton import attend_expanded, expanded_tiles
+from aerie.attention.ops.attend.prefill_plan_triton import plan_tiles
+from aerie.attention.rotation import Angles
+from aerie.attention.views import ExpandedKV
 
 
 class TritonExpandedChunks(ExpandedChunks):

@@ -1,25 +1,25 @@
 """Calls the Triton kernels for a layer's kind of view: K/V heads or latent rows. Plans do not depend on the kind. Used
-by `attention.backends.triton_backend`."""
+by `aerie.attention.backends.triton_backend`."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from attention.limits import triton_head_dim_refusal, triton_latent_refusal
-from attention.metadata import DecodeBatch, PrefillBatch
-from attention.ops.attend.decode_plan_triton import (
+from aerie.attention.limits import triton_head_dim_refusal, triton_latent_refusal
+from aerie.attention.metadata import DecodeBatch, PrefillBatch
+from aerie.attention.ops.attend.decode_plan_triton import (
     FIXED_LATENT_TILES,
     DecodePlan,
     DecodeTiles,
     decode_tiles,
     latent_tiles,
 )
-from attention.ops.attend.decode_triton import attend_decode
-from attention.ops.attend.latent_decode_triton import attend_latent
-from attention.ops.attend.latent_prefill_triton import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
-from attention.ops.attend.prefill_triton import PrefillTiles, attend_prefill, prefill_tiles
-from attention.scores import ScoreRule
-from attention.views import LatentKV, LayerKV
+from aerie.attention.ops.attend.decode_triton import attend_decode
+from aerie.attention.ops.attend.latent_decode_triton import attend_latent
+from aerie.attention.ops.attend.latent_prefill_triton import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
+from aerie.attention.ops.attend.prefill_triton import PrefillTiles, attend_prefill, prefill_tiles
+from aerie.attention.scores import ScoreRule
+from aerie.attention.views import LatentKV, LayerKV
 
 FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # for backends with a span; unused rows cost no reads
 WIDE_FIXED_TILES = DecodeTiles(64, 32, 8, 2, 1, 0)  # for heads of more than 256 dimensions
@@ -102,7 +102,7 @@ def attend_rows(
 ) -> Tensor:
     """Run `attend_decode` or `attend_latent`. batch, plan: cut to the rule's window."""
     if isinstance(kv, LatentKV):
-        assert rule.soft_cap is None and not rule.has_sinks, "refused by `attention.limits`"
+        assert rule.soft_cap is None and not rule.has_sinks, "refused by `aerie.attention.limits`"
         return attend_latent(q, kv, batch, plan, rule.scale, early)
     return attend_decode(q, kv, batch, plan, rule, sinks, early)
 
@@ -118,6 +118,6 @@ def attend_chunks(
 ) -> Tensor:
     """Run `attend_prefill` or `attend_latent_prefill`. batch: cut to the rule's window."""
     if isinstance(kv, LatentKV):
-        assert rule.soft_cap is None and not rule.has_sinks, "refused by `attention.limits`"
+        assert rule.soft_cap is None and not rule.has_sinks, "refused by `aerie.attention.limits`"
         return attend_latent_prefill(q, kv, batch, tile_list, tiles, rule.scale)
     return attend_prefill(q, kv, batch, tile_list, tiles, rule, sinks)

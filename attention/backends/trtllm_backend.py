@@ -1,7 +1,7 @@
 """Attention by FlashInfer's TensorRT-LLM decode kernels (`trtllm_batch_decode_with_kv_cache`, checked with 0.6.17):
 XQA on compute capability 9.x and 12.x, with tree masks; trtllm-gen on 10.x, causal. Every length is read on the device,
 so a captured graph stays valid when lengths, page tables and masks change. Latent rows have kernels of their own
-(`attention.backends.trtllm_latent`).
+(`aerie.attention.backends.trtllm_latent`).
 
 The kernels require, in every mode, eager or captured:
 - lengths include the rows of this pass;
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend, Prepared, assert_not_captured
-from attention.backends.trtllm_latent import WORKSPACE_BYTES, LatentRows, PreparedLatentRows, kernel_on
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from attention.scores import ScoreRule
-from attention.views import LatentKV, LayerKV
+from aerie.attention.backend import AttentionBackend, Prepared, assert_not_captured
+from aerie.attention.backends.trtllm_latent import WORKSPACE_BYTES, LatentRows, PreparedLatentRows, kernel_on
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.attention.scores import ScoreRule
+from aerie.attention.views import LatentKV, LayerKV
 
 COUNTER_BYTES = 1 << 20  # trtllm-gen needs four bytes per request and query head
 WORD_BITS = 16

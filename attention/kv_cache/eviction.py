@@ -2,7 +2,7 @@
 
 import heapq
 
-from attention.kv_cache.radix_node import EvictionKey, Node
+from aerie.attention.kv_cache.radix_node import EvictionKey, Node
 
 
 class EvictionQueue:

@@ -6,12 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attention.fp8 import FP8, KVScales
-from attention.head_norms import HeadNorms
-from attention.kv_cache.layout import KVLayout, PerToken
-from attention.ops.rope_store import rope, rope_store
-from attention.rotation import Angles
-from attention.views import LayerKV
+from aerie.attention.fp8 import FP8, KVScales
+from aerie.attention.head_norms import HeadNorms
+from aerie.attention.kv_cache.layout import KVLayout, PerToken
+from aerie.attention.ops.rope_store import rope, rope_store
+from aerie.attention.rotation import Angles
+from aerie.attention.views import LayerKV
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The interface of KV layouts: how the layers of a model cache their KV.
 
 A layout is a plain value. It defines the bytes of a token's KV in one layer, how a pass stores its rows, how the KV of
-an accepted path moves to the front of its tree, and what a backend reads. `attention.kv_cache.pool` owns the memory;
-all access to KV goes through it. Scheduler, slots and decoding strategies know only page numbers. `docs/kv-layout.md`
-describes the layouts.
+an accepted path moves to the front of its tree, and what a backend reads. `aerie.attention.kv_cache.pool` owns the
+memory; all access to KV goes through it. Scheduler, slots and decoding strategies know only page numbers.
+`docs/kv-layout.md` describes the layouts.
 """
 
 import math
@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attention.fp8 import KVScales
-from attention.head_norms import HeadNorms
-from attention.ops.move_path import move_path
-from attention.rotation import Angles
+from aerie.attention.fp8 import KVScales
+from aerie.attention.head_norms import HeadNorms
+from aerie.attention.ops.move_path import move_path
+from aerie.attention.rotation import Angles
 
 View = TypeVar("View")
 
@@ -35,7 +35,7 @@ class KVLayout(ABC, Generic[View]):
     """The KV layout of a group of layers on one rank.
 
     View: type of the KV that a backend's `forward` gets for a layer.
-    kind: name by which backends declare support, see `attention.registry.BackendFacts.layouts`.
+    kind: name by which backends declare support, see `aerie.attention.registry.BackendFacts.layouts`.
     """
 
     kind: ClassVar[str]
@@ -92,7 +92,7 @@ class LayerGroup:
     """Layers with the same KV layout.
 
     layers: their numbers in the model.
-    keeps_window: whether their KV is in window pages (`attention.kv_cache.window_pages`).
+    keeps_window: whether their KV is in window pages (`aerie.attention.kv_cache.window_pages`).
     """
 
     layers: tuple[int, ...]

@@ -6,7 +6,7 @@ A page is free, held (by requests; counted), cached (by the prefix cache; a flag
 
 from collections.abc import Iterable, Sequence
 
-from attention.kv_cache.window_pages import WindowPages
+from aerie.attention.kv_cache.window_pages import WindowPages
 
 DUMMY_PAGE = 0  # receives the writes of padding rows; never allocated
 

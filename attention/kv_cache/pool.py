@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
-from attention.fp8 import KVScales
-from attention.head_norms import HeadNorms
-from attention.kv_cache.layout import KVLayout, LayerGroup
-from attention.rotation import Angles
+from aerie.attention.capability import Capability
+from aerie.attention.fp8 import KVScales
+from aerie.attention.head_norms import HeadNorms
+from aerie.attention.kv_cache.layout import KVLayout, LayerGroup
+from aerie.attention.rotation import Angles
 
 
 def bytes_per_page(groups: Iterable[LayerGroup], page_size: int, of_windows: bool = False) -> int:
@@ -25,7 +25,7 @@ class KVPool:
     """The KV of all layers, in the tensors that each layer group's layout defines.
 
     A page belongs to the requests and the prefix cache that hold references to it
-    (`attention.kv_cache.page_allocator`); this class only moves numbers.
+    (`aerie.attention.kv_cache.page_allocator`); this class only moves numbers.
 
     window_layers: layers whose KV is in window pages.
     window_of: [num_pages + 1] int32, the window page attached to each page, 0 for none; None without such layers. Its

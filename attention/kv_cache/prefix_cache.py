@@ -6,11 +6,11 @@ The scheduler looks up prompts when it admits them, and inserts computed pages. 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attention.kv_cache.eviction import EvictionQueue
-from attention.kv_cache.page_allocator import PageAllocator
-from attention.kv_cache.prefix_digests import first_digest, next_digests
-from attention.kv_cache.radix_node import Node, SnapshotKind, Tokens
-from attention.kv_cache.snapshots import Snapshots
+from aerie.attention.kv_cache.eviction import EvictionQueue
+from aerie.attention.kv_cache.page_allocator import PageAllocator
+from aerie.attention.kv_cache.prefix_digests import first_digest, next_digests
+from aerie.attention.kv_cache.radix_node import Node, SnapshotKind, Tokens
+from aerie.attention.kv_cache.snapshots import Snapshots
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class PrefixCache:
         self._stride = stride or 1
 
     def take_changes(self) -> dict[bytes, bool]:
-        """Return the digests of pages (`attention.kv_cache.prefix_digests`) changed since the last call, and whether
-        each is cached now."""
+        """Return the digests of pages (`aerie.attention.kv_cache.prefix_digests`) changed since the last call, and
+        whether each is cached now."""
         assert self._changes is not None, "`watch` was not called"
         changes, self._changes = self._changes, {}
         return changes

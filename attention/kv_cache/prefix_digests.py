@@ -1,8 +1,8 @@
 """Digests of prompt prefixes: one per page, chained, so that a page's digest covers all tokens up to its end.
 
-The prefix cache advertises the digests of its pages, and `cluster.ingress.routing` uses them to find an engine that has
-a prompt's pages. A collision (64 bits) may cause a worse choice but no wrong token, because reuse compares tokens
-(`attention.kv_cache.prefix_cache`).
+The prefix cache advertises the digests of its pages, and `aerie.cluster.ingress.routing` uses them to find an engine
+that has a prompt's pages. A collision (64 bits) may cause a worse choice but no wrong token, because reuse compares
+tokens (`aerie.attention.kv_cache.prefix_cache`).
 """
 
 from hashlib import blake2b

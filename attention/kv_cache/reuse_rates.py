@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from typing import NamedTuple
 
-from attention.kv_cache.radix_node import SnapshotKind
+from aerie.attention.kv_cache.radix_node import SnapshotKind
 
 NUM_AGES = 12  # classes of age: 0, 1, 2-3, 4-7, ... ticks; the last has no end
 _PRIOR_USES, _PRIOR_TICKS = 0.5, 50.0  # prior counts of each group

@@ -1,5 +1,5 @@
-"""The window of each slot: the pages whose window pages it holds. Used by `workers.scheduling.slot_pages` for models
-with layers that attend over a window. Needs only a slot's number and pages.
+"""The window of each slot: the pages whose window pages it holds. Used by `aerie.workers.scheduling.slot_pages` for
+models with layers that attend over a window. Needs only a slot's number and pages.
 
 A slot holds the window pages of its table from the first page that its next row may see. That page is computed from the
 last known committed length, which is a lower bound, because the host's lengths are one step old. A window page may be
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from attention.kv_cache.nan_pages import NaNPages
-from attention.kv_cache.window_pages import WindowPages
+from aerie.attention.kv_cache.nan_pages import NaNPages
+from aerie.attention.kv_cache.window_pages import WindowPages
 
 Int64s = npt.NDArray[np.int64]
 

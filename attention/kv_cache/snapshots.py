@@ -3,8 +3,8 @@
 Owned by the prefix cache, whose tree has the snapshots. Pure Python, without tensors. Positions are counted in pages.
 """
 
-from attention.kv_cache.radix_node import Node, Snapshot, SnapshotKind
-from attention.kv_cache.reuse_rates import Group, ReuseRates
+from aerie.attention.kv_cache.radix_node import Node, Snapshot, SnapshotKind
+from aerie.attention.kv_cache.reuse_rates import Group, ReuseRates
 
 _REFRESH_TICKS = 16  # ticks between estimates of the rates
 _KEPT = 0.9934  # decay of earlier counts at each estimate: a tenth in 256 ticks

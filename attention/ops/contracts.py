@@ -1,4 +1,5 @@
-"""Switches the checks of contracts (`attention.ops.operation`) on, and has checks that several operations share."""
+"""Switches the checks of contracts (`aerie.attention.ops.operation`) on, and has checks that several operations
+share."""
 
 import torch
 from torch import Tensor

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from triton.runtime.cache import get_cache_manager
 
-from attention.capability import Capability, nvrtc_path
+from aerie.attention.capability import Capability, nvrtc_path
 
 _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _TENSOR_MAP_TYPES = {torch.float16: 6, torch.bfloat16: 9}  # CU_TENSOR_MAP_DATA_TYPE_*
@@ -56,7 +56,7 @@ class Kernel:
 
     threads: per thread block.
     shared_bytes: dynamic shared memory per thread block.
-    early: launched before its predecessor has ended (`attention.ops.pdl`).
+    early: launched before its predecessor has ended (`aerie.attention.ops.pdl`).
     """
 
     function: ctypes.c_void_p

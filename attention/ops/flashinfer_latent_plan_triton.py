@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.flashinfer_plan_triton import ALIGNMENT
+from aerie.attention.ops.flashinfer_plan_triton import ALIGNMENT
 
 TILE_ROWS = 64  # query rows x heads per program
 TILE_TOKENS = 64  # tokens per step; pieces begin at multiples

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from attention import fp8
+from aerie.attention import fp8
 
 FP8_MAX = tl.constexpr(fp8.FP8_MAX)
 
@@ -25,7 +25,7 @@ def to_fp8(x, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def as_stored(x, pool_ptr, inverse_scale, INTERPRETED: tl.constexpr):
-    """Return x, rounded to the model's dtype, as the pool stores it (`attention.fp8.stored`)."""
+    """Return x, rounded to the model's dtype, as the pool stores it (`aerie.attention.fp8.stored`)."""
     if pool_ptr.dtype.element_ty == tl.float8e4nv:
         stored = to_fp8(x.to(tl.float32) * inverse_scale, INTERPRETED)
     else:

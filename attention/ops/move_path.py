@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from attention.metadata import token_indices
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.metadata import token_indices
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 
 def _are_alike(tensors: tuple[Tensor, ...], *_: object) -> bool:
@@ -22,7 +22,7 @@ def _check(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path
 @operation(
     Implementation(
         "triton",
-        "attention.ops.move_path_triton:move_path",
+        "aerie.attention.ops.move_path_triton:move_path",
         on_gpu,
         _are_alike,
         "one tensor, or two of the same shape and type",

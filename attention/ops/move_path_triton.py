@@ -48,7 +48,7 @@ def _move_path(
 
 
 def move_path(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
-    """`attention.ops.move_path.move_path`."""
+    """`aerie.attention.ops.move_path.move_path`."""
     # FP8 is copied as bytes, on any GPU
     tensors = tuple(tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors)
     k, v = tensors[0], tensors[1] if len(tensors) == 2 else None

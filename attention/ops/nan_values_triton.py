@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""`attention.ops.nan_values` in kernels that write KV."""
+"""`aerie.attention.ops.nan_values` in kernels that write KV."""
 
 import triton
 import triton.language as tl

@@ -1,20 +1,20 @@
 """An operation: a contract, a torch reference, and a table of faster implementations.
 
     @operation(
-        Implementation("triton", "workers.ops.norm_triton:rms_norm", on_gpu),
+        Implementation("triton", "aerie.workers.ops.norm_triton:rms_norm", on_gpu),
     )
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         \"\"\"The contract: what is computed, shapes, dtypes, what is written in place, limits, source.\"\"\"
         ...  # the reference, in torch
 
-`@operation(..., contract=check)`: in tests and in debug mode (`attention.ops.contracts`) every call first calls `check`
-with its arguments. It asserts what the kernels require, so that tests on a CPU, which run the reference, find calls
-that a GPU would refuse. Checks read no values.
+`@operation(..., contract=check)`: in tests and in debug mode (`aerie.attention.ops.contracts`) every call first calls
+`check` with its arguments. It asserts what the kernels require, so that tests on a CPU, which run the reference, find
+calls that a GPU would refuse. Checks read no values.
 
 A call of `rms_norm` runs the first implementation that supports the device and the arguments, else the reference. The
 device is that of the first tensor argument, or of the first tensor in a dataclass argument. A CUDA graph keeps the
-choice made at its capture. `tests/ops` tests every implementation against the reference; `python -m workers.ops` prints
-the tables.
+choice made at its capture. `tests/ops` tests every implementation against the reference; `python -m aerie.workers.ops`
+prints the tables.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from attention.capability import Capability
-from attention.lazy_import import load
-from attention.ops import contracts
+from aerie.attention.capability import Capability
+from aerie.attention.lazy_import import load
+from aerie.attention.ops import contracts
 
 P = ParamSpec("P")
 R = TypeVar("R")

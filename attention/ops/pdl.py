@@ -91,7 +91,7 @@ written before the layer's store (a fence), or by a copy of q that is launched n
 
 import torch
 
-from attention.capability import Capability
+from aerie.attention.capability import Capability
 
 
 def pdl_wait(device: torch.device, early: bool = True) -> dict[str, bool]:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The formula of `attention.head_norms.rms_norm`, for kernels that norm rows or heads."""
+"""The formula of `aerie.attention.head_norms.rms_norm`, for kernels that norm rows or heads."""
 
 import triton
 import triton.language as tl

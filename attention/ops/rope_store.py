@@ -4,12 +4,12 @@
 import torch
 from torch import Tensor
 
-from attention.fp8 import write_rows
-from attention.head_norms import HeadNorms
-from attention.ops.nan_values import without_nan
-from attention.ops.operation import Implementation, on_gpu, operation
-from attention.rotation import Angles, rotate
-from attention.views import LayerKV
+from aerie.attention.fp8 import write_rows
+from aerie.attention.head_norms import HeadNorms
+from aerie.attention.ops.nan_values import without_nan
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.rotation import Angles, rotate
+from aerie.attention.views import LayerKV
 
 
 def _is_power_of_two(size: int) -> bool:
@@ -47,14 +47,14 @@ def _check_rope_store(
 @operation(
     Implementation(
         "triton_norm",
-        "attention.ops.rope_store_normed_triton:rope_store",
+        "aerie.attention.ops.rope_store_normed_triton:rope_store",
         on_gpu,
         lambda q, k, v, angles, kv, slot_mapping, norms=None: norms is not None,
         "norms",
     ),
     Implementation(
         "triton",
-        "attention.ops.rope_store_triton:rope_store",
+        "aerie.attention.ops.rope_store_triton:rope_store",
         on_gpu,
         lambda q, k, v, angles, kv, slot_mapping, norms=None: (
             norms is None and _is_power_of_two(q.shape[2]) and _is_power_of_two(angles.cos.shape[1])
@@ -79,8 +79,8 @@ def rope_store(
                   May have 0 heads
     k, v          [rows, kv_heads, head_dim] of q's dtype, last stride 1, unchanged; may be the same tensor
     angles        of the rows; rotated is even and at most head_dim
-    kv            the layer's pages, written as `attention.fp8.stored`, after rounding to k's dtype; 0 instead of NaN in
-                  v, and NaN in the k of that head (`attention.ops.nan_values`)
+    kv            the layer's pages, written as `aerie.attention.fp8.stored`, after rounding to k's dtype; 0 instead of
+                  NaN in v, and NaN in the k of that head (`aerie.attention.ops.nan_values`)
     slot_mapping  [rows] int64, token indices; if rows share an index (padding), any of them is stored
     norms         of q and k, perhaps of v; None: none
     ->            as q; with norms contiguous
@@ -97,14 +97,14 @@ def rope_store(
 @operation(
     Implementation(
         "triton_norm",
-        "attention.ops.rope_store_normed_triton:rope",
+        "aerie.attention.ops.rope_store_normed_triton:rope",
         on_gpu,
         lambda q, angles, norms=None: norms is not None,
         "norms",
     ),
     Implementation(
         "triton",
-        "attention.ops.rope_store_triton:rope",
+        "aerie.attention.ops.rope_store_triton:rope",
         on_gpu,
         lambda q, angles, norms=None: norms is None and _is_power_of_two(angles.cos.shape[1]),
         "no norms; rotated dimensions a power of two",

@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.head_norms import HeadNorms
-from attention.ops.fp8_triton import as_stored
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.nan_values_triton import nan_where, without_nan
-from attention.ops.pdl import pdl_wait
-from attention.ops.rms_norm_triton import inverse_rms, scaled_by
-from attention.rotation import Angles
-from attention.views import LayerKV
+from aerie.attention.head_norms import HeadNorms
+from aerie.attention.ops.fp8_triton import as_stored
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.nan_values_triton import nan_where, without_nan
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.attention.ops.rms_norm_triton import inverse_rms, scaled_by
+from aerie.attention.rotation import Angles
+from aerie.attention.views import LayerKV
 
 _MAX_QUERY_ELEMENTS = 512  # query elements per program, 16 per thread; more only if one head has more
 _ROWS = 4  # per program, each with a warp
@@ -108,7 +108,7 @@ def _normed_rope_store(
         weight_ptr = tl.where(stores, k_weight_ptr, q_weight_ptr)
     weights = _load_parts(weight_ptr + one, one == 0, D, ROTATED, HALF, BLOCK)
     if PDL:
-        # Waits before it triggers, which makes it a fence: see `attention.ops.pdl`.
+        # Waits before it triggers, which makes it a fence: see `aerie.attention.ops.pdl`.
 
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -160,12 +160,12 @@ def rope_store(
     slot_mapping: Tensor,
     norms: HeadNorms,
 ) -> Tensor:
-    """`attention.ops.rope_store.rope_store` with norms."""
+    """`aerie.attention.ops.rope_store.rope_store` with norms."""
     return _launch(q, k, v, angles, kv, slot_mapping, norms)
 
 
 def rope(q: Tensor, angles: Angles, norms: HeadNorms) -> Tensor:
-    """`attention.ops.rope_store.rope` with norms."""
+    """`aerie.attention.ops.rope_store.rope` with norms."""
     return _launch(q, None, None, angles, None, None, norms)
 
 

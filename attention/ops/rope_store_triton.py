@@ -5,12 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.fp8_triton import as_stored
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.nan_values_triton import nan_where, without_nan
-from attention.ops.pdl import pdl_wait
-from attention.rotation import Angles
-from attention.views import LayerKV
+from aerie.attention.ops.fp8_triton import as_stored
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.nan_values_triton import nan_where, without_nan
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.attention.rotation import Angles
+from aerie.attention.views import LayerKV
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _rope_store(
 ):
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
-        # Waits before it triggers, which makes it a fence: see `attention.ops.pdl`.
+        # Waits before it triggers, which makes it a fence: see `aerie.attention.ops.pdl`.
 
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -81,12 +81,12 @@ def rope_store(
     slot_mapping: Tensor,
     norms: None = None,
 ) -> Tensor:
-    """`attention.ops.rope_store.rope_store`; q in place."""
+    """`aerie.attention.ops.rope_store.rope_store`; q in place."""
     return _launch(q, k, v, angles, kv, slot_mapping)
 
 
 def rope(q: Tensor, angles: Angles, norms: None = None) -> Tensor:
-    """`attention.ops.rope_store.rope`; in place."""
+    """`aerie.attention.ops.rope_store.rope`; in place."""
     return _launch(q, None, None, angles, None, None)
 
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, PrefillBatch, token_indices
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.metadata import DecodeBatch, PrefillBatch, token_indices
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 
 def map_rows(batch: DecodeBatch | PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
@@ -28,7 +28,7 @@ def _check_prefill(batch: PrefillBatch, page_size: int) -> None:
 
 
 @operation(
-    Implementation("triton", "attention.ops.slot_mapping_triton:map_decode_rows", on_gpu), contract=_check_decode
+    Implementation("triton", "aerie.attention.ops.slot_mapping_triton:map_decode_rows", on_gpu), contract=_check_decode
 )
 def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """Map the rows of a round.
@@ -41,7 +41,8 @@ def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]
 
 
 @operation(
-    Implementation("triton", "attention.ops.slot_mapping_triton:map_prefill_rows", on_gpu), contract=_check_prefill
+    Implementation("triton", "aerie.attention.ops.slot_mapping_triton:map_prefill_rows", on_gpu),
+    contract=_check_prefill,
 )
 def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """Map the rows of prompt chunks; padding rows get 0 and 0. Rows before `kept_from` write to page 0.

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, PrefillBatch
+from aerie.attention.metadata import DecodeBatch, PrefillBatch
 
 BLOCK = 128  # rows per program
 CHUNKS = 16  # compared at a time
@@ -69,7 +69,7 @@ def _map_prefill_rows(
 
 
 def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """`attention.ops.slot_mapping.map_decode_rows`."""
+    """`aerie.attention.ops.slot_mapping.map_decode_rows`."""
     positions, slots = _outputs(batch.num_rows, batch.prefix_len.device)
     _map_decode_rows[(batch.num_requests,)](
         batch.prefix_len,
@@ -87,7 +87,7 @@ def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]
 
 
 def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """`attention.ops.slot_mapping.map_prefill_rows`."""
+    """`aerie.attention.ops.slot_mapping.map_prefill_rows`."""
     kept_from = batch.kept_from
     positions, slots = _outputs(batch.num_rows, batch.starts.device)
     _map_prefill_rows[(triton.cdiv(batch.num_rows, BLOCK),)](

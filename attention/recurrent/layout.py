@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.config import CacheConfig
-from attention.ops.delta_rule.chunks import scratch_bytes
-from attention.ops.delta_rule.tables import DeltaHeads, state_shapes
-from attention.recurrent.sizes import StateSizes
+from aerie.attention.config import CacheConfig
+from aerie.attention.ops.delta_rule.chunks import scratch_bytes
+from aerie.attention.ops.delta_rule.tables import DeltaHeads, state_shapes
+from aerie.attention.recurrent.sizes import StateSizes
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention.ops.delta_rule.commit import commit_rows
-from attention.ops.delta_rule.tables import DeltaState, LayerState
-from attention.recurrent.layout import StateGroup
-from attention.recurrent.sizes import StateSizes
+from aerie.attention.ops.delta_rule.commit import commit_rows
+from aerie.attention.ops.delta_rule.tables import DeltaState, LayerState
+from aerie.attention.recurrent.layout import StateGroup
+from aerie.attention.recurrent.sizes import StateSizes
 
 
 class StatePool:

@@ -1,4 +1,5 @@
-"""Runs `cluster.coordinator.loop` in a thread, driven from other threads. The Ray actor `EagleCoordinator` wraps it."""
+"""Runs `aerie.cluster.coordinator.loop` in a thread, driven from other threads. The Ray actor `EagleCoordinator`
+wraps it."""
 
 import logging
 import threading
@@ -7,11 +8,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from cluster.coordinator.loop import CoordinatorLoop, CoordinatorSettings
-from cluster.linux import use_short_time_slice
-from cluster.transport.messages import EngineStats, FlushOutcome
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.scheduler import Scheduler
+from aerie.cluster.coordinator.loop import CoordinatorLoop, CoordinatorSettings
+from aerie.cluster.linux import use_short_time_slice
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Coordinator:
 
     @property
     def endpoint(self) -> str:
-        """The inbox, for `cluster.transport.channel.connect_engine`."""
+        """The inbox, for `aerie.cluster.transport.channel.connect_engine`."""
         return self._loop.streams.endpoint
 
     def start(self) -> None:

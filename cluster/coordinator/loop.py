@@ -1,5 +1,5 @@
 """The loop of the coordinator's thread: receive requests, send plans to the ranks, read results one step late, publish
-tokens. `cluster.coordinator.coordinator` runs it in a thread; other threads may call only `age_s`.
+tokens. `aerie.cluster.coordinator.coordinator` runs it in a thread; other threads may call only `age_s`.
 """
 
 import logging
@@ -10,19 +10,19 @@ from typing import Literal
 
 import zmq
 
-from cluster.coordinator.model_check import ModelCheck
-from cluster.coordinator.plan_timing import PlanTiming
-from cluster.coordinator.request_streams import RequestStreams
-from cluster.coordinator.stats import engine_stats
-from cluster.coordinator.worker_links import WorkerLinks
-from cluster.transport.channel import Context
-from cluster.transport.messages import EngineStats, FlushOutcome
-from cluster.transport.reactor import Reactor
-from cluster.transport.sockets import Transport
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import GraphCount, StepResult
-from workers.scheduling.request import RequestOutput, UnfinishedError
-from workers.scheduling.scheduler import Scheduler
+from aerie.cluster.coordinator.model_check import ModelCheck
+from aerie.cluster.coordinator.plan_timing import PlanTiming
+from aerie.cluster.coordinator.request_streams import RequestStreams
+from aerie.cluster.coordinator.stats import engine_stats
+from aerie.cluster.coordinator.worker_links import WorkerLinks
+from aerie.cluster.transport.channel import Context
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome
+from aerie.cluster.transport.reactor import Reactor
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.plan import GraphCount, StepResult
+from aerie.workers.scheduling.request import RequestOutput, UnfinishedError
+from aerie.workers.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class CoordinatorSettings:
 
 
 class CoordinatorLoop:
-    """State and steps of the loop; `cluster.coordinator.coordinator.Coordinator` documents the methods of the same
-    names."""
+    """State and steps of the loop; `aerie.cluster.coordinator.coordinator.Coordinator` documents the methods of the
+    same names."""
 
     def __init__(
         self,

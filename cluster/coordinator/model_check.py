@@ -5,9 +5,9 @@ import logging
 import math
 from collections.abc import Sequence
 
-from workers.scheduling.plan import NOT_FINITE, SamplingParams
-from workers.scheduling.request import Request, RequestOutput
-from workers.scheduling.scheduler import Scheduler
+from aerie.workers.scheduling.plan import NOT_FINITE, SamplingParams
+from aerie.workers.scheduling.request import Request, RequestOutput
+from aerie.workers.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""Decides when the next plan is sent: just before the running step ends. Pure; used by `cluster.coordinator.loop`.
+"""Decides when the next plan is sent: just before the running step ends. Pure; used by
+`aerie.cluster.coordinator.loop`.
 
 A plan that is sent early waits at the ranks for a whole step, and requests that arrive in that time miss it. A plan
 that is sent late leaves the device idle. So the plan is held until shortly before the expected end of the running step.
@@ -8,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from workers.scheduling.timing.step import Prediction
+from aerie.workers.scheduling.timing.step import Prediction
 
 LEAD_S = 0.002  # a plan should reach rank 0 this long before the previous step ends: a GPU launch takes 1.3 ms
 FIRST_MARGIN_S = 0.0025

@@ -1,6 +1,6 @@
 """The coordinator's side towards clients: requests in from ingresses, tokens and ends out.
 
-Used by `cluster.coordinator.loop`, in its thread.
+Used by `aerie.cluster.coordinator.loop`, in its thread.
 """
 
 import logging
@@ -8,11 +8,11 @@ import math
 from array import array
 from collections.abc import Callable, Sequence
 
-from cluster.coordinator.state_publisher import StatePublisher
-from cluster.coordinator.stream import Stream
-from cluster.transport.channel import Context, Inbox, IngressLink
-from cluster.transport.encoding import BadMessageError, decode
-from cluster.transport.messages import (
+from aerie.cluster.coordinator.state_publisher import StatePublisher
+from aerie.cluster.coordinator.stream import Stream
+from aerie.cluster.transport.channel import Context, Inbox, IngressLink
+from aerie.cluster.transport.encoding import BadMessageError, decode
+from aerie.cluster.transport.messages import (
     MAX_CRASHES,
     Abort,
     EngineState,
@@ -23,11 +23,11 @@ from cluster.transport.messages import (
     Subscribe,
     TokenBatch,
 )
-from cluster.transport.reactor import Reactor
-from cluster.transport.sockets import Transport
-from workers.scheduling.plan import unpack_i32
-from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestOutput
-from workers.scheduling.scheduler import Scheduler
+from aerie.cluster.transport.reactor import Reactor
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.scheduling.plan import unpack_i32
+from aerie.workers.scheduling.request import FinishReason, QueueFullError, Request, RequestOutput
+from aerie.workers.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

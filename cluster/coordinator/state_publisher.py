@@ -1,16 +1,16 @@
 """Publishes an engine's load and the digests of its cached pages to ingresses, which choose an engine by them.
 
-Used by `cluster.coordinator.loop` in its thread. A subscriber gets at most one message per `PERIOD_S`, with at most
-`MAX_DIGESTS` digests; the rest follows in later messages.
+Used by `aerie.cluster.coordinator.loop` in its thread. A subscriber gets at most one message per `PERIOD_S`, with at
+most `MAX_DIGESTS` digests; the rest follows in later messages.
 """
 
 import math
 from collections.abc import Callable
 from itertools import islice
 
-from cluster.transport.channel import IngressLink
-from cluster.transport.messages import EngineState
-from workers.scheduling.scheduler import Scheduler
+from aerie.cluster.transport.channel import IngressLink
+from aerie.cluster.transport.messages import EngineState
+from aerie.workers.scheduling.scheduler import Scheduler
 
 PERIOD_S = 0.05
 MAX_DIGESTS = 2048

@@ -1,10 +1,10 @@
-"""The scheduler's state as a message for /health and /metrics. Used by `cluster.coordinator.loop`."""
+"""The scheduler's state as a message for /health and /metrics. Used by `aerie.cluster.coordinator.loop`."""
 
 from collections.abc import Sequence
 
-from cluster.transport.messages import EngineStats, Heartbeat
-from workers.scheduling.scheduler import Scheduler
-from workers.scheduling.stats import SchedulerStats
+from aerie.cluster.transport.messages import EngineStats, Heartbeat
+from aerie.workers.scheduling.scheduler import Scheduler
+from aerie.workers.scheduling.stats import SchedulerStats
 
 
 def engine_stats(

@@ -1,14 +1,14 @@
 """One request's stream: what is put into it goes with the connection's next message, one per ingress and step. Used by
-`cluster.coordinator.request_streams`, in the loop's thread."""
+`aerie.cluster.coordinator.request_streams`, in the loop's thread."""
 
 import math
 from dataclasses import dataclass
 
 import msgspec
 
-from cluster.transport.channel import IngressLink
-from cluster.transport.messages import RequestTimings, SpeculationStats, TokenDelta
-from workers.scheduling.request import FinishReason, RequestOutput
+from aerie.cluster.transport.channel import IngressLink
+from aerie.cluster.transport.messages import RequestTimings, SpeculationStats, TokenDelta
+from aerie.workers.scheduling.request import FinishReason, RequestOutput
 
 
 @dataclass(slots=True)

@@ -3,12 +3,12 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from cluster.transport.channel import Context, RankLink
-from cluster.transport.encoding import encode
-from cluster.transport.messages import Heartbeat, RankFailure, Stop
-from cluster.transport.reactor import Reactor
-from cluster.transport.sockets import Transport
-from workers.scheduling.plan import StepPlan, StepResult
+from aerie.cluster.transport.channel import Context, RankLink
+from aerie.cluster.transport.encoding import encode
+from aerie.cluster.transport.messages import Heartbeat, RankFailure, Stop
+from aerie.cluster.transport.reactor import Reactor
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.scheduling.plan import StepPlan, StepResult
 
 IDLE_HEARTBEAT_LIMIT_S = 10.0  # maximum time between heartbeats of an idle rank, which sends one every half second
 HUNG_S = 4.0  # minimum time of a step that counts as hung, if it is also HUNG_RATIO times the longest one
@@ -96,7 +96,7 @@ class WorkerLinks:
 
     def check_heartbeats(self, now: float, step_timeout_s: float) -> None:
         """Report the ranks as lost if one hangs. Call it regularly. A stopped process or a cut cable ends its
-        connection instead (`cluster.transport.sockets`)."""
+        connection instead (`aerie.cluster.transport.sockets`)."""
         punctual = now - self._last_check_s < PUNCTUAL_S
         self._last_check_s = now
         oldest = self.oldest_plan(now)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from cluster.http.errors import overloaded, unavailable
+from aerie.cluster.http.errors import overloaded, unavailable
 
 # Tasks, connection and buffers of a generation in flight, measured with 2,000 streams at once
 # (`tests/cluster/http/test_admission.py`).

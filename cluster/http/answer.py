@@ -6,10 +6,10 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from cluster.http.text.detokenizer import Detokenizer
-from cluster.http.text.stop_strings import StopMatcher
-from cluster.transport.messages import SpeculationStats, TokenDelta
-from workers.scheduling.plan import NOT_FINITE, PromptLogprobs, TokenLogprobs, unpack_i32
+from aerie.cluster.http.text.detokenizer import Detokenizer
+from aerie.cluster.http.text.stop_strings import StopMatcher
+from aerie.cluster.transport.messages import SpeculationStats, TokenDelta
+from aerie.workers.scheduling.plan import NOT_FINITE, PromptLogprobs, TokenLogprobs, unpack_i32
 
 EndReason = Literal["stop", "length"]
 _END_REASONS: dict[str | None, EndReason | None] = {None: None, "stop": "stop", "length": "length"}

@@ -1,6 +1,7 @@
 """The HTTP application of one ingress: all routes, over any `EngineClient`.
 
-`cluster.http.endpoint` reads and checks bodies instead of FastAPI, whose error format OpenAI clients do not understand.
+`aerie.cluster.http.endpoint` reads and checks bodies instead of FastAPI, whose error format OpenAI clients do not
+understand.
 """
 
 import dataclasses
@@ -16,25 +17,34 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
-from attention import distribution
-from cluster.http.admission import Admission
-from cluster.http.config import EdgeConfig
-from cluster.http.endpoint import answering
-from cluster.http.engine_client import EngineClient
-from cluster.http.errors import JSON_HEADERS, ApiError
-from cluster.http.metrics import set_reason
-from cluster.http.middleware import EdgeMiddleware
-from cluster.http.openapi import docs_page, openapi_document
-from cluster.http.origins import Origins
-from cluster.http.page.files import page_routes
-from cluster.http.parsers.families import detect_family
-from cluster.http.requests.grammar_checker import GrammarChecker
-from cluster.http.requests.parameters import with_sampling_defaults
-from cluster.http.routes import generation, messages, models, native, prefix_cache, responses, status, tokenization
-from cluster.http.serving import Edge
-from cluster.http.tenants import Tenants
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.http.tracing import Tracing
+from aerie.attention import distribution
+from aerie.cluster.http.admission import Admission
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.endpoint import answering
+from aerie.cluster.http.engine_client import EngineClient
+from aerie.cluster.http.errors import JSON_HEADERS, ApiError
+from aerie.cluster.http.metrics import set_reason
+from aerie.cluster.http.middleware import EdgeMiddleware
+from aerie.cluster.http.openapi import docs_page, openapi_document
+from aerie.cluster.http.origins import Origins
+from aerie.cluster.http.page.files import page_routes
+from aerie.cluster.http.parsers.families import detect_family
+from aerie.cluster.http.requests.grammar_checker import GrammarChecker
+from aerie.cluster.http.requests.parameters import with_sampling_defaults
+from aerie.cluster.http.routes import (
+    generation,
+    messages,
+    models,
+    native,
+    prefix_cache,
+    responses,
+    status,
+    tokenization,
+)
+from aerie.cluster.http.serving import Edge
+from aerie.cluster.http.tenants import Tenants
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 

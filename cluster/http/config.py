@@ -1,14 +1,14 @@
-"""Configuration of one HTTP ingress: the sections `ingress` and `tracing`. Read by `cluster.http.app`."""
+"""Configuration of one HTTP ingress: the sections `ingress` and `tracing`. Read by `aerie.cluster.http.app`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-from attention.distribution import install_command
-from cluster.http.keys import KeyConfig, checked
+from aerie.attention.distribution import install_command
+from aerie.cluster.http.keys import KeyConfig, checked
 
-# Rows of `cluster.http.parsers.families.FAMILIES`.
+# Rows of `aerie.cluster.http.parsers.families.FAMILIES`.
 OutputParserName = Literal[
     "text",
     "think",

@@ -1,4 +1,5 @@
-"""One route: its schemas and its handler. `cluster.http.app` builds its routes and its OpenAPI document from these."""
+"""One route: its schemas and its handler. `aerie.cluster.http.app` builds its routes and its OpenAPI document from
+these."""
 
 import asyncio
 import re
@@ -12,12 +13,20 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from cluster.http.admission import Admission
-from cluster.http.config import EdgeConfig
-from cluster.http.errors import JSON_HEADERS, ApiError, body_lost, body_too_large, body_too_slow, forbidden, not_json
-from cluster.http.schema.body import check_ignored, parse_body
-from cluster.http.schema.response import ErrorReply
-from cluster.http.tenants import tenant_of
+from aerie.cluster.http.admission import Admission
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.errors import (
+    JSON_HEADERS,
+    ApiError,
+    body_lost,
+    body_too_large,
+    body_too_slow,
+    forbidden,
+    not_json,
+)
+from aerie.cluster.http.schema.body import check_ignored, parse_body
+from aerie.cluster.http.schema.response import ErrorReply
+from aerie.cluster.http.tenants import tenant_of
 
 Body = TypeVar("Body", bound=BaseModel)
 Reply = TypeVar("Reply", bound=msgspec.Struct)

@@ -1,11 +1,11 @@
-"""The interface to engines: tokens for a prompt, and statistics. `cluster.http` uses only this protocol;
-`cluster.ingress.remote_engines` implements it over Serve and ZeroMQ."""
+"""The interface to engines: tokens for a prompt, and statistics. `aerie.cluster.http` uses only this protocol;
+`aerie.cluster.ingress.remote_engines` implements it over Serve and ZeroMQ."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
-from workers.scheduling.plan import SamplingParams
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams
 
 
 class EngineRefused(Exception):

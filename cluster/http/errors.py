@@ -1,13 +1,13 @@
 """Every error that a client can get, in OpenAI's format: {"error": {message, type, param, code}}. Handlers raise them
-as `ApiError`; `cluster.http.app` converts them to replies."""
+as `ApiError`; `aerie.cluster.http.app` converts them to replies."""
 
 import math
 
 import msgspec
 from starlette.responses import Response
 
-from cluster.http.schema.response import ErrorDetail, ErrorReply
-from cluster.transport.messages import Refusal
+from aerie.cluster.http.schema.response import ErrorDetail, ErrorReply
+from aerie.cluster.transport.messages import Refusal
 
 JSON_HEADERS = {"content-type": "application/json"}
 

@@ -1,5 +1,6 @@
 """API keys. The server stores only SHA-256 digests: Ray Serve writes a deployment's arguments to its logs and sends
-them to every process. Used by `cluster.http.config`, `cluster.http.tenants` and `deploy.config.files`."""
+them to every process. Used by `aerie.cluster.http.config`, `aerie.cluster.http.tenants` and
+`aerie.deploy.config.files`."""
 
 import dataclasses
 import hashlib

@@ -3,9 +3,9 @@ ingress ended. The fields of `EngineStats` and `SchedulerStats` declare the metr
 
 Every ingress returns the engines' numbers, not its own: otherwise load-balanced scrapes, and tools that take
 differences, would see counters jump. A replaced engine gets a new id and new series, so sums of rates over engines do
-not jump. Only counts of requests, filled by `cluster.http.middleware`, are of one ingress, and their series carry its
-id. A load-balanced scrape reaches one ingress; a sum of rates over ingresses is right if each is scraped at least twice
-in the range.
+not jump. Only counts of requests, filled by `aerie.cluster.http.middleware`, are of one ingress, and their series carry
+its id. A load-balanced scrape reaches one ingress; a sum of rates over ingresses is right if each is scraped at least
+twice in the range.
 """
 
 import functools
@@ -21,8 +21,8 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
-from cluster.transport.messages import EngineStats
-from workers.scheduling.stats import Histogram, Metric, SchedulerStats
+from aerie.cluster.transport.messages import EngineStats
+from aerie.workers.scheduling.stats import Histogram, Metric, SchedulerStats
 
 CLIENT_LEFT = "client_left"
 OTHER = "other"

@@ -10,14 +10,14 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.endpoint import IGNORED, IGNORED_HEADER, ignored_header, route_path
-from cluster.http.errors import ApiError, internal, invalid, unauthorized
-from cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
-from cluster.http.origins import Origins
-from cluster.http.page.files import PAGE_ROUTES
-from cluster.http.tenants import Tenants, set_tenant
-from cluster.http.tracing import ARRIVED
-from cluster.logs import REQUEST_ID, fields, request_id
+from aerie.cluster.http.endpoint import IGNORED, IGNORED_HEADER, ignored_header, route_path
+from aerie.cluster.http.errors import ApiError, internal, invalid, unauthorized
+from aerie.cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
+from aerie.cluster.http.origins import Origins
+from aerie.cluster.http.page.files import PAGE_ROUTES
+from aerie.cluster.http.tenants import Tenants, set_tenant
+from aerie.cluster.http.tracing import ARRIVED
+from aerie.cluster.logs import REQUEST_ID, fields, request_id
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from pydantic.json_schema import models_json_schema
 
-from cluster.http.endpoint import Endpoint
-from cluster.http.schema.response import Struct
+from aerie.cluster.http.endpoint import Endpoint
+from aerie.cluster.http.schema.response import Struct
 
 _REF = "#/components/schemas/{}"
 

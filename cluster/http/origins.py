@@ -1,4 +1,4 @@
-"""Hosts and origins that a server without API keys answers to. Used by `cluster.http.middleware`.
+"""Hosts and origins that a server without API keys answers to. Used by `aerie.cluster.http.middleware`.
 
 A foreign web page in a user's browser must not use a server that the browser can reach. It could do so through its own
 host name that resolves to this machine (DNS rebinding; the Host header has that name), or by a cross-origin request (it
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 
-from cluster.http.errors import ApiError
+from aerie.cluster.http.errors import ApiError
 
 # Endings of names that the public DNS never resolves.
 _PRIVATE_DOMAINS = (".localhost", ".local", ".internal", ".lan", ".home.arpa", ".test", ".svc", ".svc.cluster.local")

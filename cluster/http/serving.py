@@ -18,27 +18,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cluster.http.admission import Admission
-from cluster.http.answer import Answer, EngineFailedError, Piece, RequestInvalidError, joined, without_tokens
-from cluster.http.config import EdgeConfig
-from cluster.http.engine_client import EngineClient, EngineRefused
-from cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, invalid, refused, timed_out
-from cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
-from cluster.http.parsers.families import FAMILIES
-from cluster.http.parsers.output_parser import HeldReasoning, ReplyDelta, joined_deltas
-from cluster.http.parsers.reasoning import ReasoningTokens
-from cluster.http.parsers.table import MarkedParser, parser_of_prompt
-from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
-from cluster.http.replies.streaming import STREAM_HEADERS
-from cluster.http.requests.edge_request import EdgeRequest
-from cluster.http.requests.grammar_checker import GrammarChecker
-from cluster.http.tasks import cancel, disconnected, run_all
-from cluster.http.tenants import Tenant, tenant_of
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.http.thinking_budget import within_budget
-from cluster.http.tracing import RequestTrace, Tracing
-from cluster.logs import request_id
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.http.admission import Admission
+from aerie.cluster.http.answer import Answer, EngineFailedError, Piece, RequestInvalidError, joined, without_tokens
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.engine_client import EngineClient, EngineRefused
+from aerie.cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, invalid, refused, timed_out
+from aerie.cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
+from aerie.cluster.http.parsers.families import FAMILIES
+from aerie.cluster.http.parsers.output_parser import HeldReasoning, ReplyDelta, joined_deltas
+from aerie.cluster.http.parsers.reasoning import ReasoningTokens
+from aerie.cluster.http.parsers.table import MarkedParser, parser_of_prompt
+from aerie.cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
+from aerie.cluster.http.replies.streaming import STREAM_HEADERS
+from aerie.cluster.http.requests.edge_request import EdgeRequest
+from aerie.cluster.http.requests.grammar_checker import GrammarChecker
+from aerie.cluster.http.tasks import cancel, disconnected, run_all
+from aerie.cluster.http.tenants import Tenant, tenant_of
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.thinking_budget import within_budget
+from aerie.cluster.http.tracing import RequestTrace, Tracing
+from aerie.cluster.logs import request_id
+from aerie.cluster.transport.messages import TokenDelta
 
 logger = logging.getLogger(__name__)
 

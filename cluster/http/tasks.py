@@ -1,5 +1,5 @@
 """Tasks of one request: run several together, cancel them, notice that the client has left. Used by
-`cluster.http.serving`."""
+`aerie.cluster.http.serving`."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence

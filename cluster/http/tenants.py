@@ -1,4 +1,4 @@
-"""The tenants of one ingress: its API keys, each with what its requests may do. `cluster.http.middleware` finds a
+"""The tenants of one ingress: its API keys, each with what its requests may do. `aerie.cluster.http.middleware` finds a
 request's tenant; the routes ask for it with `tenant_of`."""
 
 import hashlib
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from starlette.types import Scope
 
-from cluster.http.config import EdgeConfig
-from cluster.http.keys import KeyConfig, matches, named
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.keys import KeyConfig, matches, named
 
 _KEY = "tenant"
 

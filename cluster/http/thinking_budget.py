@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.http.parsers.reasoning import ReasoningReader
-from cluster.transport.messages import TokenDelta
-from workers.scheduling.plan import TokenLogprobs
+from aerie.cluster.http.parsers.reasoning import ReasoningReader
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.workers.scheduling.plan import TokenLogprobs
 
 
 @dataclass(frozen=True)

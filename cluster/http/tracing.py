@@ -1,5 +1,5 @@
 """OpenTelemetry spans: one per generation request, with child spans for its phases. Off by default. Spans are created
-when a request ends, from recorded times, and sent by OpenTelemetry's thread. Used by `cluster.http.serving`."""
+when a request ends, from recorded times, and sent by OpenTelemetry's thread. Used by `aerie.cluster.http.serving`."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from cluster.http.answer import Answer
-from cluster.http.config import TracingConfig
-from cluster.http.endpoint import route_path
-from cluster.http.requests.edge_request import EdgeRequest
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.http.answer import Answer
+from aerie.cluster.http.config import TracingConfig
+from aerie.cluster.http.endpoint import route_path
+from aerie.cluster.http.requests.edge_request import EdgeRequest
+from aerie.cluster.transport.messages import TokenDelta
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -61,7 +61,7 @@ class RequestTrace:
             times.ended = time.time_ns()
 
     def end(self, answers: list[Answer], model: str, reason: str) -> None:
-        """Create the spans. reason: as in `cluster.http.metrics`; "" for success."""
+        """Create the spans. reason: as in `aerie.cluster.http.metrics`; "" for success."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

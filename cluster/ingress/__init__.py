@@ -1,7 +1,7 @@
 """HTTP on Serve, in front of all engines.
 
 deployment      the Serve deployment
-remote_engines  implements `cluster.http.engine_client.EngineClient`: retries, tokens, probes; no Ray
+remote_engines  implements `aerie.cluster.http.engine_client.EngineClient`: retries, tokens, probes; no Ray
 attempts        the attempts of a request, and whether to try again
 engine_links    the connections to all engines, and the choice of one; no Ray
 engine_link     the connection to one engine; aborts of requests whose clients are gone

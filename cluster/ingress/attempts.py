@@ -1,7 +1,8 @@
-"""The attempts of one request on engines, and whether to try again. Pure; used by `cluster.ingress.remote_engines`."""
+"""The attempts of one request on engines, and whether to try again. Pure; used by
+`aerie.cluster.ingress.remote_engines`."""
 
-from cluster.transport.messages import MAX_CRASHES, Refusal
-from workers.scheduling.plan import SamplingParams
+from aerie.cluster.transport.messages import MAX_CRASHES, Refusal
+from aerie.workers.scheduling.plan import SamplingParams
 
 NEW_ATTEMPTS = 2  # maximum for a request that no engine has accepted
 RESUMED_ATTEMPTS = 3  # maximum for a request that an engine had accepted

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
-from cluster.transport.discovery import find_coordinators
-from cluster.transport.messages import EngineStats, FlushOutcome
+from aerie.cluster.transport.discovery import find_coordinators
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ FLUSH_TIMEOUT_S = 5.0
 
 
 class Coordinators:
-    """Implements `cluster.ingress.remote_engines.EngineCalls`; also finds the coordinators' inboxes."""
+    """Implements `aerie.cluster.ingress.remote_engines.EngineCalls`; also finds the coordinators' inboxes."""
 
     def __init__(self, application: str) -> None:
         self._application = application

@@ -10,22 +10,22 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from cluster.http.app import build_app
-from cluster.http.config import EdgeConfig
-from cluster.http.parsers.self_check import chat_lines, chosen_parser
-from cluster.http.requests.grammar_checker import ProcessChecker
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.http.tracing import make_tracing
-from cluster.ingress.coordinators import Coordinators
-from cluster.ingress.engine_links import EngineLinks
-from cluster.ingress.remote_engines import RemoteEngines
-from cluster.linux import raise_open_files
-from cluster.logs import use_logs
-from cluster.plan import IngressPlan
-from cluster.start_log import StartLog
-from cluster.transport.channel import Context
-from cluster.transport.discovery import application_keys
-from cluster.transport.sockets import Transport
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.parsers.self_check import chat_lines, chosen_parser
+from aerie.cluster.http.requests.grammar_checker import ProcessChecker
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.tracing import make_tracing
+from aerie.cluster.ingress.coordinators import Coordinators
+from aerie.cluster.ingress.engine_links import EngineLinks
+from aerie.cluster.ingress.remote_engines import RemoteEngines
+from aerie.cluster.linux import raise_open_files
+from aerie.cluster.logs import use_logs
+from aerie.cluster.plan import IngressPlan
+from aerie.cluster.start_log import StartLog
+from aerie.cluster.transport.channel import Context
+from aerie.cluster.transport.discovery import application_keys
+from aerie.cluster.transport.sockets import Transport
 
 logger = logging.getLogger(__name__)
 

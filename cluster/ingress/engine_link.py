@@ -6,14 +6,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from cluster.http.engine_client import EngineRefused
-from cluster.ingress.attempts import EngineFailed
-from cluster.ingress.request_stream import RequestStream
-from cluster.ingress.routing import EngineView
-from cluster.transport.channel import Context, connect_engine
-from cluster.transport.encoding import BadMessageError, decode_numbered, encode
-from cluster.transport.listener import Listener
-from cluster.transport.messages import (
+from aerie.cluster.http.engine_client import EngineRefused
+from aerie.cluster.ingress.attempts import EngineFailed
+from aerie.cluster.ingress.request_stream import RequestStream
+from aerie.cluster.ingress.routing import EngineView
+from aerie.cluster.transport.channel import Context, connect_engine
+from aerie.cluster.transport.encoding import BadMessageError, decode_numbered, encode
+from aerie.cluster.transport.listener import Listener
+from aerie.cluster.transport.messages import (
     Abort,
     EngineState,
     GenerateRequest,
@@ -24,7 +24,7 @@ from cluster.transport.messages import (
     TokenBatch,
     TokenDelta,
 )
-from cluster.transport.sockets import Transport
+from aerie.cluster.transport.sockets import Transport
 
 logger = logging.getLogger(__name__)
 

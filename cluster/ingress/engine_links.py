@@ -9,12 +9,12 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from cluster.ingress.engine_link import EngineLink
-from cluster.ingress.request_stream import RequestStream
-from cluster.ingress.routing import Prompt, Routing, choose, is_stuck
-from cluster.transport.channel import Context
-from cluster.transport.messages import GenerateRequest, Probe
-from cluster.transport.sockets import Transport
+from aerie.cluster.ingress.engine_link import EngineLink
+from aerie.cluster.ingress.request_stream import RequestStream
+from aerie.cluster.ingress.routing import Prompt, Routing, choose, is_stuck
+from aerie.cluster.transport.channel import Context
+from aerie.cluster.transport.messages import GenerateRequest, Probe
+from aerie.cluster.transport.sockets import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ SUCCESSOR_WAIT_S = 60.0  # maximum wait for the engine that replaces a leaving o
 
 
 class EngineLinks:
-    """The reachable engines, over ZeroMQ. Used by `cluster.ingress.remote_engines`.
+    """The reachable engines, over ZeroMQ. Used by `aerie.cluster.ingress.remote_engines`.
 
     find: takes names of known engines; returns the inbox endpoint of every living coordinator by name, "" for known
         ones and for those that accept no requests yet.
@@ -97,7 +97,7 @@ class EngineLinks:
             self._links[name].view.is_suspect = True
 
     def is_stuck(self, name: str) -> bool:
-        """See `cluster.ingress.routing.is_stuck`."""
+        """See `aerie.cluster.ingress.routing.is_stuck`."""
         return is_stuck({name: link.view for name, link in self._links.items()}, name, self._clock())
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """Sends each request to a chosen engine, and to another one if that engine fails.
 
-`RemoteEngines` implements `cluster.http.engine_client.EngineClient`. It uses Ray through `EngineCalls`, so
+`RemoteEngines` implements `aerie.cluster.http.engine_client.EngineClient`. It uses Ray through `EngineCalls`, so
 that tests need none.
 """
 
@@ -14,13 +14,13 @@ from typing import Protocol
 
 import msgspec
 
-from cluster.http.engine_client import EngineRefused
-from cluster.ingress.attempts import Attempts, EngineFailed
-from cluster.ingress.engine_links import EngineLinks
-from cluster.ingress.refreshed import Refreshed
-from cluster.ingress.routing import Prompt
-from cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
-from workers.scheduling.plan import SamplingParams, pack_i32
+from aerie.cluster.http.engine_client import EngineRefused
+from aerie.cluster.ingress.attempts import Attempts, EngineFailed
+from aerie.cluster.ingress.engine_links import EngineLinks
+from aerie.cluster.ingress.refreshed import Refreshed
+from aerie.cluster.ingress.routing import Prompt
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams, pack_i32
 
 logger = logging.getLogger(__name__)
 

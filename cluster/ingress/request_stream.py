@@ -1,4 +1,4 @@
-"""Tokens received for one request from one engine. Filled by `cluster.ingress.engine_link`."""
+"""Tokens received for one request from one engine. Filled by `aerie.cluster.ingress.engine_link`."""
 
 import asyncio
 from array import array
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.transport.messages import TokenDelta
-from workers.scheduling.plan import PromptLogprobs, TokenLogprobs
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.workers.scheduling.plan import PromptLogprobs, TokenLogprobs
 
 
 class RequestStream:

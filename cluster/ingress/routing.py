@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from attention.kv_cache.prefix_digests import prompt_digests, split_digests
-from cluster.transport.messages import EngineState
+from aerie.attention.kv_cache.prefix_digests import prompt_digests, split_digests
+from aerie.cluster.transport.messages import EngineState
 
 Routing = Literal["first_token", "least_loaded"]
 

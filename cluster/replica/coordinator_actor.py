@@ -1,6 +1,6 @@
-"""`EagleCoordinator`: the Ray actor of `cluster.coordinator`, one per engine. Created by `cluster.replica.supervisor`.
-Actor calls start and watch the loop, attach worker groups and return statistics. Plans, results and tokens use
-ZeroMQ."""
+"""`EagleCoordinator`: the Ray actor of `aerie.cluster.coordinator`, one per engine. Created by
+`aerie.cluster.replica.supervisor`. Actor calls start and watch the loop, attach worker groups and return statistics.
+Plans, results and tokens use ZeroMQ."""
 
 import asyncio
 import time
@@ -8,18 +8,18 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.coordinator.coordinator import Coordinator
-from cluster.coordinator.loop import CoordinatorSettings
-from cluster.coordinator.stats import continue_counters
-from cluster.linux import raise_open_files
-from cluster.logs import use_logs
-from cluster.plan import ReplicaPlan
-from cluster.start_log import StartLog
-from cluster.transport.messages import EngineStats, FlushOutcome
-from cluster.transport.sockets import Transport
-from workers.engine_layout import EngineLayout
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.scheduler import Scheduler
+from aerie.cluster.coordinator.coordinator import Coordinator
+from aerie.cluster.coordinator.loop import CoordinatorSettings
+from aerie.cluster.coordinator.stats import continue_counters
+from aerie.cluster.linux import raise_open_files
+from aerie.cluster.logs import use_logs
+from aerie.cluster.plan import ReplicaPlan
+from aerie.cluster.start_log import StartLog
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.scheduler import Scheduler
 
 
 class EagleCoordinator:

@@ -1,7 +1,7 @@
 """`Engine`: the Serve deployment. A replica is one tensor-parallel group with its coordinator.
 
 Serve places, starts, watches and replaces it. Requests and tokens do not pass through it: ingresses and its coordinator
-exchange them. `cluster.replica.supervisor` manages its processes.
+exchange them. `aerie.cluster.replica.supervisor` manages its processes.
 """
 
 import asyncio
@@ -13,16 +13,16 @@ import uuid
 import ray
 from ray import serve
 
-from cluster.logs import print_line, use_logs
-from cluster.plan import ReplicaPlan
-from cluster.replica import refusals
-from cluster.replica.scaling import engine_load
-from cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
-from cluster.replica.worker_actor import Worker
-from cluster.replica.worker_group import StartRefusedError, WorkerGroupError, WorkerGroupPlan
-from cluster.start_log import READY, StartLog
-from cluster.transport.discovery import coordinator_prefix, make_transport
-from cluster.transport.folders import private_folder
+from aerie.cluster.logs import print_line, use_logs
+from aerie.cluster.plan import ReplicaPlan
+from aerie.cluster.replica import refusals
+from aerie.cluster.replica.scaling import engine_load
+from aerie.cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
+from aerie.cluster.replica.worker_actor import Worker
+from aerie.cluster.replica.worker_group import StartRefusedError, WorkerGroupError, WorkerGroupPlan
+from aerie.cluster.start_log import READY, StartLog
+from aerie.cluster.transport.discovery import coordinator_prefix, make_transport
+from aerie.cluster.transport.folders import private_folder
 
 
 class Engine:
@@ -69,7 +69,7 @@ class Engine:
             raise RuntimeError("the workers could not be restarted")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load for Serve's autoscaling; see `cluster.replica.scaling`."""
+        """Return the load for Serve's autoscaling; see `aerie.cluster.replica.scaling`."""
         stats = self._supervisor.last_stats
         if stats is None:
             return {"load": 0.0}

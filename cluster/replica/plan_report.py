@@ -3,16 +3,16 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from attention.config import FP8_E4M3, LATENT_PAGE_SIZE
-from cluster.config import AerieConfig
-from cluster.placement import NodeResources, Placement, RankPlace, describe_cluster
-from workers.config import AUTO_SLOTS, SchedulerConfig
-from workers.engine_layout import EngineLayout
-from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
-from workers.scheduling.cost_table import CostTable, default_itl_target_ms
+from aerie.attention.config import FP8_E4M3, LATENT_PAGE_SIZE
+from aerie.cluster.config import AerieConfig
+from aerie.cluster.placement import NodeResources, Placement, RankPlace, describe_cluster
+from aerie.workers.config import AUTO_SLOTS, SchedulerConfig
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
+from aerie.workers.scheduling.cost_table import CostTable, default_itl_target_ms
 
 if TYPE_CHECKING:
-    from speculative.build import WeightBytes
+    from aerie.speculative.build import WeightBytes
 
 _LONG_TOKENS = 16384  # length of the long request that is reported for models with windows
 
@@ -26,7 +26,7 @@ def plan_lines(
     chats: Sequence[str] = (),
 ) -> list[str]:
     """Return lines about the resolved configuration, before a start. layout: layout of one engine. weights: of a rank
-    on GPUs. chats: lines about the chat template (`cluster.http.parsers.self_check`)."""
+    on GPUs. chats: lines about the chat template (`aerie.cluster.http.parsers.self_check`)."""
     parallel, scheduler = config.parallel, config.scheduler
     each = " + ".join(_bundle(bundle) for bundle in placement.bundles)
     return [

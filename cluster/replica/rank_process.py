@@ -24,25 +24,25 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attention.lazy_import import load
-from cluster.environment import pin_network_interface, set_visible_devices, visible_devices
-from cluster.linux import end_with_parent, raise_open_files, set_name
-from cluster.logs import use_logs
-from cluster.plan import RankPlan
-from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
-from cluster.start_log import StartLog
-from cluster.transport.sockets import Transport
-from workers.distributed.ports import free_port
-from workers.engine_layout import EngineLayout
-from workers.runner.executor import StepExecutor
-from workers.runner.graphs.compile_jobs import import_compiler
-from workers.runner.graphs.compile_processes import CompileProcesses, processes_of
-from workers.scheduling.cost_table import CostTable
+from aerie.attention.lazy_import import load
+from aerie.cluster.environment import pin_network_interface, set_visible_devices, visible_devices
+from aerie.cluster.linux import end_with_parent, raise_open_files, set_name
+from aerie.cluster.logs import use_logs
+from aerie.cluster.plan import RankPlan
+from aerie.cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
+from aerie.cluster.start_log import StartLog
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.distributed.ports import free_port
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.executor import StepExecutor
+from aerie.workers.runner.graphs.compile_jobs import import_compiler
+from aerie.workers.runner.graphs.compile_processes import CompileProcesses, processes_of
+from aerie.workers.scheduling.cost_table import CostTable
 
 if TYPE_CHECKING:
-    from cluster.assembly import RankBuilder
+    from aerie.cluster.assembly import RankBuilder
 
-RANK_BUILDER = "cluster.assembly:RankBuilder"  # loading it imports torch, and takes seconds
+RANK_BUILDER = "aerie.cluster.assembly:RankBuilder"  # loading it imports torch, and takes seconds
 
 NAME = "aerie-rank-"  # and its number
 LOOPBACK = "127.0.0.1"
@@ -103,7 +103,7 @@ class AttachedRank:
 
 def attach(folder: Path | None, plan: RankPlan, rank: int) -> AttachedRank | None:
     """Attach to a free rank that was started ahead for an equal engine and can use its device; None without one.
-    folder: see `cluster.environment.prestart_folder`."""
+    folder: see `aerie.cluster.environment.prestart_folder`."""
     if folder is None:
         return None
     path = _socket_path(folder, rank)

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from cluster.plan import ReplicaPlan
+from aerie.cluster.plan import ReplicaPlan
 
 # Serve restarts replicas after 1, 2 and 4 s. A longer memory would outlast a fault of one node.
 FRESH_S = 30.0

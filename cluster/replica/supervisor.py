@@ -11,10 +11,10 @@ import msgspec
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.placement import ENGINE_CPUS
-from cluster.replica.coordinator_actor import EagleCoordinator
-from cluster.replica.plan_report import cost_line, rank_lines
-from cluster.replica.worker_group import (
+from aerie.cluster.placement import ENGINE_CPUS
+from aerie.cluster.replica.coordinator_actor import EagleCoordinator
+from aerie.cluster.replica.plan_report import cost_line, rank_lines
+from aerie.cluster.replica.worker_group import (
     Report,
     Spares,
     StartRefusedError,
@@ -24,8 +24,8 @@ from cluster.replica.worker_group import (
     awaited,
     first_line,
 )
-from cluster.transport.discovery import NAMESPACE
-from cluster.transport.messages import EngineStats
+from aerie.cluster.transport.discovery import NAMESPACE
+from aerie.cluster.transport.messages import EngineStats
 
 T = TypeVar("T")
 
@@ -44,7 +44,7 @@ class CoordinatorLostError(RuntimeError):
 
 
 class Supervisor:
-    """One engine's processes. Ingresses find its coordinator by name (`cluster.transport.discovery`).
+    """One engine's processes. Ingresses find its coordinator by name (`aerie.cluster.transport.discovery`).
 
     down_since: monotonic seconds, None while serving.
     """

@@ -1,4 +1,4 @@
-"""`Worker`: the Ray actor of one tensor-parallel rank. Created by `cluster.replica.worker_group`.
+"""`Worker`: the Ray actor of one tensor-parallel rank. Created by `aerie.cluster.replica.worker_group`.
 
 Actor calls only build the rank and start its loop; plans and results travel by ZeroMQ.
 """
@@ -11,28 +11,28 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from attention.lazy_import import load
-from cluster.environment import (
+from aerie.attention.lazy_import import load
+from aerie.cluster.environment import (
     pin_network_interface,
     prestart_folder,
     set_process_environment,
     set_visible_devices,
     visible_devices,
 )
-from cluster.linux import address_of_interface, raise_open_files
-from cluster.logs import use_logs
-from cluster.placement import RankPlace
-from cluster.plan import RankPlan
-from cluster.replica.rank_process import RANK_BUILDER, AttachedRank, RankFacts, attach
-from cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
-from cluster.start_log import StartLog
-from cluster.transport.sockets import Transport
-from workers.distributed.ports import free_port
-from workers.engine_layout import EngineLayout
-from workers.scheduling.cost_table import CostTable
+from aerie.cluster.linux import address_of_interface, raise_open_files
+from aerie.cluster.logs import use_logs
+from aerie.cluster.placement import RankPlace
+from aerie.cluster.plan import RankPlan
+from aerie.cluster.replica.rank_process import RANK_BUILDER, AttachedRank, RankFacts, attach
+from aerie.cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
+from aerie.cluster.start_log import StartLog
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.distributed.ports import free_port
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.scheduling.cost_table import CostTable
 
 if TYPE_CHECKING:
-    from cluster.assembly import RankBuilder
+    from aerie.cluster.assembly import RankBuilder
 
 
 class Worker:

@@ -1,6 +1,6 @@
 """One epoch of an engine's workers, which are started, watched and killed together.
 
-Used by `cluster.replica.supervisor`. A worker group is never repaired: when one rank dies the others wait in a
+Used by `aerie.cluster.replica.supervisor`. A worker group is never repaired: when one rank dies the others wait in a
 collective for minutes, so all are killed and a new worker group with a new rendezvous takes their place.
 """
 
@@ -17,15 +17,15 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.placement import WORKER_CPUS, RankPlace, order_ranks
-from cluster.plan import ReplicaPlan
-from cluster.replica.worker_actor import Worker
-from cluster.start_log import StartLog
-from cluster.transport.discovery import application_keys
-from cluster.transport.sockets import Transport
-from workers.engine_layout import EngineLayout
-from workers.memory_use import DeviceMemoryError
-from workers.scheduling.cost_table import CostTable
+from aerie.cluster.placement import WORKER_CPUS, RankPlace, order_ranks
+from aerie.cluster.plan import ReplicaPlan
+from aerie.cluster.replica.worker_actor import Worker
+from aerie.cluster.start_log import StartLog
+from aerie.cluster.transport.discovery import application_keys
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.memory_use import DeviceMemoryError
+from aerie.workers.scheduling.cost_table import CostTable
 
 LOOPBACK = "127.0.0.1"
 PLACED_POLL_S = 0.1
@@ -39,7 +39,7 @@ class WorkerGroupPlan:
     """Data shared by all worker groups of an engine.
 
     worker: the class of a rank's actor.
-    group: the placement group; bundle 0 holds the engine and its coordinator, see `cluster.placement`.
+    group: the placement group; bundle 0 holds the engine and its coordinator, see `aerie.cluster.placement`.
     transport: transport of the engine's and the coordinator's processes.
     folder: folder of this node for the sockets of ranks beside the coordinator.
     application: name of the application, whose keys are used by ranks on other nodes.
@@ -73,7 +73,7 @@ class Spares:
     """Spare processes, which become the ranks of the next worker group, in the order of ranks.
 
     bundles: bundles of the placement group.
-    devices: visible GPUs of each, see `cluster.environment.visible_devices`.
+    devices: visible GPUs of each, see `aerie.cluster.environment.visible_devices`.
     """
 
     workers: list[Any]

@@ -7,11 +7,11 @@ from typing import Literal
 
 import zmq
 
-from cluster.linux import keep_freed_memory, lower_priority, trim_heap, use_exact_timers, use_short_time_slice
-from cluster.transport.channel import RankChannel
-from cluster.transport.messages import Heartbeat, Stop
-from cluster.transport.sockets import Transport
-from workers.runner.executor import StepExecutor
+from aerie.cluster.linux import keep_freed_memory, lower_priority, trim_heap, use_exact_timers, use_short_time_slice
+from aerie.cluster.transport.channel import RankChannel
+from aerie.cluster.transport.messages import Heartbeat, Stop
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.runner.executor import StepExecutor
 
 HEARTBEAT_S = 0.5
 IDLE_WORK_INTERVAL_S = 30.0

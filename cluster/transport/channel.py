@@ -10,10 +10,10 @@ import contextlib
 
 import zmq
 
-from cluster.transport.encoding import BadMessageError, Message, decode, encode, encode_numbered
-from cluster.transport.messages import EngineState, Heartbeat, RankFailure, Refused, Stop, TokenBatch, TokenDelta
-from cluster.transport.sockets import PeerMonitor, Transport, open_socket
-from workers.scheduling.plan import StepPlan, StepResult
+from aerie.cluster.transport.encoding import BadMessageError, Message, decode, encode, encode_numbered
+from aerie.cluster.transport.messages import EngineState, Heartbeat, RankFailure, Refused, Stop, TokenBatch, TokenDelta
+from aerie.cluster.transport.sockets import PeerMonitor, Transport, open_socket
+from aerie.workers.scheduling.plan import StepPlan, StepResult
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -147,7 +147,7 @@ class RankLink:
 
 
 class RankChannel:
-    """A rank's end: bound before its worker group is attached, then driven by `cluster.replica.worker_loop`.
+    """A rank's end: bound before its worker group is attached, then driven by `aerie.cluster.replica.worker_loop`.
 
     Plans of another epoch are dropped. A plan out of order is an error: this rank alone would miss a step, and the next
     collective would hang."""

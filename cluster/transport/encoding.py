@@ -2,7 +2,7 @@
 
 import msgspec
 
-from cluster.transport.messages import (
+from aerie.cluster.transport.messages import (
     Abort,
     EngineState,
     GenerateRequest,
@@ -14,7 +14,7 @@ from cluster.transport.messages import (
     Subscribe,
     TokenBatch,
 )
-from workers.scheduling.plan import StepPlan, StepResult
+from aerie.workers.scheduling.plan import StepPlan, StepResult
 
 Message = (
     StepPlan

@@ -1,7 +1,7 @@
 """Private folders of processes, for sockets and files of a server, and removal of those of killed processes.
 
-`cluster.transport.discovery`, `cluster.replica.engine`, `deploy.serve.launch` and `deploy.cli` create folders and
-remove their own. A server's start removes those of killed processes."""
+`aerie.cluster.transport.discovery`, `aerie.cluster.replica.engine`, `aerie.deploy.serve.launch` and `aerie.deploy.cli`
+create folders and remove their own. A server's start removes those of killed processes."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from cluster.linux import process_state
+from aerie.cluster.linux import process_state
 
 _PREFIX = "aerie-"
 OWNER = "owner.json"

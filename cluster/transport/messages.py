@@ -1,5 +1,5 @@
 """Messages between ingresses, engine replicas, coordinators and ranks, besides the plans and results of
-`workers.scheduling.plan`.
+`aerie.workers.scheduling.plan`.
 
 An ingress sends a `GenerateRequest` to a coordinator. The replies come in order on the same connection: `Refused`, or
 the tokens and the end in `TokenBatch`es, one per ingress and step.
@@ -9,8 +9,8 @@ from typing import Annotated
 
 import msgspec
 
-from workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
-from workers.scheduling.stats import Metric, SchedulerStats
+from aerie.workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
+from aerie.workers.scheduling.stats import Metric, SchedulerStats
 
 MAX_CRASHES = 1  # maximum hung or crashed steps of a request that is resumed
 
@@ -165,8 +165,8 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     wait_s: expected time until a new request starts, beyond the time of `backlog_tokens`: the wait for a slot.
     page_size, lookahead: settings of the prefix cache; page_size 0: no cache.
     stride: every `stride`-th page of a prompt is advertised.
-    added, removed: digests (`attention.kv_cache.prefix_digests`) of pages added to or removed from the prefix cache
-        since the last message on this connection.
+    added, removed: digests (`aerie.attention.kv_cache.prefix_digests`) of pages added to or removed from the prefix
+        cache since the last message on this connection.
     """
 
     engine_id: str

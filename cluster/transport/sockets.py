@@ -1,5 +1,5 @@
 """ZeroMQ sockets: addresses, encryption, and detection of a peer's death. ipc on one node, tcp with CURVE between
-nodes. Used by `cluster.transport.channel`, which passes keys and addresses.
+nodes. Used by `aerie.cluster.transport.channel`, which passes keys and addresses.
 """
 
 from dataclasses import dataclass

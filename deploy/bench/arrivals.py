@@ -1,5 +1,5 @@
 """Requests of an open loop: the due time, prompt and answer length of each. Pure; used by
-`deploy.bench.load`."""
+`aerie.deploy.bench.load`."""
 
 import math
 from collections.abc import Sequence

@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from cluster.config import ConfigError
-from deploy.arguments import DEFAULT_VOCAB
-from deploy.bench.arrivals import (
+from aerie.cluster.config import ConfigError
+from aerie.deploy.arguments import DEFAULT_VOCAB
+from aerie.deploy.bench.arrivals import (
     MIXES,
     OWN_TOKENS,
     SIGMA,
@@ -27,9 +27,9 @@ from deploy.bench.arrivals import (
     Traffic,
     UniformLengths,
 )
-from deploy.bench.figures import Rate, latency_plot, markdown
-from deploy.bench.load import Target, measure_rate, warm_up
-from deploy.client import AnswerError, Server, parse_server
+from aerie.deploy.bench.figures import Rate, latency_plot, markdown
+from aerie.deploy.bench.load import Target, measure_rate, warm_up
+from aerie.deploy.client import AnswerError, Server, parse_server
 
 LOWEST_ID = 300  # lower ids are special tokens and bytes in most tokenizers
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from deploy.bench.arrivals import Arrival, repeated_tokens
-from deploy.bench.plot import Point, line_plot
-from deploy.bench.stream_client import Answered
-from deploy.bench.table import table
+from aerie.deploy.bench.arrivals import Arrival, repeated_tokens
+from aerie.deploy.bench.plot import Point, line_plot
+from aerie.deploy.bench.stream_client import Answered
+from aerie.deploy.bench.table import table
 
 Rate = dict[str, Any]  # the figures of one rate
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from deploy.bench.arrivals import Arrival, Traffic
-from deploy.bench.figures import Rate, rate_figures
-from deploy.bench.stream_client import Answered, Pool, request_bytes
+from aerie.deploy.bench.arrivals import Arrival, Traffic
+from aerie.deploy.bench.figures import Rate, rate_figures
+from aerie.deploy.bench.stream_client import Answered, Pool, request_bytes
 
 WARM_UP = 16  # requests of a warm-up, sent at once, twice
 LEAD_S = 0.2  # from the start of the clock to the first possible arrival

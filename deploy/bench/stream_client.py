@@ -1,5 +1,5 @@
 """Reads streamed answers over raw connections and records the time of each event. Hundreds may run at once, because an
-answer needs only a callback per read, no task. Used by `deploy.bench.load`."""
+answer needs only a callback per read, no task. Used by `aerie.deploy.bench.load`."""
 
 import asyncio
 import json

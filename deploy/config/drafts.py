@@ -1,6 +1,6 @@
 """Detects how to draft: the method of a published head, the shape of a block draft, and the draft inside a model's own
-checkpoint (MTP). Used by `deploy.config.model`; reads config.json and names of tensors, without torch.
-`speculative.drafts` checks the draft when the configuration is read."""
+checkpoint (MTP). Used by `aerie.deploy.config.model`; reads config.json and names of tensors, without torch.
+`aerie.speculative.drafts` checks the draft when the configuration is read."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from cluster.config import ConfigError
+from aerie.cluster.config import ConfigError
 
 _TREE_NODES = 16  # verified nodes of a block's tree: a tile of a matrix product
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -78,7 +78,8 @@ def _config(folder: Path) -> dict[str, Any]:
 
 _TREE = {"num_steps": 4, "top_k": 4, "num_draft_tokens": 8}
 _CHAIN = {"num_steps": 3, "top_k": 1, "num_draft_tokens": 4}
-# Architectures whose modules are served (`speculative.drafts`), with the number of modules if config.json has none.
+# Architectures whose modules are served (`aerie.speculative.drafts`), with the number of modules if config.json has
+# none.
 _MODULES = {
     "DeepseekV3ForCausalLM": 0,
     "Glm4MoeForCausalLM": 0,

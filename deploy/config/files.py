@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.config import ConfigError, read_args
-from cluster.http.keys import digest
-from deploy.config.keys import key_lines
+from aerie.cluster.config import ConfigError, read_args
+from aerie.cluster.http.keys import digest
+from aerie.deploy.config.keys import key_lines
 
 PACKAGED = Path(__file__).resolve().parents[1]
 PATH_SECTIONS = ("model", "speculative")  # sections of `args` whose `path` names a folder

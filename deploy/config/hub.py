@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.config import ConfigError
-from deploy.config.files import path_sections
+from aerie.cluster.config import ConfigError
+from aerie.deploy.config.files import path_sections
 
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # files to download from a repository
 FOLDERS = "models"  # folder of downloads of packaged configurations; no account on the hub has this name

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from cluster.config import AerieConfig, ConfigError
-from cluster.http.keys import KeyConfig
+from aerie.cluster.config import AerieConfig, ConfigError
+from aerie.cluster.http.keys import KeyConfig
 
 _MARK = re.compile(r"<!-- keys of ([\w., ]+) -->\n")
 _WIDTH = 100

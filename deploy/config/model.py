@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
-from cluster.config import ConfigError
-from deploy.config import vllm_options
-from deploy.config.drafts import block_shape, draft_method, own_draft
-from deploy.config.files import find_config, key_digest, packaged_names
-from deploy.config.hub import model_folder
-from deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, Changes, OptionError
+from aerie.cluster.config import ConfigError
+from aerie.deploy.config import vllm_options
+from aerie.deploy.config.drafts import block_shape, draft_method, own_draft
+from aerie.deploy.config.files import find_config, key_digest, packaged_names
+from aerie.deploy.config.hub import model_folder
+from aerie.deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, Changes, OptionError
 
 # vLLM's kernel names, by the quant_method of checkpoints.
 _SAME_QUANTIZATION = {"awq_marlin": "awq", "auto_awq": "awq", "gptq_marlin": "gptq", "auto_gptq": "gptq"}
@@ -64,7 +64,9 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
             **({"root_path": root_path} if root_path != "/" else {}),
         },
         "logging_config": {"enable_access_log": False},
-        "applications": [{"name": "aerie", "route_prefix": prefix, "import_path": "deploy.app:build", "args": args}],
+        "applications": [
+            {"name": "aerie", "route_prefix": prefix, "import_path": "aerie.deploy.app:build", "args": args}
+        ],
     }
     text = yaml.safe_dump(content, sort_keys=False)
     if arguments.shows_config:

@@ -1,7 +1,7 @@
 """Options of `vllm serve` (0.33 and earlier) and of SGLang's server (0.5) that set no key: those without effect,
 because Aerie chooses by itself, always does it, or reads text only; and those that are refused, by remedy.
 
-Read by `deploy.config.option_table`. Spellings of one option are joined by a slash;
+Read by `aerie.deploy.config.option_table`. Spellings of one option are joined by a slash;
 their dashes are left out.
 """
 

@@ -1,4 +1,5 @@
-"""Every option that `deploy.config.vllm_options` reads, declared once with all its spellings: vLLM's, then SGLang's.
+"""Every option that `aerie.deploy.config.vllm_options` reads, declared once with all its spellings: vLLM's, then
+SGLang's.
 
 Spellings that argparse accepts there as the beginning of a longer one (`--mem-fraction`) are listed where people use
 them, because Aerie takes no beginnings: `--model` must not mean `--model-impl`.
@@ -8,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from deploy.config.option_names import REFUSED, WITHOUT_EFFECT, Names
-from deploy.config.vllm_values import (
+from aerie.deploy.config.option_names import REFUSED, WITHOUT_EFFECT, Names
+from aerie.deploy.config.vllm_values import (
     DOWNLOADS,
     OWN_TOKENIZER,
     QUANTIZATION,
@@ -37,7 +38,7 @@ from deploy.config.vllm_values import (
     to_key,
     whole_number,
 )
-from deploy.config.vllm_values import parser as output_parser
+from aerie.deploy.config.vllm_values import parser as output_parser
 
 
 @dataclass(frozen=True)

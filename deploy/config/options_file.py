@@ -1,5 +1,5 @@
 """Options from a file: the YAML of vLLM's and SGLang's `--config`, which has the options of the command line as keys.
-Used by `deploy.command_line`; the command line has priority."""
+Used by `aerie.deploy.command_line`; the command line has priority."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from deploy.config.vllm_values import OptionError
+from aerie.deploy.config.vllm_values import OptionError
 
 _OPTION = "--config"
 

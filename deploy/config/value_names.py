@@ -1,5 +1,5 @@
 """Names that vLLM (0.33) and SGLang (0.5) have for kernels, draft methods and parsers, and Aerie's names of the same.
-Read by `deploy.config.vllm_values`."""
+Read by `aerie.deploy.config.vllm_values`."""
 
 BACKENDS = {
     "FLASHINFER": "flashinfer",

@@ -1,16 +1,16 @@
 """Options of `vllm serve` and of SGLang's server for `aerie serve MODEL`, and the configuration keys that they set.
 
-`deploy.config.option_table` declares each option once, with all its spellings: with the same meaning, with a difference
-(its note is printed), without effect (all are named in one line), or refused (with a remedy). `aerie.LLM` takes the
-same names as keyword arguments. Imports nothing heavy.
+`aerie.deploy.config.option_table` declares each option once, with all its spellings: with the same meaning, with a
+difference (its note is printed), without effect (all are named in one line), or refused (with a remedy). `aerie.LLM`
+takes the same names as keyword arguments. Imports nothing heavy.
 """
 
 import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.config.option_table import GROUPS, OPTIONS, Option
-from deploy.config.vllm_values import SPECULATIVE_PARTS, Changes, OptionError, settled
+from aerie.deploy.config.option_table import GROUPS, OPTIONS, Option
+from aerie.deploy.config.vllm_values import SPECULATIVE_PARTS, Changes, OptionError, settled
 
 
 def add_options(parser: argparse.ArgumentParser, prefix: str = "vllm_") -> None:

@@ -1,4 +1,4 @@
-"""Parses the values of options, for the table in `deploy.config.option_table`."""
+"""Parses the values of options, for the table in `aerie.deploy.config.option_table`."""
 
 import difflib
 import json
@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attention.config import CacheConfig
-from deploy.config.value_names import ALGORITHMS, BACKENDS, OTHER_BACKENDS, OTHER_PARSERS, PARSERS
+from aerie.attention.config import CacheConfig
+from aerie.deploy.config.value_names import ALGORITHMS, BACKENDS, OTHER_BACKENDS, OTHER_PARSERS, PARSERS
 
 # Keys that are none of the configuration: of the checkpoint's config.json, the command line, the environment.
 QUANTIZATION = "quantization_config.quant_method"

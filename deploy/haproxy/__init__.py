@@ -4,4 +4,4 @@ process   the command that Serve starts instead of HAProxy: rewrites the configu
 config    the rewritten configuration: limits, errors, waiting requests
 """
 
-from deploy.haproxy.process import main as main  # the command `aerie-haproxy`
+from aerie.deploy.haproxy.process import main as main  # the command `aerie-haproxy`

@@ -1,5 +1,5 @@
 """Rewrites Serve's HAProxy configuration: adds limits for clients, errors that clients can act on, and a wait for
-requests while no ingress is reachable. Used by `deploy.haproxy.process`. Needs the standard library only.
+requests while no ingress is reachable. Used by `aerie.deploy.haproxy.process`. Needs the standard library only.
 """
 
 import json
@@ -207,7 +207,7 @@ def answer(status: int) -> str:
 
 
 def _json(message: str, kind: str, code: str) -> str:
-    """Return an error as JSON, in the format of all errors (`cluster.http.errors`)."""
+    """Return an error as JSON, in the format of all errors (`aerie.cluster.http.errors`)."""
     error = {"message": message, "type": kind, "param": None, "code": code}
     return json.dumps({"error": error}, separators=(",", ":"))
 

@@ -1,9 +1,9 @@
-"""The program that Serve starts instead of HAProxy. Used by `deploy.serve.environment`.
+"""The program that Serve starts instead of HAProxy. Used by `aerie.deploy.serve.environment`.
 
 Serve (Ray 2.60) starts the program in RAY_SERVE_HAPROXY_BINARY_PATH: a script of `write_script`, or on a cluster's
-hosts the command `aerie-haproxy` (`main`). It rewrites the configuration (`deploy.haproxy.config`), takes over the port
-from a previous HAProxy without a gap in service, and then execs HAProxy. It runs at each change of routes, so it needs
-only the standard library. If HAProxy dies, `deploy.serve.watches` starts a replacement on its port.
+hosts the command `aerie-haproxy` (`main`). It rewrites the configuration (`aerie.deploy.haproxy.config`), takes over
+the port from a previous HAProxy without a gap in service, and then execs HAProxy. It runs at each change of routes, so
+it needs only the standard library. If HAProxy dies, `aerie.deploy.serve.watches` starts a replacement on its port.
 """
 
 import json
@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.linux import process_state
-from deploy.haproxy.config import AMPLE, MAX_CONNECTIONS, has_routes, num_streams, rewritten, write_error_files
-from workers.distributed.ports import free_ports
+from aerie.cluster.linux import process_state
+from aerie.deploy.haproxy.config import AMPLE, MAX_CONNECTIONS, has_routes, num_streams, rewritten, write_error_files
+from aerie.workers.distributed.ports import free_ports
 
 _FILES_EACH = 2  # per connection: to the client and to the ingress
 _FILES_BESIDE = 64  # other open files of HAProxy (2.8), besides four per thread
@@ -25,8 +25,10 @@ _THREADS = 4  # Serve's default
 NUM_PORTS = 4  # ports for `write_script`
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
 ENDING = "aerie-ending"  # a file beside the script; once it exists, requests do not wait for a next ingress
-_ROOT = Path(__file__).resolve().parents[2]
-_PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from deploy.haproxy.process import run; run(*sys.argv[2:])"
+_ROOT = Path(__file__).absolute().parents[3]  # the folder of the package `aerie`, also where `deploy` is a link
+_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from aerie.deploy.haproxy.process import run; run(*sys.argv[2:])"
+)
 
 
 def max_connections() -> int:

@@ -6,13 +6,13 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from deploy.offline.engine import EngineArgs, OfflineEngine
-from deploy.offline.engine_thread import EngineDeadError
-from deploy.offline.metrics import Metric
-from deploy.offline.outputs import RequestOutput, RunningAnswer, request_output
-from deploy.offline.prompts import Messages, Prompt, prompt_of
-from deploy.offline.refusals import check_others, refused_method
-from deploy.offline.sampling_params import RequestOutputKind, SamplingParams
+from aerie.deploy.offline.engine import EngineArgs, OfflineEngine
+from aerie.deploy.offline.engine_thread import EngineDeadError
+from aerie.deploy.offline.metrics import Metric
+from aerie.deploy.offline.outputs import RequestOutput, RunningAnswer, request_output
+from aerie.deploy.offline.prompts import Messages, Prompt, prompt_of
+from aerie.deploy.offline.refusals import check_others, refused_method
+from aerie.deploy.offline.sampling_params import RequestOutputKind, SamplingParams
 
 
 class AsyncLLM:
@@ -26,7 +26,7 @@ class AsyncLLM:
     def __init__(
         self, model: str | Path = "eagle", *, draft: str | None = None, revision: str | None = None, **options: Any
     ) -> None:
-        """Load the model, which blocks the event loop. For the arguments, see `deploy.offline.llm.LLM`."""
+        """Load the model, which blocks the event loop. For the arguments, see `aerie.deploy.offline.llm.LLM`."""
         self._engine = OfflineEngine(model, draft, revision, options)
         self._answers: dict[str, list[RunningAnswer]] = {}
         self._aborted = set[str]()  # before they had answers

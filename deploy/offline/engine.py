@@ -15,14 +15,14 @@ from typing import Any, Self
 import msgspec
 from transformers import AutoTokenizer
 
-from cluster.assembly import engine_spec
-from cluster.config import AerieConfig, ConfigError, read_args
-from cluster.coordinator.stats import engine_stats
-from cluster.http.config import EdgeConfig
-from cluster.http.errors import ApiError
-from cluster.http.metrics import prometheus_text
-from cluster.http.requests.grammar_checker import ProcessChecker
-from cluster.http.requests.parameters import (
+from aerie.cluster.assembly import engine_spec
+from aerie.cluster.config import AerieConfig, ConfigError, read_args
+from aerie.cluster.coordinator.stats import engine_stats
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.metrics import prometheus_text
+from aerie.cluster.http.requests.grammar_checker import ProcessChecker
+from aerie.cluster.http.requests.parameters import (
     answer_tokens,
     choice_seed,
     sampling_params,
@@ -30,31 +30,31 @@ from cluster.http.requests.parameters import (
     truncation_of,
     with_sampling_defaults,
 )
-from cluster.http.requests.prompts import check_token_ids
-from cluster.http.requests.structured_output import GrammarMaker
-from cluster.http.text.model_files import SAMPLING_DEFAULTS
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.transport.messages import TokenDelta
-from deploy.checks import checked
-from deploy.config import vllm_options
-from deploy.config.files import find_config
-from deploy.config.model import model_args, names_model, use_options
-from deploy.config.vllm_values import OptionError
-from deploy.offline.engine_thread import EngineThread
-from deploy.offline.metrics import Metric, metrics_of
-from deploy.offline.outputs import RunningAnswer
-from deploy.offline.prompts import Messages, Prompt, chat_prompt
-from deploy.offline.sampling_params import LIMITS, SamplingParams
-from speculative.build import plan_engine
-from workers.scheduling.plan import Grammar
-from workers.scheduling.request import Request, RequestTooLargeError, UnfinishedError
+from aerie.cluster.http.requests.prompts import check_token_ids
+from aerie.cluster.http.requests.structured_output import GrammarMaker
+from aerie.cluster.http.text.model_files import SAMPLING_DEFAULTS
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.deploy.checks import checked
+from aerie.deploy.config import vllm_options
+from aerie.deploy.config.files import find_config
+from aerie.deploy.config.model import model_args, names_model, use_options
+from aerie.deploy.config.vllm_values import OptionError
+from aerie.deploy.offline.engine_thread import EngineThread
+from aerie.deploy.offline.metrics import Metric, metrics_of
+from aerie.deploy.offline.outputs import RunningAnswer
+from aerie.deploy.offline.prompts import Messages, Prompt, chat_prompt
+from aerie.deploy.offline.sampling_params import LIMITS, SamplingParams
+from aerie.speculative.build import plan_engine
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.scheduling.request import Request, RequestTooLargeError, UnfinishedError
 
 DEFAULT_TOKENS = 256  # of an answer without sampling parameters
 GRAMMAR_TIMEOUT_S = 60.0  # of a grammar's compilation
 
 
 class EngineArgs:
-    """The arguments of `deploy.offline.llm.LLM`, for `AsyncLLM.from_engine_args`."""
+    """The arguments of `aerie.deploy.offline.llm.LLM`, for `AsyncLLM.from_engine_args`."""
 
     def __init__(self, model: str | Path = "eagle", **options: Any) -> None:
         self.model = model
@@ -80,7 +80,7 @@ class OfflineEngine:
     """An engine in this process. tokenizer: the model's tokenizer and chat template."""
 
     def __init__(self, model: str | Path, draft: str | None, revision: str | None, options: Mapping[str, Any]) -> None:
-        """See `deploy.offline.llm.LLM`."""
+        """See `aerie.deploy.offline.llm.LLM`."""
         config = _config(model, draft, revision, options)
         spec = engine_spec(config)
         self.folder = Path(config.model.path)

@@ -1,6 +1,7 @@
 """Runs a local engine's loop in a thread of its own, so that callers may be in any thread or event loop.
 
-The thread builds, steps and ends the engine; other threads only send it commands. Used by `deploy.offline.engine`.
+The thread builds, steps and ends the engine; other threads only send it commands. Used by
+`aerie.deploy.offline.engine`.
 """
 
 import asyncio
@@ -17,12 +18,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cluster.coordinator.stream import token_delta
-from cluster.transport.messages import TokenDelta
-from deploy.offline.receivers import LoopReceiver, QueueReceiver, Receiver
-from speculative.build import EngineSpec, local_engine
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.request import QueueFullError, Request, RequestOutput
+from aerie.cluster.coordinator.stream import token_delta
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.deploy.offline.receivers import LoopReceiver, QueueReceiver, Receiver
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.request import QueueFullError, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
 

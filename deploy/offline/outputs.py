@@ -4,13 +4,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.http.answer import Answer, EngineFailedError, RequestInvalidError, TokenScore
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.transport.messages import TokenDelta
-from deploy.offline.engine_thread import EngineDeadError
-from deploy.offline.sampling_params import RequestOutputKind, SamplingParams
-from workers.scheduling import plan
-from workers.scheduling.request import Request
+from aerie.cluster.http.answer import Answer, EngineFailedError, RequestInvalidError, TokenScore
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.deploy.offline.engine_thread import EngineDeadError
+from aerie.deploy.offline.sampling_params import RequestOutputKind, SamplingParams
+from aerie.workers.scheduling import plan
+from aerie.workers.scheduling.request import Request
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
-from cluster.http.config import EdgeConfig
-from cluster.http.errors import ApiError
-from cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
-from cluster.http.requests.tools import functions, template_variables
-from cluster.http.schema.body import checked_body
-from cluster.http.schema.request import ChatCompletionRequest
-from cluster.http.text.long_text import Truncation
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.http.text.user_text import ChatText
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
+from aerie.cluster.http.requests.tools import functions, template_variables
+from aerie.cluster.http.schema.body import checked_body
+from aerie.cluster.http.schema.request import ChatCompletionRequest
+from aerie.cluster.http.text.long_text import Truncation
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.user_text import ChatText
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]

@@ -1,4 +1,4 @@
-"""Take token deltas from an engine's thread to its callers. Used by `deploy.offline.engine_thread`."""
+"""Take token deltas from an engine's thread to its callers. Used by `aerie.deploy.offline.engine_thread`."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import queue
 import weakref
 from typing import Protocol
 
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.transport.messages import TokenDelta
 
 
 class Receiver(Protocol):

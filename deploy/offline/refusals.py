@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.http.schema.body import Refusals
-from deploy.offline.sampling_params import honoured
+from aerie.cluster.http.schema.body import Refusals
+from aerie.deploy.offline.sampling_params import honoured
 
 _LORA = "LoRA adapters are not implemented: merge them into the checkpoint"
 _TEXT_ONLY = "prompts are text or token ids"

@@ -1,4 +1,4 @@
-"""Parameters of a request under vLLM's names, checked as those of HTTP requests are (`cluster.http.schema`)."""
+"""Parameters of a request under vLLM's names, checked as those of HTTP requests are (`aerie.cluster.http.schema`)."""
 
 import copy
 import functools
@@ -8,11 +8,11 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Self, TypeVar
 
-from cluster.http.config import EdgeConfig
-from cluster.http.errors import ApiError
-from cluster.http.requests.parameters import num_choices, stop_strings
-from cluster.http.schema.body import Refusals, validated, without_refused
-from cluster.http.schema.request import IGNORED, REFUSED, CompletionRequest
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.requests.parameters import num_choices, stop_strings
+from aerie.cluster.http.schema.body import Refusals, validated, without_refused
+from aerie.cluster.http.schema.request import IGNORED, REFUSED, CompletionRequest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

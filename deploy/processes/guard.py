@@ -1,6 +1,6 @@
 """The guard: the process that a terminal or supervisor signals. It runs the server in a session of its own, forwards
-signals, and cleans up after a crash. Called by `deploy.cli` before other imports; needs only the standard library, and
-Linux.
+signals, and cleans up after a crash. Called by `aerie.deploy.cli` before other imports; needs only the standard
+library, and Linux.
 
 Without it, a signal to the whole process group would end Ray's processes before the server has drained, and a killed
 server would leave HAProxy on its port. Orphaned descendants become children of this process or of the server
@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from cluster.linux import adopt_orphans, end_with_parent, process_state, set_name
-from cluster.transport.folders import OWNER, give_to, is_alive
-from deploy.processes.server_record import Record, begin, clear, clear_abandoned, note, read
+from aerie.cluster.linux import adopt_orphans, end_with_parent, process_state, set_name
+from aerie.cluster.transport.folders import OWNER, give_to, is_alive
+from aerie.deploy.processes.server_record import Record, begin, clear, clear_abandoned, note, read
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _REPEAT_S = 1.0  # signals within this time after the first repeat it: a process group and its members send it

@@ -1,8 +1,8 @@
 """Records the processes and files of `aerie serve` and `aerie start` on this machine, so that they can be removed even
-after a crash. Used by `deploy.processes.guard`, `deploy.serve`, `deploy.start` and `deploy.stop`;
-needs the standard library only.
+after a crash. Used by `aerie.deploy.processes.guard`, `aerie.deploy.serve`, `aerie.deploy.start` and
+`aerie.deploy.stop`; needs the standard library only.
 
-A record is a private folder (`cluster.transport.folders`). All processes of the server have its path in their
+A record is a private folder (`aerie.cluster.transport.folders`). All processes of the server have its path in their
 environment (`VARIABLE`). The server also records their pids and start times, because some processes overwrite their
 environment with a title.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cluster.transport import folders
+from aerie.cluster.transport import folders
 
 VARIABLE = "AERIE_SERVER"
 _RECORD, _PROCESSES = "server.json", "processes.json"
@@ -30,7 +30,7 @@ class Record:
     """kind: "server" of `aerie serve`, or "node" of `aerie start`.
 
     port: HTTP port, or port of the cluster's head; 0 while unknown.
-    guard: pid of the process that receives signals (`deploy.processes.guard`); 0 for none.
+    guard: pid of the process that receives signals (`aerie.deploy.processes.guard`); 0 for none.
     stop_limit_s: maximum time from SIGTERM to its end.
     session: session folder of the Ray that it started; "" if unknown.
     beside: its private folder outside of the temporary folder; "" for none.

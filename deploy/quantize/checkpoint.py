@@ -16,21 +16,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from cluster.config import ConfigError
-from deploy.config.hub import model_folder
-from deploy.quantize.calibration import Moments, Observed, moments_bytes
-from deploy.quantize.matrices import Layer, Source, chosen_layers, kept_modules, largest
-from deploy.quantize.names import SCHEMES
-from deploy.quantize.rounding import quantised
-from deploy.quantize.schemes import Scheme, scheme_of
-from deploy.quantize.texts import SHIPPED, mean_loss, read_texts, reader
-from deploy.quantize.writer import ShardWriter, copy_others, unfinished
-from speculative.training import TrainingError
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.models.loading import fill_target, read_target_config
-from workers.models.weight_bytes import META
-from workers.runner.device_memory import HostMemory
+from aerie.cluster.config import ConfigError
+from aerie.deploy.config.hub import model_folder
+from aerie.deploy.quantize.calibration import Moments, Observed, moments_bytes
+from aerie.deploy.quantize.matrices import Layer, Source, chosen_layers, kept_modules, largest
+from aerie.deploy.quantize.names import SCHEMES
+from aerie.deploy.quantize.rounding import quantised
+from aerie.deploy.quantize.schemes import Scheme, scheme_of
+from aerie.deploy.quantize.texts import SHIPPED, mean_loss, read_texts, reader
+from aerie.deploy.quantize.writer import ShardWriter, copy_others, unfinished
+from aerie.speculative.training import TrainingError
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.models.loading import fill_target, read_target_config
+from aerie.workers.models.weight_bytes import META
+from aerie.workers.runner.device_memory import HostMemory
 
 ResultT = TypeVar("ResultT")
 _MOMENTS_BYTES = 1 << 32  # second moments held at once; for more, the texts are read again

@@ -10,7 +10,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
 
-from deploy.quantize.schemes import Scheme
+from aerie.deploy.quantize.schemes import Scheme
 
 # Searched ranges of a group's codes, as shares of its largest magnitude. In practice the best share is never below 0.6.
 SHRINKS = tuple(1.0 - step / 32 for step in range(14))

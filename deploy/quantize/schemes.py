@@ -12,8 +12,8 @@ from compressed_tensors.quantization import (
     preset_name_to_scheme,
 )
 
-from cluster.config import ConfigError
-from deploy.quantize.names import SCHEMES
+from aerie.cluster.config import ConfigError
+from aerie.deploy.quantize.names import SCHEMES
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from attention.config import CacheConfig
-from cluster.http.text.chat_template import ChatTemplateError
-from cluster.http.text.tokenizer import ChatTokenizer
-from speculative.training.rows import Conversation, read_conversations
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.models.config import ModelConfig
-from workers.models.loading import read_target_config
-from workers.runner.layout import NoSpeculation, plan_engine
-from workers.runner.local_engine import LocalEngine, local_engine
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request, RequestOutput
+from aerie.attention.config import CacheConfig
+from aerie.cluster.http.text.chat_template import ChatTemplateError
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.speculative.training.rows import Conversation, read_conversations
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.runner.layout import NoSpeculation, plan_engine
+from aerie.workers.runner.local_engine import LocalEngine, local_engine
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request, RequestOutput
 
 SHIPPED = Path(__file__).parent / "held_out.jsonl"
 _CONCURRENCY = 4
@@ -30,7 +30,7 @@ def read_texts(folder: Path, sources: Sequence[str], num_rows: int, max_tokens: 
     """Return the tokens of the first rows, each cut to `max_tokens`.
 
     folder: model folder with the tokenizer and chat template.
-    sources: see `speculative.training.rows.read_conversations`.
+    sources: see `aerie.speculative.training.rows.read_conversations`.
     Raises TrainingError for rows that cannot be read, ValueError for a tokenizer.
     """
     tokenizer = ChatTokenizer.from_folder(folder)

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cluster.config import ConfigError
-from workers.models.weights import INDEX
+from aerie.cluster.config import ConfigError
+from aerie.workers.models.weights import INDEX
 
 _WEIGHTS = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.config import ConfigError
-from deploy.serve.console import Console
+from aerie.cluster.config import ConfigError
+from aerie.deploy.serve.console import Console
 
 
 @dataclass(frozen=True)

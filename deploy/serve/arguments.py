@@ -4,8 +4,8 @@ import argparse
 import re
 from pathlib import Path
 
-from deploy.command_line import DEFAULT_CONFIG
-from deploy.config import vllm_options
+from aerie.deploy.command_line import DEFAULT_CONFIG
+from aerie.deploy.config import vllm_options
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ USAGE = "%(prog)s [MODEL|CONFIG] [options]"
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options that replace a Serve config file, which `deploy.config.model` reads."""
+    """Add the options that replace a Serve config file, which `aerie.deploy.config.model` reads."""
     options = parser.add_argument_group("with a model instead of a config file")
     options.add_argument(
         "--draft",

@@ -1,7 +1,7 @@
 """The process that checks a configuration with its checkpoints while Ray starts, and then starts the ranks.
 
-`deploy.cli` starts it before all imports, so that it imports torch meanwhile. `deploy.serve.launch` sends it the task
-later.
+`aerie.deploy.cli` starts it before all imports, so that it imports torch meanwhile. `aerie.deploy.serve.launch` sends
+it the task later.
 """
 
 import json
@@ -15,9 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 
-from cluster.linux import end_with_parent
+from aerie.cluster.linux import end_with_parent
 
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from deploy.serve.check_process import run; run()"
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from aerie.deploy.serve.check_process import run; run()"
+)
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class CheckProcess:
         self._found.add_done_callback(look)
 
     def checked(self) -> int:
-        """Wait for the check; return what `deploy.checks.check_checkpoints` found. Raises ConfigError."""
+        """Wait for the check; return what `aerie.deploy.checks.check_checkpoints` found. Raises ConfigError."""
         return self._found.result()
 
     def close(self) -> None:
@@ -99,7 +101,7 @@ class CheckProcess:
             self._end.close()
 
     def _await_answer(self) -> None:
-        from cluster.config import ConfigError
+        from aerie.cluster.config import ConfigError
 
         with self._end:
             try:
@@ -131,17 +133,17 @@ def run() -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Import torch and its 1,000 modules first: every task needs it.
-    from deploy.nodes import counted_gpus
+    from aerie.deploy.nodes import counted_gpus
 
     gpus = counted_gpus()
-    import speculative.build  # noqa: F401
+    import aerie.speculative.build  # noqa: F401
 
     with socket.socket(fileno=0).makefile("rw") as end:
         line = end.readline()
         if not line:
             return  # the configuration cannot be read
-        from cluster.config import AerieConfig, ConfigError
-        from deploy.checks import check_and_start_ranks
+        from aerie.cluster.config import AerieConfig, ConfigError
+        from aerie.deploy.checks import check_and_start_ranks
 
         task = Task(**json.loads(line))
 
@@ -157,6 +159,6 @@ def run() -> None:
             tell({"refused": str(error)})
             sys.exit(2)
     if task.ranks_to:
-        from cluster.replica.rank_process import wait_for_ranks
+        from aerie.cluster.replica.rank_process import wait_for_ranks
 
         wait_for_ranks()

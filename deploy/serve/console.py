@@ -17,10 +17,10 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
-from cluster.linux import home_folder
-from cluster.logs import MARK
-from cluster.start_log import READY, Step, read_line
-from cluster.start_log import Progress as StepProgress
+from aerie.cluster.linux import home_folder
+from aerie.cluster.logs import MARK
+from aerie.cluster.start_log import READY, Step, read_line
+from aerie.cluster.start_log import Progress as StepProgress
 
 _SHOWN = ("aerie serve", "check", "engine", "rank 0")  # the processes whose steps are shown; all are in the log
 _DETAILS = ("actor began", "took the rank started ahead", "replica began")

@@ -1,14 +1,14 @@
 """Runs the application, and drains it at the end: running requests finish, new ones are refused. Used by
-`deploy.serve.launch`."""
+`aerie.deploy.serve.launch`."""
 
 import contextlib
 import signal
 import threading
 from pathlib import Path
 
-from deploy.serve.console import Console
-from deploy.serve.guest import Guest
-from deploy.serve.watches import StartWatch, Watch, end_at_once
+from aerie.deploy.serve.console import Console
+from aerie.deploy.serve.guest import Guest
+from aerie.deploy.serve.watches import StartWatch, Watch, end_at_once
 
 END_LIMIT_S = 30.0  # to end the processes after draining
 
@@ -88,7 +88,7 @@ def _drain_engines(applications: list[str], timeout_s: float) -> None:
     that hangs reaches the limit."""
     import ray
 
-    from cluster.transport.discovery import find_coordinators
+    from aerie.cluster.transport.discovery import find_coordinators
 
     found = [find_coordinators(name, {}) for name in applications]
     drains = [coordinator.drain.remote() for coordinators in found for coordinator in coordinators.values()]

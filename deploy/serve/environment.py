@@ -1,12 +1,13 @@
-"""Environment variables of Ray's, Serve's and HAProxy's processes. Used by `deploy.serve.launch` and `deploy.start`."""
+"""Environment variables of Ray's, Serve's and HAProxy's processes. Used by `aerie.deploy.serve.launch` and
+`aerie.deploy.start`."""
 
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from deploy.haproxy.process import NUM_PORTS, max_connections, open_files_warning, write_script
-from deploy.serve.watches import HaproxyWatch
-from workers.distributed.ports import free_port, free_ports
+from aerie.deploy.haproxy.process import NUM_PORTS, max_connections, open_files_warning, write_script
+from aerie.deploy.serve.watches import HaproxyWatch
+from aerie.workers.distributed.ports import free_port, free_ports
 
 # Limits after which Ray and Serve give up processes, replicas and proxies that do not answer. All processes of Ray and
 # Serve need them, including `ray start`.
@@ -16,8 +17,8 @@ FAULT_ENVIRONMENT = {
     # A replica that fails its health checks is usually stopped (SIGSTOP): it would not end by itself and would keep its
     # GPUs.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
-    # Ranks on CPUs call `cluster.linux.lower_priority`. Ray's default would lower the priority of ingresses too, and of
-    # coordinators and HAProxy.
+    # Ranks on CPUs call `aerie.cluster.linux.lower_priority`. Ray's default would lower the priority of ingresses too,
+    # and of coordinators and HAProxy.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",

@@ -1,5 +1,5 @@
 """Applications on a cluster that others use too (`aerie serve --address`): only our own are deployed, watched, drained
-and deleted, and Serve is never shut down. Used by `deploy.serve.launch` and `deploy.serve.drain`.
+and deleted, and Serve is never shut down. Used by `aerie.deploy.serve.launch` and `aerie.deploy.serve.drain`.
 
 Serve's config files are declarative: deploying one deletes every application that an earlier file deployed (Ray 2.60).
 So applications are deployed one by one here, as `serve.run` does.
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.config import ConfigError
-from deploy.serve.address import Address
+from aerie.cluster.config import ConfigError
+from aerie.deploy.serve.address import Address
 
 _UNSUPPORTED = ("deployments", "runtime_env", "external_scaler_enabled")
 
@@ -21,7 +21,7 @@ _UNSUPPORTED = ("deployments", "runtime_env", "external_scaler_enabled")
 class Guest:
     """Our applications.
 
-    content: the Serve config file's content, with plans as `args` of `deploy.app:build_planned`.
+    content: the Serve config file's content, with plans as `args` of `aerie.deploy.app:build_planned`.
     replaces: whether applications of the same names may be replaced.
     """
 

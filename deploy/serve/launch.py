@@ -15,30 +15,30 @@ from typing import Any
 
 import yaml
 
-from cluster.config import AerieConfig, ConfigError, parse, read_content
-from cluster.environment import PRESTART_VARIABLE
-from cluster.linux import raise_open_files
-from cluster.logs import MARK
-from cluster.plan import resolve
-from cluster.start_log import StartLog, process_began_s
-from cluster.transport.folders import temporary_folder
-from deploy.config.files import locate
-from deploy.config.hub import with_downloads
-from deploy.config.model import chosen_config
-from deploy.doctor.findings import BYTECODE_ADVICE
-from deploy.doctor.machine import always_compiles
-from deploy.haproxy.process import ENDING, socket_root
-from deploy.nodes import cluster_nodes
-from deploy.processes import server_record
-from deploy.serve import python_proxy
-from deploy.serve.address import Address, Announcement, checked_address
-from deploy.serve.check_process import CheckProcess, Task
-from deploy.serve.console import Console, log_path, show_ray_lines
-from deploy.serve.drain import END_LIMIT_S, run_until_signal
-from deploy.serve.environment import FAULT_ENVIRONMENT, silence_limit_s, use_haproxy
-from deploy.serve.guest import Guest
-from deploy.serve.ray_start import check_room, do_without_home, join_ray, start_own_ray, use_token
-from deploy.serve.watches import ProcessWatch, RayWatch, StartWatch, Watch, end_at_once
+from aerie.cluster.config import AerieConfig, ConfigError, parse, read_content
+from aerie.cluster.environment import PRESTART_VARIABLE
+from aerie.cluster.linux import raise_open_files
+from aerie.cluster.logs import MARK
+from aerie.cluster.plan import resolve
+from aerie.cluster.start_log import StartLog, process_began_s
+from aerie.cluster.transport.folders import temporary_folder
+from aerie.deploy.config.files import locate
+from aerie.deploy.config.hub import with_downloads
+from aerie.deploy.config.model import chosen_config
+from aerie.deploy.doctor.findings import BYTECODE_ADVICE
+from aerie.deploy.doctor.machine import always_compiles
+from aerie.deploy.haproxy.process import ENDING, socket_root
+from aerie.deploy.nodes import cluster_nodes
+from aerie.deploy.processes import server_record
+from aerie.deploy.serve import python_proxy
+from aerie.deploy.serve.address import Address, Announcement, checked_address
+from aerie.deploy.serve.check_process import CheckProcess, Task
+from aerie.deploy.serve.console import Console, log_path, show_ray_lines
+from aerie.deploy.serve.drain import END_LIMIT_S, run_until_signal
+from aerie.deploy.serve.environment import FAULT_ENVIRONMENT, silence_limit_s, use_haproxy
+from aerie.deploy.serve.guest import Guest
+from aerie.deploy.serve.ray_start import check_room, do_without_home, join_ray, start_own_ray, use_token
+from aerie.deploy.serve.watches import ProcessWatch, RayWatch, StartWatch, Watch, end_at_once
 
 STOP_MARGIN_S = 15.0  # of `aerie stop`, beyond draining and END_LIMIT_S
 
@@ -49,7 +49,7 @@ def run(
     """Check the configuration, start or join Ray, and run the application until Ctrl-C.
 
     began_s: Unix time at which the command began; None: with this process.
-    ends_by_itself: called once a signal starts to drain the server (see `deploy.processes.guard.run_guarded`).
+    ends_by_itself: called once a signal starts to drain the server (see `aerie.deploy.processes.guard.run_guarded`).
     Raises ConfigError."""
     check = CheckProcess()
     try:
@@ -207,7 +207,7 @@ def _enter_ray(server: _Server, wanted: argparse.Namespace, console: Console) ->
 
 def _write_plan(server: _Server, max_model_len: int, to: Path) -> Path:
     """Put the resolved plan into the content, and write it as the config file that Serve runs."""
-    server.application["import_path"] = "deploy.app:build_planned"
+    server.application["import_path"] = "aerie.deploy.app:build_planned"
     server.application["args"] = resolve(server.config, max_model_len, cluster_nodes()).to_args()
     to.write_text(yaml.safe_dump(server.content))
     return to

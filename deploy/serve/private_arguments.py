@@ -1,12 +1,12 @@
 """Hides API keys on the command line, which every user of a machine can read (/proc/PID/cmdline): the command first
-restarts itself with digests in their place. Used by `deploy.cli`.
+restarts itself with digests in their place. Used by `aerie.deploy.cli`.
 """
 
 import os
 import sys
 from collections.abc import Sequence
 
-from cluster.http.keys import digest
+from aerie.cluster.http.keys import digest
 
 _OPTION = "--api-key"
 

@@ -1,18 +1,18 @@
 """Ray for `aerie serve`: joins a cluster, or starts a small one of this machine, with files that only their owner can
 read, also without a writable home folder. Ray 2.60 makes logs, sockets and the token (which permits running code)
-readable for all users of a machine. Called by `deploy.serve.launch`; by `deploy.start` for files and token."""
+readable for all users of a machine. Called by `aerie.deploy.serve.launch`; by `aerie.deploy.start` for files and
+token."""
 
 import os
 import shutil
-import site
 import stat
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from cluster.config import ConfigError
-from cluster.linux import NO_HOME, home_folder
-from deploy.processes import server_record
+from aerie.cluster.config import ConfigError
+from aerie.cluster.linux import NO_HOME, home_folder
+from aerie.deploy.processes import server_record
 
 # Processes of a small application: controller, two proxies, the task that builds the application, two ingresses, an
 # engine's replica and its coordinator. Ray starts them in sequence, and each imports for seconds.
@@ -21,7 +21,7 @@ SERVING_MODULES = (
     "ray.serve._private.controller",
     "ray.serve._private.proxy",
     "ray.serve._private.replica",
-    "deploy.app",
+    "aerie.deploy.app",
 )
 CORES_TO_PREPARE = 8  # minimum cores to start processes before they are needed
 
@@ -52,7 +52,6 @@ def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
         # Ray 2.60 starts as many as there are cores, and never more at once than this.
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(SERVING_PROCESSES + num_ranks))
         os.environ.setdefault("RAY_preload_python_modules", ",".join(SERVING_MODULES))
-        _let_find_us()
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -62,13 +61,6 @@ def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
     # "local": by default Ray would join a cluster that this host is a node of.
     ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
     return ray._private.worker._global_node
-
-
-def _let_find_us() -> None:
-    """Add Aerie's folder to PYTHONPATH: processes that Ray starts ahead of a job find modules only there."""
-    root, paths = str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")
-    if root not in site.getsitepackages() and root not in paths.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, paths)))
 
 
 MIN_FREE_BYTES = 32 * 10**6

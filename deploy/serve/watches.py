@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deploy.haproxy.process import LAST, PID, STAND_IN, living
-from deploy.processes.guard import FAULT, end_descendants, process_tree
-from deploy.processes.server_record import note, note_processes, sessions_of
-from deploy.serve.console import Console
+from aerie.deploy.haproxy.process import LAST, PID, STAND_IN, living
+from aerie.deploy.processes.guard import FAULT, end_descendants, process_tree
+from aerie.deploy.processes.server_record import note, note_processes, sessions_of
+from aerie.deploy.serve.console import Console
 
 _STARTED_S = 1.0  # a HAProxy that has run this long has the port
 
@@ -52,7 +52,7 @@ class HaproxyWatch(Watch):
     """Replaces a dead HAProxy of Serve's by one with the last routes, until Serve has started another, which takes
     seconds.
 
-    folder: as in `deploy.haproxy.process.write_script`; Serve has a folder below it for each node."""
+    folder: as in `aerie.deploy.haproxy.process.write_script`; Serve has a folder below it for each node."""
 
     period_s = 0.25
 
@@ -193,7 +193,7 @@ class StartWatch(Watch):
 
 def failure(applications: Mapping[str, Any]) -> str:
     """Return the reason that an application of `serve.status()` cannot start; "" if all can."""
-    from cluster.replica.refusals import remembered
+    from aerie.cluster.replica.refusals import remembered
 
     for name, application in applications.items():
         if reason := remembered(name):

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
-from workers.models.weights import INDEX, CheckpointTensor, checkpoint_files, checkpoint_tensors, opened
+from aerie.attention.capability import Capability
+from aerie.workers.models.weights import INDEX, CheckpointTensor, checkpoint_files, checkpoint_tensors, opened
 
 _PICKLE = "pytorch_model.bin"
 _CPU = torch.device("cpu")

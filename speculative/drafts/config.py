@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Set
 from typing import Any
 
-from workers.models.config import ModelConfig
-from workers.models.config_fields import architecture_of, section_of
-from workers.models.llama import LlamaConfig, read_config
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.config_fields import architecture_of, section_of
+from aerie.workers.models.llama import LlamaConfig, read_config
 
 
 def draft_architecture(raw: Mapping[str, Any]) -> str:

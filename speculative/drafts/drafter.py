@@ -1,8 +1,8 @@
 """Drafts a tree of one shape, from the draft's recurrent state after the newest token.
 
 The first step reads the result of draft-extend. Step s after it writes KV to suffix columns (s - 1) * top_k onwards;
-the suffix is discarded after the round. For random requests the target's noise (`workers.sampling.sampler`) and filters
-are applied to the scores, so that the draft proposes what the target is likely to draw.
+the suffix is discarded after the round. For random requests the target's noise (`aerie.workers.sampling.sampler`) and
+filters are applied to the scores, so that the draft proposes what the target is likely to draw.
 """
 
 from dataclasses import dataclass, replace
@@ -11,18 +11,18 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.drafts.guidance import Guidance
-from speculative.drafts.method import DraftModel
-from speculative.ops.tree_growth import grow
-from speculative.tree.nodes import Candidates, Children, Level, chain
-from speculative.tree.shape import TreeShape
-from speculative.tree_table import TreeTable
-from workers.distributed.tp_group import SOLO
-from workers.layers.forward_context import Attending, ForwardContext
-from workers.runner.model_runner import ModelRunner
-from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
-from workers.slots.slot_table import SlotTable
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.speculative.drafts.guidance import Guidance
+from aerie.speculative.drafts.method import DraftModel
+from aerie.speculative.ops.tree_growth import grow
+from aerie.speculative.tree.nodes import Candidates, Children, Level, chain
+from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_table import TreeTable
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.layers.forward_context import Attending, ForwardContext
+from aerie.workers.runner.model_runner import ModelRunner
+from aerie.workers.sampling.sampler import Rows, Sampler, SamplingNeeds
+from aerie.workers.slots.slot_table import SlotTable
 
 BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 

@@ -8,19 +8,19 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from speculative.drafts.config import check_target, check_width, draft_architecture, read_layer
-from speculative.drafts.eagle3_config import HeadFlags
-from speculative.drafts.layers import IGNORED_WEIGHTS, DraftLayer, layer_names, same_names
-from speculative.drafts.method import DraftMethod, DraftModel
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import AttentionLayer
-from workers.layers.forward_context import ForwardContext
-from workers.layers.linear import ReplicatedLinear
-from workers.layers.rotary import RotaryTable
-from workers.models.config import ModelConfig
-from workers.models.config_fields import flag_of, section_of, size_of
-from workers.models.llama import LlamaConfig
-from workers.models.name_map import NameMap
+from aerie.speculative.drafts.config import check_target, check_width, draft_architecture, read_layer
+from aerie.speculative.drafts.eagle3_config import HeadFlags
+from aerie.speculative.drafts.layers import IGNORED_WEIGHTS, DraftLayer, layer_names, same_names
+from aerie.speculative.drafts.method import DraftMethod, DraftModel
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import AttentionLayer
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.linear import ReplicatedLinear
+from aerie.workers.layers.rotary import RotaryTable
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.config_fields import flag_of, section_of, size_of
+from aerie.workers.models.llama import LlamaConfig
+from aerie.workers.models.name_map import NameMap
 
 
 @dataclass(frozen=True)

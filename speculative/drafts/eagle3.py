@@ -10,31 +10,31 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from attention.rotation import Angles
-from speculative.drafts.checkpoint_files import tensor_names
-from speculative.drafts.config import check_target, check_width
-from speculative.drafts.eagle3_checkpoint import captured_layers, count_layers, weight_names
-from speculative.drafts.eagle3_config import (
+from aerie.attention.rotation import Angles
+from aerie.speculative.drafts.checkpoint_files import tensor_names
+from aerie.speculative.drafts.config import check_target, check_width
+from aerie.speculative.drafts.eagle3_checkpoint import captured_layers, count_layers, weight_names
+from aerie.speculative.drafts.eagle3_config import (
     HeadFlags,
     is_eagle3,
     layers_config,
     read_flags,
     reads_captured_layers,
 )
-from speculative.drafts.layers import DraftLayer, joined_input, projected
-from speculative.drafts.method import DraftMethod, DraftModel
-from speculative.ops.head_input import head_input
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.forward_context import ForwardContext
-from workers.layers.linear import ReplicatedLinear
-from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RotaryTable
-from workers.layers.vocab import VocabEmbedding
-from workers.models.config import ModelConfig
-from workers.models.config_fields import MAX_LAYERS, flag_of, size_of
-from workers.models.llama import LlamaConfig, make_layer, read_config
-from workers.models.name_map import NameMap
+from aerie.speculative.drafts.layers import DraftLayer, joined_input, projected
+from aerie.speculative.drafts.method import DraftMethod, DraftModel
+from aerie.speculative.ops.head_input import head_input
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.linear import ReplicatedLinear
+from aerie.workers.layers.norm import RMSNorm
+from aerie.workers.layers.rotary import RotaryTable
+from aerie.workers.layers.vocab import VocabEmbedding
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.config_fields import MAX_LAYERS, flag_of, size_of
+from aerie.workers.models.llama import LlamaConfig, make_layer, read_config
+from aerie.workers.models.name_map import NameMap
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Layout and weight names of EAGLE-3 checkpoints, shared by serving (`speculative.drafts.eagle3`) and training
-(`speculative.training.eagle3`)."""
+"""Layout and weight names of EAGLE-3 checkpoints, shared by serving (`aerie.speculative.drafts.eagle3`) and training
+(`aerie.speculative.training.eagle3`)."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speculative.drafts.layers import IGNORED_WEIGHTS, layer_names, same_names
-from workers.models.config_fields import ids_of, section_of, size_of
-from workers.models.name_map import NameMap
+from aerie.speculative.drafts.layers import IGNORED_WEIGHTS, layer_names, same_names
+from aerie.workers.models.config_fields import ids_of, section_of, size_of
+from aerie.workers.models.name_map import NameMap
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 MIN_TARGET_LAYERS = 7  # with fewer layers, `default_capture` repeats one

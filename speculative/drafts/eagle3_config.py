@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from speculative.drafts.config import (
+from aerie.speculative.drafts.config import (
     draft_architecture,
     read_section,
     refuse_unknown,
     speculators_layers,
 )
-from workers.models.config_fields import section_of
+from aerie.workers.models.config_fields import section_of
 
 # Architecture of the layers, by transformer_layer_config.model_type.
 _SPECULATORS_LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -39,7 +39,8 @@ _ONLY: dict[str, Any] = {
     "n_routed_experts": None,
 }
 
-# Keys that may be true, an object or a list: read here or by `workers.models.llama`, or without effect on inference.
+# Keys that may be true, an object or a list: read here or by `aerie.workers.models.llama`, or without effect on
+# inference.
 _KNOWN = {
     *("norm_before_residual", "norm_before_fc", "fc_norm", "use_aux_norm", "norm_output", "return_hidden_post_norm"),
     *("use_aux_hidden_state", "eagle_aux_hidden_state_layer_ids", "eagle_config", "transformer_layer_config"),

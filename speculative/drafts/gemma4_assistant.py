@@ -13,24 +13,24 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from attention.capability import Capability
-from speculative.drafts.config import check_target, draft_architecture
-from speculative.drafts.method import DraftMethod, DraftModel
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.forward_context import ForwardContext
-from workers.layers.linear import ReplicatedLinear
-from workers.layers.norm import FullPrecisionRMSNorm
-from workers.layers.rotary import RotaryTable
-from workers.layers.vocab import VocabShard
-from workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError, check_shape
-from workers.models.config import ModelConfig
-from workers.models.config_fields import flag_of, section_of, size_of
-from workers.models.decoder import in_default_dtype
-from workers.models.gemma.gemma4 import make_layer, weight_names
-from workers.models.gemma.gemma4_config import Gemma4Config, Heads, read_config
-from workers.models.mistral import SLIDING
-from workers.models.name_map import NameMap
+from aerie.attention.capability import Capability
+from aerie.speculative.drafts.config import check_target, draft_architecture
+from aerie.speculative.drafts.method import DraftMethod, DraftModel
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.linear import ReplicatedLinear
+from aerie.workers.layers.norm import FullPrecisionRMSNorm
+from aerie.workers.layers.rotary import RotaryTable
+from aerie.workers.layers.vocab import VocabShard
+from aerie.workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError, check_shape
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.config_fields import flag_of, section_of, size_of
+from aerie.workers.models.decoder import in_default_dtype
+from aerie.workers.models.gemma.gemma4 import make_layer, weight_names
+from aerie.workers.models.gemma.gemma4_config import Gemma4Config, Heads, read_config
+from aerie.workers.models.mistral import SLIDING
+from aerie.workers.models.name_map import NameMap
 
 ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 

@@ -1,11 +1,12 @@
-"""Drafts under grammars: tracks each request's state in its draft guide (`workers.structured_output.guide_table`). Used
-by `speculative.drafts.drafter` if a request has a grammar."""
+"""Drafts under grammars: tracks each request's state in its draft guide
+(`aerie.workers.structured_output.guide_table`). Used by `aerie.speculative.drafts.drafter` if a request has a
+grammar."""
 
 from torch import Tensor
 
-from speculative.ops import guides
-from speculative.tree.nodes import Children, Level
-from workers.structured_output.mask_table import MaskTable
+from aerie.speculative.ops import guides
+from aerie.speculative.tree.nodes import Children, Level
+from aerie.workers.structured_output.mask_table import MaskTable
 
 UNLIKELY = -1024.0  # added to the log-probability of tokens that would end acceptance
 

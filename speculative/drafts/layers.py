@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from attention.rotation import Angles
-from workers.distributed.tp_group import TPGroup
-from workers.layers.forward_context import ForwardContext
-from workers.layers.norm import RMSNorm
-from workers.models.llama import LlamaConfig, make_attention, make_mlp
+from aerie.attention.rotation import Angles
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.norm import RMSNorm
+from aerie.workers.models.llama import LlamaConfig, make_attention, make_mlp
 
 IGNORED_WEIGHTS = ("t2d", "*rotary_emb*")
 

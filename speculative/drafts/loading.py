@@ -7,23 +7,23 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from attention.capability import Capability
-from speculative.drafts.checkpoint_files import draft_tensors
-from speculative.drafts.eagle3_checkpoint import target_ids
-from speculative.drafts.method import DraftMethod, DraftModel
-from speculative.drafts.trimmed_head import FILE, gathered_rows, head_ids
-from workers.config import ModelSource
-from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import finish_weights
-from workers.layers.vocab import LMHead
-from workers.layers.weighted import WeightedModule, WeightKey
-from workers.models.decoder import TargetModel
-from workers.models.finite import check_finite
-from workers.models.loading import allocate
-from workers.models.name_map import NameMap
-from workers.models.registry import family_of_config
-from workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
-from workers.quantization.quant_method import QuantMethod, Unquantized
+from aerie.attention.capability import Capability
+from aerie.speculative.drafts.checkpoint_files import draft_tensors
+from aerie.speculative.drafts.eagle3_checkpoint import target_ids
+from aerie.speculative.drafts.method import DraftMethod, DraftModel
+from aerie.speculative.drafts.trimmed_head import FILE, gathered_rows, head_ids
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.linear import finish_weights
+from aerie.workers.layers.vocab import LMHead
+from aerie.workers.layers.weighted import WeightedModule, WeightKey
+from aerie.workers.models.decoder import TargetModel
+from aerie.workers.models.finite import check_finite
+from aerie.workers.models.loading import allocate
+from aerie.workers.models.name_map import NameMap
+from aerie.workers.models.registry import family_of_config
+from aerie.workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
+from aerie.workers.quantization.quant_method import QuantMethod, Unquantized
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.forward_context import ForwardContext
-from workers.layers.vocab import LMHead, VocabEmbedding
-from workers.models.config import ModelConfig
-from workers.models.decoder import DecoderOutput
-from workers.models.name_map import NameMap
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.vocab import LMHead, VocabEmbedding
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.decoder import DecoderOutput
+from aerie.workers.models.name_map import NameMap
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class DraftMethod(ABC):
     capture: layers of the target whose input it reads; empty: it reads the final hidden state.
     shared_modules: which of "embed_tokens" and "lm_head" are always the target's.
     reads_target_kv: whether its layers attend to the target's KV and have no KV themselves. `model` then has the
-        target's K/V heads (`speculative.drafts.drafter.TargetKVRunner`).
-    trims_head: whether it can use a part of the target's vocabulary head (`speculative.drafts.trimmed_head`).
+        target's K/V heads (`aerie.speculative.drafts.drafter.TargetKVRunner`).
+    trims_head: whether it can use a part of the target's vocabulary head (`aerie.speculative.drafts.trimmed_head`).
     head_rows: number of rows in that part, which is also its `vocab_size`; None: the whole head.
     """
 
@@ -119,7 +119,8 @@ class DraftModel(nn.Module, ABC):
     target_ids: [draft vocabulary] int64 target id of each draft id; None if equal.
     reads_last_layer: whether its features are the target's final hidden states. The target then computes these for
         every row.
-    drafts_blocks: whether one pass drafts all tokens (`speculative.drafts.blocks`). Its KV is then extended by `keep`.
+    drafts_blocks: whether one pass drafts all tokens (`aerie.speculative.drafts.blocks`). Its KV is then extended by
+    `keep`.
     """
 
     reads_last_layer: bool = False

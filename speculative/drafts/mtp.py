@@ -10,24 +10,24 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from speculative.drafts.config import check_target, draft_architecture
-from speculative.drafts.method import DraftMethod, DraftModel
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.forward_context import ForwardContext
-from workers.layers.linear import ReplicatedLinear
-from workers.layers.norm import RMSNorm, ZeroCentredRMSNorm
-from workers.layers.rotary import RotaryTable
-from workers.models import deepseek, glm4_moe, moe
-from workers.models.config import ModelConfig
-from workers.models.config_fields import flag_of, section_of, size_of
-from workers.models.deepseek import DeepseekConfig
-from workers.models.glm4_moe import Glm4MoeConfig
-from workers.models.name_map import NameMap
-from workers.models.qwen import hybrid
-from workers.models.qwen.hybrid import HybridConfig, layer_rules, packed_experts
-from workers.models.registry import family_of
-from workers.ops.fp8.rows import Fp8Rows
+from aerie.speculative.drafts.config import check_target, draft_architecture
+from aerie.speculative.drafts.method import DraftMethod, DraftModel
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.linear import ReplicatedLinear
+from aerie.workers.layers.norm import RMSNorm, ZeroCentredRMSNorm
+from aerie.workers.layers.rotary import RotaryTable
+from aerie.workers.models import deepseek, glm4_moe, moe
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.config_fields import flag_of, section_of, size_of
+from aerie.workers.models.deepseek import DeepseekConfig
+from aerie.workers.models.glm4_moe import Glm4MoeConfig
+from aerie.workers.models.name_map import NameMap
+from aerie.workers.models.qwen import hybrid
+from aerie.workers.models.qwen.hybrid import HybridConfig, layer_rules, packed_experts
+from aerie.workers.models.registry import family_of
+from aerie.workers.ops.fp8.rows import Fp8Rows
 
 
 @dataclass(frozen=True)

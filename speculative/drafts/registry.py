@@ -1,21 +1,21 @@
-"""All draft methods, and the draft that a configuration names. Used by `speculative.build`."""
+"""All draft methods, and the draft that a configuration names. Used by `aerie.speculative.build`."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from speculative.drafts.blocks.dflash import DFlash
-from speculative.drafts.blocks.dflash2 import DFlash2
-from speculative.drafts.blocks.dspark import DSpark
-from speculative.drafts.config import draft_architecture
-from speculative.drafts.eagle import Eagle
-from speculative.drafts.eagle3 import Eagle3
-from speculative.drafts.gemma4_assistant import Gemma4Assistant
-from speculative.drafts.method import DraftMethod
-from speculative.drafts.mtp import DeepseekMtp, QwenMtp
-from workers.layers.rope_override import with_rope_scaling
-from workers.models.config import ModelConfig, read_config_json
-from workers.models.loading import fitted_quant
+from aerie.speculative.drafts.blocks.dflash import DFlash
+from aerie.speculative.drafts.blocks.dflash2 import DFlash2
+from aerie.speculative.drafts.blocks.dspark import DSpark
+from aerie.speculative.drafts.config import draft_architecture
+from aerie.speculative.drafts.eagle import Eagle
+from aerie.speculative.drafts.eagle3 import Eagle3
+from aerie.speculative.drafts.gemma4_assistant import Gemma4Assistant
+from aerie.speculative.drafts.method import DraftMethod
+from aerie.speculative.drafts.mtp import DeepseekMtp, QwenMtp
+from aerie.workers.layers.rope_override import with_rope_scaling
+from aerie.workers.models.config import ModelConfig, read_config_json
+from aerie.workers.models.loading import fitted_quant
 
 # By value of speculative.method; if one value has several methods, the one that recognises the checkpoint is used.
 METHODS: dict[str, tuple[type[DraftMethod], ...]] = {

@@ -3,7 +3,8 @@
 A draft reads the whole head in every step, and most tokens of a large vocabulary are rare. Verification uses the whole
 head, so the draft's smaller one changes the number of accepted drafts, but no emitted token. The frequent tokens are in
 `FILE` in the target's folder, which `aerie token-map` writes. Without the file, they are the tokenizer's first tokens,
-because merges are learnt in order of frequency. Called by `speculative.build` and `speculative.drafts.loading`.
+because merges are learnt in order of frequency. Called by `aerie.speculative.build` and
+`aerie.speculative.drafts.loading`.
 """
 
 import json
@@ -14,8 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from workers.layers.linear_method import DenseLinearMethod
-from workers.layers.vocab import LMHead
+from aerie.workers.layers.linear_method import DenseLinearMethod
+from aerie.workers.layers.vocab import LMHead
 
 FILE = "token_map.json"
 # Rows of "auto", chosen by the measured shares of text that they cover (docs/commands.md, "aerie token-map"). A token

@@ -1,5 +1,5 @@
 """Operations of a speculative round: one module each, with contract and reference. Triton kernels are in the module
-NAME_triton. `attention.ops.operation` defines operations.
+NAME_triton. `aerie.attention.ops.operation` defines operations.
 
 acceptance    finds the accepted path of each tree, and commits it to the slots
 tree_read     reads the trees to verify, as rows of the target

@@ -1,9 +1,9 @@
 """Acceptance: finds the drafted nodes that equal the target's choices, and commits them to the slots.
 
 The target chooses a token after every node of the tree: greedily, or by sampling with noise that depends only on seed
-and position (`workers.sampling.sampler`). A node is accepted if its parent is accepted and it equals the token chosen
-after its parent. So the emitted tokens are those of non-speculative decoding: a seed gives the same text with and
-without speculation, alone and in a batch. All ranks accept the same tokens without an exchange.
+and position (`aerie.workers.sampling.sampler`). A node is accepted if its parent is accepted and it equals the token
+chosen after its parent. So the emitted tokens are those of non-speculative decoding: a seed gives the same text with
+and without speculation, alone and in a batch. All ranks accept the same tokens without an exchange.
 
 Rejection sampling, which is optimal for one drafted token, would accept slightly more. Tokens per round of the embedded
 pair, chains of three (exact expectations): 2.50 instead of 2.58 at temperature 1.0, 2.54 instead of 2.59 at 0.7, 2.90
@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, operation
-from speculative.tree.nodes import NO_TOKEN, Tree
-from workers.ops.sampling.gumbel import gumbel_noise
-from workers.slots.slot_table import Commit, SlotTable
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.speculative.tree.nodes import NO_TOKEN, Tree
+from aerie.workers.ops.sampling.gumbel import gumbel_noise
+from aerie.workers.slots.slot_table import Commit, SlotTable
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def _check(
         assert field.stride(0) == tree.tokens.stride(0) or chosen.shape[0] <= 1
 
 
-@operation(Implementation("triton", "speculative.ops.acceptance_triton:accept_commit", on_gpu), contract=_check)
+@operation(Implementation("triton", "aerie.speculative.ops.acceptance_triton:accept_commit", on_gpu), contract=_check)
 def accept_commit(
     slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
 ) -> Committed:

@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.ops.acceptance import Accepted, Committed
-from speculative.tree.nodes import Tree
-from workers.ops.sampling.gumbel_triton import mix
-from workers.ops.slots.commit_triton import count_output, counting_arguments, settle
-from workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
-from workers.slots.slot_table import Commit, SlotTable
+from aerie.speculative.ops.acceptance import Accepted, Committed
+from aerie.speculative.tree.nodes import Tree
+from aerie.workers.ops.sampling.gumbel_triton import mix
+from aerie.workers.ops.slots.commit_triton import count_output, counting_arguments, settle
+from aerie.workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
+from aerie.workers.slots.slot_table import Commit, SlotTable
 
 
 @triton.jit
@@ -144,7 +144,7 @@ def _accept_commit(
 def accept_commit(
     slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
 ) -> Committed:
-    """`speculative.ops.acceptance.accept_commit`."""
+    """`aerie.speculative.ops.acceptance.accept_commit`."""
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
     fields = tree.fields
     path, tokens, rows = torch.empty((3, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)

@@ -4,7 +4,7 @@ Definitions: z-lab's modelling code of DFlash2."""
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 
 def _check_convolution(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> None:
@@ -16,7 +16,8 @@ def _check_convolution(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> N
 
 
 @operation(
-    Implementation("triton", "speculative.ops.block_head_triton:convolve_blocks", on_gpu), contract=_check_convolution
+    Implementation("triton", "aerie.speculative.ops.block_head_triton:convolve_blocks", on_gpu),
+    contract=_check_convolution,
 )
 def convolve_blocks(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> Tensor:
     """Return the causal convolution over the rows of each block: row r is the sum over taps t <= r of
@@ -49,7 +50,7 @@ def _check_scores(
 
 
 @operation(
-    Implementation("triton", "speculative.ops.block_head_triton:score_candidates", on_gpu), contract=_check_scores
+    Implementation("triton", "aerie.speculative.ops.block_head_triton:score_candidates", on_gpu), contract=_check_scores
 )
 def score_candidates(
     unary: Tensor, candidates: Tensor, projected: Tensor, row: int, previous: Tensor, before: Tensor, after: Tensor

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.pdl import pdl_wait
+from aerie.attention.ops.pdl import pdl_wait
 
 BLOCK = 1024  # channels per program
 
@@ -43,7 +43,7 @@ def _convolve_blocks(
 
 
 def convolve_blocks(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> Tensor:
-    """`speculative.ops.block_head.convolve_blocks`."""
+    """`aerie.speculative.ops.block_head.convolve_blocks`."""
     (count, channels), (_, taps, groups) = x.shape, dynamic.shape
     out = torch.empty_like(x)
     _convolve_blocks[(count, triton.cdiv(channels, BLOCK))](
@@ -104,7 +104,7 @@ def _score_candidates(
 def score_candidates(
     unary: Tensor, candidates: Tensor, projected: Tensor, row: int, previous: Tensor, before: Tensor, after: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`speculative.ops.block_head.score_candidates`."""
+    """`aerie.speculative.ops.block_head.score_candidates`."""
     (_, depths, n), rank, count = unary.shape, projected.shape[2], previous.numel()
     scores = torch.empty((count, n), dtype=torch.float32, device=unary.device)
     ids = torch.empty((count, n), dtype=torch.int64, device=unary.device)

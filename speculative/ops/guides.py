@@ -1,5 +1,5 @@
-"""Drafting under grammars: advances each request's guide (`workers.structured_output.guide_table`) by drafted tokens,
-and applies it to the draft's scores and proposals.
+"""Drafting under grammars: advances each request's guide (`aerie.workers.structured_output.guide_table`) by drafted
+tokens, and applies it to the draft's scores and proposals.
 
 State `NOWHERE` drafts freely; slots without a guide are always in it.
 """
@@ -7,10 +7,10 @@ State `NOWHERE` drafts freely; slots without a guide are always in it.
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, operation
-from speculative.tree.nodes import Children, Level
-from workers.structured_output.guide_table import NOWHERE, GuideTable
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.speculative.tree.nodes import Children, Level
+from aerie.workers.structured_output.guide_table import NOWHERE, GuideTable
 
 
 def _check_guides(guides: GuideTable, slots: Tensor) -> None:
@@ -51,7 +51,7 @@ def _check_children(guides: GuideTable, slots: Tensor, states: Tensor, found: Ch
     )
 
 
-@operation(Implementation("triton", "speculative.ops.guides_triton:begin", on_gpu), contract=_check_begin)
+@operation(Implementation("triton", "aerie.speculative.ops.guides_triton:begin", on_gpu), contract=_check_begin)
 def begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> Tensor:
     """Return the states of requests after their newest token.
 
@@ -66,7 +66,7 @@ def begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> Te
     return follow(guides, slots, states, bonus.unsqueeze(1))
 
 
-@operation(Implementation("triton", "speculative.ops.guides_triton:follow_chain", on_gpu), contract=_check_chain)
+@operation(Implementation("triton", "aerie.speculative.ops.guides_triton:follow_chain", on_gpu), contract=_check_chain)
 def follow_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tokens of a chain's next level, forced where the grammar allows only one, and the states after them.
 
@@ -79,7 +79,7 @@ def follow_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tens
     return chosen.squeeze(1), follow(guides, slots, states, chosen)
 
 
-@operation(Implementation("triton", "speculative.ops.guides_triton:follow_level", on_gpu), contract=_check_level)
+@operation(Implementation("triton", "aerie.speculative.ops.guides_triton:follow_level", on_gpu), contract=_check_level)
 def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level) -> Tensor:
     """Return the states after the nodes of a tree's level.
 
@@ -92,7 +92,7 @@ def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level
     return follow(guides, slots, above, level.tokens)
 
 
-@operation(Implementation("triton", "speculative.ops.guides_triton:mask", on_gpu), contract=_check_mask)
+@operation(Implementation("triton", "aerie.speculative.ops.guides_triton:mask", on_gpu), contract=_check_mask)
 def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, states: Tensor, ids: Tensor) -> None:
     """Set the logits of forbidden tokens to minus infinity, in states whose masks are known.
 
@@ -109,7 +109,7 @@ def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, state
     logits.masked_fill_(~allowed & (rows >= 0).unsqueeze(1), float("-inf"))
 
 
-@operation(Implementation("triton", "speculative.ops.guides_triton:children", on_gpu), contract=_check_children)
+@operation(Implementation("triton", "aerie.speculative.ops.guides_triton:children", on_gpu), contract=_check_children)
 def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children, unlikely: float) -> Children:
     """Return proposals in which a forced token is the first of its row, with log-probability 0.
 

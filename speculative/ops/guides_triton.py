@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.tree.nodes import Children, Level
-from workers.structured_output import guide_table
-from workers.structured_output.guide_table import MAX_EDGES, MAX_STATES, GuideTable
+from aerie.speculative.tree.nodes import Children, Level
+from aerie.workers.structured_output import guide_table
+from aerie.workers.structured_output.guide_table import MAX_EDGES, MAX_STATES, GuideTable
 
 BLOCK = 4096
 NOWHERE = tl.constexpr(guide_table.NOWHERE)
@@ -118,18 +118,18 @@ def _launch(
 
 
 def begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> Tensor:
-    """`speculative.ops.guides.begin`."""
+    """`aerie.speculative.ops.guides.begin`."""
     return _launch(guides, slots, nodes.contiguous(), None, bonus.contiguous().unsqueeze(1), begin=True)[1]
 
 
 def follow_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """`speculative.ops.guides.follow_chain`."""
+    """`aerie.speculative.ops.guides.follow_chain`."""
     tokens, states = _launch(guides, slots, states, None, tokens.contiguous().unsqueeze(1), force=True)
     return tokens.squeeze(1), states
 
 
 def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level) -> Tensor:
-    """`speculative.ops.guides.follow_level`."""
+    """`aerie.speculative.ops.guides.follow_level`."""
     return _launch(guides, slots, states, level.parent, level.tokens.contiguous())[1]
 
 
@@ -167,7 +167,7 @@ def _mask(
 
 
 def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, states: Tensor, ids: Tensor) -> None:
-    """`speculative.ops.guides.mask`."""
+    """`aerie.speculative.ops.guides.mask`."""
     rows, size = logits.shape
     _mask[(rows, triton.cdiv(size, BLOCK))](
         logits,
@@ -234,7 +234,7 @@ def _children(
 
 
 def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children, unlikely: float) -> Children:
-    """`speculative.ops.guides.children`."""
+    """`aerie.speculative.ops.guides.children`."""
     ids, scores = torch.empty_like(found.ids), torch.empty_like(found.log_probabilities)
     _children[(ids.shape[0],)](
         guides.blocks,

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
-from workers.ops.norm import rms_norm
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.workers.ops.norm import rms_norm
 
 
 def _check(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float) -> None:
@@ -13,7 +13,7 @@ def _check(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hid
         assert each.shape[-1] == table.shape[1] and each.dtype == table.dtype and each.is_contiguous()
 
 
-@operation(Implementation("triton", "speculative.ops.head_input_triton:head_input", on_gpu), contract=_check)
+@operation(Implementation("triton", "aerie.speculative.ops.head_input_triton:head_input", on_gpu), contract=_check)
 def head_input(
     ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.pdl import pdl_wait
-from workers.ops.norm_triton import normed, num_warps
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.norm_triton import normed, num_warps
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def _head_input(
     weight_ptr = table_weight_ptr if second == 0 else hidden_weight_ptr
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
     if PDL:
-        # only constants are read before the wait: see `attention.ops.pdl`
+        # only constants are read before the wait: see `aerie.attention.ops.pdl`
 
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -44,7 +44,7 @@ def _head_input(
 def head_input(
     ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """`speculative.ops.head_input.head_input`."""
+    """`aerie.speculative.ops.head_input.head_input`."""
     rows, size = hidden.shape
     out = torch.empty((rows, 2 * size), dtype=hidden.dtype, device=hidden.device)
     block = triton.next_power_of_2(size)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, on_host, operation
-from speculative.tree.nodes import NO_TOKEN, Tree, check_trees
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.operation import Implementation, on_gpu, on_host, operation
+from aerie.speculative.tree.nodes import NO_TOKEN, Tree, check_trees
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def _check_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> Non
 
 
 @operation(
-    Implementation("triton", "speculative.ops.suffix_match_triton:record_tokens", on_gpu),
-    Implementation("numpy", "speculative.ops.suffix_match_host:record_tokens", on_host),
+    Implementation("triton", "aerie.speculative.ops.suffix_match_triton:record_tokens", on_gpu),
+    Implementation("numpy", "aerie.speculative.ops.suffix_match_host:record_tokens", on_host),
     contract=_check_tokens,
 )
 def record_tokens(
@@ -85,8 +85,8 @@ def record_tokens(
 
 
 @operation(
-    Implementation("triton", "speculative.ops.suffix_match_triton:find_matches", on_gpu),
-    Implementation("numpy", "speculative.ops.suffix_match_host:find_matches", on_host),
+    Implementation("triton", "aerie.speculative.ops.suffix_match_triton:find_matches", on_gpu),
+    Implementation("numpy", "aerie.speculative.ops.suffix_match_host:find_matches", on_host),
     contract=_check_history,
 )
 def find_matches(
@@ -124,8 +124,8 @@ def find_matches(
 
 
 @operation(
-    Implementation("triton", "speculative.ops.suffix_match_triton:attach_chains", on_gpu),
-    Implementation("numpy", "speculative.ops.suffix_match_host:attach_chains", on_host),
+    Implementation("triton", "aerie.speculative.ops.suffix_match_triton:attach_chains", on_gpu),
+    Implementation("numpy", "aerie.speculative.ops.suffix_match_host:attach_chains", on_host),
     contract=_check_chains,
 )
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.ops.suffix_match import MatchLimits
-from speculative.tree.nodes import NO_TOKEN, Tree
+from aerie.speculative.ops.suffix_match import MatchLimits
+from aerie.speculative.tree.nodes import NO_TOKEN, Tree
 
 _BLOCK = 1024  # positions that a program compares at once
 _MAX_PROGRAMS = 32  # programs per request: with 128k tokens each has four blocks
@@ -46,7 +46,7 @@ def _record_tokens(
 def record_tokens(
     history: Tensor, slots: Tensor, length: Tensor, tokens: Tensor, counts: Tensor, chains: Tensor
 ) -> Tensor:
-    """`speculative.ops.suffix_match.record_tokens`."""
+    """`aerie.speculative.ops.suffix_match.record_tokens`."""
     batch, width, num_nodes = tokens.shape[0], tokens.shape[1], chains.shape[1]
     equal = torch.empty(batch, dtype=torch.int64, device=slots.device)
     _record_tokens[(batch,)](
@@ -128,8 +128,8 @@ def _propose(
 def find_matches(
     history: Tensor, slots: Tensor, seq_len: Tensor, limits: MatchLimits, chains: Tensor, max_tokens: int
 ) -> Tensor:
-    """`speculative.ops.suffix_match.find_matches`. Programs loop over the slot's text, so the grid does not depend on
-    its length, and a captured graph works for all lengths."""
+    """`aerie.speculative.ops.suffix_match.find_matches`. Programs loop over the slot's text, so the grid does not
+    depend on its length, and a captured graph works for all lengths."""
     batch, num_nodes = slots.shape[0], chains.shape[1]
     programs = min(_MAX_PROGRAMS, triton.next_power_of_2(triton.cdiv(history.shape[1], _BLOCK)))
     best = torch.empty((batch, programs), dtype=torch.int64, device=slots.device)
@@ -197,7 +197,7 @@ def _attach_chains(
 
 
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
-    """`speculative.ops.suffix_match.attach_chains`. One program of one warp per request."""
+    """`aerie.speculative.ops.suffix_match.attach_chains`. One program of one warp per request."""
     fields, num_nodes = trees.fields, chains.shape[1]
     width = fields[0].shape[1]
     _attach_chains[(slots.shape[0],)](

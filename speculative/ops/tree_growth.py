@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, operation
-from speculative.tree.nodes import Candidates, Children, Level, Tree, check_trees
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.speculative.tree.nodes import Candidates, Children, Level, Tree, check_trees
 
 MAX_CUT_CANDIDATES = 256  # the kernel compares all pairs of candidates
 
@@ -28,7 +28,7 @@ def _check_cut(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates
         assert each.shape == candidates.scores.shape and each.is_contiguous()
 
 
-@operation(Implementation("triton", "speculative.ops.tree_growth_triton:grow", on_gpu), contract=_check_level)
+@operation(Implementation("triton", "aerie.speculative.ops.tree_growth_triton:grow", on_gpu), contract=_check_level)
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
     """Add the children of a level to the candidates, and return the k best of them as the next level.
 
@@ -62,7 +62,7 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
 @operation(
     Implementation(
         "triton",
-        "speculative.ops.tree_growth_triton:write_best",
+        "aerie.speculative.ops.tree_growth_triton:write_best",
         on_gpu,
         lambda trees, slots, bonus, candidates, width: candidates.scores.shape[1] <= MAX_CUT_CANDIDATES,
         f"at most {MAX_CUT_CANDIDATES} candidates",

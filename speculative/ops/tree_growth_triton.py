@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.ops.tree_growth import MAX_CUT_CANDIDATES
-from speculative.tree.nodes import Candidates, Children, Level, Tree
+from aerie.speculative.ops.tree_growth import MAX_CUT_CANDIDATES
+from aerie.speculative.tree.nodes import Candidates, Children, Level, Tree
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _grow(
 
 
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
-    """`speculative.ops.tree_growth.grow`."""
+    """`aerie.speculative.ops.tree_growth.grow`."""
     k = children.ids.shape[1]
     parents = 1 if above is None else k
     batch, device = candidates.tokens.shape[0], candidates.tokens.device
@@ -168,7 +168,7 @@ def _cut(
 
 
 def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
-    """`speculative.ops.tree_growth.write_best`."""
+    """`aerie.speculative.ops.tree_growth.write_best`."""
     fields = trees.fields
     batch, num_candidates = candidates.scores.shape
     assert num_candidates <= MAX_CUT_CANDIDATES

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, on_host, operation
-from speculative.tree.nodes import NO_TOKEN, RoundRows, Tree, check_trees, trimmed
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.operation import Implementation, on_gpu, on_host, operation
+from aerie.speculative.tree.nodes import NO_TOKEN, RoundRows, Tree, check_trees, trimmed
 
 
 def _check_read(
@@ -32,8 +32,8 @@ def _check_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
 
 
 @operation(
-    Implementation("triton", "speculative.ops.tree_read_triton:read_trees", on_gpu),
-    Implementation("numpy", "speculative.ops.tree_read_host:read_trees", on_host),
+    Implementation("triton", "aerie.speculative.ops.tree_read_triton:read_trees", on_gpu),
+    Implementation("numpy", "aerie.speculative.ops.tree_read_host:read_trees", on_host),
     contract=_check_read,
 )
 def read_trees(
@@ -45,7 +45,8 @@ def read_trees(
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """Return the first `width` nodes of the trees of some slots as rows, cut as by `speculative.tree.nodes.trimmed`.
+    """Return the first `width` nodes of the trees of some slots as rows, cut as by
+    `aerie.speculative.tree.nodes.trimmed`.
 
     trees       [num_slots + 1, W] per field, contiguous, W >= width
     slots       [B] int64
@@ -67,8 +68,8 @@ def read_trees(
 
 
 @operation(
-    Implementation("triton", "speculative.ops.tree_read_triton:write_roots", on_gpu),
-    Implementation("numpy", "speculative.ops.tree_read_host:write_roots", on_host),
+    Implementation("triton", "aerie.speculative.ops.tree_read_triton:write_roots", on_gpu),
+    Implementation("numpy", "aerie.speculative.ops.tree_read_host:write_roots", on_host),
     contract=_check_roots,
 )
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:

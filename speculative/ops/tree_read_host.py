@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor, from_numpy, uint16
 
-from speculative.tree.nodes import NO_TOKEN, RoundRows, Tree
+from aerie.speculative.tree.nodes import NO_TOKEN, RoundRows, Tree
 
 
 def read_trees(
@@ -15,7 +15,7 @@ def read_trees(
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """`speculative.ops.tree_read.read_trees`."""
+    """`aerie.speculative.ops.tree_read.read_trees`."""
     rows = slots.numpy()
     tokens, parents, depths, masks = (each.numpy()[rows, :width] for each in trees.fields)
     alive = depths <= max_depth
@@ -36,7 +36,7 @@ def read_trees(
 
 
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
-    """`speculative.ops.tree_read.write_roots`."""
+    """`aerie.speculative.ops.tree_read.write_roots`."""
     tokens, rows = trees.tokens.numpy(), slots.numpy()
     tokens[rows] = NO_TOKEN
     tokens[rows, 0] = bonus.numpy()[rows]

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from speculative.tree.nodes import NO_TOKEN, RoundRows, Tree
+from aerie.speculative.tree.nodes import NO_TOKEN, RoundRows, Tree
 
 
 @triton.jit
@@ -68,7 +68,7 @@ def read_trees(
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """`speculative.ops.tree_read.read_trees`."""
+    """`aerie.speculative.ops.tree_read.read_trees`."""
     fields = trees.fields
     batch, device = slots.shape[0], slots.device
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)
@@ -110,7 +110,7 @@ def _write_roots(
 
 
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
-    """`speculative.ops.tree_read.write_roots`."""
+    """`aerie.speculative.ops.tree_read.write_roots`."""
     tokens = trees.tokens
     width = tokens.shape[1]
     _write_roots[(slots.shape[0],)](

@@ -13,8 +13,8 @@
     blocks       block heads over whole sequences, with a block after each anchor
     block_kinds  DFlash, DSpark and DFlash2, and their files
 
-`deploy.train_draft` has the options of `aerie train-draft`, and imports `commands` when it runs: the modules need torch
-and accelerate. From the engine they import only descriptions of models and drafts.
+`aerie.deploy.train_draft` has the options of `aerie train-draft`, and imports `commands` when it runs: the modules need
+torch and accelerate. From the engine they import only descriptions of models and drafts.
 """
 
 

@@ -1,8 +1,8 @@
 """The published kinds of block heads and their files: DFlash and DFlash2 in z-lab's folder layout, DSpark in
 DeepSpec's.
 
-DSpark's and DFlash2's scores of a row depend on the previous token. `speculative.drafts.blocks` serves the same files.
-Parameter names are those of the published heads.
+DSpark's and DFlash2's scores of a row depend on the previous token. `aerie.speculative.drafts.blocks` serves the same
+files. Parameter names are those of the published heads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from speculative.drafts.blocks.dflash import DFlash
-from speculative.drafts.blocks.dflash2 import DFlash2
-from speculative.drafts.blocks.dspark import DSpark
-from speculative.training import TrainingError
-from speculative.training.blocks import BlockContext, BlockHead, captured_layers
-from speculative.training.draft import (
+from aerie.speculative.drafts.blocks.dflash import DFlash
+from aerie.speculative.drafts.blocks.dflash2 import DFlash2
+from aerie.speculative.drafts.blocks.dspark import DSpark
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.blocks import BlockContext, BlockHead, captured_layers
+from aerie.speculative.training.draft import (
     DraftKind,
     DraftVocabulary,
     TrainedDraft,
@@ -36,10 +36,10 @@ from speculative.training.draft import (
     read_head,
     write_checkpoint,
 )
-from speculative.training.eagle3 import MODEL_TYPES
-from speculative.training.layers import linear
-from speculative.training.losses import BlockScores, Objective
-from speculative.training.samples import Sample
+from aerie.speculative.training.eagle3 import MODEL_TYPES
+from aerie.speculative.training.layers import linear
+from aerie.speculative.training.losses import BlockScores, Objective
+from aerie.speculative.training.samples import Sample
 
 _MODEL_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # model_type of supported targets
 _CODE_STD = 0.1  # of the codes of the previous token; those of the next token start at zero, and so do all biases

@@ -1,6 +1,6 @@
 """The DFlash head over whole sequences, with a block after each anchor position, and with gradients.
 
-The engine serves the same files with `speculative.drafts.blocks.dflash`, which reads KV from pages;
+The engine serves the same files with `aerie.speculative.drafts.blocks.dflash`, which reads KV from pages;
 `tests/speculative/training/test_training_blocks.py` compares the two. Parameter names are those of the published heads.
 `block_kinds` has the heads whose rows depend on the previous token. Paper: DFlash, arXiv 2602.06036.
 """
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, rotate_half
 
-from speculative.drafts.blocks.dflash import DFlash
-from speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
-from speculative.training.layers import linear, prepared, qwen3_config
-from speculative.training.losses import BlockScores, Objective, block_loss
-from speculative.training.samples import Batch
+from aerie.speculative.drafts.blocks.dflash import DFlash
+from aerie.speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
+from aerie.speculative.training.layers import linear, prepared, qwen3_config
+from aerie.speculative.training.losses import BlockScores, Objective, block_loss
+from aerie.speculative.training.samples import Batch
 
 _MAX_CAPTURED = 5  # captured target layers, as in z-lab's heads
 _BLOCKS_AT_ONCE = 64  # bounds the memory of scores when blocks start at all positions

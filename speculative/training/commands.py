@@ -18,17 +18,24 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from attention.capability import Capability
-from speculative.training import TrainingError, TrainingInterrupted
-from speculative.training.block_kinds import KINDS, BlockKind
-from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, Unrolling, checkpoints
-from speculative.training.eagle3 import Eagle3Kind
-from speculative.training.generation import generate_answers, stop_tokens
-from speculative.training.losses import measure_acceptance
-from speculative.training.mtp import MtpKind
-from speculative.training.rows import Conversation, read_conversations, split_validation
-from speculative.training.samples import Batch, Sample, answer_prompts, encode_answers, read_samples, write_samples
-from speculative.training.trainer import FitArguments, fit
+from aerie.attention.capability import Capability
+from aerie.speculative.training import TrainingError, TrainingInterrupted
+from aerie.speculative.training.block_kinds import KINDS, BlockKind
+from aerie.speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, Unrolling, checkpoints
+from aerie.speculative.training.eagle3 import Eagle3Kind
+from aerie.speculative.training.generation import generate_answers, stop_tokens
+from aerie.speculative.training.losses import measure_acceptance
+from aerie.speculative.training.mtp import MtpKind
+from aerie.speculative.training.rows import Conversation, read_conversations, split_validation
+from aerie.speculative.training.samples import (
+    Batch,
+    Sample,
+    answer_prompts,
+    encode_answers,
+    read_samples,
+    write_samples,
+)
+from aerie.speculative.training.trainer import FitArguments, fit
 
 DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind, **dict.fromkeys(KINDS, BlockKind)}
 

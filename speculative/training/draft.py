@@ -19,15 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.config import BLOCK_METHODS
-from speculative.drafts.eagle3_checkpoint import offsets
-from speculative.drafts.method import DraftMethod
-from speculative.training import TrainingError
-from speculative.training.samples import Batch, Sample
-from workers.layers.rotary import frequencies
-from workers.models.deepseek import DeepseekConfig
-from workers.models.llama import LlamaConfig
-from workers.models.registry import family_of
+from aerie.speculative.config import BLOCK_METHODS
+from aerie.speculative.drafts.eagle3_checkpoint import offsets
+from aerie.speculative.drafts.method import DraftMethod
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.samples import Batch, Sample
+from aerie.workers.layers.rotary import frequencies
+from aerie.workers.models.deepseek import DeepseekConfig
+from aerie.workers.models.llama import LlamaConfig
+from aerie.workers.models.registry import family_of
 
 MethodT = TypeVar("MethodT", bound=DraftMethod)
 

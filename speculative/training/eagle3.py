@@ -1,8 +1,8 @@
 """EAGLE-3 heads over whole sequences, unrolled on their own outputs, and their files: the published folder layout that
 SafeAILab's code, SGLang and vLLM read.
 
-The engine serves a head from the same description (`speculative.drafts.eagle3.Eagle3`) and the same files with
-`speculative.drafts.eagle3.Eagle3Model`, which has no gradients and reads KV from pages;
+The engine serves a head from the same description (`aerie.speculative.drafts.eagle3.Eagle3`) and the same files with
+`aerie.speculative.drafts.eagle3.Eagle3Model`, which has no gradients and reads KV from pages;
 `tests/speculative/training/test_training_serving.py` compares the two. Parameter names are those of the published
 heads. Paper: EAGLE-3, arXiv 2503.01840, section 3.
 """
@@ -23,17 +23,17 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from speculative.drafts.eagle3 import Eagle3
-from speculative.drafts.eagle3_checkpoint import (
+from aerie.speculative.drafts.eagle3 import Eagle3
+from aerie.speculative.drafts.eagle3_checkpoint import (
     ARCHITECTURE,
     MIN_TARGET_LAYERS,
     default_capture,
     layer_ids,
     target_ids,
 )
-from speculative.drafts.layers import joined_input, projected
-from speculative.training import TrainingError
-from speculative.training.draft import (
+from aerie.speculative.drafts.layers import joined_input, projected
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.draft import (
     DraftKind,
     DraftVocabulary,
     TrainedDraft,
@@ -42,9 +42,9 @@ from speculative.training.draft import (
     token_ids,
     write_checkpoint,
 )
-from speculative.training.layers import Branches, ChainDraft, branch_attention, linear, prepared, qwen3_config
-from speculative.training.samples import Sample
-from workers.models.llama import LlamaConfig
+from aerie.speculative.training.layers import Branches, ChainDraft, branch_attention, linear, prepared, qwen3_config
+from aerie.speculative.training.samples import Sample
+from aerie.workers.models.llama import LlamaConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _DRAFT_VOCAB = 32000
@@ -52,7 +52,7 @@ _DRAFT_VOCAB = 32000
 
 class DraftLayer(nn.Module):
     """The one decoder layer. It reads the concatenated embedding and feature; its residual stream is the feature.
-    norm_before_residual: as in `speculative.drafts.eagle3_config.HeadFlags`."""
+    norm_before_residual: as in `aerie.speculative.drafts.eagle3_config.HeadFlags`."""
 
     def __init__(self, model: LlamaConfig, norm_before_residual: bool) -> None:
         super().__init__()

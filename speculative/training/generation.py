@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from speculative.training.samples import Sample
+from aerie.speculative.training.samples import Sample
 
 _GROUPED = ("llama", "qwen2", "qwen3")
 _MAX_SCORES = 1 << 28  # elements of attention scores; bounds the memory of long prompts

@@ -19,10 +19,10 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
-from speculative.training.losses import draft_loss, view_target
-from speculative.training.samples import Batch
-from workers.models.llama import LlamaConfig
+from aerie.speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
+from aerie.speculative.training.losses import draft_loss, view_target
+from aerie.speculative.training.samples import Batch
+from aerie.workers.models.llama import LlamaConfig
 
 # Up to this many experts, every row goes through all of them: a few wide products without a device sync, which a CUDA
 # graph can capture.

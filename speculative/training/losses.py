@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
-from speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
+from aerie.speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
+from aerie.speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
 
 
 @dataclass(frozen=True)

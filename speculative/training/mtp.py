@@ -1,7 +1,7 @@
 """A target's module for multi-token prediction (MTP): read from its checkpoint, trained further, and saved.
 
-The engine serves the same weights with `speculative.drafts.mtp.MtpModel`. In the paper (arXiv 2412.19437, section 2.2),
-each depth has a module of its own. Here one module drafts all depths, so it is trained on its own outputs
+The engine serves the same weights with `aerie.speculative.drafts.mtp.MtpModel`. In the paper (arXiv 2412.19437, section
+2.2), each depth has a module of its own. Here one module drafts all depths, so it is trained on its own outputs
 (training-time test of EAGLE-3, arXiv 2503.01840).
 """
 
@@ -22,15 +22,15 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
-from speculative.drafts.config import draft_architecture
-from speculative.drafts.mtp import DeepseekMtp, Mtp, QwenMtp
-from speculative.training import TrainingError
-from speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, write_checkpoint
-from speculative.training.layers import Branches, ChainDraft, branch_attention, layer_config, linear, prepared
-from workers.models.deepseek import DeepseekConfig
-from workers.models.qwen.hybrid import HybridConfig
-from workers.models.registry import family_of
-from workers.models.weights import checkpoint_tensors
+from aerie.speculative.drafts.config import draft_architecture
+from aerie.speculative.drafts.mtp import DeepseekMtp, Mtp, QwenMtp
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, write_checkpoint
+from aerie.speculative.training.layers import Branches, ChainDraft, branch_attention, layer_config, linear, prepared
+from aerie.workers.models.deepseek import DeepseekConfig
+from aerie.workers.models.qwen.hybrid import HybridConfig
+from aerie.workers.models.registry import family_of
+from aerie.workers.models.weights import checkpoint_tensors
 
 # Name suffixes of tensors that stay in float32: router biases, and the decay of recurrent layers.
 FLOAT32 = ("bias", "A_log")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speculative.training import TrainingError
+from aerie.speculative.training import TrainingError
 
 ROLES = ("system", "user", "assistant")
 # Keys of a question and its answer. An instruction may have an `input`.

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from speculative.training import TrainingError
-from speculative.training.rows import Conversation, RowError
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.rows import Conversation, RowError
 
 # Batches are cut from length-sorted runs of this many batches. Longer runs need less padding, shorter ones are more
 # random.

@@ -22,12 +22,12 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback
 
-from attention.capability import Capability
-from speculative.training import TrainingError, TrainingInterrupted
-from speculative.training.draft import checkpoint_to_resume, checkpoints, reading
-from speculative.training.layers import GraphedStep
-from speculative.training.samples import Batch, Sample, collate, plan_steps
-from workers.interrupt import interrupts_between_steps
+from aerie.attention.capability import Capability
+from aerie.speculative.training import TrainingError, TrainingInterrupted
+from aerie.speculative.training.draft import checkpoint_to_resume, checkpoints, reading
+from aerie.speculative.training.layers import GraphedStep
+from aerie.speculative.training.samples import Batch, Sample, collate, plan_steps
+from aerie.workers.interrupt import interrupts_between_steps
 
 LossOf = Callable[[nn.Module, Batch], Tensor]
 _FINAL_RATE = 0.01  # learning rate at the end, as a fraction of the peak

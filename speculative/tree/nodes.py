@@ -1,8 +1,8 @@
 """Draft trees as tensors: B trees of W nodes, with their tree masks. Node 0 is the root (the bonus token). Parents
 precede children, and likelier nodes precede less likely ones.
 
-`speculative.ops.tree_growth` grows trees, `speculative.tree_table` stores them, `speculative.ops.acceptance` compares
-them with the target.
+`aerie.speculative.ops.tree_growth` grows trees, `aerie.speculative.tree_table` stores them,
+`aerie.speculative.ops.acceptance` compares them with the target.
 """
 
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ class Candidates:
 
     @staticmethod
     def empty(batch: int, depths: Tensor, max_depth: int) -> "Candidates":
-        """Allocate candidates, which `speculative.ops.tree_growth.grow` fills level by level."""
+        """Allocate candidates, which `aerie.speculative.ops.tree_growth.grow` fills level by level."""
         shape, device = (batch, depths.shape[0]), depths.device
         tokens, parents = torch.empty((2, *shape), dtype=torch.int64, device=device).unbind(0)
         scores = torch.empty(shape, dtype=torch.float32, device=device)

@@ -1,17 +1,17 @@
 """`TreeShape`: the shape of a draft tree. All sizes that follow from it are derived here.
 
 Read by
-    `speculative.config`          which trees are possible
-    `speculative.drafts.drafter`  the steps that draft a tree
-    `speculative.decoding`        rows and masks of its verification
-    the scheduler                 the part that is a `workers.config.RoundShape`: rows, tokens, KV positions
-    `workers.runner.graphs`       the same part: which steps are captured
+    `aerie.speculative.config`          which trees are possible
+    `aerie.speculative.drafts.drafter`  the steps that draft a tree
+    `aerie.speculative.decoding`        rows and masks of its verification
+    the scheduler                 the part that is a `aerie.workers.config.RoundShape`: rows, tokens, KV positions
+    `aerie.workers.runner.graphs`       the same part: which steps are captured
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from workers.config import PLAIN, RoundShape, RoundShapes
+from aerie.workers.config import PLAIN, RoundShape, RoundShapes
 
 MAX_WIDTH = 63  # a row's ancestors are the bits of one signed 64-bit integer
 
@@ -41,8 +41,8 @@ class TreeShape(RoundShape):
 
     num_steps: drafted levels.
     top_k: children per expanded node, and expanded nodes per level.
-    in_block: one pass over a block drafts all levels (`speculative.drafts.blocks`).
-    branch: number of nodes after the model's, for a branch copied from the text (`speculative.suffix_drafts`).
+    in_block: one pass over a block drafts all levels (`aerie.speculative.drafts.blocks`).
+    branch: number of nodes after the model's, for a branch copied from the text (`aerie.speculative.suffix_drafts`).
     """
 
     num_steps: int

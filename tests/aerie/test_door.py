@@ -1,4 +1,4 @@
-"""`import aerie`: its names, and what says that other modules hide Aerie's."""
+"""`import aerie`: its names, and that it is the one name of ours that others see."""
 
 import re
 import subprocess
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import aerie
-from aerie.shadows import ROOT
-from attention.distribution import NAME, version
-from deploy.offline import llm, sampling_params
-from tests.support import DOCS
+from aerie.attention.distribution import NAME, version
+from aerie.deploy.offline import llm, sampling_params
+from tests.support import DOCS, ROOT
+from tests.support.repository.names import FLOORS, files
 
 COMMAND = "import sys; from aerie.command import main; sys.exit(main())"
 
@@ -32,7 +32,7 @@ def test_names_are_those_of_the_offline_engine() -> None:
 
 
 def test_importing_it_imports_nothing_heavy(tmp_path: Path) -> None:
-    program = "import aerie, sys; print({'torch', 'ray', 'deploy'} & set(sys.modules), aerie.__version__)"
+    program = "import aerie, sys; print({'torch', 'ray', 'aerie.deploy'} & set(sys.modules), aerie.__version__)"
     done = _run(program, tmp_path, str(ROOT))
     assert done.stdout == f"set() {version()}\n", done.stderr
 
@@ -48,28 +48,21 @@ def test_texts_name_the_distribution_and_no_other_project() -> None:
     assert not [found.group() for text in texts if (found := stranger.search(text))]  # no package index has it
 
 
-@pytest.mark.parametrize("entry", ["", "."])
-def test_command_starts_in_a_folder_of_modules_with_its_names(tmp_path: Path, entry: str) -> None:
-    for name in ("deploy/__init__.py", "cluster.py", "workers.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("raise ImportError('the user\\'s')")
-    current = str(tmp_path) if entry == "." else entry  # of PYTHONPATH: both mean the current folder
-    done = _run(COMMAND, tmp_path, f"{current}:{ROOT}", "config", "eagle")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("#")
+@pytest.mark.parametrize("name", FLOORS)
+def test_no_module_of_a_user_hides_one_of_ours(tmp_path: Path, name: str) -> None:
+    """API projects have folders of these names, and PyPI has packages `attention` and `cluster`."""
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("raise ImportError('the user\\'s')")
+    path = f"{tmp_path}:{ROOT}"
+    command = _run(COMMAND, tmp_path, path, "config", "eagle")
+    assert command.returncode == 0, command.stderr
+    assert command.stdout.startswith("#")
+    library = _run(f"import aerie, aerie.{name}; print(aerie.SamplingParams().n)", tmp_path, path)
+    assert library.stdout == "1\n", library.stderr
 
 
-def test_hidden_packages_are_told_in_one_line(tmp_path: Path) -> None:
-    hiding, work = tmp_path / "hiding", tmp_path / "work"
-    work.mkdir()
-    (hiding / "cluster").mkdir(parents=True)
-    (hiding / "cluster" / "__init__.py").touch()
-    path = f"{hiding}:{ROOT}"
-    done = _run(COMMAND, work, path, "plan")
-    assert done.returncode == 2
-    assert done.stderr == (
-        f"aerie: {hiding}/cluster/__init__.py hides Aerie's own package `cluster` ({ROOT}/cluster): rename it, or take "
-        f"{hiding} off Python's path (PYTHONPATH, or the folder of the script)\n"
-    )
-    library = _run("import aerie; aerie.LLM", work, path)
-    assert library.stderr.endswith("ImportError: " + done.stderr)
+def test_only_one_name_is_imported() -> None:
+    """In a checkout `import workers` would work by accident, and in an installation fail."""
+    for name in (name for name in files() if name.endswith(".py")):
+        bare = re.findall(rf"^\s*(?:from|import) (?:{'|'.join(FLOORS)})\b.*", (ROOT / name).read_text(), re.MULTILINE)
+        assert not bare, f"{name}: {bare[0].strip()}: write `aerie.` before it"

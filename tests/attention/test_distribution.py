@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from attention import distribution
-from attention.distribution import NAME, install_command, pip
+from aerie.attention import distribution
+from aerie.attention.distribution import NAME, install_command, pip
 from tests.support import ROOT
 
 WHEEL = f"{NAME.replace('-', '_')}-0.1.0-py3-none-any.whl"

@@ -4,7 +4,7 @@ round, sampling, grammar             engines with dummy weights, without HTTP; m
 embedded                             the embedded pair, without HTTP
 shapes                               adaptive tree shapes against static ones
 trace, profile_round                 what torch's profiler sees of a round
-open_loop, replicas                  load over HTTP, sent by `deploy.bench`
+open_loop, replicas                  load over HTTP, sent by `aerie.deploy.bench`
 served, served_model                 a server as a child process, and the model it serves
 kernels/                             one layer's kernels beside the rate of a copy
 host/                                what a server costs beside its model

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import torch
 
-from deploy.bench.table import table
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.deploy.bench.table import table
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.host.finding import Finding, Report
 from tests.bench.quality.decoding import Decoding
 from tests.support.embedded import BLOCK_TREE, CHAIN, TREE, eos_token_ids, measured_spec
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
 
 ARMS: dict[str, SpeculativeConfig | None] = {
     "off": None,

@@ -29,7 +29,12 @@ import torch
 from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from speculative.build import local_engine
+from aerie.speculative.build import local_engine
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import Grammar, SamplingParams
+from aerie.workers.scheduling.request import Request
+from aerie.workers.structured_output.slot_grammars import SlotGrammars
 from tests.bench.prompts import random_prompts
 from tests.bench.quality.decoding import accepted_tokens
 from tests.bench.round import (
@@ -46,11 +51,6 @@ from tests.bench.round import (
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.structured_output.sampled import grammar_of, schemas
-from workers.runner.local_engine import LocalEngine
-from workers.runner.worker import Worker
-from workers.scheduling.plan import Grammar, SamplingParams
-from workers.scheduling.request import Request
-from workers.structured_output.slot_grammars import SlotGrammars
 
 END = 1
 SCHEMA = '{"type":"array","items":{"type":"string"},"minItems":1000}'

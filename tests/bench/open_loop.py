@@ -5,10 +5,11 @@
         --loads plain:4,12,20 prompt-heavy:4,8,12                            # Llama-3.1-8B's dimensions, dummy weights
     python -m tests.bench open_loop --gpu --vary scheduler.itl_target_ms=19,auto,31 --loads plain:12 --plot trade.svg
 
-The requests are those of `aerie bench` (`deploy.bench.arrivals` has the mixes), so that another server, which that
-command loads, gets the same. --vary starts a server for each value of a key of the configuration. A Markdown table
-(`deploy.bench.figures` defines its columns), then one JSON line. The plot: with one server latencies over the last
-load's rates; with several TTFT against ITL at its last rate, a point for each; --beside adds other servers from a file.
+The requests are those of `aerie bench` (`aerie.deploy.bench.arrivals` has the mixes), so that another server, which
+that command loads, gets the same. --vary starts a server for each value of a key of the configuration. A Markdown table
+(`aerie.deploy.bench.figures` defines its columns), then one JSON line. The plot: with one server latencies over the
+last load's rates; with several TTFT against ITL at its last rate, a point for each; --beside adds other servers from a
+file.
 """
 
 import argparse
@@ -25,10 +26,10 @@ from typing import Any
 import httpx
 import yaml
 
-from deploy.bench.arrivals import MIXES, Traffic
-from deploy.bench.figures import Rate, latency_plot, markdown
-from deploy.bench.load import Target, measure_rate, warm_up
-from deploy.bench.plot import Point, line_plot
+from aerie.deploy.bench.arrivals import MIXES, Traffic
+from aerie.deploy.bench.figures import Rate, latency_plot, markdown
+from aerie.deploy.bench.load import Target, measure_rate, warm_up
+from aerie.deploy.bench.plot import Point, line_plot
 from tests.bench.machine import machine
 from tests.bench.served import running
 from tests.bench.served_model import add_options, label, prompt_ids, server_config
@@ -38,7 +39,7 @@ SMALL_CAPS = (512, 128)  # tokens of a prompt and of an answer, of the embedded 
 
 @dataclass(frozen=True)
 class Load:
-    """A mix of `deploy.bench.arrivals`, and the rates at which it comes."""
+    """A mix of `aerie.deploy.bench.arrivals`, and the rates at which it comes."""
 
     mix: str
     rates: tuple[float, ...]
@@ -108,7 +109,7 @@ def served(arguments: argparse.Namespace, content: dict[str, Any], hook: Sequenc
     """The URL of a server with this configuration, while it runs. hook: folders that it imports from first."""
     options = ["--no-haproxy"] if arguments.no_haproxy else []
     limit_s = arguments.start_limit
-    with running("deploy.cli serve", content, *options, ready_limit_s=limit_s, python_path=hook) as server:
+    with running("aerie.deploy.cli serve", content, *options, ready_limit_s=limit_s, python_path=hook) as server:
         print(f"ready after {server.ready_s:.1f} s", file=sys.stderr, flush=True)
         yield server.url
 

@@ -11,12 +11,12 @@ import json
 import tempfile
 from pathlib import Path
 
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.models import configured
 from tests.bench.prompts import random_prompts
 from tests.bench.round import MODELS, SHAPES, Setting, engine_spec, hardware, write_checkpoints
 from tests.bench.trace import by_kernel, figures, profile, start, submit
 from tests.bench.tracing.rank_zero import engine_with_rank_zero
-from workers.scheduling.plan import SamplingParams
 
 
 def main() -> None:

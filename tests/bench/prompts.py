@@ -2,8 +2,8 @@
 
 import torch
 
-from workers.config import ModelSource
-from workers.models.config import read_config_json
+from aerie.workers.config import ModelSource
+from aerie.workers.models.config import read_config_json
 
 _FIRST = 10  # smaller ids may be special
 

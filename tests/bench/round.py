@@ -28,11 +28,16 @@ from typing import Any, cast
 
 import torch
 
-from attention.config import CacheConfig, DraftAttention, TargetAttention
-from deploy.bench.table import table
-from speculative.build import EngineSpec, local_engine
-from speculative.config import Method, SpeculativeConfig
-from speculative.drafts.registry import method_of
+from aerie.attention.config import CacheConfig, DraftAttention, TargetAttention
+from aerie.deploy.bench.table import table
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import Method, SpeculativeConfig
+from aerie.speculative.drafts.registry import method_of
+from aerie.workers.config import Implementation, ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.models.config import read_config_json
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.bench.kernels.gpu_time import copy_bytes_per_s, hardware
 from tests.bench.machine import commit
 from tests.bench.models import configured
@@ -40,11 +45,6 @@ from tests.bench.models.published import BLOCK_DRAFTS
 from tests.bench.prompts import random_prompts
 from tests.bench.trace import figures, profile, start
 from tests.support.replica import Dimensions, write_config
-from workers.config import Implementation, ModelSource, SchedulerConfig, WorkerConfig
-from workers.models.config import read_config_json
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request, RequestOutput
 
 # hidden, heads, KV heads, head dim, MLP, vocabulary, draft vocabulary, layers
 MODELS = {

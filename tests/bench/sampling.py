@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from msgspec.structs import replace
 
-from speculative.build import EngineSpec, local_engine
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.prompts import random_prompts
 from tests.bench.round import (
     Setting,
@@ -27,7 +28,6 @@ from tests.bench.round import (
     timed,
     write_checkpoints,
 )
-from workers.scheduling.plan import SamplingParams
 
 KINDS = {
     "greedy": SamplingParams(1, 0.0),

@@ -34,7 +34,7 @@ GROUPS = (
     ("ray::ServeReplica:aerie:Engine", "engine"),
     ("ray::EagleCoordinator", "coordinator"),
     ("ray::Worker", "worker"),
-    ("deploy.serve.check_process", "rank, check"),
+    ("aerie.deploy.serve.check_process", "rank, check"),
     ("haproxy.cfg", "proxy"),
     ("ray::HAProxyManager", "proxy's manager"),
     ("ray::ProxyActor", "Python proxy"),
@@ -98,7 +98,7 @@ def running(
     paths = os.pathsep.join(filter(None, (*map(str, python_path), str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = os.environ | RAY_ENVIRONMENT | _own_ports() | {"RAY_TMPDIR": folder, "PYTHONPATH": paths}
     started_s, started_at_s = time.perf_counter(), time.time()
-    verbose = ["--verbose"] if module == "deploy.cli serve" else []  # Ray's and Serve's lines too
+    verbose = ["--verbose"] if module == "aerie.deploy.cli serve" else []  # Ray's and Serve's lines too
     process = subprocess.Popen(
         [sys.executable, "-m", *module.split(), str(path), *options, *verbose],
         cwd=ROOT,

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deploy.config.files import find_config
+from aerie.deploy.config.files import find_config
 from tests.bench.models import configured, deepseek_rank
 from tests.bench.round import MODELS, QUANTIZATIONS, SHAPES, quantize_config, write_checkpoints
 from tests.support.embedded import read_config_file

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.bench.arrivals import MIXES
+from aerie.deploy.bench.arrivals import MIXES
 from tests.bench.open_loop import Load, add_load_options, parsed_load, plot, read_others, traffic_of, varied
 from tests.bench.served import embedded_config
 from tests.bench.served_model import add_options, server_config
@@ -40,7 +40,7 @@ def test_varying_a_key_leaves_the_rest() -> None:
 @pytest.mark.parametrize("shape", ["plain", "chain", "tree"])
 @pytest.mark.parametrize("model", ["tiny", "dsv3-tiny"])
 def test_dummy_weights_make_a_valid_configuration(model: str, shape: str, tmp_path: Path) -> None:
-    from deploy.checks import checked
+    from aerie.deploy.checks import checked
 
     parser = argparse.ArgumentParser()
     add_options(parser)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 
 
 def submit(engine: LocalEngine, prompts: Sequence[list[int]], max_tokens: int) -> None:

@@ -25,12 +25,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.endpoint import IGNORED_HEADER
+from aerie.cluster.http.endpoint import IGNORED_HEADER
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.clients.agent_programs import AGENTS, DONE, MODEL, NO_TELEMETRY, TEXT, Agent
 from tests.cluster.http.parsers.test_tools import tool_tokenizer
 from tests.support.edge_client import served
 from tests.support.fake_engine import FakeEngine, Step, says, small_tokenizer
-from workers.scheduling.plan import SamplingParams
 
 LIMIT_S = 120
 TURN = "\x01"  # begins each turn of the prompt

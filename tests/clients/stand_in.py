@@ -21,16 +21,16 @@ import torch
 import uvicorn
 import xgrammar
 
-from cluster.http.app import build_app
-from cluster.http.config import EdgeConfig
-from cluster.http.text.chat_template import ChatTemplate
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.text.chat_template import ChatTemplate
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
 from tests.support.fake_engine import FakeEngine, logprobs_of, prompt_deltas
-from workers.scheduling.plan import SamplingParams
-from workers.structured_output.compiler import GrammarCompiler, Vocabulary
 
 FOLDER = MODELS / "target"
 ALIASES = ("claude-3-7-sonnet-latest", "HuggingFaceH4/zephyr-7b-beta", "default")

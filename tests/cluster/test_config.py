@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import AerieConfig, ConfigError, parse, read_args
-from cluster.http.config import EdgeConfig
-from cluster.parallel import ReplicasConfig
+from aerie.cluster.config import AerieConfig, ConfigError, parse, read_args
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.parallel import ReplicasConfig
 from tests.support import ROOT
 
 
@@ -128,11 +128,14 @@ def test_model_is_required(base: Path) -> None:
 
 def test_args_are_read_from_the_serve_file(tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
-    application = {"import_path": "deploy.app:build", "args": {"model": {"path": "x"}}}
+    application = {"import_path": "aerie.deploy.app:build", "args": {"model": {"path": "x"}}}
     path.write_text(yaml.safe_dump({"applications": [application]}))
     assert read_args(path) == {"model": {"path": "x"}}
     path.write_text("applications: []")
-    with pytest.raises(ConfigError, match="no application has import_path"):
+    with pytest.raises(ConfigError, match="no application has import_path aerie.deploy.app:build$"):
+        read_args(path)
+    path.write_text("applications: [{import_path: 'deploy.app:build'}]")
+    with pytest.raises(ConfigError, match="deploy.app:build is its name before 0.2"):
         read_args(path)
     path.write_text("a: [")
     with pytest.raises(ConfigError, match="is not YAML"):

@@ -11,7 +11,7 @@ from tests.support import ROOT
 
 LOOK = """
 import resource
-from cluster.linux import raise_open_files
+from aerie.cluster.linux import raise_open_files
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 limit = min(hard, {limit})
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit))
@@ -31,7 +31,7 @@ def test_the_table_of_open_files_has_room_for_all_from_the_start(limit: int) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_state_of_a_process_does_not_depend_on_its_name() -> None:
-    look = "import os\nfrom cluster.linux import process_state, set_name\nset_name(') Z 1 (é')\n"
+    look = "import os\nfrom aerie.cluster.linux import process_state, set_name\nset_name(') Z 1 (é')\n"
     check = "state, parent, ticks = process_state('self')\nassert (state, parent) == ('R', os.getppid()) and ticks > 0"
     subprocess.run([sys.executable, "-c", look + check], cwd=ROOT, check=True)
 
@@ -39,7 +39,7 @@ def test_the_state_of_a_process_does_not_depend_on_its_name() -> None:
 STEPS = """
 import resource
 import sys
-from cluster.linux import keep_freed_memory
+from aerie.cluster.linux import keep_freed_memory
 if sys.argv[1:]:
     keep_freed_memory()
 for step in range(20):
@@ -64,7 +64,7 @@ def test_memory_of_one_step_is_kept_for_the_next() -> None:
 
 WAKE = """
 import os, statistics, time
-from cluster.linux import use_exact_timers, use_short_time_slice
+from aerie.cluster.linux import use_exact_timers, use_short_time_slice
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 use_exact_timers()
 for _ in range(2):

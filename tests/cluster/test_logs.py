@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cluster.http.engine_client import EngineRefused
-from cluster.logs import OURS, fields, request_id, use_logs
-from cluster.transport.messages import Refusal, TokenDelta
+from aerie.cluster.http.engine_client import EngineRefused
+from aerie.cluster.logs import OURS, fields, request_id, use_logs
+from aerie.cluster.transport.messages import Refusal, TokenDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, in_process
 from tests.support.fake_engine import FakeEngine, says
 
@@ -22,7 +22,7 @@ PROMPT = {"model": MODEL, "prompt": "hi"}
 @pytest.fixture
 def written() -> Iterator[io.StringIO]:
     """Return what this process logs as JSON; its loggers are as before afterwards."""
-    loggers = [logging.getLogger(name) for name in OURS]
+    loggers = [logging.getLogger(OURS)]
     former = [(logger.handlers, logger.level, logger.propagate) for logger in loggers]
     stream = io.StringIO()
     use_logs("json", "rank 3", stream)
@@ -37,7 +37,7 @@ def _lines(stream: io.StringIO) -> list[dict[str, Any]]:
 
 
 def test_line_has_time_level_process_fields_and_traceback(written: io.StringIO) -> None:
-    logger = logging.getLogger("workers.runner.worker")
+    logger = logging.getLogger("aerie.workers.runner.worker")
     logger.info("took %d ms", 7, extra=fields(step=5, shape=("a", object)))
     try:
         raise RuntimeError("two\nlines")
@@ -48,7 +48,7 @@ def test_line_has_time_level_process_fields_and_traceback(written: io.StringIO) 
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("time"))
     assert first == {
         "level": "info",
-        "logger": "workers.runner.worker",
+        "logger": "aerie.workers.runner.worker",
         "process": "rank 3",
         "message": "took 7 ms",
         "step": 5,
@@ -94,7 +94,7 @@ async def test_lines_of_a_request_carry_its_id_and_its_end_is_told(written: io.S
 
 
 async def test_text_is_the_default_and_needs_no_set_up(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="cluster"):
+    with caplog.at_level(logging.INFO, logger="aerie.cluster"):
         async with in_process(FakeEngine(says("a"))) as client:
             await client.post(TEXT, json=PROMPT, headers={"x-request-id": "mine"})
     assert "request mine ended" in caplog.messages

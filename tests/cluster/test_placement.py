@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.config import AerieConfig, ConfigError, parse
-from cluster.placement import NodeResources, order_ranks, place
+from aerie.cluster.config import AerieConfig, ConfigError, parse
+from aerie.cluster.placement import NodeResources, order_ranks, place
 
 
 def _config(tmp_path: Path, device: str = "auto", **parallel: Any) -> AerieConfig:

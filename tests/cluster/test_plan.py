@@ -6,9 +6,9 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-from cluster.config import AerieConfig, ConfigError, parse, read_args
-from cluster.placement import NodeResources
-from cluster.plan import CORES_FOR_TWO, Plan, RankPlan, resolve, resolve_rank
+from aerie.cluster.config import AerieConfig, ConfigError, parse, read_args
+from aerie.cluster.placement import NodeResources
+from aerie.cluster.plan import CORES_FOR_TWO, Plan, RankPlan, resolve, resolve_rank
 from tests.support import ROOT
 
 

@@ -10,16 +10,16 @@ from rich.console import Console
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from cluster.config import ConfigError
-from cluster.transport.messages import SpeculationStats, TokenDelta
-from deploy.bench.arrivals import Arrival
-from deploy.bench.load import Target, run_rate
-from deploy.chat import CommandError, Conversation, chat
-from deploy.cli import main
-from deploy.client import Server, parse_server
+from aerie.cluster.config import ConfigError
+from aerie.cluster.transport.messages import SpeculationStats, TokenDelta
+from aerie.deploy.bench.arrivals import Arrival
+from aerie.deploy.bench.load import Target, run_rate
+from aerie.deploy.chat import CommandError, Conversation, chat
+from aerie.deploy.cli import main
+from aerie.deploy.client import Server, parse_server
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.edge_client import MODEL, served
 from tests.support.fake_engine import EOS, FakeEngine, Step, small_tokenizer
-from workers.scheduling.plan import SamplingParams
 
 GREEN, MAGENTA = "\x1b[32m", "\x1b[35m"
 
@@ -89,7 +89,7 @@ async def test_an_error_is_shown_and_forgotten() -> None:
 
 async def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C raises KeyboardInterrupt wherever the main thread is; here while the second event is pushed."""
-    from deploy.chat import StreamedAnswer
+    from aerie.deploy.chat import StreamedAnswer
 
     push, pushed = StreamedAnswer.push, 0
 

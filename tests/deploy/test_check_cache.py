@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.transport.messages import FlushOutcome, TokenDelta
-from deploy.cli import main
+from aerie.cluster.transport.messages import FlushOutcome, TokenDelta
+from aerie.deploy.cli import main
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.edge_client import served
 from tests.support.fake_engine import FakeEngine, Step, small_tokenizer
-from workers.scheduling.plan import SamplingParams
 
 PAGE = 16
 LETTERS = [small_tokenizer().token_to_id(chr(97 + i)) for i in range(26)]

@@ -14,11 +14,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from deploy.cli import main
-from deploy.config.files import packaged_names, starting_point
+from aerie.deploy.cli import main
+from aerie.deploy.config.files import packaged_names, starting_point
+from aerie.workers.distributed.ports import free_port
 from tests.support import MODELS, ROOT
 from tests.support.embedded import read_config_file
-from workers.distributed.ports import free_port
 
 
 def _config(tmp_path: Path, **changes: Any) -> Path:
@@ -41,10 +41,10 @@ def test_what_a_killed_command_leaves_says_whose_it_is(
         return 0
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("deploy.checks.chosen_config", look)
-    monkeypatch.setattr("deploy.serve.launch.chosen_config", look)
-    monkeypatch.setattr("deploy.checks.print_plan", lambda *_: 0)
-    monkeypatch.setattr("deploy.serve.launch.serve", lambda *_, **__: 0)
+    monkeypatch.setattr("aerie.deploy.checks.chosen_config", look)
+    monkeypatch.setattr("aerie.deploy.serve.launch.chosen_config", look)
+    monkeypatch.setattr("aerie.deploy.checks.print_plan", lambda *_: 0)
+    monkeypatch.setattr("aerie.deploy.serve.launch.serve", lambda *_, **__: 0)
     assert main([command, "eagle"]) == 0
     (folder,) = seen
     assert folder.name.startswith("aerie-") and not folder.exists()
@@ -52,7 +52,7 @@ def test_what_a_killed_command_leaves_says_whose_it_is(
 
 def test_help_does_not_import_torch_or_ray() -> None:
     script = (
-        "import sys; from deploy.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        "import sys; from aerie.deploy.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
         "assert not {'torch', 'ray', 'transformers', 'httpx', 'rich'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -186,7 +186,7 @@ def test_draft_of_another_target_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_unknown_key_stops_serve_before_ray_starts(tmp_path: Path) -> None:
     path, folder = _config(tmp_path, speculatve={}), tmp_path / "ray"
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "serve", str(path)],
+        [sys.executable, "-m", "aerie.deploy.cli", "serve", str(path)],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -202,7 +202,7 @@ def test_checkpoints_that_do_not_fit_stop_serve_and_the_ray_that_it_started(tmp_
     path = _config(tmp_path, parallel={"tensor_parallel": 3})  # does not divide the target's heads
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "serve", str(path), "--port", str(free_port())],
+        [sys.executable, "-m", "aerie.deploy.cli", "serve", str(path), "--port", str(free_port())],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -227,7 +227,7 @@ def test_weights_that_only_a_rank_can_refuse_end_the_first_start(tmp_path: Path)
     path = _config(tmp_path, model={"path": str(model)}, parallel={"tensor_parallel": 1})
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "serve", str(path), "--port", str(free_port())],
+        [sys.executable, "-m", "aerie.deploy.cli", "serve", str(path), "--port", str(free_port())],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -251,7 +251,7 @@ def test_taken_port_stops_serve_before_ray_starts(tmp_path: Path) -> None:
         content["http_options"]["port"] = taken.getsockname()[1]
         path.write_text(yaml.safe_dump(content))
         done = subprocess.run(
-            [sys.executable, "-m", "deploy.cli", "serve", str(path)],
+            [sys.executable, "-m", "aerie.deploy.cli", "serve", str(path)],
             capture_output=True,
             text=True,
             cwd=ROOT,

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from attention.distribution import install_command
-from deploy.doctor.findings import Finding, findings
-from deploy.doctor.machine import Gpu, Machine, parse_gpus, read_machine
+from aerie.attention.distribution import install_command
+from aerie.deploy.doctor.findings import Finding, findings
+from aerie.deploy.doctor.machine import Gpu, Machine, parse_gpus, read_machine
 
 H200 = Gpu("NVIDIA H200", "580.65", 150.0, 0.5)
 LAPTOP = Machine(

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.evaluate import evaluate, read_prompts, report_of, with_shape
+from aerie.deploy.evaluate import evaluate, read_prompts, report_of, with_shape
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.support.embedded import CHAIN, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 
 def test_the_report_follows_the_definition() -> None:

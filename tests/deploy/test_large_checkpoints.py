@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deploy.cli import main
+from aerie.deploy.cli import main
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.models.loading import fill_target, read_target_config
+from aerie.workers.models.weights import INDEX, num_checkpoint_bytes
 from tests.support import ROOT
 from tests.support.replica import Dimensions, write_config
-from workers.config import ModelSource
-from workers.distributed.tp_group import TPGroup
-from workers.models.loading import fill_target, read_target_config
-from workers.models.weights import INDEX, num_checkpoint_bytes
 
 SIZE = Dimensions(256, 8, 8, 32, 1024, 512, 64, 1)
 NUM_LAYERS = 64

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ConfigError
-from deploy.cli import main
-from deploy.start import NODE_ENVIRONMENT, NodeStart, address_of, ensure_token, node_environment, ray_command
+from aerie.cluster.config import ConfigError
+from aerie.deploy.cli import main
+from aerie.deploy.start import NODE_ENVIRONMENT, NodeStart, address_of, ensure_token, node_environment, ray_command
 
 
 def _no_interface(name: str) -> str:
@@ -98,7 +98,7 @@ def test_serve_without_an_address_starts_ray_though_the_host_is_a_node_of_a_clus
     """With no address at all, Ray 2.60 joins the cluster of the last `ray start` and refuses the other arguments."""
     import ray
 
-    from deploy.serve.ray_start import start_ray
+    from aerie.deploy.serve.ray_start import start_ray
 
     asked: list[str | None] = []
     monkeypatch.setattr(ray, "init", lambda address=None, **others: asked.append(address))
@@ -111,7 +111,7 @@ def test_serve_without_an_address_starts_ray_though_the_host_is_a_node_of_a_clus
 def test_where_there_are_cores_processes_begin_before_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     import ray
 
-    from deploy.serve.ray_start import SERVING_MODULES, start_ray
+    from aerie.deploy.serve.ray_start import SERVING_MODULES, start_ray
 
     monkeypatch.setattr(ray, "init", lambda *_, **others: None)
     monkeypatch.setattr(os, "environ", {"PYTHONPATH": "/some/where"})
@@ -132,7 +132,7 @@ def ray_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script = tmp_path / "ray"
     script.write_text('#!/bin/sh\necho "Next steps: ray start --address=... ; ray stop"\nexit ${STATUS:-0}\n')
     script.chmod(0o755)
-    monkeypatch.setattr("deploy.start._command", lambda name: str(script))
+    monkeypatch.setattr("aerie.deploy.start._command", lambda name: str(script))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

@@ -14,10 +14,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.metrics import RequestCounts, prometheus_text
-from cluster.transport.messages import EngineStats
+from aerie.cluster.http.metrics import RequestCounts, prometheus_text
+from aerie.cluster.transport.messages import EngineStats
+from aerie.workers.scheduling.stats import SchedulerStats
 from tests.support import DOCS, ROOT
-from workers.scheduling.stats import SchedulerStats
 
 FOLDER = ROOT / "deploy" / "observability"
 ALERTS = FOLDER / "alerts.yaml"

@@ -17,14 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from attention.distribution import install_command
-from deploy.cli import main
-from deploy.quantize import checkpoint
-from deploy.quantize.calibration import Moments, Observed
-from deploy.quantize.matrices import Layer
-from deploy.quantize.rounding import Scales, compensated, find_scales, packed, quantised, rounded
-from deploy.quantize.schemes import Scheme, scheme_of
-from deploy.quantize.texts import mean_loss, reader
+from aerie.attention.distribution import install_command
+from aerie.deploy.cli import main
+from aerie.deploy.quantize import checkpoint
+from aerie.deploy.quantize.calibration import Moments, Observed
+from aerie.deploy.quantize.matrices import Layer
+from aerie.deploy.quantize.rounding import Scales, compensated, find_scales, packed, quantised, rounded
+from aerie.deploy.quantize.schemes import Scheme, scheme_of
+from aerie.deploy.quantize.texts import mean_loss, reader
 from tests.support import ROOT
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
@@ -158,8 +158,8 @@ def test_rows_after_each_other_are_the_matrix(name: str, monkeypatch: pytest.Mon
     for moments in (None, x.t() @ x / len(x)):
         whole = quantised(weight, scheme, float(weight.abs().max()), moments)
         with monkeypatch.context() as patch:
-            patch.setattr("deploy.quantize.rounding._PACKED", 1)
-            patch.setattr("deploy.quantize.rounding._COMPENSATED", 1)
+            patch.setattr("aerie.deploy.quantize.rounding._PACKED", 1)
+            patch.setattr("aerie.deploy.quantize.rounding._COMPENSATED", 1)
             apart = quantised(weight, scheme, float(weight.abs().max()), moments)
         assert whole.keys() == apart.keys()
         for kind, tensor in whole.items():
@@ -212,7 +212,7 @@ def test_no_group_is_worse_than_by_its_range(name: str, rows: int, dtype: torch.
     largest = float(weight.abs().max())
     scales = find_scales(weight, scheme.weights, largest)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deploy.quantize.rounding.SHRINKS", (1.0,))
+        patch.setattr("aerie.deploy.quantize.rounding.SHRINKS", (1.0,))
         by_range = find_scales(weight, scheme.weights, largest)
 
     def errors(each: Scales) -> Tensor:
@@ -277,7 +277,7 @@ def test_what_cannot_be_is_one_line_and_leaves_nothing(
     file.write_bytes(whole[:-100])
     assert "model.safetensors: is cut off or damaged" in refused(capsys, tmp_path, target, *four)
     file.write_bytes(whole)
-    monkeypatch.setattr("deploy.quantize.command.find_spec", lambda name: None)
+    monkeypatch.setattr("aerie.deploy.quantize.command.find_spec", lambda name: None)
     assert install_command("quantize") in refused(capsys, tmp_path, target, *four)
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.http.text.tokenizer import ChatTokenizer
-from deploy.cli import main
-from deploy.tekken import tekken_tokenizer
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.deploy.cli import main
+from aerie.deploy.tekken import tekken_tokenizer
 
 WORDS = [bytes([i]) for i in range(256)]
 WORDS += [b"ab", b"bc", b"abc", b"aa", b"aaaa", b" a", "é".encode(), "日".encode()[:2], "日".encode(), b"bcbc", b" abc"]

@@ -13,16 +13,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from cluster.http.text.harmony_prompt import HarmonyPrompt
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
-from deploy.cli import main
-from deploy.offline.llm import LLM
+from aerie.cluster.http.text.harmony_prompt import HarmonyPrompt
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
+from aerie.deploy.cli import main
+from aerie.deploy.offline.llm import LLM
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.support import MODELS
 from tests.support.edge_client import MODEL, served
 from tests.support.harmony import SOURCE
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 TARGET = MODELS / "target"
 PARAMETERS = {
@@ -37,7 +37,7 @@ MESSAGES: Any = [{"role": "user", "content": "How is the weather?"}]
 
 
 class OfflineEngine:
-    """`cluster.http.engine_client.EngineClient` over an engine of this process."""
+    """`aerie.cluster.http.engine_client.EngineClient` over an engine of this process."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm

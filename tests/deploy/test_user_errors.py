@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-from deploy.cli import main
-from speculative.training.samples import LENGTH_STEP
+from aerie.deploy.cli import main
+from aerie.speculative.training.samples import LENGTH_STEP
 from tests.support import MODELS
 
 ROW = {"question": "What is 1 plus 1?", "answer": "2"}

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable
 
-from cluster.plan import RankPlan
-from cluster.replica import worker_actor
-from cluster.replica.engine import Engine
+from aerie.cluster.plan import RankPlan
+from aerie.cluster.replica import worker_actor
+from aerie.cluster.replica.engine import Engine
+from aerie.workers.config import PLAIN, RoundShape, RoundShapes
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.executor import StepExecutor
 from tests.support.scripted import ScriptedExecutor
-from workers.config import PLAIN, RoundShape, RoundShapes
-from workers.engine_layout import EngineLayout
-from workers.runner.executor import StepExecutor
 
 Report = Callable[[str, float], None]
 
@@ -17,7 +17,8 @@ TREE = RoundShape(name="tree", width=4, max_new_tokens=4, draft_tokens=2)
 
 
 class ScriptedRank:
-    """Stands for `cluster.assembly.RankBuilder`. Tokens follow from seed and position alone; a step takes 10 ms."""
+    """Stands for `aerie.cluster.assembly.RankBuilder`. Tokens follow from seed and position alone; a step takes 10
+    ms."""
 
     device_name = "script"
 

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import yaml
 
-from deploy.config.files import starting_point
+from aerie.deploy.config.files import starting_point
 from tests.e2e.serving import RAY_ENVIRONMENT, free_port
 from tests.load.hostile.priority import NICENESS, outweigh
 from tests.support import ROOT
@@ -96,7 +96,7 @@ def serve_process(
     (folder / "my.yaml").write_text(yaml.safe_dump(content))
     log = folder / "log"
     with log.open("wb") as console:
-        command = [*before, sys.executable, "-m", "deploy.cli", "serve", *arguments, "--port", str(port)]
+        command = [*before, sys.executable, "-m", "aerie.deploy.cli", "serve", *arguments, "--port", str(port)]
         process = subprocess.Popen(
             command, cwd=folder, env=variables, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
         )

@@ -16,9 +16,9 @@ import httpx
 import msgspec
 import psutil
 
-from cluster.transport.messages import EngineStats
-from deploy.serve.environment import FAULT_ENVIRONMENT
-from workers.distributed.ports import free_port
+from aerie.cluster.transport.messages import EngineStats
+from aerie.deploy.serve.environment import FAULT_ENVIRONMENT
+from aerie.workers.distributed.ports import free_port
 
 START_LIMIT_S = 120.0
 END_LIMIT_S = 30.0
@@ -90,10 +90,10 @@ def serving(port: int, args: dict[str, Any], base: Path, scripted: bool = False)
     """One application on a running Serve. scripted: its ranks have no model, see `tests.e2e.scripted_rank`."""
     from ray import serve
 
-    from cluster.replica.engine import Engine
-    from deploy.app import application
-    from deploy.checks import planned
-    from deploy.nodes import cluster_nodes
+    from aerie.cluster.replica.engine import Engine
+    from aerie.deploy.app import application
+    from aerie.deploy.checks import planned
+    from aerie.deploy.nodes import cluster_nodes
     from tests.e2e.scripted_rank import ScriptedEngine
 
     plan = planned(args, cluster_nodes(), base)

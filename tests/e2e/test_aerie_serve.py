@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from cluster.replica.rank_process import NAME
+from aerie.cluster.replica.rank_process import NAME
 from tests.e2e.serving import free_port
 from tests.support import ROOT
 from tests.support.repository.wheel import environment
@@ -47,7 +47,7 @@ def read(event, arguments):
 
 class Finder:
     def find_spec(self, name, path, target=None):
-        counted = {"cluster.config": "parse", "cluster.plan": "resolve"}.get(name)
+        counted = {"aerie.cluster.config": "parse", "aerie.cluster.plan": "resolve"}.get(name)
         if counted is None:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -148,7 +148,7 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive
     console = log.read_text()
-    assert f"target      {installed}/deploy/models/target" in console
+    assert f"target      {installed}/aerie/deploy/models/target" in console
     for phase in ("placed, imported", "target loaded", "rank  node"):
         assert phase in console
     *start, ready, draining = console.splitlines()

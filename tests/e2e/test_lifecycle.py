@@ -77,7 +77,7 @@ def test_no_file_and_no_process_shows_a_key_to_others(tmp_path: Path, folders: P
 
 def _aerie(*words: str) -> "subprocess.CompletedProcess[str]":
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "deploy.cli", *words]
+    command = [sys.executable, "-m", "aerie.deploy.cli", *words]
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
 
 
@@ -168,7 +168,7 @@ def test_a_full_temporary_folder_is_told_in_a_line_or_does_no_harm(tmp_path: Pat
         script = (
             "mount -t tmpfs -o size=40m none /tmp && chmod 1777 /tmp && "
             f"dd if=/dev/zero of=/tmp/filler bs=1K count={40 * 1024 - left_kb} 2>/dev/null; "
-            f"exec timeout -s TERM 60 {sys.executable} -m deploy.cli serve --port {free_port()}"
+            f"exec timeout -s TERM 60 {sys.executable} -m aerie.deploy.cli serve --port {free_port()}"
         )
         command = ["unshare", "--mount", "--", "sh", "-c", script]
         variables = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": "/tmp", "RAY_AUTH_MODE": "disabled"}
@@ -229,7 +229,15 @@ def test_stop_ends_a_node_and_no_other_ray_of_the_host(tmp_path: Path, folders: 
     variables = os.environ | {"PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
     try:
         for number, port in enumerate(ports):
-            command = [sys.executable, "-m", "deploy.cli", "start", "--head", f"--port={port}", "--node-ip=127.0.0.1"]
+            command = [
+                sys.executable,
+                "-m",
+                "aerie.deploy.cli",
+                "start",
+                "--head",
+                f"--port={port}",
+                "--node-ip=127.0.0.1",
+            ]
             place = folders / f"ray{number}"
             place.mkdir()
             subprocess.run(command, env=variables | {"RAY_TMPDIR": str(place)}, check=True, timeout=120)

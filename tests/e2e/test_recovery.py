@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.replica.supervisor import WATCH_PERIOD_S
+from aerie.cluster.replica.supervisor import WATCH_PERIOD_S
 from tests.e2e.checkpoint import make_tokenizer
 from tests.e2e.serving import Server, actor_pids, engine_stats, serving, wait_idle
 from tests.support.scripted import VOCABULARY, scripted_token

@@ -130,9 +130,9 @@ def test_one_of_two_engines_dies_and_no_request_fails(server: Server, victim: st
 def _update(args: dict[str, Any], folder: Path) -> None:
     from ray import serve
 
-    from deploy.app import application
-    from deploy.checks import planned
-    from deploy.nodes import cluster_nodes
+    from aerie.deploy.app import application
+    from aerie.deploy.checks import planned
+    from aerie.deploy.nodes import cluster_nodes
     from tests.e2e.scripted_rank import ScriptedEngine
 
     serve.run(application(planned(args, cluster_nodes(), folder), ScriptedEngine), name="aerie", route_prefix="/")

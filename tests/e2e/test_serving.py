@@ -57,7 +57,7 @@ def test_what_tries_grammars_is_begun_before_the_first_of_them(server: Server) -
     (ingress,) = actor_pids("ServeReplica:aerie:Ingress")
     deadline_s = time.monotonic() + 30.0
     while (
-        not (found := _children(ingress, "workers.structured_output.mask_process.template_process"))
+        not (found := _children(ingress, "aerie.workers.structured_output.mask_process.template_process"))
         and time.monotonic() < deadline_s
     ):
         time.sleep(0.1)

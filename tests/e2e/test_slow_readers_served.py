@@ -24,12 +24,12 @@ import numpy as np
 import psutil
 import pytest
 
-from deploy.serve.environment import silence_limit_s, use_haproxy
+from aerie.deploy.serve.environment import silence_limit_s, use_haproxy
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.e2e.checkpoint import make_tokenizer
 from tests.e2e.serving import Server, engine_stats, ray_cluster, serving, wait_idle
 from tests.support.scripted import VOCABULARY, scripted_output
 from tests.support.tiny_models import make_target
-from workers.scheduling.plan import SamplingParams
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deploy.bench.arrivals import Mix, Traffic
-from deploy.bench.stream_client import Answered, Connection, request_bytes
+from aerie.deploy.bench.arrivals import Mix, Traffic
+from aerie.deploy.bench.stream_client import Answered, Connection, request_bytes
 from tests.load.scenario import Load
 
 CONNECT_LIMIT_S = 3.0

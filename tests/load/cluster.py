@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import yaml
 
-from cluster.replica.rank_process import NAME
-from deploy.config.files import find_config
+from aerie.cluster.replica.rank_process import NAME
+from aerie.deploy.config.files import find_config
 from tests.bench.served import GROUPS
 from tests.load import gpus
 from tests.load.network import Network, address, namespace
@@ -181,7 +181,7 @@ class Cluster:
         """`aerie COMMAND` on a node, in a process group of its own."""
         console = self.folder / f"{command}-{node}-{len(self.consoles)}.log"
         self.consoles.append(console)
-        words = [*self._on(node), sys.executable, "-m", "deploy.cli", command, *arguments]
+        words = [*self._on(node), sys.executable, "-m", "aerie.deploy.cli", command, *arguments]
         environment = self._environment(node)
         with console.open("wb") as out:
             return subprocess.Popen(

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.replica.rank_process import NAME
+from aerie.cluster.replica.rank_process import NAME
 
 _PERIOD_S = 0.02
 _LOOK_PERIOD_S = 1.0  # for processes that are new

@@ -9,7 +9,7 @@ in float32, in which near ties are rare.
 
 from typing import Any
 
-from deploy.bench.arrivals import Lengths
+from aerie.deploy.bench.arrivals import Lengths
 from tests.load.scenario import DARK, Expect, Fault, Hosts, Load, Scenario
 
 INTERMEDIATE_SIZE = 1024

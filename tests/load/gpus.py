@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deploy.nodes import counted_gpus
+from aerie.deploy.nodes import counted_gpus
 from tests.load.scenario import Hosts
 
 # Before a command that is to run under another host name, which is its first argument.

@@ -1,7 +1,7 @@
 """The scenarios of `make load`, as data; those with GPUs are in `tests.load.gpu_matrix`. All serve the embedded pair;
 rates suit two cores."""
 
-from deploy.bench.arrivals import Lengths
+from aerie.deploy.bench.arrivals import Lengths
 from tests.load.gpu_matrix import GPU_SCENARIOS
 from tests.load.scenario import CUT, DARK, Expect, Fault, Hosts, Load, Scenario
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from deploy.bench.arrivals import Lengths
+from aerie.deploy.bench.arrivals import Lengths
 
 Part = Literal["worker", "coordinator", "engine", "ingress", "proxy", "proxy's manager", "raylet", "group"]
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cluster.config import AerieConfig, parse
-from cluster.placement import NodeResources, place
-from deploy.checks import check_checkpoints
+from aerie.cluster.config import AerieConfig, parse
+from aerie.cluster.placement import NodeResources, place
+from aerie.deploy.checks import check_checkpoints
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.runner.deterministic import refusal
 from tests.load.cluster import serve_content
 from tests.load.gpu_matrix import ACROSS, FOUR, GPU_SCENARIOS, INTERMEDIATE_SIZE, PEER, PEER_OWN, REPLICAS_BESIDE_HEAD
 from tests.load.gpus import host_name, node_environment, too_few, visible_gpus, widened
 from tests.load.sandbox import ROOT, unavailable
 from tests.load.scenario import Hosts, Scenario
-from workers.models.loading import read_target_config
-from workers.runner.deterministic import refusal
 
 TARGET = ROOT / "deploy/models/target"
 

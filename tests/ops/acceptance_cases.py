@@ -1,17 +1,17 @@
-"""`speculative.ops.acceptance`: trees, chains and roots alone; trees with fewer levels; requests near their limits,
-finished, with stop tokens, with penalties and without finite logits; padding rows."""
+"""`aerie.speculative.ops.acceptance`: trees, chains and roots alone; trees with fewer levels; requests near their
+limits, finished, with stop tokens, with penalties and without finite logits; padding rows."""
 
 import torch
 
-from speculative.ops.acceptance import accept_commit
-from speculative.ops.tree_growth import best_tree
-from speculative.tree.nodes import NO_TOKEN, Tree
+from aerie.speculative.ops.acceptance import accept_commit
+from aerie.speculative.ops.tree_growth import best_tree
+from aerie.speculative.tree.nodes import NO_TOKEN, Tree
+from aerie.workers.ops.vocabulary.largest import NOT_FINITE
+from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
+from aerie.workers.slots.slot_table import SlotTable
 from tests.ops.case import Case
 from tests.support.drafts.random_trees import random_candidates
 from tests.support.slots import enter
-from workers.ops.vocabulary.largest import NOT_FINITE
-from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
-from workers.slots.slot_table import SlotTable
 
 BATCH = 14
 VOCAB = 128

@@ -1,5 +1,5 @@
-"""`attention.ops`: rows of rounds and chunks with padding, page sizes from 1 on, paths that overlap, chunks without
-rows, more chunks than a kernel looks at together."""
+"""`aerie.attention.ops`: rows of rounds and chunks with padding, page sizes from 1 on, paths that overlap, chunks
+without rows, more chunks than a kernel looks at together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.fp8 import FP8
-from attention.head_norms import HeadNorms
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from attention.ops.move_path import move_path
-from attention.ops.rope_store import rope, rope_store
-from attention.ops.slot_mapping import map_decode_rows, map_prefill_rows
-from attention.rotation import Angles
-from attention.views import LayerKV
+from aerie.attention.fp8 import FP8
+from aerie.attention.head_norms import HeadNorms
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.attention.ops.move_path import move_path
+from aerie.attention.ops.rope_store import rope, rope_store
+from aerie.attention.ops.slot_mapping import map_decode_rows, map_prefill_rows
+from aerie.attention.rotation import Angles
+from aerie.attention.views import LayerKV
 from tests.ops.case import Case
 
 Arguments = Callable[[torch.device], tuple[Any, ...]]

@@ -1,8 +1,9 @@
-"""`speculative.ops.block_head`: one row a block, blocks shorter than the taps, odd widths, parts of a projection."""
+"""`aerie.speculative.ops.block_head`: one row a block, blocks shorter than the taps, odd widths, parts of a
+projection."""
 
 import torch
 
-from speculative.ops.block_head import convolve_blocks, score_candidates
+from aerie.speculative.ops.block_head import convolve_blocks, score_candidates
 from tests.ops.case import TYPES, Case
 from tests.ops.norm_cases import rows
 

@@ -1,7 +1,7 @@
 """What a case of an operation is: arguments that an operation can be given, and how near its implementations must come.
 
 Every operation has its cases in a module of this folder, named after the operation's (`norm_cases` for
-`workers.ops.norm`), as a tuple CASES.
+`aerie.workers.ops.norm`), as a tuple CASES.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from attention.ops.operation import Operation
+from aerie.attention.ops.operation import Operation
 from tests.support.slow import cover
 
 TYPES = (torch.float32, torch.bfloat16)

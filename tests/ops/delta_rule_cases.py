@@ -1,5 +1,5 @@
-"""`attention.ops.delta_rule`: rounds of one row to wide trees, ragged prompt chunks, and the commit between them; NaN
-wherever nothing may be read."""
+"""`aerie.attention.ops.delta_rule`: rounds of one row to wide trees, ragged prompt chunks, and the commit between them;
+NaN wherever nothing may be read."""
 
 import random
 from collections.abc import Callable
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.ops.delta_rule.chunks import delta_rule_chunks
-from attention.ops.delta_rule.commit import commit_rows
-from attention.ops.delta_rule.rounds import delta_rule_rounds
-from attention.ops.delta_rule.tables import ChunkTables, DeltaHeads, DeltaState, RoundTables
+from aerie.attention.ops.delta_rule.chunks import delta_rule_chunks
+from aerie.attention.ops.delta_rule.commit import commit_rows
+from aerie.attention.ops.delta_rule.rounds import delta_rule_rounds
+from aerie.attention.ops.delta_rule.tables import ChunkTables, DeltaHeads, DeltaState, RoundTables
 from tests.ops.case import TYPES, Case
 from tests.support.kernels.delta_rule import RandomTree, random_rows, random_weights
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from aerie.workers.ops.fp8.norm import fp8_rms_norm
+from aerie.workers.ops.fp8.rows import GROUP, Fp8Inputs, dequantized_rows, quantize_rows
 from tests.ops.case import TYPES, Case
 from tests.ops.norm_cases import rows
-from workers.ops.fp8.norm import fp8_rms_norm
-from workers.ops.fp8.rows import GROUP, Fp8Inputs, dequantized_rows, quantize_rows
 
 
 def _rows(

@@ -1,14 +1,14 @@
-"""`speculative.ops.guides`: random guides of some requests, none of others and of the padding slot; states that are
-none; forced tokens among and beside the proposals; chains and levels of trees."""
+"""`aerie.speculative.ops.guides`: random guides of some requests, none of others and of the padding slot; states that
+are none; forced tokens among and beside the proposals; chains and levels of trees."""
 
 import torch
 
-from speculative.ops import guides
-from speculative.tree.nodes import Level
+from aerie.speculative.ops import guides
+from aerie.speculative.tree.nodes import Level
+from aerie.workers.structured_output.guide_table import GuideTable, block_size
+from aerie.workers.structured_output.mask_table import MaskTable
 from tests.ops.case import Case
 from tests.ops.tree_growth_cases import proposals
-from workers.structured_output.guide_table import GuideTable, block_size
-from workers.structured_output.mask_table import MaskTable
 
 BATCH = 6
 SLOTS = (2, 6, 0, 5, 1, 3)  # 1 has no guide, 6 is padding

@@ -1,8 +1,8 @@
-"""`speculative.ops.head_input`: one row, odd widths, rows of the same token."""
+"""`aerie.speculative.ops.head_input`: one row, odd widths, rows of the same token."""
 
 import torch
 
-from speculative.ops.head_input import head_input
+from aerie.speculative.ops.head_input import head_input
 from tests.ops.case import TYPES, Case
 from tests.ops.norm_cases import rows
 

@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.fp8 import FP8, stored
-from attention.rotation import Angles
-from attention.views import LatentKV
+from aerie.attention.fp8 import FP8, stored
+from aerie.attention.rotation import Angles
+from aerie.attention.views import LatentKV
+from aerie.workers.ops.experts.router_gemm import router_gemm
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, dequantized_rows
+from aerie.workers.ops.gemm.workspace import Workspace
+from aerie.workers.ops.latent.expand_latents import expand_latents
+from aerie.workers.ops.latent.head_products import head_products
+from aerie.workers.ops.latent.latent_values import latent_values
+from aerie.workers.ops.latent.normed_latents import normed_latents
 from tests.ops.case import TYPES, Case
 from tests.ops.norm_cases import rows
-from workers.ops.experts.router_gemm import router_gemm
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, dequantized_rows
-from workers.ops.gemm.workspace import Workspace
-from workers.ops.latent.expand_latents import expand_latents
-from workers.ops.latent.head_products import head_products
-from workers.ops.latent.latent_values import latent_values
-from workers.ops.latent.normed_latents import normed_latents
 
 Arguments = Callable[[torch.device], tuple[Any, ...]]
 F32, BF16 = TYPES

@@ -1,4 +1,5 @@
-"""`workers.ops.norm` and `workers.ops.activation`: one row, odd widths, more rows than programs run at once."""
+"""`aerie.workers.ops.norm` and `aerie.workers.ops.activation`: one row, odd widths, more rows than programs run at
+once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aerie.workers.ops.activation import gelu_mul, sigmoid_mul, silu_mul
+from aerie.workers.ops.norm import add_rms_norm, rms_norm
 from tests.ops.case import TYPES, Case
-from workers.ops.activation import gelu_mul, sigmoid_mul, silu_mul
-from workers.ops.norm import add_rms_norm, rms_norm
 
 SIZES = ((1, 4096), (5, 896), (130, 512), (3, 72))
 

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aerie.workers.ops.experts.norm_route import Norm, NormedAndRouted, RouterWeights, cells_of, norm_route
+from aerie.workers.ops.experts.route import Routing, TokenSlots
+from aerie.workers.ops.gemm.workspace import Workspace
 from tests.ops.case import Case
-from workers.ops.experts.norm_route import Norm, NormedAndRouted, RouterWeights, cells_of, norm_route
-from workers.ops.experts.route import Routing, TokenSlots
-from workers.ops.gemm.workspace import Workspace
 
 # size, routing, shared experts, bias of the logits
 KINDS: dict[str, tuple[int, Routing, int, bool]] = {

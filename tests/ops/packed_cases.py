@@ -4,16 +4,16 @@ from typing import Any
 
 import torch
 
+from aerie.workers.ops.experts.gated import GELU_TANH, SWIGLU
+from aerie.workers.ops.experts.route import RouterLogits, Routing
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
+from aerie.workers.ops.packed.cuda.gated_mlp_tiles import gated_mlp_words
+from aerie.workers.ops.packed.expert_tiles import packed_expert_tiles, partial_sizes
+from aerie.workers.ops.packed.experts import PackedExpertWeights, packed_expert_products
+from aerie.workers.ops.packed.product import PackedProduct, choose_product, gated_mlp
+from aerie.workers.ops.packed.tiles import packed_workspace_size
+from aerie.workers.ops.packed.weight import PackedWeight, pack
 from tests.ops.case import Case
-from workers.ops.experts.gated import GELU_TANH, SWIGLU
-from workers.ops.experts.route import RouterLogits, Routing
-from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.ops.packed.cuda.gated_mlp_tiles import gated_mlp_words
-from workers.ops.packed.expert_tiles import packed_expert_tiles, partial_sizes
-from workers.ops.packed.experts import PackedExpertWeights, packed_expert_products
-from workers.ops.packed.product import PackedProduct, choose_product, gated_mlp
-from workers.ops.packed.tiles import packed_workspace_size
-from workers.ops.packed.weight import PackedWeight, pack
 
 SIZE, WIDTH, EXPERTS, SLOTS = 128, 64, 4, 2
 

@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aerie.workers.ops.sampling.choose import choose
+from aerie.workers.ops.sampling.draft_scores import count_levels, perturb
+from aerie.workers.ops.sampling.filters import Limits, find_limits, gaps
+from aerie.workers.ops.sampling.gumbel import Draws
+from aerie.workers.ops.sampling.logprobs import norms_and_top
+from aerie.workers.ops.sampling.masks import FREE, apply_masks
+from aerie.workers.ops.sampling.penalties import apply_penalties
+from aerie.workers.ops.slots.commit import commit
+from aerie.workers.ops.vocabulary.largest import NOT_FINITE, largest
+from aerie.workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
+from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
+from aerie.workers.slots.slot_table import SlotTable
 from tests.ops.case import Case
 from tests.ops.norm_cases import rows
 from tests.support.slots import enter
-from workers.ops.sampling.choose import choose
-from workers.ops.sampling.draft_scores import count_levels, perturb
-from workers.ops.sampling.filters import Limits, find_limits, gaps
-from workers.ops.sampling.gumbel import Draws
-from workers.ops.sampling.logprobs import norms_and_top
-from workers.ops.sampling.masks import FREE, apply_masks
-from workers.ops.sampling.penalties import apply_penalties
-from workers.ops.slots.commit import commit
-from workers.ops.vocabulary.largest import NOT_FINITE, largest
-from workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
-from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
-from workers.slots.slot_table import SlotTable
 
 Arguments = Callable[[torch.device], tuple[Any, ...]]
 BF16 = torch.bfloat16

@@ -1,10 +1,10 @@
-"""`speculative.ops.suffix_match`: texts of one token, shorter than a match, that repeat one token, and longer than a
-block; padding rows; chains that begin in the tree, end in it, or are not there."""
+"""`aerie.speculative.ops.suffix_match`: texts of one token, shorter than a match, that repeat one token, and longer
+than a block; padding rows; chains that begin in the tree, end in it, or are not there."""
 
 import torch
 
-from speculative.ops.suffix_match import MatchLimits, attach_chains, find_matches, record_tokens
-from speculative.tree.nodes import NO_TOKEN, Tree
+from aerie.speculative.ops.suffix_match import MatchLimits, attach_chains, find_matches, record_tokens
+from aerie.speculative.tree.nodes import NO_TOKEN, Tree
 from tests.ops.case import Case
 
 LENGTHS = (0, 1, 2, 7, 30, 500, 1023, 1024, 1025, 1990, 11, 3, 0)  # committed; the last row is the padding slot

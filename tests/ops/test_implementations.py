@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
-from attention.fp8 import FP8
-from attention.ops.operation import OPERATIONS, Implementation
+from aerie.attention.capability import Capability
+from aerie.attention.fp8 import FP8
+from aerie.attention.ops.operation import OPERATIONS, Implementation
+from aerie.workers.ops.__main__ import import_operations
 from tests.ops.case import TOLERANCE, Case, quick_cases
 from tests.support import DOCS
 from tests.support.kernels.triton_interpreter import INTERPRETED
 from tests.support.repository.pages import page_code
 from tests.support.slow import cover
-from workers.ops.__main__ import import_operations
 
 import_operations()
 CASES: tuple[Case, ...] = tuple(

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.ops import contracts
-from attention.ops.operation import OPERATIONS, Implementation, operation
-from speculative.build import local_engine
+from aerie.attention.ops import contracts
+from aerie.attention.ops.operation import OPERATIONS, Implementation, operation
+from aerie.speculative.build import local_engine
+from aerie.workers.ops.norm import add_rms_norm
 from tests.support.embedded import embedded_spec
-from workers.ops.norm import add_rms_norm
 
 
 @dataclass(frozen=True)

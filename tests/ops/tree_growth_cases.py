@@ -1,14 +1,14 @@
-"""`speculative.ops.tree_growth`: trees of several widths and depths, level by level. Many scores are equal; under a
-grammar fewer tokens than a level has nodes are finite; and a broken draft's are NaN or infinite."""
+"""`aerie.speculative.ops.tree_growth`: trees of several widths and depths, level by level. Many scores are equal; under
+a grammar fewer tokens than a level has nodes are finite; and a broken draft's are NaN or infinite."""
 
 from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
 
-from speculative.ops.tree_growth import grow, write_best
-from speculative.tree.nodes import Candidates, Children, Level, Tree
-from speculative.tree.shape import TreeShape
+from aerie.speculative.ops.tree_growth import grow, write_best
+from aerie.speculative.tree.nodes import Candidates, Children, Level, Tree
+from aerie.speculative.tree.shape import TreeShape
 from tests.ops.case import Case
 
 BATCH = 5

@@ -1,10 +1,10 @@
-"""`speculative.ops.tree_read`: plain rounds, chains of trees, and trees no deeper than a shape, of a wider table;
+"""`aerie.speculative.ops.tree_read`: plain rounds, chains of trees, and trees no deeper than a shape, of a wider table;
 padding rows; masks for a backend's buffer."""
 
 import torch
 
-from speculative.ops.tree_read import read_trees, write_roots
-from speculative.tree.nodes import Tree
+from aerie.speculative.ops.tree_read import read_trees, write_roots
+from aerie.speculative.tree.nodes import Tree
 from tests.ops.case import Case
 
 WIDTH = 37

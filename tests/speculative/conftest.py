@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 
 EOS, DEEP = 1, 8
 

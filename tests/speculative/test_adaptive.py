@@ -8,22 +8,22 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from speculative.build import EngineSpec, local_engine, plan_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import GraphCapture, RoundShapes, SchedulerConfig
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.runner import local_engine as engines
+from aerie.workers.runner.batch import StepBatch, StepTensors
+from aerie.workers.runner.decoding import FillMasks
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.runner.graphs.graph_keys import CHUNK_NEEDS, bucket_sizes
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.plan import SamplingParams, StepPlan, StepResult, unpack_i32
+from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.speculative.conftest import EOS, Pair
 from tests.support.engine_plans import as_captured
 from tests.support.kernels.eager_graphs import LazyRecorder
-from workers.config import GraphCapture, RoundShapes, SchedulerConfig
-from workers.distributed.tp_group import SOLO
-from workers.runner import local_engine as engines
-from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.decoding import FillMasks
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.graphs.graph_keys import CHUNK_NEEDS, bucket_sizes
-from workers.runner.worker import Worker
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.plan import SamplingParams, StepPlan, StepResult, unpack_i32
-from workers.scheduling.request import Request, RequestOutput
 
 GREEDY = SamplingParams(44, 0.0, stop_token_ids=(EOS,))
 RANDOM = replace(GREEDY, temperature=0.9, seed=11)

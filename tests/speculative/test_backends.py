@@ -11,32 +11,32 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attention.backend import AttentionBackend, Prepared
-from attention.capability import Capability
-from attention.config import DraftAttention, TargetAttention
-from attention.distribution import install_command
-from attention.metadata import DecodeBatch, Mode
-from attention.registry import BACKENDS, build_backend, choose_backends
-from speculative.build import EngineSpec, local_engine, plan_engine
-from speculative.config import SpeculativeConfig
-from speculative.speculation import draft_choices
+from aerie.attention.backend import AttentionBackend, Prepared
+from aerie.attention.capability import Capability
+from aerie.attention.config import DraftAttention, TargetAttention
+from aerie.attention.distribution import install_command
+from aerie.attention.metadata import DecodeBatch, Mode
+from aerie.attention.registry import BACKENDS, build_backend, choose_backends
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.speculation import draft_choices
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.runner.backends import ModelShape, needs_cpu_seq_lens, target_backends
+from aerie.workers.runner.batch import StepBatch, StepTensors
+from aerie.workers.runner.build import load_parts
+from aerie.workers.runner.decoding import DecodingStrategy
+from aerie.workers.runner.device_memory import device_memory
+from aerie.workers.runner.graphs.first_graphs import rounds_are_graphs
+from aerie.workers.runner.memory import RankMemory
+from aerie.workers.runner.worker import Worker
+from aerie.workers.sampling.sampler import SamplingNeeds
+from aerie.workers.scheduling.plan import SamplingParams, TokenLogprobs
+from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.engine_plans import build_worker
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.distributed.tp_group import SOLO
-from workers.runner.backends import ModelShape, needs_cpu_seq_lens, target_backends
-from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.build import load_parts
-from workers.runner.decoding import DecodingStrategy
-from workers.runner.device_memory import device_memory
-from workers.runner.graphs.first_graphs import rounds_are_graphs
-from workers.runner.memory import RankMemory
-from workers.runner.worker import Worker
-from workers.sampling.sampler import SamplingNeeds
-from workers.scheduling.plan import SamplingParams, TokenLogprobs
-from workers.scheduling.request import Request, RequestOutput
 
 META = torch.device("meta")
 
@@ -87,7 +87,7 @@ def test_a_start_is_refused_before_anything_is_loaded(pair: Pair) -> None:
 
 
 def shape_on(pair: Pair, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> ModelShape:
-    monkeypatch.setattr("attention.registry.is_installed", lambda package: True)
+    monkeypatch.setattr("aerie.attention.registry.is_installed", lambda package: True)
     engine = plan_engine(pair.spec(pair.chain()))
     config = dataclasses.replace(engine.target, head_dim=128)
     return ModelShape(config, 1, torch.bfloat16, 16, Capability("cuda", capability))
@@ -130,7 +130,7 @@ def test_a_chain_s_drafting_is_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_missing_package_names_the_extra(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = shape_on(pair, (9, 0), monkeypatch)
-    monkeypatch.setattr("attention.registry.is_installed", lambda package: False)
+    monkeypatch.setattr("aerie.attention.registry.is_installed", lambda package: False)
     with pytest.raises(
         ValueError,
         match=rf"flashinfer is not installed: {re.escape(install_command('cuda'))}; those that "
@@ -253,7 +253,7 @@ def test_a_round_copies_nothing_to_the_host(speculative: SpeculativeConfig, name
 
 @pytest.mark.gpu
 def test_a_backend_that_reads_lengths_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attention.backends.triton_backend import TritonBackend
+    from aerie.attention.backends.triton_backend import TritonBackend
 
     spec = gpu_spec(CHAIN, "triton", "triton", "triton")
     worker = build_worker(spec, plan_engine(spec))

@@ -6,25 +6,25 @@ import math
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import local_engine, plan_engine
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import local_engine, plan_engine
+from aerie.workers.config import RoundShapes, SchedulerConfig
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.batch import StepBatch, StepTensors
+from aerie.workers.runner.costs.cost_points import expected_ms, wanted
+from aerie.workers.runner.costs.cost_probe import LIMIT_S, CostProbe, Timer, probe_costs, probe_extent
+from aerie.workers.runner.costs.measured_table import table_of
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.runner.graphs.graph_keys import token_buckets
+from aerie.workers.runner.layout import slot_table
+from aerie.workers.scheduling.cost_table import CostTable, default_itl_target_ms
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.slots.slot_table import SlotTable
 from tests.speculative.conftest import Pair
 from tests.support.drafts.oracle import capture
 from tests.support.engine_plans import build_worker
 from tests.support.slow import slow
-from workers.config import RoundShapes, SchedulerConfig
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.engine_layout import EngineLayout
-from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.costs.cost_points import expected_ms, wanted
-from workers.runner.costs.cost_probe import LIMIT_S, CostProbe, Timer, probe_costs, probe_extent
-from workers.runner.costs.measured_table import table_of
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.graphs.graph_keys import token_buckets
-from workers.runner.layout import slot_table
-from workers.scheduling.cost_table import CostTable, default_itl_target_ms
-from workers.scheduling.plan import SamplingParams
-from workers.slots.slot_table import SlotTable
 
 CPU = torch.device("cpu")
 PAGE = 4

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.config import CacheConfig
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import FinishReason, Request
 from tests.speculative.conftest import EOS, Pair
 from tests.support.slow import slow
-from workers.config import SchedulerConfig
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import FinishReason, Request
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(EOS,))
 

@@ -11,26 +11,26 @@ from torch import nn
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.backends.triton_backend import TritonBackend  # noqa: E402
-from attention.config import CacheConfig  # noqa: E402
-from attention.metadata import Mode  # noqa: E402
-from speculative.build import (
+from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
+from aerie.attention.config import CacheConfig  # noqa: E402
+from aerie.attention.metadata import Mode  # noqa: E402
+from aerie.speculative.build import (
     EngineSpec,  # noqa: E402
     local_engine,  # noqa: E402
 )
-from speculative.config import SpeculativeConfig  # noqa: E402
-from tests.speculative.conftest import Pair  # noqa: E402
-from tests.support.kernels.triton_interpreter import INTERPRETED  # noqa: E402
-from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E402
-from workers.config import SchedulerConfig  # noqa: E402
-from workers.layers.linear import LinearBase  # noqa: E402
-from workers.layers.weighted import WeightedModule  # noqa: E402
-from workers.ops.gemm.tiles import workspace_size  # noqa: E402
-from workers.ops.gemm.workspace import (
+from aerie.speculative.config import SpeculativeConfig  # noqa: E402
+from aerie.workers.config import SchedulerConfig  # noqa: E402
+from aerie.workers.layers.linear import LinearBase  # noqa: E402
+from aerie.workers.layers.weighted import WeightedModule  # noqa: E402
+from aerie.workers.ops.gemm.tiles import workspace_size  # noqa: E402
+from aerie.workers.ops.gemm.workspace import (
     GEMMOptions,  # noqa: E402
     Workspace,  # noqa: E402
 )
-from workers.scheduling.plan import SamplingParams  # noqa: E402
+from aerie.workers.scheduling.plan import SamplingParams  # noqa: E402
+from tests.speculative.conftest import Pair  # noqa: E402
+from tests.support.kernels.triton_interpreter import INTERPRETED  # noqa: E402
+from tests.support.tiny_models import VOCAB, make_eagle, make_target  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED, reason="tests/speculative/gpu/test_gpu_deterministic.py does it on GPUs"
@@ -63,11 +63,11 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             module.finish(GEMMOptions(workspace, deterministic, fp8=True))
             module.finished = True
 
-    monkeypatch.setattr("workers.runner.build.checked_deterministic", lambda worker, *_: worker.deterministic)
+    monkeypatch.setattr("aerie.workers.runner.build.checked_deterministic", lambda worker, *_: worker.deterministic)
     monkeypatch.setattr(
-        "workers.runner.build.target_backends", lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN))
+        "aerie.workers.runner.build.target_backends", lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN))
     )
-    monkeypatch.setattr("workers.models.loading.finish_weights", finish_target)
+    monkeypatch.setattr("aerie.workers.models.loading.finish_weights", finish_target)
 
 
 def answers(pair: Pair, speculative: SpeculativeConfig | None, at_once: int, max_step_tokens: int) -> list[list[int]]:

@@ -5,19 +5,19 @@ from typing import Any, cast
 import pytest
 import torch
 
-import speculative.draft_backlog as backlog
-from speculative.build import local_engine
-from speculative.drafts.drafter import DraftRunner
-from speculative.ops.acceptance import accept_commit
-from speculative.step_parts import Rounds
-from speculative.tree.nodes import Tree, root_only_trees
+import aerie.speculative.draft_backlog as backlog
+from aerie.speculative.build import local_engine
+from aerie.speculative.drafts.drafter import DraftRunner
+from aerie.speculative.ops.acceptance import accept_commit
+from aerie.speculative.step_parts import Rounds
+from aerie.speculative.tree.nodes import Tree, root_only_trees
+from aerie.workers.config import RoundShapes
+from aerie.workers.sampling.sampler import Sampled
+from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
+from aerie.workers.slots.slot_table import SlotTable
 from tests.speculative.conftest import EOS, Pair
 from tests.support.slots import enter
 from tests.support.slow import slow
-from workers.config import RoundShapes
-from workers.sampling.sampler import Sampled
-from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
-from workers.slots.slot_table import SlotTable
 
 PLAIN_STEPS = 21  # more than a backlog holds, and no multiple of it
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 
 import pytest
 
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.requests.test_prompt_logprobs import TOP, collect, requests_of
 from tests.speculative.test_losslessness import acceptance_length
 from tests.support.embedded import CHAIN, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.scheduling.plan import SamplingParams
 
 NUM_NEEDLES = 24
 

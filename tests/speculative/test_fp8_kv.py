@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine, plan_engine
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from tests.speculative.conftest import Pair
 from tests.speculative.test_decoding import accepted_share, run
 from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 
 CACHE = CacheConfig(page_size=4, num_pages=400, dtype="fp8_e4m3")
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support import ROOT
 from tests.support.slow import slow
 from tests.support.targets.needles import ANSWER, NEEDLES, texts
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.scheduling.plan import SamplingParams
 
 MODEL = ROOT / "tests" / "models" / "retrieval_tiny"
 TEXTS = 2  # of 12 needles

@@ -7,21 +7,21 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import GraphCapture
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.runner.batch import StepBatch, StepTensors
+from aerie.workers.runner.decoding import FillMasks
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.runner.graphs.graph_keys import bucket_sizes
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.capture_pacing import IDLE_S
+from aerie.workers.scheduling.plan import SamplingParams, StepPlan
+from aerie.workers.scheduling.request import Request
 from tests.speculative.conftest import EOS, Pair
 from tests.support.kernels.eager_graphs import LazyRecorder
-from workers.config import GraphCapture
-from workers.distributed.tp_group import SOLO
-from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.decoding import FillMasks
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.graphs.graph_keys import bucket_sizes
-from workers.runner.local_engine import LocalEngine
-from workers.runner.worker import Worker
-from workers.scheduling.capture_pacing import IDLE_S
-from workers.scheduling.plan import SamplingParams, StepPlan
-from workers.scheduling.request import Request
 
 GREEDY = SamplingParams(14, 0.0, stop_token_ids=(EOS,))
 RANDOM = replace(GREEDY, temperature=1.0, seed=3)

@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.config import CacheConfig
-from attention.ops.delta_rule.formulas import advanced, convolved, gates, heads_of
-from attention.ops.delta_rule.tables import TAPS, LayerState
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.attention.ops.delta_rule.formulas import advanced, convolved, gates, heads_of
+from aerie.attention.ops.delta_rule.tables import TAPS, LayerState
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import GraphCapture, SchedulerConfig
+from aerie.workers.layers.gated_delta_net import GatedDeltaNet
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative import test_backends as backends_tests
 from tests.speculative.conftest import EOS, Pair
 from tests.speculative.test_decoding import run
@@ -23,10 +27,6 @@ from tests.support.drafts import fuzzed_requests
 from tests.support.drafts.fuzzed_requests import serve_fuzzed
 from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
-from workers.config import GraphCapture, SchedulerConfig
-from workers.layers.gated_delta_net import GatedDeltaNet
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
 
 TOLERANCE = 2e-4  # of states of magnitude 5: sums of float32 in another order, over up to 100 tokens
 
@@ -200,8 +200,8 @@ def test_recorded_steps_answer_as_others(hybrid: Pair) -> None:
 @pytest.mark.parametrize("kind", ["plain", "tree"])
 def test_a_round_reads_nothing_on_the_host(hybrid: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device; the operations' references, which may read, are left out."""
-    monkeypatch.setattr("attention.recurrent.batch.delta_rule_rounds", lambda *given: None)
-    monkeypatch.setattr("attention.recurrent.pool.commit_rows", lambda *given: None)
+    monkeypatch.setattr("aerie.attention.recurrent.batch.delta_rule_rounds", lambda *given: None)
+    monkeypatch.setattr("aerie.attention.recurrent.pool.commit_rows", lambda *given: None)
     backends_tests.test_a_round_reads_nothing_on_the_host(hybrid, kind, True)
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.speculative.conftest import Pair
 from tests.support.drafts.block_reference import head_for, make_block_head
 from tests.support.embedded import BLOCK_TREE, CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.config import SchedulerConfig
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 NUM_PROMPTS, CONCURRENCY = 200, 16
 

@@ -6,15 +6,15 @@ import random
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import local_engine, plan_engine
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import local_engine, plan_engine
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.runner.build import build_rank
+from aerie.workers.runner.device_memory import HostMemory
+from aerie.workers.runner.memory import RankMemory
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import VOCAB
-from workers.config import SchedulerConfig
-from workers.runner.build import build_rank
-from workers.runner.device_memory import HostMemory
-from workers.runner.memory import RankMemory
-from workers.scheduling.plan import SamplingParams
 
 
 def test_a_rank_is_built_to_what_there_is_and_its_replacement_to_the_same(pair: Pair) -> None:

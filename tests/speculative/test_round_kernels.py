@@ -6,10 +6,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from aerie.workers.ops.vocabulary.largest import NOT_FINITE  # noqa: E402
+from aerie.workers.ops.vocabulary.largest_triton import largest  # noqa: E402
+from aerie.workers.ops.vocabulary.topk_log_softmax_triton import topk_log_softmax  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.ops.vocabulary.largest import NOT_FINITE  # noqa: E402
-from workers.ops.vocabulary.largest_triton import largest  # noqa: E402
-from workers.ops.vocabulary.topk_log_softmax_triton import topk_log_softmax  # noqa: E402
 
 pytestmark = MARKS
 

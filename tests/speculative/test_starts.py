@@ -12,12 +12,12 @@ import msgspec
 import pytest
 import yaml
 
-from deploy.config.files import starting_point
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.deploy.config.files import starting_point
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.embedded import embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.scheduling.plan import SamplingParams
 
 LEARNING = 3  # questions, of some 60 steps each
 

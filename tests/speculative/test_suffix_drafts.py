@@ -9,9 +9,12 @@ from random import Random
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine, plan_engine, plan_weights
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine, plan_weights
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative import test_backends as backends_tests
 from tests.speculative.conftest import EOS, Pair
 from tests.speculative.test_graphs_while_serving import with_recordings
@@ -20,9 +23,6 @@ from tests.support.drafts.fuzzed_requests import Key, serve_fuzzed
 from tests.support.known_models import make_known
 from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_target
-from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
 
 SUFFIX = SpeculativeConfig(method="suffix", num_steps=15, num_draft_tokens=16)
 CONCURRENCY = 5

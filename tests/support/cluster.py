@@ -7,19 +7,19 @@ from pathlib import Path
 
 import zmq
 
-from attention.config import CacheConfig
-from cluster.coordinator.coordinator import Coordinator
-from cluster.coordinator.loop import CoordinatorSettings
-from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel, connect_engine
-from cluster.transport.encoding import Message, decode_numbered, encode
-from cluster.transport.messages import EngineState, GenerateRequest, Refusal, Refused, TokenBatch, TokenDelta
-from cluster.transport.sockets import Transport
+from aerie.attention.config import CacheConfig
+from aerie.cluster.coordinator.coordinator import Coordinator
+from aerie.cluster.coordinator.loop import CoordinatorSettings
+from aerie.cluster.replica.worker_loop import run_worker_loop
+from aerie.cluster.transport.channel import RankChannel, connect_engine
+from aerie.cluster.transport.encoding import Message, decode_numbered, encode
+from aerie.cluster.transport.messages import EngineState, GenerateRequest, Refusal, Refused, TokenBatch, TokenDelta
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.plan import SamplingParams, StepPlan, pack_i32
+from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.scripted import ScriptedExecutor
-from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import SamplingParams, StepPlan, pack_i32
-from workers.scheduling.scheduler import Scheduler
 
 TREE = RoundShape(name="tree", width=6, max_new_tokens=4, draft_tokens=2)
 TIMEOUT_S = 10.0

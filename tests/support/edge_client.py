@@ -11,9 +11,9 @@ import httpx
 import uvicorn
 from starlette.types import ASGIApp
 
-from cluster.http.app import build_app
-from cluster.http.config import EdgeConfig
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.fake_engine import FakeEngine, chat_tokenizer
 
 MODEL = "tiny/model"

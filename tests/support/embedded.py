@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attention.config import CacheConfig
-from cluster.config import read_content
-from deploy.config.files import locate
-from speculative.build import EngineSpec
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.cluster.config import read_content
+from aerie.deploy.config.files import locate
+from aerie.speculative.build import EngineSpec
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from tests.support import MODELS
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 
 CHAIN = SpeculativeConfig(str(MODELS / "draft"), num_steps=3, top_k=1, num_draft_tokens=4)
 TREE = SpeculativeConfig(str(MODELS / "draft"), num_steps=5, top_k=4, num_draft_tokens=16)

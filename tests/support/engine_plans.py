@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from speculative.build import EngineSpec
-from workers.runner.build import PhaseReport, build_rank
-from workers.runner.layout import EnginePlan
-from workers.runner.worker import Worker
+from aerie.speculative.build import EngineSpec
+from aerie.workers.runner.build import PhaseReport, build_rank
+from aerie.workers.runner.layout import EnginePlan
+from aerie.workers.runner.worker import Worker
 
 
 def as_captured(engine: EnginePlan) -> EnginePlan:

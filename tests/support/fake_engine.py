@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.http.engine_client import EngineRefused
-from cluster.http.text.chat_template import ChatTemplate
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
-from workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs, pack_i32
+from aerie.cluster.http.engine_client import EngineRefused
+from aerie.cluster.http.text.chat_template import ChatTemplate
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
+from aerie.workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs, pack_i32
 
 EOS = "<|im_end|>"
 CHATML = (
@@ -36,7 +36,7 @@ class Call:
 
 @dataclass
 class FakeEngine:
-    """Implements `cluster.http.engine_client.EngineClient`.
+    """Implements `aerie.cluster.http.engine_client.EngineClient`.
 
     script: the deltas of each call.
     calls: what was asked.

@@ -4,8 +4,8 @@ from datetime import date
 
 from tokenizers import Tokenizer
 
-from cluster.http.text.harmony_prompt import MARKS, STOPS, HarmonyPrompt
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.harmony_prompt import MARKS, STOPS, HarmonyPrompt
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.fake_engine import small_tokenizer
 
 # What tells the published template; it is not rendered.

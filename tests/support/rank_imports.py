@@ -2,9 +2,9 @@
 
 import pytest  # noqa: F401
 
-import speculative.build  # noqa: F401
+import aerie.speculative.build  # noqa: F401
+import aerie.workers.runner.rank_processes  # noqa: F401
 import tests.support.ranks  # noqa: F401
-import workers.runner.rank_processes  # noqa: F401
 from tests.support.structured_output import quick_templates
 
 quick_templates.install()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.distributed.ports import free_port
+from aerie.workers.distributed.ports import free_port
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 
@@ -36,7 +36,7 @@ def forked_ranks() -> Iterator[None]:
     """The ranks of local engines start so too. For the conftest.py of folders whose tests have such engines."""
     forked = SimpleNamespace(get_context=lambda _: fresh_processes())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("workers.runner.rank_processes.multiprocessing", forked)
+        patch.setattr("aerie.workers.runner.rank_processes.multiprocessing", forked)
         yield
 
 

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.kv_cache.pool import KVPool
-from speculative.tree.nodes import Tree
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.speculative.tree.nodes import Tree
+from aerie.workers.runner.batch import StepBatch, StepTensors
+from aerie.workers.sampling.sampler import SamplingNeeds
+from aerie.workers.scheduling.plan import SamplingParams, SlotInit, StepPlan, pack_i32
 from tests.support.replica import MAX_TOKENS, NUM_FAVOURITES, Arm, Replica
 from tests.support.slots import apply_plan
-from workers.runner.batch import StepBatch, StepTensors
-from workers.sampling.sampler import SamplingNeeds
-from workers.scheduling.plan import SamplingParams, SlotInit, StepPlan, pack_i32
 
 KEY_SCALE = 3.0  # scores of a standard deviation of two or three: attention has its favourites too
 

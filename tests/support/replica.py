@@ -9,19 +9,19 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.config import CacheConfig, DraftAttention, TargetAttention
-from attention.kv_cache.pool import KVPool
-from speculative.build import EngineSpec, plan_engine
-from speculative.config import SpeculativeConfig
-from speculative.decoding import SpeculativeDecoding
-from speculative.tree_table import TreeTable
+from aerie.attention.config import CacheConfig, DraftAttention, TargetAttention
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.speculative.build import EngineSpec, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.decoding import SpeculativeDecoding
+from aerie.speculative.tree_table import TreeTable
+from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.runner.decoding import Autoregressive, DecodingStrategy
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.slots.slot_table import SlotTable
 from tests.support.engine_plans import build_worker
-from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
-from workers.engine_layout import EngineLayout
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.runner.decoding import Autoregressive, DecodingStrategy
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.slots.slot_table import SlotTable
 
 NUM_FAVOURITES = 8  # tokens that most choices fall on, so that a random draft guesses some of them
 MAX_TOKENS = 60

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from attention.kv_cache.window_pages import WindowSizes
-from workers.config import RoundShape, RoundShapes
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import (
+from aerie.attention.kv_cache.window_pages import WindowSizes
+from aerie.workers.config import RoundShape, RoundShapes
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_STOP,
@@ -206,7 +206,7 @@ class _Slot:
 
 
 class ScriptedExecutor:
-    """Implements `workers.runner.executor.StepExecutor`; a step runs when it is submitted.
+    """Implements `aerie.workers.runner.executor.StepExecutor`; a step runs when it is submitted.
 
     prompts: by seed, what prompts must hold, so that the KV of prefix-cached tokens can be checked too. delay_s: time a
     step takes, during which `ready` is false.

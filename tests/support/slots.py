@@ -1,8 +1,8 @@
 """Requests in slots, without a scheduler."""
 
-from workers.scheduling.plan import SlotInit, StepPlan
-from workers.slots.slot_table import SlotTable
-from workers.slots.upload import upload
+from aerie.workers.scheduling.plan import SlotInit, StepPlan
+from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots.upload import upload
 
 
 def apply_plan(slots: SlotTable, plan: StepPlan) -> None:

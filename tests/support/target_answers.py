@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, WorkerConfig
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.scheduling.plan import SamplingParams, TokenLogprobs
+from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.support.tiny_models import make_eagle3
 from tests.workers.models.test_targets import by_transformers, by_us, prompts, requests_of, worker_of
-from workers.config import ModelSource, WorkerConfig
-from workers.models.config import ModelConfig
-from workers.models.loading import read_target_config
-from workers.scheduling.plan import SamplingParams, TokenLogprobs
-from workers.scheduling.request import Request, RequestOutput
 
 CHAIN, TREE = (3, 1, 4), (3, 4, 12)
 FEW_PAGES = 40  # of 4 tokens: the longest request takes 27, all of them 54 and more

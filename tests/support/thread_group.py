@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from workers.distributed.tp_group import TPGroup, side_by_side
+from aerie.workers.distributed.tp_group import TPGroup, side_by_side
 
 T = TypeVar("T")
 

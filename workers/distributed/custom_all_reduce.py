@@ -1,9 +1,9 @@
 """All-reduces without NCCL between the GPUs of one node: each rank maps the others' memory, over PyTorch's symmetric
 memory without NVLink multicast.
 
-`workers.distributed.tp_group.join_tp_group` connects the ranks once, before any graph is captured; `TPGroup` tries this
-first. The method depends only on shape, dtype and number of ranks, so all ranks choose the same. All state is on the
-device, so it works the same in a captured graph.
+`aerie.workers.distributed.tp_group.join_tp_group` connects the ranks once, before any graph is captured; `TPGroup`
+tries this first. The method depends only on shape, dtype and number of ranks, so all ranks choose the same. All state
+is on the device, so it works the same in a captured graph.
 """
 
 import logging
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.distributed.agreement import boot_id, gather_objects, problems_of_all
-from workers.ops.collectives.one_shot_all_reduce import one_shot_all_reduce
+from aerie.workers.distributed.agreement import boot_id, gather_objects, problems_of_all
+from aerie.workers.ops.collectives.one_shot_all_reduce import one_shot_all_reduce
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 class Method(Enum):
     """A method of summing. ONE_SHOT and TWO_SHOT give the same bits on every rank.
 
-    ONE_SHOT: `workers.ops.collectives.one_shot_all_reduce`, which sums in float32 in rank order.
+    ONE_SHOT: `aerie.workers.ops.collectives.one_shot_all_reduce`, which sums in float32 in rank order.
     TWO_SHOT: each rank sums its share of the elements and sends it to the others (symm_mem.two_shot_all_reduce).
     """
 

@@ -4,8 +4,8 @@ Gloo uses a thread on either side, so an all-reduce needs four thread switches: 
 pass of the embedded target. Here each rank writes its data to memory that the others read, sets its word, and waits for
 the words of the others: 0.2 to 0.4 ms.
 
-`workers.distributed.tp_group.join_tp_group` connects the ranks once. The memory has no name, so nothing remains when
-they end.
+`aerie.workers.distributed.tp_group.join_tp_group` connects the ranks once. The memory has no name, so nothing remains
+when they end.
 """
 
 import logging
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.distributed.agreement import boot_id, gather_objects, problems_of_all
+from aerie.workers.distributed.agreement import boot_id, gather_objects, problems_of_all
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
-from attention.capability import Capability
-from workers.distributed.custom_all_reduce import CustomAllReduce, connect
-from workers.distributed.shared_memory import SharedMemory, connect_shared_memory
+from aerie.attention.capability import Capability
+from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, connect
+from aerie.workers.distributed.shared_memory import SharedMemory, connect_shared_memory
 
 JOIN_TIMEOUT = timedelta(seconds=60)
 

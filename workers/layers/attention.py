@@ -3,19 +3,19 @@
 import torch
 from torch import Tensor
 
-from attention.head_norms import HeadNorms
-from attention.rotation import Angles
-from attention.scores import ScoreRule
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import AttentionLayer
-from workers.layers.forward_context import ForwardContext
-from workers.layers.kv_scales import KVScaleWeights
-from workers.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, kv_head_span, rank_span
-from workers.layers.norm import ProjectionNorm, RMSNorm, norm_projections
-from workers.layers.weighted import Vector
-from workers.ops.activation import sigmoid_mul
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.span import Span
+from aerie.attention.head_norms import HeadNorms
+from aerie.attention.rotation import Angles
+from aerie.attention.scores import ScoreRule
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import AttentionLayer
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.kv_scales import KVScaleWeights
+from aerie.workers.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, kv_head_span, rank_span
+from aerie.workers.layers.norm import ProjectionNorm, RMSNorm, norm_projections
+from aerie.workers.layers.weighted import Vector
+from aerie.workers.ops.activation import sigmoid_mul
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.workers.span import Span
 
 
 class Attention(AttentionLayer):

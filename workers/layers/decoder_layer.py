@@ -1,16 +1,16 @@
-"""The pre-norm residual block of all decoders. The model family (`workers.models`) supplies attention and MLP."""
+"""The pre-norm residual block of all decoders. The model family (`aerie.workers.models`) supplies attention and MLP."""
 
 from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from attention.rotation import Angles
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.forward_context import ForwardContext
-from workers.layers.norm import RMSNorm
-from workers.ops.experts.norm_route import Norm
-from workers.ops.experts.route import TokenSlots
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.attention.rotation import Angles
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.norm import RMSNorm
+from aerie.workers.ops.experts.norm_route import Norm
+from aerie.workers.ops.experts.route import TokenSlots
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 
 
 class AttentionLayer(nn.Module, ABC):

@@ -6,17 +6,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
-from workers.layers.shared_experts import shared_columns, shared_rows, with_shared
-from workers.layers.weighted import WeightMethod, check_plain, check_shape
-from workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
-from workers.ops.experts.gated import SWIGLU, GatedActivation
-from workers.ops.experts.grouped import Biases, check_experts, experts_one_by_one, grouped_experts, local_expert_ids
-from workers.ops.experts.route import RouterLogits
-from workers.ops.experts.weights import ExpertWeights
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.span import Span
+from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
+from aerie.workers.layers.shared_experts import shared_columns, shared_rows, with_shared
+from aerie.workers.layers.weighted import WeightMethod, check_plain, check_shape
+from aerie.workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
+from aerie.workers.ops.experts.gated import SWIGLU, GatedActivation
+from aerie.workers.ops.experts.grouped import (
+    Biases,
+    check_experts,
+    experts_one_by_one,
+    grouped_experts,
+    local_expert_ids,
+)
+from aerie.workers.ops.experts.route import RouterLogits
+from aerie.workers.ops.experts.weights import ExpertWeights
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.span import Span
 
 _ALIGNMENT = 16  # bytes; row alignment that torch's grouped GEMM needs
 
@@ -48,7 +54,7 @@ class ExpertsShape:
 
     def stacked(self, one: LinearShape, dtype: torch.dtype) -> Tensor:
         """Allocate [num_experts, rows, columns] with spare memory after it for the shared experts
-        (`workers.layers.shared_experts.with_shared`)."""
+        (`aerie.workers.layers.shared_experts.with_shared`)."""
         return torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)[
             : self.num_experts
         ]
@@ -91,7 +97,7 @@ class ExpertsMethod(WeightMethod):
         """
 
     def fill_missing(self, kind: str) -> bool:
-        """See `workers.layers.weighted.WeightedModule.fill_missing`."""
+        """See `aerie.workers.layers.weighted.WeightedModule.fill_missing`."""
         return False
 
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:

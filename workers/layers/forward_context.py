@@ -8,17 +8,17 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend, Prepared
-from attention.expansion import ExpandedChunks
-from attention.head_norms import HeadNorms
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch
-from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights
-from attention.ops.slot_mapping import map_rows
-from attention.recurrent.batch import StateBatch
-from attention.rotation import Angles
-from attention.scores import ScoreRule
-from workers.ops.experts.route import TokenSlots
+from aerie.attention.backend import AttentionBackend, Prepared
+from aerie.attention.expansion import ExpandedChunks
+from aerie.attention.head_norms import HeadNorms
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch
+from aerie.attention.ops.delta_rule.tables import DeltaRows, DeltaWeights
+from aerie.attention.ops.slot_mapping import map_rows
+from aerie.attention.recurrent.batch import StateBatch
+from aerie.attention.rotation import Angles
+from aerie.attention.scores import ScoreRule
+from aerie.workers.ops.experts.route import TokenSlots
 
 BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 
@@ -45,7 +45,7 @@ class Attending:
 @dataclass(frozen=True)
 class ForwardContext:
     """Positions, KV slots and attention batches of a pass. The decode batch's rows come first, then the chunk batch's
-    (see `attention.metadata`).
+    (see `aerie.attention.metadata`).
 
     positions: [rows] int64 for rotary embedding.
     slot_mapping: [rows] int64 KV slots to write.
@@ -112,7 +112,7 @@ class ForwardContext:
         q: [rows, q_heads, head_dim].
         rows: the projections that `KVLayout.store` takes: k and v [rows, kv_heads, head_dim] for K/V heads; () if
             `layer` is an earlier layer, whose KV is stored already.
-        rule, sinks: as in `attention.backend.Prepared.forward`.
+        rule, sinks: as in `aerie.attention.backend.Prepared.forward`.
         norms: norms of q and the rows, applied before RoPE.
         """
         context = self.of_layer(layer)

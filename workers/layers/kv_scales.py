@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from attention.fp8 import FP8_MAX, KVScales
-from workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
+from aerie.attention.fp8 import FP8_MAX, KVScales
+from aerie.workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
 
 logger = logging.getLogger(__name__)
 

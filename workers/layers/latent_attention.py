@@ -6,24 +6,24 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from attention.expansion import ExpandedChunks
-from attention.rotation import Angles
-from attention.scores import ScoreRule
-from attention.views import ExpandedKV
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import AttentionLayer
-from workers.layers.forward_context import ForwardContext
-from workers.layers.kv_scales import KVScaleWeights
-from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
-from workers.layers.linear_method import DenseLinearMethod
-from workers.layers.norm import RMSNorm
-from workers.ops.fp8.rows import GROUP, Fp8Inputs, Fp8Rows
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.ops.latent.expand_latents import expand_latents
-from workers.ops.latent.head_products import head_products
-from workers.ops.latent.latent_values import latent_values
-from workers.ops.latent.normed_latents import normed_latents
-from workers.span import Span
+from aerie.attention.expansion import ExpandedChunks
+from aerie.attention.rotation import Angles
+from aerie.attention.scores import ScoreRule
+from aerie.attention.views import ExpandedKV
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import AttentionLayer
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.kv_scales import KVScaleWeights
+from aerie.workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
+from aerie.workers.layers.linear_method import DenseLinearMethod
+from aerie.workers.layers.norm import RMSNorm
+from aerie.workers.ops.fp8.rows import GROUP, Fp8Inputs, Fp8Rows
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.ops.latent.expand_latents import expand_latents
+from aerie.workers.ops.latent.head_products import head_products
+from aerie.workers.ops.latent.latent_values import latent_values
+from aerie.workers.ops.latent.normed_latents import normed_latents
+from aerie.workers.span import Span
 
 LATENT_EPS = 1e-6  # epsilon of latent norms; config.json's rms_norm_eps is for the other norms
 
@@ -50,7 +50,7 @@ class LatentUpProjection(ColumnParallelLinear):
         self.num_heads, self.key_dim, self.value_dim = heads.size, key_dim, value_dim
 
     def finish(self, options: GEMMOptions) -> None:
-        # multiplied in the model's dtype, by `workers.ops.latent`
+        # multiplied in the model's dtype, by `aerie.workers.ops.latent`
         super().finish(dataclasses.replace(options, fp8=False, packed=False, deterministic=False))
         self.deterministic = options.deterministic
         assert isinstance(self.method, DenseLinearMethod), "only dense weights have views per head"

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from workers.distributed.tp_group import TPGroup, shard_size
-from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
-from workers.ops.blocks import largest
-from workers.ops.fp8.rows import Fp8Rows
-from workers.ops.gemm.tiles import workspace_size
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.span import Span
+from aerie.workers.distributed.tp_group import TPGroup, shard_size
+from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from aerie.workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
+from aerie.workers.ops.blocks import largest
+from aerie.workers.ops.fp8.rows import Fp8Rows
+from aerie.workers.ops.gemm.tiles import workspace_size
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.span import Span
 
 QKV = ("q_proj", "k_proj", "v_proj")
 

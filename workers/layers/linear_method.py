@@ -1,7 +1,8 @@
 """`LinearMethod`: loads, shards, stores and multiplies one linear layer's weight.
 
-A layer (`workers.layers.linear`) knows this rank's rows and columns of the checkpoint's matrices. Its method knows the
-tensors that store them, for example a weight and scales. `workers.quantization.table` chooses the method.
+A layer (`aerie.workers.layers.linear`) knows this rank's rows and columns of the checkpoint's matrices. Its method
+knows the tensors that store them, for example a weight and scales. `aerie.workers.quantization.table` chooses the
+method.
 """
 
 from abc import abstractmethod
@@ -12,15 +13,15 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from attention.capability import ALIGNED_BYTES
-from attention.ops import contracts
-from workers.layers.weighted import WeightMethod, check_plain, check_shape
-from workers.ops.activation import silu_mul
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.gemm.choice import TorchGEMM, choose_gemm
-from workers.ops.gemm.tiles import INPUT_STEP
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.span import Span
+from aerie.attention.capability import ALIGNED_BYTES
+from aerie.attention.ops import contracts
+from aerie.workers.layers.weighted import WeightMethod, check_plain, check_shape
+from aerie.workers.ops.activation import silu_mul
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.workers.ops.gemm.choice import TorchGEMM, choose_gemm
+from aerie.workers.ops.gemm.tiles import INPUT_STEP
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.span import Span
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class LinearMethod(WeightMethod):
         return self.kinds
 
     def fill_missing(self, kind: str, part: Part) -> bool:
-        """See `workers.layers.weighted.WeightedModule.fill_missing`."""
+        """See `aerie.workers.layers.weighted.WeightedModule.fill_missing`."""
         return False
 
     @abstractmethod

@@ -2,18 +2,18 @@
 
 from torch import Tensor
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import FeedForward
-from workers.layers.experts import Experts
-from workers.layers.mlp import GatedMLP
-from workers.layers.routing import Router
-from workers.layers.weighted import Unweighted
-from workers.ops.activation import sigmoid_mul
-from workers.ops.experts.gated import SWIGLU, GatedActivation
-from workers.ops.experts.norm_route import MAX_LOGITS, Norm, norm_route
-from workers.ops.experts.route import RouterLogits, Routing, TokenSlots
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import FeedForward
+from aerie.workers.layers.experts import Experts
+from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.routing import Router
+from aerie.workers.layers.weighted import Unweighted
+from aerie.workers.ops.activation import sigmoid_mul
+from aerie.workers.ops.experts.gated import SWIGLU, GatedActivation
+from aerie.workers.ops.experts.norm_route import MAX_LOGITS, Norm, norm_route
+from aerie.workers.ops.experts.route import RouterLogits, Routing, TokenSlots
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 
 class MixtureOfExperts(FeedForward, Unweighted):

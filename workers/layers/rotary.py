@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.rotation import Angles
+from aerie.attention.rotation import Angles
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The interface between a layer and the weight loader (`workers.models.weights`)."""
+"""The interface between a layer and the weight loader (`aerie.workers.models.weights`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.ops.fp8.rows import Fp8Inputs
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.span import Span
+from aerie.workers.ops.fp8.rows import Fp8Inputs
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.span import Span
 
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,7 +39,7 @@ class WeightedModule(nn.Module, ABC):
     Life cycle: constructed on the meta device, allocated, filled by `load` or `fill_dummy`, finished, run.
     """
 
-    finished = False  # set by `workers.layers.linear.finish_weights`, so that shared modules are finished once
+    finished = False  # set by `aerie.workers.layers.linear.finish_weights`, so that shared modules are finished once
 
     @abstractmethod
     def weight_keys(self) -> Iterable[WeightKey]:

@@ -10,15 +10,15 @@ from typing import Any, Self
 
 import torch
 
-from attention.capability import Capability
-from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.layout import LayerGroup
-from attention.recurrent.layout import StateGroup
-from attention.scores import ScoreRule
-from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import kv_head_span
-from workers.layers.rotary import RopeConfig, yarn_magnitude
-from workers.models.config_fields import (
+from aerie.attention.capability import Capability
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.recurrent.layout import StateGroup
+from aerie.attention.scores import ScoreRule
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.linear import kv_head_span
+from aerie.workers.layers.rotary import RopeConfig, yarn_magnitude
+from aerie.workers.models.config_fields import (
     MAX_LAYERS,
     MAX_POSITIONS,
     architecture_of,
@@ -28,8 +28,8 @@ from workers.models.config_fields import (
     section_of,
     size_of,
 )
-from workers.quantization.quant_method import QuantMethod
-from workers.quantization.table import read_quant_method
+from aerie.workers.quantization.quant_method import QuantMethod
+from aerie.workers.quantization.table import read_quant_method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class ModelConfig(ABC):
     num_kv_heads, head_dim: sizes in the KV cache, for all ranks together.
     dtype: dtype of the checkpoint's unquantised weights.
     quant: quantisation of the linear layers.
-    kv_scheme: the checkpoint's scheme for the KV cache (`workers.quantization.kv_scheme`).
+    kv_scheme: the checkpoint's scheme for the KV cache (`aerie.workers.quantization.kv_scheme`).
     whole_experts: each rank has some whole experts (expert parallelism). A setting of the engine, not of the
         checkpoint; see `with_whole_experts`.
     """
@@ -78,7 +78,7 @@ class ModelConfig(ABC):
 
     def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:  # noqa: B027
         """Raise ValueError, naming `source`, if the model's layers have no kernels for `device` and `dtype`. Attention
-        backends are checked elsewhere (`attention.registry`)."""
+        backends are checked elsewhere (`aerie.attention.registry`)."""
 
     @abstractmethod
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
@@ -100,7 +100,7 @@ class ModelConfig(ABC):
     @abstractmethod
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
         """Return the input sizes of one rank's linear layers, by config.json's names. Batch-invariant GEMMs require
-        multiples of some size (`workers.runner.deterministic`)."""
+        multiples of some size (`aerie.workers.runner.deterministic`)."""
 
 
 def head_groups(heads: Iterable[tuple[int, int]], tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:

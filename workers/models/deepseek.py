@@ -6,23 +6,23 @@ from typing import Any, Self
 
 import torch
 
-from attention.capability import Capability
-from attention.kv_cache.latent import LatentLayout
-from attention.kv_cache.layout import LayerGroup
-from attention.scores import ScoreRule
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer, FeedForward
-from workers.layers.latent_attention import LatentAttention
-from workers.layers.mlp import GatedMLP
-from workers.layers.rotary import RopeConfig, RotaryTable, yarn_magnitude
-from workers.models import llama
-from workers.models.config import ModelConfig, check_cuts, decoder_fields, mscale_of, rope_of, rope_scaling_of
-from workers.models.config_fields import MAX_EXPERTS, MAX_LAYERS, architecture_of, flag_of, number_of, size_of
-from workers.models.decoder import Decoder
-from workers.models.moe import ExpertLayers, check_experts_device, moe_rules, mtp_names, num_experts_of
-from workers.models.name_map import NameMap, decoder_names
-from workers.models.registry import ModelFamily
-from workers.ops.experts.route import Routing
+from aerie.attention.capability import Capability
+from aerie.attention.kv_cache.latent import LatentLayout
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.scores import ScoreRule
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer, FeedForward
+from aerie.workers.layers.latent_attention import LatentAttention
+from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.rotary import RopeConfig, RotaryTable, yarn_magnitude
+from aerie.workers.models import llama
+from aerie.workers.models.config import ModelConfig, check_cuts, decoder_fields, mscale_of, rope_of, rope_scaling_of
+from aerie.workers.models.config_fields import MAX_EXPERTS, MAX_LAYERS, architecture_of, flag_of, number_of, size_of
+from aerie.workers.models.decoder import Decoder
+from aerie.workers.models.moe import ExpertLayers, check_experts_device, moe_rules, mtp_names, num_experts_of
+from aerie.workers.models.name_map import NameMap, decoder_names
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.ops.experts.route import Routing
 
 # transformers' defaults for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Set
 import torch
 from torch import Tensor, nn
 
-from attention.fp8 import FP8
-from workers.layers.weighted import WeightedModule
-from workers.models.name_map import NameMap
-from workers.models.weights import CheckpointTensor, first_names, wanted_tensors, weighted_modules
+from aerie.attention.fp8 import FP8
+from aerie.workers.layers.weighted import WeightedModule
+from aerie.workers.models.name_map import NameMap
+from aerie.workers.models.weights import CheckpointTensor, first_names, wanted_tensors, weighted_modules
 
 _FP8_NAN = 0x7F  # NaN of float8_e4m3fn, which has no infinity; with the sign bit 0xFF
 

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from workers.models import llama
-from workers.models.config import rotated_dim_of
-from workers.models.config_fields import MAX_LAYERS, flag_of, size_of
-from workers.models.deepseek import read_experts
-from workers.models.moe import LlamaMoeConfig, LlamaMoeForCausalLM, layer_rules, mtp_names
-from workers.models.name_map import NameMap, decoder_names
-from workers.models.registry import ModelFamily
+from aerie.workers.models import llama
+from aerie.workers.models.config import rotated_dim_of
+from aerie.workers.models.config_fields import MAX_LAYERS, flag_of, size_of
+from aerie.workers.models.deepseek import read_experts
+from aerie.workers.models.moe import LlamaMoeConfig, LlamaMoeForCausalLM, layer_rules, mtp_names
+from aerie.workers.models.name_map import NameMap, decoder_names
+from aerie.workers.models.registry import ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)

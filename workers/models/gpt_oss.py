@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attention.scores import ScoreRule
-from workers.models import llama
-from workers.models.config import rope_scaling_of
-from workers.models.config_fields import number_of, size_of
-from workers.models.mistral import windows_of
-from workers.models.moe import (
+from aerie.attention.scores import ScoreRule
+from aerie.workers.models import llama
+from aerie.workers.models.config import rope_scaling_of
+from aerie.workers.models.config_fields import number_of, size_of
+from aerie.workers.models.mistral import windows_of
+from aerie.workers.models.moe import (
     ExpertLayers,
     LlamaMoeConfig,
     LlamaMoeForCausalLM,
@@ -16,10 +16,10 @@ from workers.models.moe import (
     moe_rules,
     num_experts_of,
 )
-from workers.models.name_map import NameMap, decoder_names
-from workers.models.registry import ModelFamily
-from workers.ops.experts.gated import GPT_OSS
-from workers.ops.experts.route import Routing
+from aerie.workers.models.name_map import NameMap, decoder_names
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.ops.experts.gated import GPT_OSS
+from aerie.workers.ops.experts.route import Routing
 
 # transformers' defaults for fields that config.json leaves out.
 _DEFAULTS = {"rope_theta": 150000.0, "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5}

@@ -5,18 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attention.scores import ScoreRule
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.rotary import RopeConfig
-from workers.models import llama
-from workers.models.config_fields import MAX_EXPERTS, architecture_of, number_of, size_of
-from workers.models.llama import LlamaConfig, LlamaForCausalLM, make_attention
-from workers.models.moe import ExpertLayers, LlamaMoeConfig, make_feed_forward, stacked_experts
-from workers.models.name_map import NameMap
-from workers.models.phi3 import packed_rows
-from workers.models.registry import ModelFamily
-from workers.ops.experts.route import Routing
+from aerie.attention.scores import ScoreRule
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.rotary import RopeConfig
+from aerie.workers.models import llama
+from aerie.workers.models.config_fields import MAX_EXPERTS, architecture_of, number_of, size_of
+from aerie.workers.models.llama import LlamaConfig, LlamaForCausalLM, make_attention
+from aerie.workers.models.moe import ExpertLayers, LlamaMoeConfig, make_feed_forward, stacked_experts
+from aerie.workers.models.name_map import NameMap
+from aerie.workers.models.phi3 import packed_rows
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.ops.experts.route import Routing
 
 _DENSE, _HYBRID = "GraniteForCausalLM", "GraniteMoeHybridForCausalLM"
 _SHARED = "shared_intermediate_size"

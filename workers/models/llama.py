@@ -1,5 +1,5 @@
 """Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ in three
-flags. EAGLE heads (`speculative.drafts`) use the same layers."""
+flags. EAGLE heads (`aerie.speculative.drafts`) use the same layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,19 +7,19 @@ from typing import Any, ClassVar
 
 import torch
 
-from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.layout import LayerGroup
-from workers.distributed.tp_group import TPGroup
-from workers.layers.attention import Attention
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.mlp import GatedMLP
-from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RopeConfig, rotary_tables
-from workers.models.config import ROPE_KINDS, ModelConfig, check_cuts, decoder_fields, rope_of
-from workers.models.config_fields import flag_of, size_of
-from workers.models.decoder import Decoder, in_default_dtype
-from workers.models.name_map import NameMap, decoder_names, text_part_names
-from workers.models.registry import ModelFamily
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.attention import Attention
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.norm import RMSNorm
+from aerie.workers.layers.rotary import RopeConfig, rotary_tables
+from aerie.workers.models.config import ROPE_KINDS, ModelConfig, check_cuts, decoder_fields, rope_of
+from aerie.workers.models.config_fields import flag_of, size_of
+from aerie.workers.models.decoder import Decoder, in_default_dtype
+from aerie.workers.models.name_map import NameMap, decoder_names, text_part_names
+from aerie.workers.models.registry import ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,18 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.mlp import GatedMLP
-from workers.layers.moe import MixtureOfExperts
-from workers.layers.norm import UnitRMSNorm
-from workers.layers.rotary import RopeConfig
-from workers.layers.weighted import WrongTensorError
-from workers.models import llama
-from workers.models.config import text_part
-from workers.models.config_fields import flag_of, ids_of, number_of, size_of
-from workers.models.llama import LlamaForCausalLM, make_attention, make_mlp
-from workers.models.moe import (
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.moe import MixtureOfExperts
+from aerie.workers.layers.norm import UnitRMSNorm
+from aerie.workers.layers.rotary import RopeConfig
+from aerie.workers.layers.weighted import WrongTensorError
+from aerie.workers.models import llama
+from aerie.workers.models.config import text_part
+from aerie.workers.models.config_fields import flag_of, ids_of, number_of, size_of
+from aerie.workers.models.llama import LlamaForCausalLM, make_attention, make_mlp
+from aerie.workers.models.moe import (
     ExpertLayers,
     LlamaMoeConfig,
     moe_rules,
@@ -30,11 +30,11 @@ from workers.models.moe import (
     outputs_first,
     stacked_experts,
 )
-from workers.models.name_map import NameMap, Packed, decoder_names, text_part_names
-from workers.models.registry import ModelFamily
-from workers.ops.experts.route import Routing, TokenSlots
-from workers.ops.fp8.rows import Fp8Rows
-from workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.models.name_map import NameMap, Packed, decoder_names, text_part_names
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.ops.experts.route import Routing, TokenSlots
+from aerie.workers.ops.fp8.rows import Fp8Rows
+from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 _BY_ROW = ("weight", "bias", "weight_scale", "weight_packed")  # kinds of tensors with a row for each output
 

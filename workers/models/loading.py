@@ -12,20 +12,20 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from attention.capability import Capability
-from workers.config import ModelSource
-from workers.device import resolve_dtype
-from workers.distributed.tp_group import TPGroup
-from workers.layers.experts import Experts
-from workers.layers.linear import LinearBase, finish_weights
-from workers.layers.rope_override import with_rope_scaling
-from workers.models.config import ModelConfig, read_config_json
-from workers.models.decoder import TargetModel
-from workers.models.finite import check_finite
-from workers.models.name_map import NameMap
-from workers.models.registry import family_for, family_of_config
-from workers.models.weight_bytes import weight_formats
-from workers.models.weights import (
+from aerie.attention.capability import Capability
+from aerie.workers.config import ModelSource
+from aerie.workers.device import resolve_dtype
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.experts import Experts
+from aerie.workers.layers.linear import LinearBase, finish_weights
+from aerie.workers.layers.rope_override import with_rope_scaling
+from aerie.workers.models.config import ModelConfig, read_config_json
+from aerie.workers.models.decoder import TargetModel
+from aerie.workers.models.finite import check_finite
+from aerie.workers.models.name_map import NameMap
+from aerie.workers.models.registry import family_for, family_of_config
+from aerie.workers.models.weight_bytes import weight_formats
+from aerie.workers.models.weights import (
     Advance,
     checkpoint_tensors,
     counted,
@@ -34,8 +34,8 @@ from workers.models.weights import (
     modules_with_weight,
     num_checkpoint_bytes,
 )
-from workers.quantization.kv_scheme import read_kv_scheme
-from workers.quantization.quant_method import QuantMethod
+from aerie.workers.quantization.kv_scheme import read_kv_scheme
+from aerie.workers.quantization.quant_method import QuantMethod
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def allocate(
 
 def _memory_for(planned: Tensor, device: torch.device) -> Tensor:
     """Allocate a meta tensor's whole storage on `device`, which may be larger than the tensor
-    (`workers.layers.experts_method.ExpertsShape.stacked`)."""
+    (`aerie.workers.layers.experts_method.ExpertsShape.stacked`)."""
     storage = torch.empty(planned.untyped_storage().nbytes() // planned.itemsize, dtype=planned.dtype, device=device)
     return storage.as_strided(planned.shape, planned.stride(), planned.storage_offset())
 

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attention.scores import ScoreRule
-from workers.layers.rotary import RopeConfig
-from workers.models import llama
-from workers.models.config import rope_of, text_part
-from workers.models.config_fields import number_of, section_of, size_of
-from workers.models.llama import LlamaConfig, LlamaForCausalLM, text_weight_names
-from workers.models.registry import ModelFamily
+from aerie.attention.scores import ScoreRule
+from aerie.workers.layers.rotary import RopeConfig
+from aerie.workers.models import llama
+from aerie.workers.models.config import rope_of, text_part
+from aerie.workers.models.config_fields import number_of, section_of, size_of
+from aerie.workers.models.llama import LlamaConfig, LlamaForCausalLM, text_weight_names
+from aerie.workers.models.registry import ModelFamily
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

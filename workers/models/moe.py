@@ -6,17 +6,17 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer, FeedForward
-from workers.layers.moe import MixtureOfExperts
-from workers.layers.weighted import WrongTensorError
-from workers.models import llama
-from workers.models.config_fields import MAX_EXPERTS, architecture_of, size_of
-from workers.models.llama import LlamaConfig, LlamaForCausalLM, make_attention, make_mlp
-from workers.models.name_map import Packed
-from workers.ops.experts.gated import SWIGLU, GatedActivation
-from workers.ops.experts.route import Routing
+from aerie.attention.capability import Capability
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer, FeedForward
+from aerie.workers.layers.moe import MixtureOfExperts
+from aerie.workers.layers.weighted import WrongTensorError
+from aerie.workers.models import llama
+from aerie.workers.models.config_fields import MAX_EXPERTS, architecture_of, size_of
+from aerie.workers.models.llama import LlamaConfig, LlamaForCausalLM, make_attention, make_mlp
+from aerie.workers.models.name_map import Packed
+from aerie.workers.ops.experts.gated import SWIGLU, GatedActivation
+from aerie.workers.ops.experts.route import Routing
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _GROUPED_MAJORS = (9, 10)  # compute capabilities on which torch 2.13 computes grouped products without a device sync
@@ -142,7 +142,7 @@ def moe_rules(
 
 
 def layer_rules(ours: str, theirs: str) -> dict[str, str]:
-    """See `workers.models.llama.layer_rules`."""
+    """See `aerie.workers.models.llama.layer_rules`."""
     return moe_rules(ours, theirs) | llama.layer_rules(ours, theirs)
 
 

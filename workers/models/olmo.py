@@ -3,16 +3,16 @@ in three of four layers."""
 
 from typing import Any
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import SandwichLayer
-from workers.layers.norm import FullPrecisionRMSNorm, NoNorm
-from workers.layers.rotary import RopeConfig
-from workers.models import llama
-from workers.models.config import rope_of
-from workers.models.config_fields import architecture_of
-from workers.models.llama import LlamaForCausalLM, make_attention, make_mlp, weight_names
-from workers.models.mistral import FULL, SLIDING, LocalRopeConfig, ropes_of, windows_of
-from workers.models.registry import ModelFamily
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import SandwichLayer
+from aerie.workers.layers.norm import FullPrecisionRMSNorm, NoNorm
+from aerie.workers.layers.rotary import RopeConfig
+from aerie.workers.models import llama
+from aerie.workers.models.config import rope_of
+from aerie.workers.models.config_fields import architecture_of
+from aerie.workers.models.llama import LlamaForCausalLM, make_attention, make_mlp, weight_names
+from aerie.workers.models.mistral import FULL, SLIDING, LocalRopeConfig, ropes_of, windows_of
+from aerie.workers.models.registry import ModelFamily
 
 # transformers' defaults for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {

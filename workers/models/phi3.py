@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from workers.models import mistral
-from workers.models.config import rope_scaling_of, rotated_dim_of
-from workers.models.llama import LlamaForCausalLM
-from workers.models.llama import weight_names as llama_names
-from workers.models.mistral import WindowedConfig
-from workers.models.name_map import NameMap, Packed, split_rows
-from workers.models.registry import ModelFamily
-from workers.quantization.integers.format import split_outputs
+from aerie.workers.models import mistral
+from aerie.workers.models.config import rope_scaling_of, rotated_dim_of
+from aerie.workers.models.llama import LlamaForCausalLM
+from aerie.workers.models.llama import weight_names as llama_names
+from aerie.workers.models.mistral import WindowedConfig
+from aerie.workers.models.name_map import NameMap, Packed, split_rows
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.quantization.integers.format import split_outputs
 
 
 def is_served(config: Mapping[str, Any]) -> bool:

@@ -8,12 +8,12 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from workers.config import Implementation
-from workers.distributed.tp_group import TPGroup
-from workers.models.config import ModelConfig
-from workers.models.config_fields import architecture_of
-from workers.models.decoder import TargetModel
-from workers.models.name_map import NameMap
+from aerie.workers.config import Implementation
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.config_fields import architecture_of
+from aerie.workers.models.decoder import TargetModel
+from aerie.workers.models.name_map import NameMap
 
 ConfigT = TypeVar("ConfigT", bound=ModelConfig)
 
@@ -84,7 +84,7 @@ ARCHITECTURES = {
 }
 
 
-_ADAPTER = "workers.models.adapter"  # serves the other decoders of transformers
+_ADAPTER = "aerie.workers.models.adapter"  # serves the other decoders of transformers
 
 
 def family_for(config: dict[str, Any], source: str, implementation: Implementation = "auto") -> Family:
@@ -106,7 +106,7 @@ def family_of(architecture: str, source: str) -> Family:
     """Return the family of an architecture. Raises ValueError, with the supported ones, for an unknown architecture.
     source: name of the model in errors."""
     if architecture in ARCHITECTURES:
-        return cast(Family, import_module(f"workers.models.{ARCHITECTURES[architecture]}").FAMILY)
+        return cast(Family, import_module(f"aerie.workers.models.{ARCHITECTURES[architecture]}").FAMILY)
     if import_module(f"{_ADAPTER}.config").is_known(architecture):
         return _adapter()
     raise ValueError(

@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from workers.layers.experts import Experts
-from workers.layers.latent_attention import LatentUpProjection
-from workers.layers.linear import LinearBase
-from workers.layers.linear_method import UnquantizedLinearMethod
-from workers.layers.weighted import WeightMethod
-from workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.layers.experts import Experts
+from aerie.workers.layers.latent_attention import LatentUpProjection
+from aerie.workers.layers.linear import LinearBase
+from aerie.workers.layers.linear_method import UnquantizedLinearMethod
+from aerie.workers.layers.weighted import WeightMethod
+from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 META = torch.device("meta")
 
@@ -19,7 +19,7 @@ META = torch.device("meta")
 def weight_bytes(model: nn.Module, multiplies_fp8: bool, without: tuple[str, ...] = ()) -> int:
     """Return the bytes of a model's weights on a GPU.
 
-    model: a model on the meta device, see `workers.models.loading.allocate`.
+    model: a model on the meta device, see `aerie.workers.models.loading.allocate`.
     multiplies_fp8: whether the device multiplies FP8, so that FP8 weights stay FP8 if possible.
     without: modules shared with another model.
     """

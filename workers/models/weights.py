@@ -1,6 +1,6 @@
 """Loads safetensors into parameters: finds the module of each tensor, which loads its shard, and reports missing,
 unexpected and wrong tensors. On the meta device only headers are read, which checks a checkpoint before a start
-(`speculative.build.check_weights`)."""
+(`aerie.speculative.build.check_weights`)."""
 
 import json
 import os
@@ -13,9 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from attention.capability import Capability
-from workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
-from workers.models.name_map import NameMap
+from aerie.attention.capability import Capability
+from aerie.workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
+from aerie.workers.models.name_map import NameMap
 
 INDEX = "model.safetensors.index.json"
 _NAMED_IN_ERRORS = 4

@@ -1,5 +1,5 @@
 """Operations of models, sampling and slots: one module each, with contract and reference. Kernels are in modules named
 *_triton or *_cuda.
 
-`attention.ops.operation` defines operations. `python -m workers.ops` prints which implementations run here.
+`aerie.attention.ops.operation` defines operations. `python -m aerie.workers.ops` prints which implementations run here.
 """

@@ -5,10 +5,10 @@ from pkgutil import walk_packages
 
 import torch
 
-from attention.capability import Capability
-from attention.ops.operation import OPERATIONS
+from aerie.attention.capability import Capability
+from aerie.attention.ops.operation import OPERATIONS
 
-ROOMS = ("attention.ops", "workers.ops", "speculative.ops")
+ROOMS = ("aerie.attention.ops", "aerie.workers.ops", "aerie.speculative.ops")
 
 
 def import_operations() -> None:

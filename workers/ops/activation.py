@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 
 def _check_gate_up(gate_up: Tensor) -> None:
@@ -17,7 +17,7 @@ def _check_sigmoid(x: Tensor, gate: Tensor, added: Tensor | None = None) -> None
     assert added is None or (added.is_contiguous() and added.shape == x.shape and added.dtype == x.dtype)
 
 
-@operation(Implementation("triton", "workers.ops.norm_triton:silu_mul", on_gpu), contract=_check_gate_up)
+@operation(Implementation("triton", "aerie.workers.ops.norm_triton:silu_mul", on_gpu), contract=_check_gate_up)
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up.
 
@@ -28,7 +28,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@operation(Implementation("triton", "workers.ops.norm_triton:gelu_mul", on_gpu), contract=_check_gate_up)
+@operation(Implementation("triton", "aerie.workers.ops.norm_triton:gelu_mul", on_gpu), contract=_check_gate_up)
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """Return gelu(gate) * up, with the tanh approximation (arXiv 1606.08415, section 2), rounded before the product.
 
@@ -43,7 +43,7 @@ ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_mul}
 """Activations of gated MLPs, by their names in config.json."""
 
 
-@operation(Implementation("triton", "workers.ops.gate_triton:sigmoid_mul", on_gpu), contract=_check_sigmoid)
+@operation(Implementation("triton", "aerie.workers.ops.gate_triton:sigmoid_mul", on_gpu), contract=_check_sigmoid)
 def sigmoid_mul(x: Tensor, gate: Tensor, added: Tensor | None = None) -> Tensor:
     """Return x * sigmoid(gate) + added. Sigmoid and product are rounded to x's dtype.
 

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `workers.ops.activation.sigmoid_mul`. A program computes one head of a row, or part of one."""
+"""The kernel of `aerie.workers.ops.activation.sigmoid_mul`. A program computes one head of a row, or part of one."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.pdl import pdl_wait
+from aerie.attention.ops.pdl import pdl_wait
 
 _BLOCK = 1024
 
@@ -44,7 +44,7 @@ def _sigmoid_mul(
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor, added: Tensor | None = None) -> Tensor:
-    """`workers.ops.activation.sigmoid_mul`."""
+    """`aerie.workers.ops.activation.sigmoid_mul`."""
     rows, heads, size = x.shape
     out, block = torch.empty_like(x), min(_BLOCK, triton.next_power_of_2(size))
     if rows:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from attention import head_norms
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention import head_norms
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 
 def _check_norm(x: Tensor, weight: Tensor, eps: float) -> None:
@@ -16,7 +16,7 @@ def _check_add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> 
     assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape and x.dtype == residual.dtype
 
 
-@operation(Implementation("triton", "workers.ops.norm_triton:rms_norm", on_gpu), contract=_check_norm)
+@operation(Implementation("triton", "aerie.workers.ops.norm_triton:rms_norm", on_gpu), contract=_check_norm)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return x / rms(x) * weight over the last dimension, computed in float32. x / rms(x) is rounded to x's dtype
     before it is multiplied by a weight of that dtype, but not before a float32 weight.
@@ -28,7 +28,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return head_norms.rms_norm(x, weight, eps)
 
 
-@operation(Implementation("triton", "workers.ops.norm_triton:add_rms_norm", on_gpu), contract=_check_add_norm)
+@operation(Implementation("triton", "aerie.workers.ops.norm_triton:add_rms_norm", on_gpu), contract=_check_add_norm)
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMSNorm of x + residual, and write the sum to `residual`.
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.pdl import pdl_wait
-from attention.ops.rms_norm_triton import inverse_rms, scaled_by
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.attention.ops.rms_norm_triton import inverse_rms, scaled_by
 
 
 @triton.jit
@@ -81,13 +81,13 @@ def num_warps(block: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`workers.ops.norm.rms_norm`, for rows of up to 65,536."""
+    """`aerie.workers.ops.norm.rms_norm`, for rows of up to 65,536."""
     x = x.contiguous()
     return _launch(x, x, weight, eps, has_residual=False)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`workers.ops.norm.add_rms_norm`."""
+    """`aerie.workers.ops.norm.add_rms_norm`."""
     return _launch(x, residual, weight, eps, has_residual=True)
 
 
@@ -110,12 +110,12 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, has_residua
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`workers.ops.activation.silu_mul`."""
+    """`aerie.workers.ops.activation.silu_mul`."""
     return _gated(gate_up, gelu=False)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """`workers.ops.activation.gelu_mul`."""
+    """`aerie.workers.ops.activation.gelu_mul`."""
     return _gated(gate_up, gelu=True)
 
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
-from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from workers.quantization.fp4_scheme import Fp4Scheme
-from workers.quantization.fp8_experts import Fp8Experts
-from workers.quantization.fp8_linear import Fp8Linear
-from workers.quantization.fp8_weight import Block, Fp8Scheme, fp8_fallback
-from workers.quantization.module_lists import contains, is_listed, matches, only
-from workers.quantization.packed_experts import PackedExperts
-from workers.quantization.packed_linear import PackedLinear
-from workers.quantization.quant_method import QuantMethod, all_or_none, list_of_names
+from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from aerie.workers.quantization.fp4_scheme import Fp4Scheme
+from aerie.workers.quantization.fp8_experts import Fp8Experts
+from aerie.workers.quantization.fp8_linear import Fp8Linear
+from aerie.workers.quantization.fp8_weight import Block, Fp8Scheme, fp8_fallback
+from aerie.workers.quantization.module_lists import contains, is_listed, matches, only
+from aerie.workers.quantization.packed_experts import PackedExperts
+from aerie.workers.quantization.packed_linear import PackedLinear
+from aerie.workers.quantization.quant_method import QuantMethod, all_or_none, list_of_names
 
 GPT_OSS_MXFP4 = Fp4Scheme("blocks", "scales", 32)  # openai/gpt-oss
 CT_MXFP4 = Fp4Scheme("weight_packed", "weight_scale", 32, unused=("input_global_scale",))
@@ -92,7 +92,8 @@ def block_scheme(block: Block) -> Fp8Scheme:
 
 
 def read_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """Read `quant_method: fp8`, with or without `weight_block_size`. See `workers.quantization.table.QuantReader`."""
+    """Read `quant_method: fp8`, with or without `weight_block_size`. See
+    `aerie.workers.quantization.table.QuantReader`."""
     block = quantization.get("weight_block_size")
     left = list_of_names(quantization, "modules_to_not_convert", source)
     if not block:
@@ -110,13 +111,13 @@ def read_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
 
 def read_mxfp4(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     """Read `quant_method: mxfp4`, as in gpt-oss: only experts are quantised. See
-    `workers.quantization.table.QuantReader`."""
+    `aerie.workers.quantization.table.QuantReader`."""
     left = list_of_names(quantization, "modules_to_not_convert", source)
     return FloatQuant(GPT_OSS_MXFP4, left, is_listed, only_experts=True)
 
 
 def read_modelopt(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """Read `quant_method: modelopt`. See `workers.quantization.table.QuantReader`."""
+    """Read `quant_method: modelopt`. See `aerie.workers.quantization.table.QuantReader`."""
     inner = quantization.get("quantization")
     settings = inner if isinstance(inner, dict) else quantization
     algorithm = settings.get("quant_algo")
@@ -162,7 +163,7 @@ def read_compressed_fp4(quantization: Mapping[str, Any], source: str) -> QuantMe
 
 
 def read_compressed_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """Read compressed-tensors' `float-quantized`. See `workers.quantization.table.QuantReader`."""
+    """Read compressed-tensors' `float-quantized`. See `aerie.workers.quantization.table.QuantReader`."""
     given_groups = quantization.get("config_groups")
     groups = list(given_groups.values()) if isinstance(given_groups, dict) else []
     if len(groups) != 1 or not isinstance(groups[0], dict) or groups[0].get("targets") != ["Linear"]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.layers.linear_method import Part
-from workers.layers.weighted import WrongTensorError, check_shape
-from workers.ops.packed.weight import Code
-from workers.quantization.packed_scheme import MatrixCodes, PackedScheme
+from aerie.workers.layers.linear_method import Part
+from aerie.workers.layers.weighted import WrongTensorError, check_shape
+from aerie.workers.ops.packed.weight import Code
+from aerie.workers.quantization.packed_scheme import MatrixCodes, PackedScheme
 
 _E8M0_NAN = 255
 _CODE_DEVIATION = 2.9  # standard deviation of uniformly distributed e2m1 codes

@@ -7,16 +7,16 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from attention.fp8 import FP8
-from workers.layers.experts_method import DenseExperts, ExpertsShape
-from workers.layers.linear_method import LinearMethod, LinearShape, Part
-from workers.layers.shared_experts import shared_columns, shared_rows, with_shared
-from workers.ops.experts.fused import choose_experts, fuses
-from workers.ops.experts.gated import SWIGLU
-from workers.ops.experts.weights import ExpertWeights
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.quantization.fp8_linear import Fp8Linear
-from workers.quantization.fp8_weight import (
+from aerie.attention.fp8 import FP8
+from aerie.workers.layers.experts_method import DenseExperts, ExpertsShape
+from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
+from aerie.workers.layers.shared_experts import shared_columns, shared_rows, with_shared
+from aerie.workers.ops.experts.fused import choose_experts, fuses
+from aerie.workers.ops.experts.gated import SWIGLU
+from aerie.workers.ops.experts.weights import ExpertWeights
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.quantization.fp8_linear import Fp8Linear
+from aerie.workers.quantization.fp8_weight import (
     Fp8Scheme,
     checked,
     dequantised,

@@ -1,5 +1,5 @@
-"""`QuantMethod`: a checkpoint's quantization_config, for its linear layers and experts. `workers.quantization.table`
-lists all; adding one: docs/add-a-quantisation.md."""
+"""`QuantMethod`: a checkpoint's quantization_config, for its linear layers and experts.
+`aerie.workers.quantization.table` lists all; adding one: docs/add-a-quantisation.md."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
-from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 
 
 class QuantMethod(ABC):

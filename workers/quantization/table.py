@@ -6,12 +6,18 @@ Adding one is a file beside this one (the `QuantMethod`, its `LinearMethod`) and
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from workers.quantization.floats import read_compressed_fp4, read_compressed_fp8, read_fp8, read_modelopt, read_mxfp4
-from workers.quantization.integers.auto_round import read_auto_round
-from workers.quantization.integers.awq import read_awq
-from workers.quantization.integers.gptq import read_gptq
-from workers.quantization.integers.pack_quantized import read_pack_quantized
-from workers.quantization.quant_method import QuantMethod, Unquantized
+from aerie.workers.quantization.floats import (
+    read_compressed_fp4,
+    read_compressed_fp8,
+    read_fp8,
+    read_modelopt,
+    read_mxfp4,
+)
+from aerie.workers.quantization.integers.auto_round import read_auto_round
+from aerie.workers.quantization.integers.awq import read_awq
+from aerie.workers.quantization.integers.gptq import read_gptq
+from aerie.workers.quantization.integers.pack_quantized import read_pack_quantized
+from aerie.workers.quantization.quant_method import QuantMethod, Unquantized
 
 # Arguments: quantization_config, and the checkpoint's name for errors.
 QuantReader = Callable[[Mapping[str, Any], str], QuantMethod]

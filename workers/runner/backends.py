@@ -1,21 +1,21 @@
 """Chooses a model's attention backend per mode, and decides whether CUDA graphs are possible with them. Used by
-`workers.runner.build` and `speculative.build`. `attention.limits` says what backends support."""
+`aerie.workers.runner.build` and `aerie.speculative.build`. `aerie.attention.limits` says what backends support."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
-from attention import registry
-from attention.backend import AttentionBackend
-from attention.capability import Capability
-from attention.config import TargetAttention
-from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.latent import LatentLayout
-from attention.limits import AttentionUse
-from attention.metadata import Mode
-from attention.registry import Choice, choose_backends
-from workers.models.config import ModelConfig
+from aerie.attention import registry
+from aerie.attention.backend import AttentionBackend
+from aerie.attention.capability import Capability
+from aerie.attention.config import TargetAttention
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.latent import LatentLayout
+from aerie.attention.limits import AttentionUse
+from aerie.attention.metadata import Mode
+from aerie.attention.registry import Choice, choose_backends
+from aerie.workers.models.config import ModelConfig
 
 Backends = dict[Mode, AttentionBackend]
 
@@ -59,7 +59,7 @@ class ModelShape:
 
 def target_choices(names: TargetAttention, shape: ModelShape, verified: Mapping[Mode, bool]) -> list[Choice]:
     """Return the configured backends of the target. Verification uses the backend of decode. verified:
-    `workers.runner.layout.Speculation.verified_modes`."""
+    `aerie.workers.runner.layout.Speculation.verified_modes`."""
     choices = [
         Choice("attention.prefill", names.prefill, shape.use(Mode.PREFILL)),
         Choice("attention.decode", names.decode, shape.use(Mode.DECODE)),

@@ -1,4 +1,4 @@
-"""A step's batch as tensors, the order of its rows, and its output. Built by `workers.runner.plan_batch`, read by
+"""A step's batch as tensors, the order of its rows, and its output. Built by `aerie.workers.runner.plan_batch`, read by
 decoding strategies."""
 
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attention.metadata import PrefillBatch
-from workers.sampling.prompt_logprobs import PromptRanking
-from workers.sampling.sampler import Logprobs, SamplingNeeds
+from aerie.attention.metadata import PrefillBatch
+from aerie.workers.sampling.prompt_logprobs import PromptRanking
+from aerie.workers.sampling.sampler import Logprobs, SamplingNeeds
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StepBatch:
     requests, then these F chunks. They emit tokens.
 
     slots: [B] int64 slots of the requests in a round.
-    shape, next_shape: indexes of the tree shapes that rounds verify and draft (`workers.config.RoundShapes`).
+    shape, next_shape: indexes of the tree shapes that rounds verify and draft (`aerie.workers.config.RoundShapes`).
     draft_slots: [B + F] int64 slot of each entry that drafts, else the padding slot.
     max_kv_len: host-side bound of the KV positions that the step reads or writes.
     needs: sampling needs of all entries.

@@ -1,5 +1,5 @@
-"""Builds one rank from a configuration. `speculative.build` passes the `workers.runner.layout.Speculation` of an engine
-with a draft. Used by Serve, benchmarks and tests."""
+"""Builds one rank from a configuration. `aerie.speculative.build` passes the `aerie.workers.runner.layout.Speculation`
+of an engine with a draft. Used by Serve, benchmarks and tests."""
 
 import logging
 import time
@@ -8,21 +8,21 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attention.capability import Capability
-from attention.fp8 import FP8, KVScales
-from attention.kv_cache.pool import KVPool
-from attention.ops import contracts
-from attention.recurrent.layout import saved_dtype
-from attention.recurrent.pool import StatePool
-from attention.registry import Choice, choose_backends, deterministic_backend
-from workers.config import WorkerConfig
-from workers.device import make_current, resolve_device
-from workers.distributed.tp_group import TPGroup, join_tp_group
-from workers.engine_layout import EngineLayout
-from workers.layers.kv_scales import kv_scales, warn_of_missing
-from workers.models.loading import load_target
-from workers.quantization.kv_scheme import kv_dtype
-from workers.runner.backends import (
+from aerie.attention.capability import Capability
+from aerie.attention.fp8 import FP8, KVScales
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.ops import contracts
+from aerie.attention.recurrent.layout import saved_dtype
+from aerie.attention.recurrent.pool import StatePool
+from aerie.attention.registry import Choice, choose_backends, deterministic_backend
+from aerie.workers.config import WorkerConfig
+from aerie.workers.device import make_current, resolve_device
+from aerie.workers.distributed.tp_group import TPGroup, join_tp_group
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.layers.kv_scales import kv_scales, warn_of_missing
+from aerie.workers.models.loading import load_target
+from aerie.workers.quantization.kv_scheme import kv_dtype
+from aerie.workers.runner.backends import (
     Backends,
     ModelShape,
     chunks_on_device,
@@ -30,22 +30,22 @@ from workers.runner.backends import (
     target_backends,
     target_choices,
 )
-from workers.runner.costs.cost_probe import probe_costs
-from workers.runner.deterministic import checked_deterministic
-from workers.runner.device_memory import device_memory
-from workers.runner.graphs.compile_processes import CompileProcesses
-from workers.runner.graphs.first_graphs import compile_ahead, first_graphs, graphed_strategy, rounds_are_graphs
-from workers.runner.graphs.graph_keys import GraphKey
-from workers.runner.graphs.kernel_compilation import report_compilations
-from workers.runner.graphs.recorder import CudaRecorder
-from workers.runner.graphs.warm_up import largest_steps, run, warm_up
-from workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot_table
-from workers.runner.memory import RankMemory, StepPeaks, must_fit
-from workers.runner.model_runner import TargetRunner
-from workers.runner.worker import Worker
-from workers.sampling.sampler import Sampler
-from workers.structured_output.mask_table import MaskTable
-from workers.structured_output.slot_grammars import SlotGrammars
+from aerie.workers.runner.costs.cost_probe import probe_costs
+from aerie.workers.runner.deterministic import checked_deterministic
+from aerie.workers.runner.device_memory import device_memory
+from aerie.workers.runner.graphs.compile_processes import CompileProcesses
+from aerie.workers.runner.graphs.first_graphs import compile_ahead, first_graphs, graphed_strategy, rounds_are_graphs
+from aerie.workers.runner.graphs.graph_keys import GraphKey
+from aerie.workers.runner.graphs.kernel_compilation import report_compilations
+from aerie.workers.runner.graphs.recorder import CudaRecorder
+from aerie.workers.runner.graphs.warm_up import largest_steps, run, warm_up
+from aerie.workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot_table
+from aerie.workers.runner.memory import RankMemory, StepPeaks, must_fit
+from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.runner.worker import Worker
+from aerie.workers.sampling.sampler import Sampler
+from aerie.workers.structured_output.mask_table import MaskTable
+from aerie.workers.structured_output.slot_grammars import SlotGrammars
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Converts a plan's prompt chunks to tensors. Used by `workers.runner.plan_batch`."""
+"""Converts a plan's prompt chunks to tensors. Used by `aerie.workers.runner.plan_batch`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from attention.metadata import ChunkLists, PrefillBatch
-from workers.runner.batch import PromptChunks, PromptTargets
-from workers.scheduling.plan import Chunk, StepPlan, unpack_i32
+from aerie.attention.metadata import ChunkLists, PrefillBatch
+from aerie.workers.runner.batch import PromptChunks, PromptTargets
+from aerie.workers.scheduling.plan import Chunk, StepPlan, unpack_i32
 
 
 def in_order(plan: StepPlan) -> list[Chunk]:

@@ -1,5 +1,5 @@
 """`DecodingStrategy`, the interface by which the worker runs a step, and non-speculative decoding. Another strategy is
-`speculative.decoding`."""
+`aerie.speculative.decoding`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, Mode, causal_mask
-from workers.config import RoundShapes
-from workers.layers.vocab import LMHead
-from workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined, prompt_hidden
-from workers.runner.model_runner import TargetRunner
-from workers.sampling.prompt_logprobs import PromptRanking, rank_prompt
-from workers.sampling.sampler import Rows, Sampler, logprobs_of
-from workers.slots.slot_table import SlotTable
+from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.workers.config import RoundShapes
+from aerie.workers.layers.vocab import LMHead
+from aerie.workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined, prompt_hidden
+from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.sampling.prompt_logprobs import PromptRanking, rank_prompt
+from aerie.workers.sampling.sampler import Rows, Sampler, logprobs_of
+from aerie.workers.slots.slot_table import SlotTable
 
 FillMasks = Callable[[], None]
 

@@ -1,10 +1,10 @@
-"""`deterministic: true`: its guarantee, and the configurations that exclude it. Used by `workers.runner.build`.
+"""`deterministic: true`: its guarantee, and the configurations that exclude it. Used by `aerie.workers.runner.build`.
 
 The option makes the target batch-invariant on a GPU: the logits of a token depend only on the tokens before it, bit for
 bit. GEMMs, experts and attention compute a row with the same operations in the same order
-(`workers.ops.gemm.skinny_triton.fixed_rows`, `workers.ops.experts.many_rows_triton`,
-`attention.backends.triton_backend.fixed_span`). The other rows of the batch, the chunking of prompts, and the kind of a
-row (prompt, non-speculative round, tree) have no effect. Norms, RoPE, gates and sampling are row-wise anyway.
+(`aerie.workers.ops.gemm.skinny_triton.fixed_rows`, `aerie.workers.ops.experts.many_rows_triton`,
+`aerie.attention.backends.triton_backend.fixed_span`). The other rows of the batch, the chunking of prompts, and the
+kind of a row (prompt, non-speculative round, tree) have no effect. Norms, RoPE, gates and sampling are row-wise anyway.
 
 A greedy or seeded answer is therefore the same with and without speculation, alone and in a batch, with a cached prefix
 and after a preemption, on GPUs of one kind with the same software. The draft is computed as usual, because it affects
@@ -14,12 +14,14 @@ rows. Experts use blocks of 64 rows, even for few rows. On a CPU the option has 
 
 import torch
 
-from attention.capability import Capability
-from workers.config import WorkerConfig
-from workers.models.config import ModelConfig
+from aerie.attention.capability import Capability
+from aerie.workers.config import WorkerConfig
+from aerie.workers.models.config import ModelConfig
 
 MAX_RANKS = 2  # sums of two are commutative; for more ranks, libraries choose the order of a sum by its size
-GEMM_INPUTS = 128  # inputs of a GEMM must be a multiple of this, see `workers.ops.gemm.skinny_triton.skinny_gemm_tiles`
+GEMM_INPUTS = (
+    128  # inputs of a GEMM must be a multiple of this, see `aerie.workers.ops.gemm.skinny_triton.skinny_gemm_tiles`
+)
 
 
 def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype, device: Capability) -> bool:

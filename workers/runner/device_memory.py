@@ -1,4 +1,4 @@
-"""Total, free and peak memory of a rank's device. Used by `workers.runner.memory`.
+"""Total, free and peak memory of a rank's device. Used by `aerie.workers.runner.memory`.
 
 On a CPU, free memory is the minimum of what the kernel can still allocate and what remains of the process's control
 group limits, because a container is killed at its own limit.
@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from attention.capability import Capability
+from aerie.attention.capability import Capability
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

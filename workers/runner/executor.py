@@ -1,10 +1,10 @@
 """The interface of a rank to the sender of plans. Used by the cluster's worker loop and the local engine; implemented
-by `workers.runner.worker.Worker`."""
+by `aerie.workers.runner.worker.Worker`."""
 
 from typing import Protocol
 
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import GraphCount, StepPlan, StepResult
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 
 class StepExecutor(Protocol):

@@ -1,5 +1,5 @@
 """`EnginePlan`, which is computed before weights are loaded, and `Speculation`, the interface by which
-`workers.runner.build` adds a draft."""
+`aerie.workers.runner.build` adds a draft."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,29 +7,29 @@ from typing import Protocol
 
 import torch
 
-from attention.capability import Capability
-from attention.fp8 import FP8
-from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.latent import has_latent_rows
-from attention.kv_cache.layout import LayerGroup
-from attention.kv_cache.pool import KVPool, bytes_per_page
-from attention.metadata import Mode
-from attention.recurrent.layout import chunk_bytes, saved_dtype, slot_bytes, snapshot_bytes
-from attention.recurrent.pool import StatePool
-from attention.registry import Choice
-from workers.config import AUTO_SLOTS, RoundShapes, WorkerConfig
-from workers.device import resolve_device, resolve_dtype
-from workers.distributed.tp_group import TPGroup
-from workers.engine_layout import EngineLayout, kv_bytes_asked, pages_asked, table_bytes
-from workers.models.config import ModelConfig
-from workers.quantization.kv_scheme import kv_dtype
-from workers.runner.backends import Backends
-from workers.runner.decoding import Autoregressive, CuttableStrategy
-from workers.runner.model_runner import TargetRunner
-from workers.sampling.sampler import Sampler
-from workers.slots.slot_table import SlotTable
-from workers.structured_output.mask_table import mask_bytes
-from workers.structured_output.slot_grammars import SlotGrammars
+from aerie.attention.capability import Capability
+from aerie.attention.fp8 import FP8
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.latent import has_latent_rows
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.pool import KVPool, bytes_per_page
+from aerie.attention.metadata import Mode
+from aerie.attention.recurrent.layout import chunk_bytes, saved_dtype, slot_bytes, snapshot_bytes
+from aerie.attention.recurrent.pool import StatePool
+from aerie.attention.registry import Choice
+from aerie.workers.config import AUTO_SLOTS, RoundShapes, WorkerConfig
+from aerie.workers.device import resolve_device, resolve_dtype
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.engine_layout import EngineLayout, kv_bytes_asked, pages_asked, table_bytes
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.quantization.kv_scheme import kv_dtype
+from aerie.workers.runner.backends import Backends
+from aerie.workers.runner.decoding import Autoregressive, CuttableStrategy
+from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.sampling.sampler import Sampler
+from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.structured_output.mask_table import mask_bytes
+from aerie.workers.structured_output.slot_grammars import SlotGrammars
 
 PhaseDone = Callable[[str], None]
 
@@ -65,7 +65,7 @@ class Speculation(Protocol):
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         """Maximum bytes of the draft's weights on each rank. multiplies_fp8: as for
-        `workers.models.weight_bytes.weight_bytes`."""
+        `aerie.workers.models.weight_bytes.weight_bytes`."""
 
     def strategy(self, parts: "EngineParts", backends: Backends, done: PhaseDone) -> CuttableStrategy:
         """Load the draft, and return the strategy.
@@ -165,7 +165,7 @@ def plan_engine(
 ) -> EnginePlan:
     """Compute all sizes of an engine that do not depend on the memory of its ranks.
 
-    target: the result of `workers.models.loading.read_target_config`.
+    target: the result of `aerie.workers.models.loading.read_target_config`.
     device: device of the ranks, which this process need not have; None: the configured device in this process.
     Raises ValueError if no KV page fits into `cache.memory_gb`.
     """

@@ -5,7 +5,7 @@ does, with two steps in flight.
     with local_engine(worker, plan_engine(worker, target)) as engine:
         requests = engine.generate(prompts, SamplingParams(64, 0.0))
 
-`speculative.build.local_engine` does the same for an engine with a draft.
+`aerie.speculative.build.local_engine` does the same for an engine with a draft.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from workers.config import WorkerConfig
-from workers.engine_layout import EngineLayout
-from workers.interrupt import interrupts_between_steps
-from workers.runner.build import build_rank
-from workers.runner.executor import StepExecutor
-from workers.runner.layout import EnginePlan
-from workers.runner.rank_processes import RankProcesses
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request, RequestOutput
-from workers.scheduling.scheduler import Scheduler
+from aerie.workers.config import WorkerConfig
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.interrupt import interrupts_between_steps
+from aerie.workers.runner.build import build_rank
+from aerie.workers.runner.executor import StepExecutor
+from aerie.workers.runner.layout import EnginePlan
+from aerie.workers.runner.rank_processes import RankProcesses
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request, RequestOutput
+from aerie.workers.scheduling.scheduler import Scheduler
 
 Listener = Callable[[RequestOutput], object]
 

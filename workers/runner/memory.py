@@ -1,4 +1,4 @@
-"""Divides a rank's memory while it is built. Used by `workers.runner.build`.
+"""Divides a rank's memory while it is built. Used by `aerie.workers.runner.build`.
 
 Memory is allocated in this order: weights, tables of slots, KV pages, graphs. Before KV pages are allocated, the
 largest possible steps run on a pool of one page, and their peak is reserved. KV pages get the rest. On a CPU the
@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attention.capability import Capability
-from workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
-from workers.distributed.tp_group import TPGroup
-from workers.engine_layout import TYPICAL_TOKENS, EngineLayout, PageCounts, kv_bytes_asked, pages_asked
-from workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, DeviceMemoryError, MemoryUse
-from workers.runner.device_memory import DeviceMemory
-from workers.runner.graphs.warm_up import largest_steps, run
-from workers.runner.worker import Worker
-from workers.scheduling.plan import GraphCount
+from aerie.attention.capability import Capability
+from aerie.workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.engine_layout import TYPICAL_TOKENS, EngineLayout, PageCounts, kv_bytes_asked, pages_asked
+from aerie.workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, DeviceMemoryError, MemoryUse
+from aerie.workers.runner.device_memory import DeviceMemory
+from aerie.workers.runner.graphs.warm_up import largest_steps, run
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import GraphCount
 
 GRAPH_BYTES = 8 * 10**6  # bytes of a captured round, without its tensors; measured on an H200: 0.1 GB for 22 graphs
 GRAPH_SHARE = 0.05  # limit of optional graphs, as a share of the memory that is free at the start

@@ -7,13 +7,13 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch
-from attention.recurrent.batch import StateBatch
-from attention.recurrent.pool import StatePool
-from workers.layers.forward_context import Attending, ForwardContext, make_context, through_windows
-from workers.models.decoder import DecoderOutput, TargetModel
+from aerie.attention.backend import AttentionBackend
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch
+from aerie.attention.recurrent.batch import StateBatch
+from aerie.attention.recurrent.pool import StatePool
+from aerie.workers.layers.forward_context import Attending, ForwardContext, make_context, through_windows
+from aerie.workers.models.decoder import DecoderOutput, TargetModel
 
 ModelT = TypeVar("ModelT")
 
@@ -33,7 +33,7 @@ class ModelRunner(Generic[ModelT]):
         chunks: PrefillBatch | None = None,
         attending: Attending | None = None,
     ) -> ForwardContext:
-        """See `workers.layers.forward_context.make_context`."""
+        """See `aerie.workers.layers.forward_context.make_context`."""
         return make_context(self.pool, self.backends, decode, decode_positions, chunks, attending)
 
 

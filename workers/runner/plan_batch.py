@@ -1,5 +1,5 @@
 """Converts a plan to a strategy's batch. The plan's arrays go to the device in one copy, and new requests are written
-to their slots. Used by `workers.runner.worker`."""
+to their slots. Used by `aerie.workers.runner.worker`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -11,16 +11,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention.kv_cache.pool import KVPool
-from attention.recurrent.pool import StatePool
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.runner.batch import StepBatch
-from workers.runner.chunk_tensors import chunk_columns, prompt_chunks, prompt_targets
-from workers.sampling.sampler import SamplingNeeds
-from workers.scheduling.plan import Failure, SamplingParams, StepPlan, unpack_i32
-from workers.slots.slot_table import SlotTable
-from workers.slots.upload import upload
-from workers.structured_output.slot_grammars import SlotGrammars
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.recurrent.pool import StatePool
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.runner.batch import StepBatch
+from aerie.workers.runner.chunk_tensors import chunk_columns, prompt_chunks, prompt_targets
+from aerie.workers.sampling.sampler import SamplingNeeds
+from aerie.workers.scheduling.plan import Failure, SamplingParams, StepPlan, unpack_i32
+from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots.upload import upload
+from aerie.workers.structured_output.slot_grammars import SlotGrammars
 
 logger = logging.getLogger(__name__)
 

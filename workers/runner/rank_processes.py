@@ -1,4 +1,4 @@
-"""Ranks of a local engine as child processes. Used by `workers.runner.local_engine`."""
+"""Ranks of a local engine as child processes. Used by `aerie.workers.runner.local_engine`."""
 
 import multiprocessing
 import signal
@@ -8,13 +8,13 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
-from workers.config import WorkerConfig
-from workers.distributed.ports import free_port
-from workers.engine_layout import EngineLayout
-from workers.runner.build import build_rank
-from workers.runner.layout import EnginePlan
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import GraphCount, StepPlan, StepResult
+from aerie.workers.config import WorkerConfig
+from aerie.workers.distributed.ports import free_port
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.build import build_rank
+from aerie.workers.runner.layout import EnginePlan
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Ready:
 
 
 class RankProcesses:
-    """Implements `workers.runner.executor.StepExecutor`. Plans go to every rank; the result of rank 0 is returned.
+    """Implements `aerie.workers.runner.executor.StepExecutor`. Plans go to every rank; the result of rank 0 is
+    returned.
 
     layout: layout of the built ranks.
     Raises ValueError if a rank cannot be built.

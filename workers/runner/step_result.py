@@ -1,13 +1,13 @@
-"""Converts a step's output to a `StepResult`. Used by `workers.runner.worker`."""
+"""Converts a step's output to a `StepResult`. Used by `aerie.workers.runner.worker`."""
 
 import logging
 from dataclasses import dataclass
 
-from workers.runner.chunk_tensors import in_order
-from workers.runner.graphs.host_output import HostOutput
-from workers.sampling.prompt_logprobs import PromptRanking
-from workers.sampling.sampler import Logprobs
-from workers.scheduling.plan import (
+from aerie.workers.runner.chunk_tensors import in_order
+from aerie.workers.runner.graphs.host_output import HostOutput
+from aerie.workers.sampling.prompt_logprobs import PromptRanking
+from aerie.workers.sampling.sampler import Logprobs
+from aerie.workers.scheduling.plan import (
     FINISH_NOT_FINITE,
     NOT_FINITE,
     Chunk,
@@ -19,7 +19,7 @@ from workers.scheduling.plan import (
     TokenLogprobs,
     pack_i32,
 )
-from workers.structured_output.slot_grammars import MaskEvents
+from aerie.workers.structured_output.slot_grammars import MaskEvents
 
 logger = logging.getLogger(__name__)
 

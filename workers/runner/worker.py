@@ -11,19 +11,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attention.kv_cache.pool import KVPool
-from attention.recurrent.pool import StatePool
-from workers.distributed.tp_group import TPGroup
-from workers.runner.batch import StepTensors
-from workers.runner.chunk_tensors import in_order
-from workers.runner.decoding import DecodingStrategy
-from workers.runner.graphs.host_output import HostOutput
-from workers.runner.plan_batch import PlanBatches, entries_of
-from workers.runner.step_result import PendingStep
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import Failure, GraphCount, StepPlan, StepResult
-from workers.slots.slot_table import SlotTable
-from workers.structured_output.slot_grammars import MaskEvents, SlotGrammars
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.recurrent.pool import StatePool
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.runner.batch import StepTensors
+from aerie.workers.runner.chunk_tensors import in_order
+from aerie.workers.runner.decoding import DecodingStrategy
+from aerie.workers.runner.graphs.host_output import HostOutput
+from aerie.workers.runner.plan_batch import PlanBatches, entries_of
+from aerie.workers.runner.step_result import PendingStep
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.plan import Failure, GraphCount, StepPlan, StepResult
+from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.structured_output.slot_grammars import MaskEvents, SlotGrammars
 
 
 class RanksDisagreeError(RuntimeError):
@@ -31,7 +31,7 @@ class RanksDisagreeError(RuntimeError):
 
 
 class LateCaptures(Protocol):
-    """Captures graphs while the engine serves: `workers.runner.graphs.cuda_graph.GraphedDecoding`."""
+    """Captures graphs while the engine serves: `aerie.workers.runner.graphs.cuda_graph.GraphedDecoding`."""
 
     @property
     def graphs(self) -> GraphCount:
@@ -45,7 +45,7 @@ class LateCaptures(Protocol):
 
 
 class Worker:
-    """Implements `workers.runner.executor.StepExecutor`. costs: set after their measurement, if any."""
+    """Implements `aerie.workers.runner.executor.StepExecutor`. costs: set after their measurement, if any."""
 
     def __init__(
         self,

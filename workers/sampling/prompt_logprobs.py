@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.layers.vocab import LMHead
-from workers.sampling.sampler import logprobs_of
+from aerie.workers.layers.vocab import LMHead
+from aerie.workers.sampling.sampler import logprobs_of
 
 BLOCK_BYTES = 1 << 26  # float32 logits per block: 130 rows of 128,000 tokens
 

@@ -1,4 +1,4 @@
-"""Decides when a serving engine captures another CUDA graph. Pure; used by `workers.scheduling.scheduler`.
+"""Decides when a serving engine captures another CUDA graph. Pure; used by `aerie.workers.scheduling.scheduler`.
 
 A capture blocks the ranks for 30 to 200 ms. So it waits for 0.5 s without requests, after which it rarely delays one.
 If requests never pause, it runs once steps have lost as much time to padding, because of the missing graph, as the
@@ -8,7 +8,7 @@ capture takes. So captures never cost more than they could have saved.
 import math
 from collections.abc import Callable
 
-from workers.scheduling.plan import GraphCount
+from aerie.workers.scheduling.plan import GraphCount
 
 IDLE_S = 0.5  # after the last request
 

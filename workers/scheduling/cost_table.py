@@ -1,4 +1,4 @@
-"""Measured times of steps: a plain value that `workers.runner.costs.cost_probe` measures and ranks send to the
+"""Measured times of steps: a plain value that `aerie.workers.runner.costs.cost_probe` measures and ranks send to the
 scheduler. The choice of prompt tokens per step and of tree shapes depends only on it, so it can be tested without a
 GPU."""
 

@@ -7,9 +7,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from workers.config import SchedulerConfig
-from workers.scheduling.timing.step import Step
-from workers.scheduling.timing.step_time import StepTime
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 
 MIN_SHARE = 0.25  # minimum time for prompts, as a share of the target, however long rounds are
 MAX_STRETCH = 3.0  # for "auto", a backlog extends a step to at most this multiple of the target

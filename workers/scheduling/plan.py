@@ -32,10 +32,10 @@ GrammarKind = Literal["json_schema", "regex", "ebnf", "choice", "structural_tag"
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
     """A grammar that an answer must follow, up to one of end_token_ids (docs/structured-output.md). Compiled by
-    `workers.structured_output`.
+    `aerie.workers.structured_output`.
 
-    kind, text: "json_schema", a schema checked by `workers.structured_output.json_schema`; "regex"; "ebnf", whose first
-        rule is `root`; "choice", a JSON list of strings; "structural_tag", a JSON object in xgrammar's format.
+    kind, text: "json_schema", a schema checked by `aerie.workers.structured_output.json_schema`; "regex"; "ebnf", whose
+        first rule is `root`; "choice", a JSON list of strings; "structural_tag", a JSON object in xgrammar's format.
     end_token_ids: the model's end-of-sequence ids; allowed only where the text may end.
     any_whitespace: whether any whitespace is allowed between parts of JSON; else exactly one space after each comma and
         colon.
@@ -53,7 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     temperature 0, top_k 1 or top_p 0: greedy; ties go to the lowest id.
     top_k, top_p, min_p: filters after temperature, in this order; 0, 1 and 0 turn them off. top_p and min_p apply to
         the distribution that top_k leaves. Tokens that tie with the last kept one are kept
-        (`workers.ops.sampling.filters`).
+        (`aerie.workers.ops.sampling.filters`).
     seed: 64 bits. A token depends only on (seed, position, logits), so it is the same with and without speculation.
     presence_penalty, frequency_penalty: OpenAI's.
     repetition_penalty: Hugging Face's, over prompt and output.

@@ -4,16 +4,16 @@ from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
 
-from attention.kv_cache.prefix_cache import Match, PrefixCache
-from workers.config import RoundShape, RoundShapes
-from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
-from workers.scheduling.plan import Chunk, pack_i32
-from workers.scheduling.queues.grammar_queue import GrammarQueue
-from workers.scheduling.queues.request_queues import RequestQueues
-from workers.scheduling.sequence import PlanBuilder, Sequence
-from workers.scheduling.shared_prefixes import SharedPrefixes
-from workers.scheduling.stats import SchedulerStats
-from workers.scheduling.timing.step import Prediction, Step
+from aerie.attention.kv_cache.prefix_cache import Match, PrefixCache
+from aerie.workers.config import RoundShape, RoundShapes
+from aerie.workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
+from aerie.workers.scheduling.plan import Chunk, pack_i32
+from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
+from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.sequence import PlanBuilder, Sequence
+from aerie.workers.scheduling.shared_prefixes import SharedPrefixes
+from aerie.workers.scheduling.stats import SchedulerStats
+from aerie.workers.scheduling.timing.step import Prediction, Step
 
 MAX_PASSED = 64  # waiting requests that a step examines for admission
 MAX_ASKED = 8  # waiting requests whose common prefixes get saved states in a step of a hybrid model

@@ -6,7 +6,7 @@ from enum import Enum, StrEnum
 
 import msgspec
 
-from workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs
+from aerie.workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs
 
 
 class RequestState(Enum):

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Callable
 
-from workers.config import RoundShapes
-from workers.scheduling.latency_budget import LatencyBudget, StepRounds
-from workers.scheduling.queues.request_queues import RequestQueues
-from workers.scheduling.sequence import PlanBuilder
-from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
-from workers.scheduling.shape_rates import verified_shape
-from workers.scheduling.slot_lengths import Int64s, Slots
-from workers.scheduling.timing.step_time import StepTime
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.latency_budget import LatencyBudget, StepRounds
+from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.sequence import PlanBuilder
+from aerie.workers.scheduling.shape_choice import Load, Reason, ShapeChoice
+from aerie.workers.scheduling.shape_rates import verified_shape
+from aerie.workers.scheduling.slot_lengths import Int64s, Slots
+from aerie.workers.scheduling.timing.step_time import StepTime
 
 
 class RoundPlanner:

@@ -9,31 +9,31 @@ from collections.abc import Callable
 
 import numpy as np
 
-from attention.config import CacheConfig
-from attention.kv_cache.page_allocator import PageAllocator
-from attention.kv_cache.prefix_cache import PrefixCache
-from attention.kv_cache.snapshots import Snapshots
-from attention.kv_cache.window_pages import WindowPages, WindowSizes
-from workers.config import GraphCapture, RoundShapes, SchedulerConfig
-from workers.engine_layout import EngineLayout
-from workers.scheduling.capture_pacing import CapturePacing
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.latency_budget import LatencyBudget
-from workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
-from workers.scheduling.prefill import PrefillPlanner
-from workers.scheduling.queues.admission import Admission
-from workers.scheduling.queues.grammar_queue import GrammarQueue
-from workers.scheduling.queues.request_queues import RequestQueues
-from workers.scheduling.request import FinishReason, Request, RequestOutput, UnfinishedError
-from workers.scheduling.rounds import RoundPlanner
-from workers.scheduling.sequence import InFlightStep, PlanBuilder
-from workers.scheduling.shape_choice import ShapeChoice
-from workers.scheduling.slot_lengths import Slots
-from workers.scheduling.slot_pages import SlotPages
-from workers.scheduling.stats import SchedulerStats
-from workers.scheduling.step_results import StepResults
-from workers.scheduling.timing.step import Prediction, Step
-from workers.scheduling.timing.step_time import StepTime
+from aerie.attention.config import CacheConfig
+from aerie.attention.kv_cache.page_allocator import PageAllocator
+from aerie.attention.kv_cache.prefix_cache import PrefixCache
+from aerie.attention.kv_cache.snapshots import Snapshots
+from aerie.attention.kv_cache.window_pages import WindowPages, WindowSizes
+from aerie.workers.config import GraphCapture, RoundShapes, SchedulerConfig
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.scheduling.capture_pacing import CapturePacing
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.latency_budget import LatencyBudget
+from aerie.workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
+from aerie.workers.scheduling.prefill import PrefillPlanner
+from aerie.workers.scheduling.queues.admission import Admission
+from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
+from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput, UnfinishedError
+from aerie.workers.scheduling.rounds import RoundPlanner
+from aerie.workers.scheduling.sequence import InFlightStep, PlanBuilder
+from aerie.workers.scheduling.shape_choice import ShapeChoice
+from aerie.workers.scheduling.slot_lengths import Slots
+from aerie.workers.scheduling.slot_pages import SlotPages
+from aerie.workers.scheduling.stats import SchedulerStats
+from aerie.workers.scheduling.step_results import StepResults
+from aerie.workers.scheduling.timing.step import Prediction, Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 
 UPDATE_EVERY = 128  # steps between updates of an "auto" ITL target
 

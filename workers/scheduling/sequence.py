@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from workers.scheduling.plan import Chunk, SlotInit
-from workers.scheduling.request import Request
-from workers.scheduling.timing.step import Prediction, Step
+from aerie.workers.scheduling.plan import Chunk, SlotInit
+from aerie.workers.scheduling.request import Request
+from aerie.workers.scheduling.timing.step import Prediction, Step
 
 Int64s = npt.NDArray[np.int64]
 
@@ -17,7 +17,7 @@ class Sequence:
     """A request's state.
 
     number: order of arrival; its priority for pages.
-    deadline_s: its priority among prompts (`workers.scheduling.prefill`).
+    deadline_s: its priority among prompts (`aerie.workers.scheduling.prefill`).
     num_cached: tokens found in the prefix cache on arrival; 0 without costs.
     computed: tokens that are cached or in planned chunks.
     kept: tokens whose KV was cached at its last admission; recomputing them for states writes no KV.

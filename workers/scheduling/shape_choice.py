@@ -10,13 +10,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import RoundShapes
-from workers.scheduling.acceptance.match_survival import MatchSurvival
-from workers.scheduling.acceptance.survival import Floats, Ints, Survival
-from workers.scheduling.shape_probes import FIRST_RESULTS, ShapeProbes
-from workers.scheduling.shape_rates import Load, Rates, Reason
-from workers.scheduling.timing.step import Step
-from workers.scheduling.timing.step_time import StepTime
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.acceptance.match_survival import MatchSurvival
+from aerie.workers.scheduling.acceptance.survival import Floats, Ints, Survival
+from aerie.workers.scheduling.shape_probes import FIRST_RESULTS, ShapeProbes
+from aerie.workers.scheduling.shape_rates import Load, Rates, Reason
+from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 
 __all__ = ["Load", "Reason", "ShapeChoice"]
 

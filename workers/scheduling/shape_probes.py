@@ -1,6 +1,6 @@
 """Probes (exploration): a few steps of a shape that seems worse than the best, to measure its acceptance or time.
 
-Used by `workers.scheduling.shape_choice`. Pure: time is counted in steps. Each step adds to a credit of time for
+Used by `aerie.workers.scheduling.shape_choice`. Pure: time is counted in steps. Each step adds to a credit of time for
 probes. So every shape is measured eventually, and all probes together cost a bounded share of the time.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from workers.config import RoundShapes
-from workers.scheduling.shape_rates import Acceptance, Rates, informed_shapes
-from workers.scheduling.timing.step import Step
-from workers.scheduling.timing.step_time import StepTime
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.shape_rates import Acceptance, Rates, informed_shapes
+from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 
 FIRST_RESULTS = 3  # steps from a shape's first round to its result on the host
 PROBING_SHARE = 1 / 150  # credit per step for probes of promising or untimed shapes, as a share of the step's time

@@ -1,6 +1,6 @@
 """Estimates tokens and milliseconds of a round of every tree shape at the current load, with their uncertainty.
 
-`workers.scheduling.shape_choice` computes them every few steps; pure.
+`aerie.workers.scheduling.shape_choice` computes them every few steps; pure.
 """
 
 import math
@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import RoundShapes
-from workers.scheduling.acceptance.survival import Bools, Floats, Ints
-from workers.scheduling.timing.step import Step
-from workers.scheduling.timing.step_time import StepTime
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.acceptance.survival import Bools, Floats, Ints
+from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 
 PROMISING_ABOVE = 1 / 40  # a shape is promising if its upper bound exceeds the best rate by this share
 UPPER_ERRORS = 1.5  # a shape's upper bound assumes a time this many standard errors lower

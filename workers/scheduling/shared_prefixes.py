@@ -1,11 +1,11 @@
-"""Lets prompts wait for a prefix that another prompt is computing. Used by `workers.scheduling.prefill` before
+"""Lets prompts wait for a prefix that another prompt is computing. Used by `aerie.workers.scheduling.prefill` before
 admission."""
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
 
-from workers.scheduling.queues.request_queues import RequestQueues
-from workers.scheduling.sequence import PlanBuilder, Sequence
+from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.sequence import PlanBuilder, Sequence
 
 
 class SharedPrefixes:

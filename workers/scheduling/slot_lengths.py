@@ -1,4 +1,4 @@
-"""Host-side lengths of each slot's request, as arrays by slot. Base of `workers.scheduling.slot_pages`.
+"""Host-side lengths of each slot's request, as arrays by slot. Base of `aerie.workers.scheduling.slot_pages`.
 
 Plan n + 1 is built before result n is read, so the host's lengths are one step old. Each slot has its last known
 committed length, and bounds on the tokens that rounds in flight add.
@@ -7,7 +7,7 @@ committed length, and bounds on the tokens that rounds in flight add.
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import RoundShape
+from aerie.workers.config import RoundShape
 
 Int64s = npt.NDArray[np.int64]
 Slots = npt.NDArray[np.int64]

@@ -5,13 +5,13 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from attention.kv_cache.nan_pages import NaNPages
-from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
-from attention.kv_cache.prefix_cache import Match, PrefixCache
-from attention.kv_cache.slot_windows import SlotWindows
-from workers.scheduling.plan import pack_i32
-from workers.scheduling.slot_lengths import Int64s, SlotLengths, Slots
-from workers.scheduling.state_saves import StateSaves
+from aerie.attention.kv_cache.nan_pages import NaNPages
+from aerie.attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
+from aerie.attention.kv_cache.prefix_cache import Match, PrefixCache
+from aerie.attention.kv_cache.slot_windows import SlotWindows
+from aerie.workers.scheduling.plan import pack_i32
+from aerie.workers.scheduling.slot_lengths import Int64s, SlotLengths, Slots
+from aerie.workers.scheduling.state_saves import StateSaves
 
 
 class SlotPages(SlotLengths):

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from attention.kv_cache.prefix_cache import Match, PrefixCache
-from attention.kv_cache.radix_node import SnapshotKind
-from workers.scheduling.plan import pack_i32
+from aerie.attention.kv_cache.prefix_cache import Match, PrefixCache
+from aerie.attention.kv_cache.radix_node import SnapshotKind
+from aerie.workers.scheduling.plan import pack_i32
 
 Int64s = npt.NDArray[np.int64]
 PROMPT_INTERVALS = 8  # intervals between two states of a long prompt

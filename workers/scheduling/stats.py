@@ -1,7 +1,7 @@
 """An engine's counters. Each counter's annotation has its meaning and its Prometheus export.
 
-The scheduler fills them, `cluster.transport.messages.EngineStats` carries them, `cluster.http.metrics` exports them.
-Times are in seconds of the scheduler's clock, from `submit` on.
+The scheduler fills them, `aerie.cluster.transport.messages.EngineStats` carries them, `aerie.cluster.http.metrics`
+exports them. Times are in seconds of the scheduler's clock, from `submit` on.
 """
 
 import functools
@@ -80,8 +80,8 @@ class SchedulerStats(msgspec.Struct):
     num_stale_results: dropped results of an older worker group.
     accepted_histogram: [k] rounds that accepted k draft tokens.
     num_draft_tokens: drafted tokens, verified or not.
-    tokens_by_shape, steps_by_shape, expected_tokens_per_ms: keys are shape names (`workers.config.RoundShape`).
-    steps_by_reason: keys are `workers.scheduling.shape_choice.Reason`.
+    tokens_by_shape, steps_by_shape, expected_tokens_per_ms: keys are shape names (`aerie.workers.config.RoundShape`).
+    steps_by_reason: keys are `aerie.workers.scheduling.shape_choice.Reason`.
     inter_token_s: time between two steps with tokens; one observation per request and step.
     time_per_output_token_s: one observation per finished request.
     """

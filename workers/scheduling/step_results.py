@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import RoundShapes
-from workers.scheduling.plan import (
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_NOT_FINITE,
@@ -16,13 +16,13 @@ from workers.scheduling.plan import (
     StepResult,
     unpack_i32,
 )
-from workers.scheduling.queues.admission import Admission
-from workers.scheduling.queues.request_queues import RequestQueues
-from workers.scheduling.request import FinishReason, RequestOutput
-from workers.scheduling.sequence import InFlightStep, Sequence
-from workers.scheduling.shape_choice import ShapeChoice
-from workers.scheduling.stats import SchedulerStats
-from workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.queues.admission import Admission
+from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.request import FinishReason, RequestOutput
+from aerie.workers.scheduling.sequence import InFlightStep, Sequence
+from aerie.workers.scheduling.shape_choice import ShapeChoice
+from aerie.workers.scheduling.stats import SchedulerStats
+from aerie.workers.scheduling.timing.step_time import StepTime
 
 TOO_LATE = Failure("its grammar's next mask was not there in time")
 NOT_ENTERED = Failure("its parameters failed on another rank")

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.ops.sampling.filters import Filters
-from workers.ops.sampling.penalties import PenaltyTables
-from workers.ops.slots.commit import CommitTables, commit
-from workers.scheduling.plan import (
+from aerie.workers.ops.sampling.filters import Filters
+from aerie.workers.ops.sampling.penalties import PenaltyTables
+from aerie.workers.ops.slots.commit import CommitTables, commit
+from aerie.workers.scheduling.plan import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
     SlotInit,
@@ -174,8 +174,8 @@ class SlotTable:
         self.bias[slot].zero_().scatter_(0, biased, bias)
 
     def commit(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> Commit:
-        """See `workers.ops.slots.commit`. The KV of the root and of all valid tokens except the last must be in the
-        pool."""
+        """See `aerie.workers.ops.slots.commit`. The KV of the root and of all valid tokens except the last must be in
+        the pool."""
         return Commit(tokens, *commit(slots, tokens, counts, self.commit_tables))
 
 

@@ -1,4 +1,4 @@
-"""Copies a step's arrays from the host to the device, in one copy. Used by `workers.runner.plan_batch`."""
+"""Copies a step's arrays from the host to the device, in one copy. Used by `aerie.workers.runner.plan_batch`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention.capability import ALIGNED_BYTES, Capability
-from attention.to_device import to_device
+from aerie.attention.capability import ALIGNED_BYTES, Capability
+from aerie.attention.to_device import to_device
 
 Columns = Mapping[str, npt.NDArray[Any]]
 

@@ -1,5 +1,5 @@
 """Compiles grammars for a model's vocabulary with xgrammar, which imports torch. Only processes forked by
-`workers.structured_output.mask_process.template_process` import this module.
+`aerie.workers.structured_output.mask_process.template_process` import this module.
 
 A compiled grammar has states, and the allowed tokens of each. Special tokens are never allowed, except the grammar's
 end tokens and special tokens in structural tags.
@@ -14,11 +14,11 @@ from typing import Any
 import xgrammar
 from tokenizers import Tokenizer
 
-from workers.scheduling.plan import Grammar
-from workers.structured_output.faults import InvalidGrammarError, VocabularyError
-from workers.structured_output.mask_process.token_texts import TokenTexts
-from workers.structured_output.token_bytes import TokenBytes
-from workers.structured_output.tokenizer_file import read_tokenizer
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.faults import InvalidGrammarError, VocabularyError
+from aerie.workers.structured_output.mask_process.token_texts import TokenTexts
+from aerie.workers.structured_output.token_bytes import TokenBytes
+from aerie.workers.structured_output.tokenizer_file import read_tokenizer
 
 CACHE_BYTES = 256 << 20  # cache of compiled grammars; a large schema takes 10 MB with 128,256 tokens
 # Maximum spaces between the parts of JSON. Without a bound some models write spaces until max_tokens.

@@ -2,7 +2,7 @@
 
 Each node of a verified tree has a state. The bonus token and each drafted token lead to the next state. Without a
 state, drafts are unconstrained. A guide never affects which token is chosen. Written by
-`workers.structured_output.mask_process.draft_guide`, read by `speculative.drafts.guidance`.
+`aerie.workers.structured_output.mask_process.draft_guide`, read by `aerie.speculative.drafts.guidance`.
 """
 
 from dataclasses import dataclass

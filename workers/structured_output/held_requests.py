@@ -1,5 +1,5 @@
 """Tracks requests with a grammar on one rank, and decides when requests with late masks are scheduled again if no
-report will come. Used by `workers.structured_output.slot_grammars`."""
+report will come. Used by `aerie.workers.structured_output.slot_grammars`."""
 
 import time
 from collections import deque
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from workers.scheduling.plan import Grammar
+from aerie.workers.scheduling.plan import Grammar
 
 FIRST_RETRY_S = 0.02  # delay before a held request is scheduled again; doubled each time
 MAX_RETRY_S = 0.64

@@ -1,7 +1,7 @@
-"""A rank's connection to the process that fills its masks (`workers.structured_output.mask_process.mask_host`).
+"""A rank's connection to the process that fills its masks (`aerie.workers.structured_output.mask_process.mask_host`).
 
 The process starts with the first grammar, and again after it has ended. Used by
-`workers.structured_output.slot_grammars`.
+`aerie.workers.structured_output.slot_grammars`.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from workers.structured_output.framing import receive, send
-from workers.structured_output.mask_messages import Begin, Deadline, Filled, Notice, Order
-from workers.structured_output.mask_process.template_process import ForkedProcess, TemplateError, Work, template
-from workers.structured_output.mask_table import MaskTable
+from aerie.workers.structured_output.framing import receive, send
+from aerie.workers.structured_output.mask_messages import Begin, Deadline, Filled, Notice, Order
+from aerie.workers.structured_output.mask_process.template_process import ForkedProcess, TemplateError, Work, template
+from aerie.workers.structured_output.mask_table import MaskTable
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from workers.structured_output.schema_keywords import (
+from aerie.workers.structured_output.schema_keywords import (
     ANNOTATIONS,
     DEFINITIONS,
     ENFORCED,
@@ -28,9 +28,9 @@ from workers.structured_output.schema_keywords import (
     check_values,
     is_of,
 )
-from workers.structured_output.schema_patterns import compiled_form, handed_over, without_lengths
-from workers.structured_output.schema_references import References
-from workers.structured_output.schema_unions import discriminator
+from aerie.workers.structured_output.schema_patterns import compiled_form, handed_over, without_lengths
+from aerie.workers.structured_output.schema_references import References
+from aerie.workers.structured_output.schema_unions import discriminator
 
 
 def checked_schema(schema: Any, max_depth: int) -> str:

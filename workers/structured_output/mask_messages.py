@@ -2,7 +2,7 @@
 
 import msgspec
 
-from workers.scheduling.plan import Failure, Grammar
+from aerie.workers.scheduling.plan import Failure, Grammar
 
 
 class Begin(msgspec.Struct, frozen=True, array_like=True):

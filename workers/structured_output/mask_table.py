@@ -1,8 +1,8 @@
 """Grammar masks of a step: a bit for each allowed token, on the device, with the guides of the drafts.
 
-`workers.structured_output.mask_process.mask_host` writes them in memory shared with the rank,
-`workers.structured_output.slot_grammars` copies them to the device, `workers.sampling.sampler` and the draft steps read
-them.
+`aerie.workers.structured_output.mask_process.mask_host` writes them in memory shared with the rank,
+`aerie.workers.structured_output.slot_grammars` copies them to the device, `aerie.workers.sampling.sampler` and the
+draft steps read them.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.capability import ALIGNED_BYTES, Capability
-from workers.ops.sampling.masks import FREE
-from workers.structured_output.guide_table import NOWHERE, GuideTable, block_size
+from aerie.attention.capability import ALIGNED_BYTES, Capability
+from aerie.workers.ops.sampling.masks import FREE
+from aerie.workers.structured_output.guide_table import NOWHERE, GuideTable, block_size
 
 logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """Characters of a schema's patterns that JSON writes as escapes: no answer contains them. Called by
-`workers.structured_output.schema_patterns`; plain values, no torch.
+`aerie.workers.structured_output.schema_patterns`; plain values, no torch.
 
 xgrammar 0.2.8 excludes them only from patterns that become one automaton: not from those with a bound above 128 or
 with other characters than ASCII, whose answers would be invalid JSON.

@@ -1,5 +1,5 @@
 """The enforced keywords of JSON Schema, by type, and the constraints on each alone. Read by
-`workers.structured_output.json_schema`; plain values, no torch."""
+`aerie.workers.structured_output.json_schema`; plain values, no torch."""
 
 import re
 from collections.abc import Iterable, Mapping

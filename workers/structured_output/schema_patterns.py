@@ -1,13 +1,13 @@
 """Patterns that libraries write into schemas and that the compiler cannot read, and what stands in for them. Read by
-`workers.structured_output.json_schema`."""
+`aerie.workers.structured_output.json_schema`."""
 
 import math
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from workers.structured_output.schema_characters import without_escaped
-from workers.structured_output.schema_keywords import Schema
+from aerie.workers.structured_output.schema_characters import without_escaped
+from aerie.workers.structured_output.schema_keywords import Schema
 
 _TIME = r"(?:\d+H(?:\d+M)?(?:\d+(?:[.,]\d+)?S)?|\d+M(?:\d+(?:[.,]\d+)?S)?|\d+(?:[.,]\d+)?S)"
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,28}[a-zA-Z0-9])?"  # 8 with their dots have at most 248 characters

@@ -1,11 +1,11 @@
-"""Finds what a JSON schema's `$ref` refers to, within the same schema. Read by `workers.structured_output.json_schema`;
-plain values, no torch."""
+"""Finds what a JSON schema's `$ref` refers to, within the same schema. Read by
+`aerie.workers.structured_output.json_schema`; plain values, no torch."""
 
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-from workers.structured_output.schema_keywords import UnsupportedSchemaError
+from aerie.workers.structured_output.schema_keywords import UnsupportedSchemaError
 
 _NAMES = ("$id", "id", "$anchor")
 _VALUES = ("const", "enum", "default", "examples", "example")  # keywords with values, which are not schemas

@@ -1,11 +1,11 @@
 """Shows that the branches of a JSON schema's `oneOf` exclude each other, so that it may be written as `anyOf`. Called
-by `workers.structured_output.json_schema`; plain values, no torch."""
+by `aerie.workers.structured_output.json_schema`; plain values, no torch."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from workers.structured_output.schema_keywords import OF_TYPE, UNIONS, Schema, is_of
-from workers.structured_output.schema_references import References
+from aerie.workers.structured_output.schema_keywords import OF_TYPE, UNIONS, Schema, is_of
+from aerie.workers.structured_output.schema_references import References
 
 MAX_ALTERNATIVES = 1024  # of all branches
 _TYPES = ("string", "number", "boolean", "null", "array", "object")

@@ -1,9 +1,9 @@
 """Manages the masks and draft guides of the requests with a grammar, on one rank.
 
-Each rank has a process that tracks the grammars (`workers.structured_output.mask_process.mask_host`). All ranks emit
-the same tokens, so all processes compute the same masks and guides. A step's masks are filled while the target runs,
-after the previous step's tokens have been copied to the host. A mask may be late only on some ranks; `agree` makes all
-ranks hold the same requests. Used by `workers.runner.worker`.
+Each rank has a process that tracks the grammars (`aerie.workers.structured_output.mask_process.mask_host`). All ranks
+emit the same tokens, so all processes compute the same masks and guides. A step's masks are filled while the target
+runs, after the previous step's tokens have been copied to the host. A mask may be late only on some ranks; `agree`
+makes all ranks hold the same requests. Used by `aerie.workers.runner.worker`.
 """
 
 import time
@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.distributed.tp_group import TPGroup
-from workers.ops.sampling.masks import FREE
-from workers.scheduling.plan import FINISH_NONE, Failure, Grammar, StepPlan, pack_i32, unpack_i32
-from workers.structured_output.guide_table import NOWHERE
-from workers.structured_output.held_requests import GrammarRequest, HeldRequests, HostOutput
-from workers.structured_output.host_link import HostLink
-from workers.structured_output.mask_messages import LATE, Advanced, Entered, Fill, Filled, Order
-from workers.structured_output.mask_table import HELD, MaskTable
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.ops.sampling.masks import FREE
+from aerie.workers.scheduling.plan import FINISH_NONE, Failure, Grammar, StepPlan, pack_i32, unpack_i32
+from aerie.workers.structured_output.guide_table import NOWHERE
+from aerie.workers.structured_output.held_requests import GrammarRequest, HeldRequests, HostOutput
+from aerie.workers.structured_output.host_link import HostLink
+from aerie.workers.structured_output.mask_messages import LATE, Advanced, Entered, Fill, Filled, Order
+from aerie.workers.structured_output.mask_table import HELD, MaskTable
 
 MAX_GUIDED_NODES = 256  # per step; each takes about 20 us on the host, while the target runs
 MIN_GUIDED_NODES = 4  # per tree

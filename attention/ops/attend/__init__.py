@@ -1,5 +1,5 @@
 """Attention kernels over paged KV, which the triton backend plans and calls. Reference:
-`attention.backends.torch_backend`.
+`aerie.attention.backends.torch_backend`.
 
 decode_triton            rounds (a few rows per request), K/V heads
 decode_plan_triton       tiles, scratch memory and plan of a round

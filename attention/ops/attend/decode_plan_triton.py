@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attention.ops.attend.split_kv_triton import Items
+from aerie.attention.ops.attend.split_kv_triton import Items
 
 FAN = 8  # partial results per merge
 MAX_SPLITS = FAN * FAN
@@ -108,7 +108,7 @@ def latent_tiles(packed_rows: int, itemsize: int, density: float, kv_itemsize: i
 
 
 def token_axis(tiles: DecodeTiles) -> int:
-    """Return the token axis of a tile's scores (`attention.ops.attend.latent_tile_triton`)."""
+    """Return the token axis of a tile's scores (`aerie.attention.ops.attend.latent_tile_triton`)."""
     return 0 if tiles.block_m <= TOKENS_FIRST_ROWS and tiles.block_n >= 64 else 1
 
 

@@ -23,25 +23,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import FP8, weight_unit
-from attention.metadata import DecodeBatch, Mode
-from attention.ops.attend.decode_plan_triton import FAN, DecodePlan, partial_rows
-from attention.ops.attend.merge_states_triton import merge_apart, merge_by_the_last
-from attention.ops.attend.online_softmax_triton import (
+from aerie.attention.fp8 import FP8, weight_unit
+from aerie.attention.metadata import DecodeBatch, Mode
+from aerie.attention.ops.attend.decode_plan_triton import FAN, DecodePlan, partial_rows
+from aerie.attention.ops.attend.merge_states_triton import merge_apart, merge_by_the_last
+from aerie.attention.ops.attend.online_softmax_triton import (
     accumulate,
     accumulate_pairs,
     both,
     score_pairs,
     score_tile,
 )
-from attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped
-from attention.ops.attend.split_kv_triton import ITEM_FIELDS
-from attention.ops.attend.tree_mask_triton import num_seen, oldest_seen, path_columns
-from attention.ops.fp8_triton import as_multiplied
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from attention.scores import LOG2_E, ScoreRule
-from attention.views import LayerKV
+from aerie.attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped
+from aerie.attention.ops.attend.split_kv_triton import ITEM_FIELDS
+from aerie.attention.ops.attend.tree_mask_triton import num_seen, oldest_seen, path_columns
+from aerie.attention.ops.fp8_triton import as_multiplied
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.attention.scores import LOG2_E, ScoreRule
+from aerie.attention.views import LayerKV
 
 TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in the other modes, a row's path is a chain
 
@@ -120,7 +120,7 @@ def _attend_decode(
     if PAIRS:
         acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     if PDL:
-        # All data read so far, including the plan, was written before the layer's store: see `attention.ops.pdl`.
+        # All data read so far, including the plan, was written before the layer's store: see `aerie.attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if sinks_ptr is not None:
@@ -233,8 +233,8 @@ def attend_decode(
     plan: for this batch and these numbers of heads.
     rule: with the batch's window.
     sinks: [q_heads] float32, contiguous, if the rule has them.
-    early: launch before the previous kernel ends. A fence (`attention.ops.pdl`) must stand between this kernel and the
-        writers of the plan, prefix lengths, masks and pages.
+    early: launch before the previous kernel ends. A fence (`aerie.attention.ops.pdl`) must stand between this kernel
+        and the writers of the plan, prefix lengths, masks and pages.
     """
     tiles, workspace = plan.tiles, plan.workspace
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Causal attention of prompt chunks over keys and values expanded from latent rows in this pass
-(`attention.expansion`). A key consists of a part per head and a RoPE part that all heads share.
+(`aerie.attention.expansion`). A key consists of a part per head and a RoPE part that all heads share.
 
 A program computes one head of a tile of adjacent rows from `prefill_plan_triton`.
 """
@@ -10,16 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.metadata import PrefillBatch
-from attention.ops.attend.latent_tile_triton import no_state, rotate_pairs
-from attention.ops.attend.online_softmax_triton import accumulate
-from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
-from attention.ops.attend.prefill_triton import PrefillTiles
-from attention.ops.attend.references import masked_positions
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.rotation import Angles
-from attention.scores import LOG2_E
-from attention.views import ExpandedKV
+from aerie.attention.metadata import PrefillBatch
+from aerie.attention.ops.attend.latent_tile_triton import no_state, rotate_pairs
+from aerie.attention.ops.attend.online_softmax_triton import accumulate
+from aerie.attention.ops.attend.prefill_plan_triton import TILE_FIELDS
+from aerie.attention.ops.attend.prefill_triton import PrefillTiles
+from aerie.attention.ops.attend.references import masked_positions
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.rotation import Angles
+from aerie.attention.scores import LOG2_E
+from aerie.attention.views import ExpandedKV
 
 
 @triton.jit

@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import FP8, weight_unit
-from attention.metadata import DecodeBatch
-from attention.ops.attend.decode_plan_triton import FAN, DecodePlan, partial_rows, token_axis
-from attention.ops.attend.decode_triton import TREE_MODES
-from attention.ops.attend.latent_tile_triton import (
+from aerie.attention.fp8 import FP8, weight_unit
+from aerie.attention.metadata import DecodeBatch
+from aerie.attention.ops.attend.decode_plan_triton import FAN, DecodePlan, partial_rows, token_axis
+from aerie.attention.ops.attend.decode_triton import TREE_MODES
+from aerie.attention.ops.attend.latent_tile_triton import (
     accumulate_latent,
     accumulate_latent_pairs,
     both_latent,
@@ -29,13 +29,13 @@ from attention.ops.attend.latent_tile_triton import (
     score_latent_pairs,
     score_latent_tile,
 )
-from attention.ops.attend.merge_states_triton import merge_apart, merge_by_the_last
-from attention.ops.attend.split_kv_triton import ITEM_FIELDS
-from attention.ops.attend.tree_mask_triton import oldest_seen, path_columns
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from attention.scores import LOG2_E
-from attention.views import LatentKV
+from aerie.attention.ops.attend.merge_states_triton import merge_apart, merge_by_the_last
+from aerie.attention.ops.attend.split_kv_triton import ITEM_FIELDS
+from aerie.attention.ops.attend.tree_mask_triton import oldest_seen, path_columns
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.attention.scores import LOG2_E
+from aerie.attention.views import LatentKV
 
 
 @triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
@@ -106,7 +106,7 @@ def _attend_latent(
     if PAIRS:
         _, _, acc_odd = no_state(BLOCK_M, BLOCK_N, D // STEP, TOKENS)
     if PDL:
-        # All data read so far, including the plan, was written before the layer's store: see `attention.ops.pdl`.
+        # All data read so far, including the plan, was written before the layer's store: see `aerie.attention.ops.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row += request * ROWS
@@ -212,7 +212,7 @@ def attend_latent(
     q: [B * R, heads, latent + rotated], any row and head strides.
     plan: for this batch and this number of heads, with one KV head.
     scale: positive.
-    early: as in `attention.ops.attend.decode_triton.attend_decode`.
+    early: as in `aerie.attention.ops.attend.decode_triton.attend_decode`.
     """
     tiles, workspace, latent = plan.tiles, plan.workspace, kv.latent
     heads, packed_rows = q.shape[1], batch.rows * q.shape[1]

@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import FP8, weight_unit
-from attention.metadata import PrefillBatch
-from attention.ops.attend.latent_tile_triton import (
+from aerie.attention.fp8 import FP8, weight_unit
+from aerie.attention.metadata import PrefillBatch
+from aerie.attention.ops.attend.latent_tile_triton import (
     accumulate_latent,
     finish_latent,
     latent_maps,
@@ -18,11 +18,11 @@ from attention.ops.attend.latent_tile_triton import (
     no_state,
     score_latent_tile,
 )
-from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
-from attention.ops.attend.prefill_triton import PrefillTiles
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.scores import LOG2_E
-from attention.views import LatentKV
+from aerie.attention.ops.attend.prefill_plan_triton import TILE_FIELDS
+from aerie.attention.ops.attend.prefill_triton import PrefillTiles
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.scores import LOG2_E
+from aerie.attention.views import LatentKV
 
 
 @triton.jit(do_not_specialize=["table_stride"])

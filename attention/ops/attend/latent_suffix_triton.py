@@ -7,12 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.metadata import DecodeBatch
-from attention.ops.attend.latent_tile_triton import load_latent_rows, load_queries, score_latent_tile
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from attention.scores import LOG2_E
-from attention.views import LatentKV
+from aerie.attention.metadata import DecodeBatch
+from aerie.attention.ops.attend.latent_tile_triton import load_latent_rows, load_queries, score_latent_tile
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.attention.scores import LOG2_E
+from aerie.attention.views import LatentKV
 
 BLOCK_M = 16  # query rows x heads per program
 _WARPS = 4
@@ -84,7 +84,7 @@ def add_suffix(out: Tensor, lse: Tensor, q: Tensor, kv: LatentKV, batch: DecodeB
     lse: [B * R, heads] float32, log-sum-exp of the prefix's scaled scores, base 2.
     q: [B * R, heads, latent + rotated].
 
-    Reference: `attention.ops.attend.references.latent_decode`.
+    Reference: `aerie.attention.ops.attend.references.latent_decode`.
     """
     heads, packed_rows = q.shape[1], batch.rows * q.shape[1]
     assert q.stride(2) == 1 and q.dtype == kv.rows.dtype and kv.rows.is_contiguous() and scale > 0

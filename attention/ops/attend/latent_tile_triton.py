@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.ops.attend.online_softmax_triton import sum_weights
-from attention.ops.fp8_triton import as_multiplied, even, odd
-from attention.views import LatentKV
+from aerie.attention.ops.attend.online_softmax_triton import sum_weights
+from aerie.attention.ops.fp8_triton import as_multiplied, even, odd
+from aerie.attention.views import LatentKV
 
 
 @triton.jit
@@ -44,7 +44,8 @@ def load_queries(
 
 @triton.jit
 def rotate_pairs(x, cos, sin, M: tl.constexpr, ROTATED: tl.constexpr):
-    """Rotate adjacent pairs (`attention.rotation.rotate_pairs`): x [M, ROTATED] float32; cos, sin [M, ROTATED / 2]."""
+    """Rotate adjacent pairs (`aerie.attention.rotation.rotate_pairs`): x [M, ROTATED] float32; cos, sin [M, ROTATED
+    / 2]."""
     first, second = tl.split(tl.reshape(x, (M, ROTATED // 2, 2)))
     return tl.reshape(tl.join(first * cos - second * sin, second * cos + first * sin), (M, ROTATED))
 
@@ -118,7 +119,7 @@ def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.cons
 def score_latent_pairs(
     q, q_odd, q_rotated, q_rotated_odd, pairs, rotated, scale_log2, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """`score_latent_tile` over FP8 rows read as pairs of numbers (`attention.ops.fp8_triton.even`). Even and odd
+    """`score_latent_tile` over FP8 rows read as pairs of numbers (`aerie.attention.ops.fp8_triton.even`). Even and odd
     dimensions of q are separate tensors."""
     dtype: tl.constexpr = q.dtype
     first, second = even(pairs, dtype, INTERPRETED), odd(pairs, dtype, INTERPRETED)

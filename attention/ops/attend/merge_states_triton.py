@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.metadata import DecodeBatch
-from attention.ops.attend.decode_plan_triton import MAX_SPLITS, DecodePlan
-from attention.ops.pdl import pdl_wait
+from aerie.attention.metadata import DecodeBatch
+from aerie.attention.ops.attend.decode_plan_triton import MAX_SPLITS, DecodePlan
+from aerie.attention.ops.pdl import pdl_wait
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def merge_rows(
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:
         # The counts may be read before the wait: their writer ended before the predecessor passed its own wait
-        # (`attention.ops.pdl`).
+        # (`aerie.attention.ops.pdl`).
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if count > 1:

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from attention.ops.fp8_triton import even, odd
+from aerie.attention.ops.fp8_triton import even, odd
 
 
 @triton.jit
@@ -22,8 +22,8 @@ def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.co
 def score_pairs(
     q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """`score_tile` over FP8 pages read as pairs of numbers (`attention.ops.fp8_triton.even`). Return the scores, and
-    even and odd dimensions of the values [N, D / 2].
+    """`score_tile` over FP8 pages read as pairs of numbers (`aerie.attention.ops.fp8_triton.even`). Return the scores,
+    and even and odd dimensions of the values [N, D / 2].
 
     q, q_odd: [M, D / 2], even and odd dimensions.
     """
@@ -56,7 +56,7 @@ def accumulate(scores, v, scale_log2, top, total, acc, FIXED: tl.constexpr = Fal
     total: sum of powers of two relative to top; 0 for such a row.
     acc: weighted sum.
     FIXED: see `sum_weights`.
-    UNIT: see `attention.fp8.weight_unit`.
+    UNIT: see `aerie.attention.fp8.weight_unit`.
     """
     top, total, weights, shrink = softmax_step(scores, scale_log2, top, total, FIXED)
     if UNIT != 1.0:

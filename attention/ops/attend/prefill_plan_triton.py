@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.metadata import ChunkLists, PrefillBatch
+from aerie.attention.metadata import ChunkLists, PrefillBatch
 
 # Fields of a tile: chunk or IDLE; first row; end of the chunk's rows; position of the first row.
 TILE_FIELDS = tl.constexpr(4)

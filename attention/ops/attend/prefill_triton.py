@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.fp8 import weight_unit
-from attention.metadata import PrefillBatch
-from attention.ops.attend.online_softmax_triton import accumulate, score_tile
-from attention.ops.attend.prefill_plan_triton import TILE_FIELDS
-from attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped
-from attention.ops.fp8_triton import as_multiplied
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.scores import LOG2_E, ScoreRule
-from attention.views import LayerKV
+from aerie.attention.fp8 import weight_unit
+from aerie.attention.metadata import PrefillBatch
+from aerie.attention.ops.attend.online_softmax_triton import accumulate, score_tile
+from aerie.attention.ops.attend.prefill_plan_triton import TILE_FIELDS
+from aerie.attention.ops.attend.scores_triton import cap_scales, sink_scores, soft_capped
+from aerie.attention.ops.fp8_triton import as_multiplied
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.scores import LOG2_E, ScoreRule
+from aerie.attention.views import LayerKV
 
 
 @triton.jit

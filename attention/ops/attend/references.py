@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from attention.fp8 import read_pages
-from attention.metadata import DecodeBatch, PrefillBatch
-from attention.scores import ScoreRule, row_weights
-from attention.views import LatentKV, LayerKV
+from aerie.attention.fp8 import read_pages
+from aerie.attention.metadata import DecodeBatch, PrefillBatch
+from aerie.attention.scores import ScoreRule, row_weights
+from aerie.attention.views import LatentKV, LayerKV
 
 
 def decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:

@@ -5,7 +5,7 @@ kernels contain no code for them."""
 import triton
 import triton.language as tl
 
-from attention.scores import LOG2_E
+from aerie.attention.scores import LOG2_E
 
 _LOG2_E = tl.constexpr(LOG2_E)
 

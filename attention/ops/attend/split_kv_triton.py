@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.attend.tree_mask_triton import first_seen
+from aerie.attention.ops.attend.tree_mask_triton import first_seen
 
 # Fields of an item: request or IDLE; first KV position; end position; index of its partial result among all requests';
 # that index of the request's first item; the request's number of items.

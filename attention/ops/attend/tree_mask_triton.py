@@ -2,8 +2,8 @@
 """What a row of a round sees, in kernels: suffix columns by its tree mask, and KV positions through a sliding window.
 
 Bit j of a tree mask (int64, not negative) is set if the row sees suffix column j (see `DecodeBatch.mask`);
-`speculative.ops.tree_growth` computes it. WINDOW (see `DecodeBatch.window`) is 0 without a window; such kernels contain
-no code for it.
+`aerie.speculative.ops.tree_growth` computes it. WINDOW (see `DecodeBatch.window`) is 0 without a window; such kernels
+contain no code for it.
 """
 
 import triton

@@ -5,9 +5,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.delta_rule.formulas import block, convolved, gated_norm, gates, heads_of
-from attention.ops.delta_rule.tables import (
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.delta_rule.formulas import block, convolved, gated_norm, gates, heads_of
+from aerie.attention.ops.delta_rule.tables import (
     HISTORY,
     KERNEL_LIMITS,
     TAPS,
@@ -19,7 +19,7 @@ from attention.ops.delta_rule.tables import (
     check_layer,
     fits_kernels,
 )
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 BLOCK = 64  # maximum rows of a block
 
@@ -63,7 +63,9 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Chu
 
 
 @operation(
-    Implementation("triton", "attention.ops.delta_rule.chunks_triton:delta_rule_chunks", on_gpu, _fits, KERNEL_LIMITS),
+    Implementation(
+        "triton", "aerie.attention.ops.delta_rule.chunks_triton:delta_rule_chunks", on_gpu, _fits, KERNEL_LIMITS
+    ),
     contract=_check,
 )
 def delta_rule_chunks(

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.delta_rule.chunk_blocks_triton import block_rows, borders, first_blocks, locate
-from attention.ops.delta_rule.chunks import BLOCK, max_blocks, scratch_dtype
-from attention.ops.delta_rule.formulas_triton import (
+from aerie.attention.ops.delta_rule.chunk_blocks_triton import block_rows, borders, first_blocks, locate
+from aerie.attention.ops.delta_rule.chunks import BLOCK, max_blocks, scratch_dtype
+from aerie.attention.ops.delta_rule.formulas_triton import (
     PRECISION,
     dot,
     gate,
@@ -29,7 +29,7 @@ from attention.ops.delta_rule.formulas_triton import (
     sigmoid,
     silu,
 )
-from attention.ops.delta_rule.tables import ChunkTables, DeltaRows, DeltaWeights, LayerState
+from aerie.attention.ops.delta_rule.tables import ChunkTables, DeltaRows, DeltaWeights, LayerState
 
 CHANNELS = 128  # channels per program of `_convolve`
 
@@ -262,7 +262,8 @@ def delta_rule_chunks(
     out: Tensor,
     tiles: ChunkTiles | None = None,
 ) -> None:
-    """`attention.ops.delta_rule.chunks.delta_rule_chunks`. Allocates `scratch_bytes`. tiles: default `chunk_tiles`."""
+    """`aerie.attention.ops.delta_rule.chunks.delta_rule_chunks`. Allocates `scratch_bytes`. tiles: default
+    `chunk_tiles`."""
     heads, num_rows, num_chunks = kept.heads, out.shape[0], tables.slots.shape[0]
     dtype, device = scratch_dtype(heads, rows.qkv.dtype), out.device
     x = torch.empty((num_rows, heads.channels), dtype=dtype, device=device)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.delta_rule.tables import HISTORY, DeltaState
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.delta_rule.tables import HISTORY, DeltaState
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 
 def _check(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
@@ -17,7 +17,9 @@ def _check(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> Non
     assert kept.conv.is_contiguous() and kept.pending.is_contiguous() and kept.committed.is_contiguous()
 
 
-@operation(Implementation("triton", "attention.ops.delta_rule.commit_triton:commit_rows", on_gpu), contract=_check)
+@operation(
+    Implementation("triton", "aerie.attention.ops.delta_rule.commit_triton:commit_rows", on_gpu), contract=_check
+)
 def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
     """Make the accepted path of a round the committed rows of its slots, in all layers. Called once, after the pass.
 

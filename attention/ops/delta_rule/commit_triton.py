@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.delta_rule.tables import DeltaState
+from aerie.attention.ops.delta_rule.tables import DeltaState
 
 BLOCK = 512  # numbers of a row per program
 
@@ -51,7 +51,7 @@ def _set_counts(count_ptr, slots_ptr, counts_ptr, batch, padding_slot, BLOCK: tl
 
 
 def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-    """`attention.ops.delta_rule.commit.commit_rows`."""
+    """`aerie.attention.ops.delta_rule.commit.commit_rows`."""
     heads, (batch, depth) = kept.heads, path.shape
     layers = kept.conv.shape[0]
     _commit_rows[(triton.cdiv(heads.row_size, BLOCK), layers, batch)](

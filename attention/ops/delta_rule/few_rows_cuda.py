@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention.capability import MULTIPROCESSORS, Capability
-from attention.ops.cuda_source import load
-from attention.ops.delta_rule import formulas
-from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
+from aerie.attention.capability import MULTIPROCESSORS, Capability
+from aerie.attention.ops.cuda_source import load
+from aerie.attention.ops.delta_rule import formulas
+from aerie.attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
 
 _LOAD = 8  # bfloat16 numbers in a load of 16 bytes
 
@@ -77,7 +77,7 @@ def constants_of(
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`attention.ops.delta_rule.rounds.delta_rule_rounds` for a few rows per request."""
+    """`aerie.attention.ops.delta_rule.rounds.delta_rule_rounds` for a few rows per request."""
     batch, width = tables.mask.shape
     early = Capability.of(out.device).supports_pdl
     tiles = tiles_of(kept.heads.value_heads * batch)

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.capability import MULTIPROCESSORS
-from attention.ops.delta_rule.formulas_triton import (
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.attention.ops.delta_rule.formulas_triton import (
     NORM_EPS,
     PRECISION,
     dot,
@@ -34,8 +34,8 @@ from attention.ops.delta_rule.formulas_triton import (
     silu,
     three_before,
 )
-from attention.ops.delta_rule.tables import FEW_ROWS, DeltaRows, DeltaWeights, LayerState, RoundTables
-from attention.ops.pdl import pdl_wait
+from aerie.attention.ops.delta_rule.tables import FEW_ROWS, DeltaRows, DeltaWeights, LayerState, RoundTables
+from aerie.attention.ops.pdl import pdl_wait
 
 
 @triton.jit
@@ -213,7 +213,7 @@ def few_row_tiles(value_dim: int, programs: int) -> FewRowTiles:
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`attention.ops.delta_rule.rounds.delta_rule_rounds` for a few rows per request."""
+    """`aerie.attention.ops.delta_rule.rounds.delta_rule_rounds` for a few rows per request."""
     heads, (batch, width) = kept.heads, tables.mask.shape
     tiles = few_row_tiles(heads.value_dim, heads.value_heads * batch)
     _delta_few_rows[(heads.value_heads, batch)](

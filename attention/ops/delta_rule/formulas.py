@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.ops.delta_rule.tables import DeltaHeads, DeltaWeights
+from aerie.attention.ops.delta_rule.tables import DeltaHeads, DeltaWeights
 
 NORM_EPS = 1e-6  # epsilon of the l2 norms of q and k
 

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""`attention.ops.delta_rule.formulas` in Triton, in float32, and other functions that the kernels share."""
+"""`aerie.attention.ops.delta_rule.formulas` in Triton, in float32, and other functions that the kernels share."""
 
 import triton
 import triton.language as tl
 
-from attention.ops import interpreter_triton
-from attention.ops.delta_rule import formulas
+from aerie.attention.ops import interpreter_triton
+from aerie.attention.ops.delta_rule import formulas
 
 PRECISION = tl.constexpr("tf32x3")  # about the precision of float32
 INTERPRETED = tl.constexpr(interpreter_triton.INTERPRETED)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.delta_rule.formulas import advanced, block, convolved, gated_norm, gates, heads_of
-from attention.ops.delta_rule.tables import (
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.delta_rule.formulas import advanced, block, convolved, gated_norm, gates, heads_of
+from aerie.attention.ops.delta_rule.tables import (
     FEW_CUDA_ROWS,
     FEW_ROWS,
     HISTORY,
@@ -18,7 +18,7 @@ from attention.ops.delta_rule.tables import (
     check_layer,
     fits_kernels,
 )
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 
 def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) -> bool:
@@ -61,26 +61,28 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Rou
 @operation(
     Implementation(
         "triton, one row",
-        "attention.ops.delta_rule.step_triton:delta_rule_rounds",
+        "aerie.attention.ops.delta_rule.step_triton:delta_rule_rounds",
         on_gpu,
         _is_step,
         f"R = 1; {KERNEL_LIMITS}",
     ),
     Implementation(
         "cuda, few rows",
-        "attention.ops.delta_rule.few_rows_cuda:delta_rule_rounds",
+        "aerie.attention.ops.delta_rule.few_rows_cuda:delta_rule_rounds",
         lambda here: here.compiles_cuda,
         _are_few_in_bfloat16,
         f"R > 1; P + 2 R <= {FEW_CUDA_ROWS}; dk = dv = 128; bfloat16 rows",
     ),
     Implementation(
         "triton, few rows",
-        "attention.ops.delta_rule.few_rows_triton:delta_rule_rounds",
+        "aerie.attention.ops.delta_rule.few_rows_triton:delta_rule_rounds",
         on_gpu,
         _are_few,
         f"R > 1; P + 2 R <= {FEW_ROWS}; dk = dv = 128; rows not float64",
     ),
-    Implementation("triton", "attention.ops.delta_rule.rounds_triton:delta_rule_rounds", on_gpu, _fits, KERNEL_LIMITS),
+    Implementation(
+        "triton", "aerie.attention.ops.delta_rule.rounds_triton:delta_rule_rounds", on_gpu, _fits, KERNEL_LIMITS
+    ),
     contract=_check,
 )
 def delta_rule_rounds(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.delta_rule.formulas_triton import (
+from aerie.attention.ops.delta_rule.formulas_triton import (
     PRECISION,
     dot,
     exact_product,
@@ -31,8 +31,8 @@ from attention.ops.delta_rule.formulas_triton import (
     silu,
     three_before,
 )
-from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
-from attention.ops.pdl import pdl_wait
+from aerie.attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
+from aerie.attention.ops.pdl import pdl_wait
 
 
 @triton.jit
@@ -200,7 +200,7 @@ def round_tiles(rows: int, value_dim: int, programs: int) -> tuple[int, int]:
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`attention.ops.delta_rule.rounds.delta_rule_rounds`."""
+    """`aerie.attention.ops.delta_rule.rounds.delta_rule_rounds`."""
     heads, (batch, width) = kept.heads, tables.mask.shape
     path = kept.committed.shape[1]
     for tile, replays, answers in round_launches(width, path):

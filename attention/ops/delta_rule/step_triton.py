@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.delta_rule.formulas_triton import (
+from aerie.attention.ops.delta_rule.formulas_triton import (
     NORM_EPS,
     before,
     gate,
@@ -18,8 +18,8 @@ from attention.ops.delta_rule.formulas_triton import (
     sigmoid,
     silu,
 )
-from attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
-from attention.ops.pdl import pdl_wait
+from aerie.attention.ops.delta_rule.tables import DeltaRows, DeltaWeights, LayerState, RoundTables
+from aerie.attention.ops.pdl import pdl_wait
 
 
 @triton.jit
@@ -173,7 +173,7 @@ WARPS = 4  # per program
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`attention.ops.delta_rule.rounds.delta_rule_rounds` for one row per request."""
+    """`aerie.attention.ops.delta_rule.rounds.delta_rule_rounds` for one row per request."""
     heads, batch = kept.heads, tables.mask.shape[0]
     _delta_step[(heads.value_heads, batch)](
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,

@@ -1,14 +1,14 @@
 """JSON types that a tool's schema allows for its arguments, and the JSON of values that models write without quotes.
-Used by `cluster.http.parsers.xml_calls`, whose calls are not JSON."""
+Used by `aerie.cluster.http.parsers.xml_calls`, whose calls are not JSON."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.http.parsers.python_literals import literal_json
-from cluster.http.text.json_text import parsed, repaired
-from workers.structured_output.schema_keywords import OF_TYPE, UNIONS, is_of
+from aerie.cluster.http.parsers.python_literals import literal_json
+from aerie.cluster.http.text.json_text import parsed, repaired
+from aerie.workers.structured_output.schema_keywords import OF_TYPE, UNIONS, is_of
 
 _SCALARS = {"True": "true", "False": "false", "None": "null"}  # Python's names, which some chat templates write
 _MAX_REFERENCES = 16  # a schema may refer to itself

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.families import FAMILIES, CallSyntax
-from cluster.http.parsers.reasoning import is_reasoning
-from cluster.http.schema.message import Tool
-from cluster.http.text.template_facts import NO_PARAMETERS
-from workers.scheduling.plan import Grammar
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.families import FAMILIES, CallSyntax
+from aerie.cluster.http.parsers.reasoning import is_reasoning
+from aerie.cluster.http.schema.message import Tool
+from aerie.cluster.http.text.template_facts import NO_PARAMETERS
+from aerie.workers.scheduling.plan import Grammar
 
 MAX_WHITESPACE = 8  # consecutive characters between parts of arguments: a model could write them forever
 

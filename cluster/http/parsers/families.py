@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.argument_types import ArgumentTypes
-from cluster.http.parsers.json_calls import Found, read_calls
-from cluster.http.parsers.literal_calls import (
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.argument_types import ArgumentTypes
+from aerie.cluster.http.parsers.json_calls import Found, read_calls
+from aerie.cluster.http.parsers.literal_calls import (
     GEMMA_END,
     GEMMA_QUOTE,
     PYTHON_END,
@@ -16,9 +16,9 @@ from cluster.http.parsers.literal_calls import (
     read_gemma_call,
     read_python_calls,
 )
-from cluster.http.parsers.output_parser import CallIds, random_id
-from cluster.http.parsers.source import Reading, Source
-from cluster.http.parsers.tool_calls import (
+from aerie.cluster.http.parsers.output_parser import CallIds, random_id
+from aerie.cluster.http.parsers.source import Reading, Source
+from aerie.cluster.http.parsers.tool_calls import (
     DEEPSEEK_HEAD,
     KIMI_HEAD,
     MISTRAL_MARK,
@@ -29,8 +29,8 @@ from cluster.http.parsers.tool_calls import (
     read_llama3_calls,
     read_mistral_calls,
 )
-from cluster.http.parsers.xml_calls import GLM, MINIMAX, SEED, types_of_tools, xml_calls
-from cluster.http.text import harmony_prompt
+from aerie.cluster.http.parsers.xml_calls import GLM, MINIMAX, SEED, types_of_tools, xml_calls
+from aerie.cluster.http.text import harmony_prompt
 
 Types = Callable[[], Mapping[str, ArgumentTypes]]
 
@@ -77,7 +77,7 @@ class Family:
         have. Else reasoning may contain drafts of calls: a call ends it if only calls follow it.
     ids: function that makes ids of calls from the prompt.
     syntax: None: calls cannot be forced.
-    has_own_parser: `cluster.http.parsers.table` has one, which reads calls.
+    has_own_parser: `aerie.cluster.http.parsers.table` has one, which reads calls.
     """
 
     shown_by: tuple[str, ...] = ()
@@ -245,7 +245,7 @@ FAMILIES: dict[OutputParserName, Family] = {
         other_marks=(PYTHON_TAG,),
         syntax=CallSyntax('{"name": "{name}", "parameters": ', "}", "; ", '{"name": '),
     ),
-    "qwen3_coder": Family(  # XML (`cluster.http.parsers.xml_calls`): also Qwen3.5 and later
+    "qwen3_coder": Family(  # XML (`aerie.cluster.http.parsers.xml_calls`): also Qwen3.5 and later
         shown_by=("<tool_call>", "<function=", "<parameter="),
         calls={
             "<tool_call>": lambda types: xml_calls(types()),

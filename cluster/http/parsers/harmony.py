@@ -9,12 +9,12 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 
-from cluster.http.answer import Piece
-from cluster.http.parsers.json_calls import Found, read_arguments
-from cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
-from cluster.http.parsers.source import SPACES, Reading, Running, Source
-from cluster.http.text.harmony_prompt import MARKS
-from cluster.http.text.stop_strings import start_of_partial
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.parsers.json_calls import Found, read_arguments
+from aerie.cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
+from aerie.cluster.http.parsers.source import SPACES, Reading, Running, Source
+from aerie.cluster.http.text.harmony_prompt import MARKS
+from aerie.cluster.http.text.stop_strings import start_of_partial
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = MARKS
 _CHANNEL = re.compile(r"<\|channel\|>\s*([\w-]*)")
@@ -60,7 +60,7 @@ class HarmonyParser:
             self._open(begun[0].removeprefix(START).removeprefix("assistant"))
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """See `cluster.http.parsers.output_parser.OutputParser`."""
+        """See `aerie.cluster.http.parsers.output_parser.OutputParser`."""
         for text, mark in self._marks.take(piece):
             if text:
                 self._take_text(text)

@@ -1,16 +1,25 @@
 """Reads streamed tool calls in JSON, as models write it. The arguments that a client receives are a JSON object, and
 arrive while the model writes them.
 
-Values are repaired by `cluster.http.parsers.json_copy`. Arguments may be JSON text, or `null`. Keys that no call has
-are skipped with their values. A character that JSON has only in strings ends a call, whose braces are missing then.
+Values are repaired by `aerie.cluster.http.parsers.json_copy`. Arguments may be JSON text, or `null`. Keys that no call
+has are skipped with their values. A character that JSON has only in strings ends a call, whose braces are missing then.
 """
 
 import json
 import re
 from typing import NamedTuple
 
-from cluster.http.parsers.json_copy import CLOSERS, CONSTANTS, QUOTES, WORD, JsonCopy, Write, read_key, read_string
-from cluster.http.parsers.source import SPACES, Reading, Running, Source
+from aerie.cluster.http.parsers.json_copy import (
+    CLOSERS,
+    CONSTANTS,
+    QUOTES,
+    WORD,
+    JsonCopy,
+    Write,
+    read_key,
+    read_string,
+)
+from aerie.cluster.http.parsers.source import SPACES, Reading, Running, Source
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 _OWN_KEYS = ARGUMENT_KEYS | {"name", "type", "id", "index", "function"}

@@ -11,8 +11,8 @@ import math
 import re
 from collections.abc import Callable
 
-from cluster.http.parsers.source import SPACES, Reading, Source
-from cluster.http.text.json_text import MAX_NESTING
+from aerie.cluster.http.parsers.source import SPACES, Reading, Source
+from aerie.cluster.http.text.json_text import MAX_NESTING
 
 CLOSERS = {"{": "}", "[": "]"}
 QUOTES = ("'", '"')

@@ -5,10 +5,10 @@ import json
 import re
 from typing import Any
 
-from cluster.http.parsers.json_calls import Found
-from cluster.http.parsers.python_literals import keywords_json, literal_json
-from cluster.http.parsers.source import SPACES, Marks, Reading, Source
-from cluster.http.text.json_text import parsed
+from aerie.cluster.http.parsers.json_calls import Found
+from aerie.cluster.http.parsers.python_literals import keywords_json, literal_json
+from aerie.cluster.http.parsers.source import SPACES, Marks, Reading, Source
+from aerie.cluster.http.text.json_text import parsed
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 GEMMA_END, GEMMA_QUOTE = "<tool_call|>", '<|"|>'

@@ -1,9 +1,9 @@
 """Cuts streamed text at marks, for parsers of their own; readers of calls and reasoning use
-`cluster.http.parsers.source.Marks`."""
+`aerie.cluster.http.parsers.source.Marks`."""
 
 from typing import NamedTuple
 
-from cluster.http.text.stop_strings import start_of_partial
+from aerie.cluster.http.text.stop_strings import start_of_partial
 
 
 class Cut(NamedTuple):

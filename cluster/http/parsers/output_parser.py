@@ -1,7 +1,7 @@
 """Splits an answer's text into content, reasoning and tool calls.
 
 Every choice has a parser, in whole replies and streams. Chats take the configuration's (`ingress.output_parser`, by
-`cluster.http.parsers.table`), completions `text`. See docs/add-a-parser.md.
+`aerie.cluster.http.parsers.table`), completions `text`. See docs/add-a-parser.md.
 """
 
 import secrets
@@ -12,10 +12,10 @@ from typing import Protocol
 import msgspec
 from msgspec import UNSET
 
-from cluster.http.answer import Piece
-from cluster.http.parsers.json_calls import CallPart
-from cluster.http.schema.completions import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
-from cluster.http.schema.response import FinishReason
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.parsers.json_calls import CallPart
+from aerie.cluster.http.schema.completions import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
+from aerie.cluster.http.schema.response import FinishReason
 
 
 class ReplyDelta(msgspec.Struct, frozen=True, gc=False):

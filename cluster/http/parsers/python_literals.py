@@ -5,7 +5,7 @@ import json
 import warnings
 from typing import Any
 
-from cluster.http.text.json_text import parsed, without_surrogates
+from aerie.cluster.http.text.json_text import parsed, without_surrogates
 
 _CONSTANTS = {"true": True, "false": False, "null": None}
 

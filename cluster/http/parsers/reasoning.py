@@ -3,10 +3,10 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 
-from cluster.http.parsers.json_calls import Found
-from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.parsers.source import SPACES, Marks, Reading, Running, Source
-from cluster.http.parsers.tool_calls import MarkedCalls
+from aerie.cluster.http.parsers.json_calls import Found
+from aerie.cluster.http.parsers.output_parser import ReplyDelta
+from aerie.cluster.http.parsers.source import SPACES, Marks, Reading, Running, Source
+from aerie.cluster.http.parsers.tool_calls import MarkedCalls
 
 
 def is_reasoning(opens: str, closes: str, prompt: str, continued: str) -> bool:

@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from cluster.http.answer import Piece
-from cluster.http.parsers.json_calls import CallPart
-from cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
-from cluster.http.text.json_text import parsed_repaired
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.parsers.json_calls import CallPart
+from aerie.cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
+from aerie.cluster.http.text.json_text import parsed_repaired
 
 REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
 
@@ -35,7 +35,7 @@ class ResponseTemplateParser:
         self._deltas = CallDeltas(parallel)
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """See `cluster.http.parsers.output_parser.OutputParser`."""
+        """See `aerie.cluster.http.parsers.output_parser.OutputParser`."""
         events = self._parser.feed(piece.text) if piece.text else []
         if piece.finish is not None:
             events = [*events, *self._last_events()]

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from cluster.http.answer import Piece
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.families import FAMILIES, detect_family
-from cluster.http.parsers.output_parser import joined_deltas
-from cluster.http.parsers.table import PARSERS, MarkedParser
-from cluster.http.parsers.tool_calls import StreamedCalls
-from cluster.http.text.chat_template import ChatTemplateError
-from cluster.http.text.template_facts import HELLO
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.families import FAMILIES, detect_family
+from aerie.cluster.http.parsers.output_parser import joined_deltas
+from aerie.cluster.http.parsers.table import PARSERS, MarkedParser
+from aerie.cluster.http.parsers.tool_calls import StreamedCalls
+from aerie.cluster.http.text.chat_template import ChatTemplateError
+from aerie.cluster.http.text.template_facts import HELLO
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 
 Message = Mapping[str, Any]
 Prompt = Callable[..., str | None]

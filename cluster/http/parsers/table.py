@@ -2,17 +2,24 @@
 
 from collections.abc import Callable
 
-from cluster.http.answer import Piece
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.families import FAMILIES
-from cluster.http.parsers.harmony import HarmonyParser
-from cluster.http.parsers.output_parser import CallDeltas, CallIds, OutputParser, ReplyDelta, TextParser, random_id
-from cluster.http.parsers.reasoning import ReasoningReader, is_reasoning
-from cluster.http.parsers.response_template import ResponseTemplateParser
-from cluster.http.parsers.tool_calls import StreamedCalls
-from cluster.http.requests.edge_request import EdgeRequest
-from cluster.http.text.harmony_prompt import MARKS
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.families import FAMILIES
+from aerie.cluster.http.parsers.harmony import HarmonyParser
+from aerie.cluster.http.parsers.output_parser import (
+    CallDeltas,
+    CallIds,
+    OutputParser,
+    ReplyDelta,
+    TextParser,
+    random_id,
+)
+from aerie.cluster.http.parsers.reasoning import ReasoningReader, is_reasoning
+from aerie.cluster.http.parsers.response_template import ResponseTemplateParser
+from aerie.cluster.http.parsers.tool_calls import StreamedCalls
+from aerie.cluster.http.requests.edge_request import EdgeRequest
+from aerie.cluster.http.text.harmony_prompt import MARKS
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 
 
 class MarkedParser:
@@ -27,7 +34,7 @@ class MarkedParser:
         self._deltas = CallDeltas(parallel, ids)
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """See `cluster.http.parsers.output_parser.OutputParser`."""
+        """See `aerie.cluster.http.parsers.output_parser.OutputParser`."""
         end = piece.finish is not None
         reasoning, content = "", piece.text
         if self.reasoning is not None:

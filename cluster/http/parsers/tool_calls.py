@@ -1,4 +1,4 @@
-"""Finds tool calls between marks. `cluster.http.parsers.families` says which family has which.
+"""Finds tool calls between marks. `aerie.cluster.http.parsers.families` says which family has which.
 
 A call that is none after all is content, with its marks. White space beside marks is no content.
 """
@@ -6,8 +6,8 @@ A call that is none after all is content, with its marks. White space beside mar
 import re
 from collections.abc import Callable, Mapping
 
-from cluster.http.parsers.json_calls import CallPart, Found, read_arguments, read_calls
-from cluster.http.parsers.source import SPACES, Marks, Reading, Running, Source
+from aerie.cluster.http.parsers.json_calls import CallPart, Found, read_arguments, read_calls
+from aerie.cluster.http.parsers.source import SPACES, Marks, Reading, Running, Source
 
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_MARK = "[TOOL_CALLS]"

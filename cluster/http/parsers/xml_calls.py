@@ -9,8 +9,8 @@
     </tool_call>
 
 Other families have other tags, see `XmlForm`. A value is text or JSON, and only the tool's schema says which
-(`cluster.http.parsers.argument_types`). Text is streamed; other values are written whole, and left out if the answer
-ends in them.
+(`aerie.cluster.http.parsers.argument_types`). Text is streamed; other values are written whole, and left out if the
+answer ends in them.
 """
 
 import json
@@ -20,11 +20,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from cluster.http.parsers.argument_types import ArgumentTypes, json_value
-from cluster.http.parsers.json_calls import NAME, Found
-from cluster.http.parsers.json_copy import Write
-from cluster.http.parsers.source import SPACES, Marks, Reading, Source
-from cluster.http.parsers.tool_calls import CallBody
+from aerie.cluster.http.parsers.argument_types import ArgumentTypes, json_value
+from aerie.cluster.http.parsers.json_calls import NAME, Found
+from aerie.cluster.http.parsers.json_copy import Write
+from aerie.cluster.http.parsers.source import SPACES, Marks, Reading, Source
+from aerie.cluster.http.parsers.tool_calls import CallBody
 
 
 @dataclass(frozen=True)

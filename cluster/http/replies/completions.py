@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cluster.http.answer import Piece
-from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.replies.logprobs import joined_logprobs
-from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
-from cluster.http.replies.streaming import DONE, TextEvents, chunk_event
-from cluster.http.schema.completions import (
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.parsers.output_parser import ReplyDelta
+from aerie.cluster.http.replies.logprobs import joined_logprobs
+from aerie.cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
+from aerie.cluster.http.replies.streaming import DONE, TextEvents, chunk_event
+from aerie.cluster.http.schema.completions import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,

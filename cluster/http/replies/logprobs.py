@@ -4,11 +4,11 @@ for prompts."""
 import math
 from collections.abc import Iterable, Sequence
 
-from cluster.http.answer import Piece, PromptScores, TokenScore
-from cluster.http.schema.completions import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
-from cluster.http.schema.response import PromptToken
-from cluster.http.text.tokenizer import ChatTokenizer
-from workers.scheduling.plan import TokenLogprobs
+from aerie.cluster.http.answer import Piece, PromptScores, TokenScore
+from aerie.cluster.http.schema.completions import ChatLogprobs, TextLogprobs, TokenLogprob, TopLogprob
+from aerie.cluster.http.schema.response import PromptToken
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.workers.scheduling.plan import TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; as in vLLM
 

@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from cluster.http.answer import Piece
-from cluster.http.errors import ApiError
-from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
-from cluster.http.replies.streaming import named_event
-from cluster.http.requests.messages import error_detail, to_messages_error
-from cluster.http.schema.completions import ToolCall, ToolCallDelta
-from cluster.http.schema.messages import (
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.parsers.output_parser import ReplyDelta
+from aerie.cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
+from aerie.cluster.http.replies.streaming import named_event
+from aerie.cluster.http.requests.messages import error_detail, to_messages_error
+from aerie.cluster.http.schema.completions import ToolCall, ToolCallDelta
+from aerie.cluster.http.schema.messages import (
     ContentBlock,
     InputDelta,
     MessageEnd,
@@ -27,8 +27,8 @@ from cluster.http.schema.messages import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from cluster.http.schema.response import FinishReason
-from cluster.http.text.json_text import parsed_repaired
+from aerie.cluster.http.schema.response import FinishReason
+from aerie.cluster.http.text.json_text import parsed_repaired
 
 _STOP_REASONS: dict[FinishReason, StopReason] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

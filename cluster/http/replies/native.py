@@ -6,13 +6,13 @@ from collections.abc import Sequence
 import msgspec
 from msgspec import UNSET
 
-from cluster.http.answer import Piece, TokenScore
-from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.replies.logprobs import finite
-from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer, speculation_metrics
-from cluster.http.replies.streaming import chunk_event
-from cluster.http.schema.native import NamedLogprob, NativeAnswer, NativeFinish, NativeMeta
-from workers.scheduling.plan import TokenLogprobs
+from aerie.cluster.http.answer import Piece, TokenScore
+from aerie.cluster.http.parsers.output_parser import ReplyDelta
+from aerie.cluster.http.replies.logprobs import finite
+from aerie.cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer, speculation_metrics
+from aerie.cluster.http.replies.streaming import chunk_event
+from aerie.cluster.http.schema.native import NamedLogprob, NativeAnswer, NativeFinish, NativeMeta
+from aerie.workers.scheduling.plan import TokenLogprobs
 
 
 class NativeReply(Reply):

@@ -1,5 +1,5 @@
-"""The interface of an endpoint's reply to a generation request. Called by `cluster.http.serving`; implemented by the
-other modules of this folder."""
+"""The interface of an endpoint's reply to a generation request. Called by `aerie.cluster.http.serving`; implemented by
+the other modules of this folder."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -9,14 +9,14 @@ from typing import ClassVar, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
-from cluster.http.answer import Answer, Piece
-from cluster.http.errors import ApiError
-from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.replies.logprobs import LogprobFormats
-from cluster.http.replies.streaming import DONE, event
-from cluster.http.requests.edge_request import EdgeRequest
-from cluster.http.schema.completions import ToolCall
-from cluster.http.schema.response import (
+from aerie.cluster.http.answer import Answer, Piece
+from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.parsers.output_parser import ReplyDelta
+from aerie.cluster.http.replies.logprobs import LogprobFormats
+from aerie.cluster.http.replies.streaming import DONE, event
+from aerie.cluster.http.requests.edge_request import EdgeRequest
+from aerie.cluster.http.schema.completions import ToolCall
+from aerie.cluster.http.schema.response import (
     CachedTokens,
     PromptToken,
     ReasoningTokens,
@@ -25,8 +25,8 @@ from cluster.http.schema.response import (
     TokenOrigin,
     Usage,
 )
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.transport.messages import SpeculationStats
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.transport.messages import SpeculationStats
 
 
 class WholeAnswer(NamedTuple):
@@ -78,7 +78,7 @@ class Reply(ABC):
 class ReplyContext:
     """Data shared by all documents and events of one reply.
 
-    answers: one per choice, in order; updated by `cluster.http.serving`.
+    answers: one per choice, in order; updated by `aerie.cluster.http.serving`.
     reply_id: id of the reply, which the client may have chosen.
     created: Unix seconds.
     """

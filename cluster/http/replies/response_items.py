@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from cluster.http.replies.streaming import named_event
-from cluster.http.requests.responses import joined_name
-from cluster.http.schema.completions import FunctionDelta, TokenLogprob, ToolCallDelta
-from cluster.http.schema.responses import (
+from aerie.cluster.http.replies.streaming import named_event
+from aerie.cluster.http.requests.responses import joined_name
+from aerie.cluster.http.schema.completions import FunctionDelta, TokenLogprob, ToolCallDelta
+from aerie.cluster.http.schema.responses import (
     FunctionCallItem,
     ItemStatus,
     OutputItem,

@@ -5,15 +5,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.http.answer import Piece
-from cluster.http.errors import ApiError
-from cluster.http.parsers.output_parser import ReplyDelta
-from cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
-from cluster.http.replies.response_items import ItemEvents
-from cluster.http.requests.responses import namespaces
-from cluster.http.schema.completions import TokenLogprob, ToolCallDelta
-from cluster.http.schema.response import FinishReason
-from cluster.http.schema.responses import (
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.parsers.output_parser import ReplyDelta
+from aerie.cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
+from aerie.cluster.http.replies.response_items import ItemEvents
+from aerie.cluster.http.requests.responses import namespaces
+from aerie.cluster.http.schema.completions import TokenLogprob, ToolCallDelta
+from aerie.cluster.http.schema.response import FinishReason
+from aerie.cluster.http.schema.responses import (
     IncompleteDetails,
     InputTokensDetails,
     NamedFunction,

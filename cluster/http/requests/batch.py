@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 
-from cluster.http.config import EdgeConfig
-from cluster.http.errors import ApiError, invalid
-from cluster.http.requests.edge_request import EdgeRequest, chat_request
-from cluster.http.schema.request import BatchRequest, ChatCompletionRequest
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.errors import ApiError, invalid
+from aerie.cluster.http.requests.edge_request import EdgeRequest, chat_request
+from aerie.cluster.http.schema.request import BatchRequest, ChatCompletionRequest
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 
 
 async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:

@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from cluster.http.config import EdgeConfig, OutputParserName
-from cluster.http.errors import invalid, unsupported
-from cluster.http.requests.parameters import (
+from aerie.cluster.http.config import EdgeConfig, OutputParserName
+from aerie.cluster.http.errors import invalid, unsupported
+from aerie.cluster.http.requests.parameters import (
     answer_tokens,
     chat_parser,
     check_model,
@@ -26,7 +26,7 @@ from cluster.http.requests.parameters import (
     thinking_budget,
     truncation_of,
 )
-from cluster.http.requests.prompts import (
+from aerie.cluster.http.requests.prompts import (
     chat_text,
     check_token_ids,
     content_text,
@@ -34,13 +34,13 @@ from cluster.http.requests.prompts import (
     listed_prompts,
     template_tool,
 )
-from cluster.http.requests.structured_output import GrammarMaker
-from cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
-from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.http.text.user_text import ChatText
-from cluster.http.thinking_budget import ThinkingBudget
-from workers.scheduling.plan import Grammar, SamplingParams
+from aerie.cluster.http.requests.structured_output import GrammarMaker
+from aerie.cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
+from aerie.cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.user_text import ChatText
+from aerie.cluster.http.thinking_budget import ThinkingBudget
+from aerie.workers.scheduling.plan import Grammar, SamplingParams
 
 
 @dataclass(frozen=True)

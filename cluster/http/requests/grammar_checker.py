@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.http.errors import ApiError, invalid, overloaded, unsupported
-from workers.scheduling.plan import Grammar
-from workers.structured_output.faults import VocabularyError
-from workers.structured_output.framing import send
-from workers.structured_output.mask_process.template_process import ForkedProcess, TemplateError, Work, template
-from workers.structured_output.mask_process.trial import WALK_LIMIT_S, Trial, TrialResult
+from aerie.cluster.http.errors import ApiError, invalid, overloaded, unsupported
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.faults import VocabularyError
+from aerie.workers.structured_output.framing import send
+from aerie.workers.structured_output.mask_process.template_process import ForkedProcess, TemplateError, Work, template
+from aerie.workers.structured_output.mask_process.trial import WALK_LIMIT_S, Trial, TrialResult
 
 MAX_CACHED = 1024  # results
 MAX_WAITING = 256  # waiting grammars; more are refused

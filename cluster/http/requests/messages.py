@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from cluster.http.config import OutputParserName
-from cluster.http.errors import ApiError, invalid
-from cluster.http.parsers.families import FAMILIES
-from cluster.http.schema.body import validated
-from cluster.http.schema.messages import (
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.errors import ApiError, invalid
+from aerie.cluster.http.parsers.families import FAMILIES
+from aerie.cluster.http.schema.body import validated
+from aerie.cluster.http.schema.messages import (
     THREAD,
     Block,
     CountTokensRequest,
@@ -24,8 +24,8 @@ from cluster.http.schema.messages import (
     ToolResultParam,
     ToolUseParam,
 )
-from cluster.http.schema.request import ChatCompletionRequest
-from cluster.http.text.template_facts import Efforts
+from aerie.cluster.http.schema.request import ChatCompletionRequest
+from aerie.cluster.http.text.template_facts import Efforts
 
 MessageDict = dict[str, Any]
 THINKING_PARSERS = (

@@ -4,16 +4,16 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from cluster.http.config import EdgeConfig
-from cluster.http.errors import ApiError, invalid
-from cluster.http.requests.batch import joined_request
-from cluster.http.requests.edge_request import EdgeRequest, text_request
-from cluster.http.requests.parameters import check_total_scores, num_choices
-from cluster.http.requests.prompts import listed_prompts
-from cluster.http.schema.body import validated, without_refused
-from cluster.http.schema.native import DEFAULT_NEW_TOKENS, NativeRequest, NativeSampling
-from cluster.http.schema.request import CompletionRequest
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.errors import ApiError, invalid
+from aerie.cluster.http.requests.batch import joined_request
+from aerie.cluster.http.requests.edge_request import EdgeRequest, text_request
+from aerie.cluster.http.requests.parameters import check_total_scores, num_choices
+from aerie.cluster.http.requests.prompts import listed_prompts
+from aerie.cluster.http.schema.body import validated, without_refused
+from aerie.cluster.http.schema.native import DEFAULT_NEW_TOKENS, NativeRequest, NativeSampling
+from aerie.cluster.http.schema.request import CompletionRequest
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 
 _FIELDS = frozenset(NativeSampling.model_fields)
 # SGLang's names that differ from the completion's.

@@ -1,5 +1,5 @@
 """Parameters of a body, checked against the `ingress` section and the model, and the engine's `SamplingParams` of them.
-Called by `cluster.http.requests.edge_request`."""
+Called by `aerie.cluster.http.requests.edge_request`."""
 
 import dataclasses
 import hashlib
@@ -7,14 +7,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.http.config import EdgeConfig, OutputParserName
-from cluster.http.errors import invalid, model_not_found, too_long, unsupported
-from cluster.http.parsers.families import FAMILIES
-from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
-from cluster.http.text.long_text import Truncation
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.http.thinking_budget import ThinkingBudget
-from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, Grammar, SamplingParams
+from aerie.cluster.http.config import EdgeConfig, OutputParserName
+from aerie.cluster.http.errors import invalid, model_not_found, too_long, unsupported
+from aerie.cluster.http.parsers.families import FAMILIES
+from aerie.cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from aerie.cluster.http.text.long_text import Truncation
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.thinking_budget import ThinkingBudget
+from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS, Grammar, SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.http.config import EdgeConfig
-from cluster.http.errors import ApiError, invalid, too_long
-from cluster.http.schema.message import Message, MessageToolCall, RefusalPart, TextPart, Tool
-from cluster.http.text.chat_template import ChatTemplateError, ContinuationError
-from cluster.http.text.long_text import TooManyTokensError, Truncation
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.http.text.user_text import ChatText
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.errors import ApiError, invalid, too_long
+from aerie.cluster.http.schema.message import Message, MessageToolCall, RefusalPart, TextPart, Tool
+from aerie.cluster.http.text.chat_template import ChatTemplateError, ContinuationError
+from aerie.cluster.http.text.long_text import TooManyTokensError, Truncation
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.user_text import ChatText
 
 MAX_TEMPLATE_VARIABLES = 32
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})

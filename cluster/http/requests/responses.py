@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter
 
-from cluster.http.errors import ApiError, unsupported
-from cluster.http.requests.prompts import content_text
-from cluster.http.schema.body import validated
-from cluster.http.schema.request import ChatCompletionRequest, SamplingFields
-from cluster.http.schema.responses import (
+from aerie.cluster.http.errors import ApiError, unsupported
+from aerie.cluster.http.requests.prompts import content_text
+from aerie.cluster.http.schema.body import validated
+from aerie.cluster.http.schema.request import ChatCompletionRequest, SamplingFields
+from aerie.cluster.http.schema.responses import (
     InputCall,
     InputCallOutput,
     InputMessage,

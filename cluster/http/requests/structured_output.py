@@ -1,20 +1,21 @@
 """Turns a body's parameters for structured output into a `Grammar`: OpenAI's `response_format`, and the parameters of
 vLLM's clients (`structured_outputs`, `guided_*`) and SGLang's (`json_schema`, `regex`, `ebnf`).
 
-A body may have one of them. Invalid ones are refused here; `cluster.http.requests.grammar_checker` checks later whether
-the grammar compiles. Called by `cluster.http.requests.edge_request`, and by `cluster.http.requests.tools` for calls.
+A body may have one of them. Invalid ones are refused here; `aerie.cluster.http.requests.grammar_checker` checks later
+whether the grammar compiles. Called by `aerie.cluster.http.requests.edge_request`, and by
+`aerie.cluster.http.requests.tools` for calls.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cluster.http.config import EdgeConfig
-from cluster.http.errors import ApiError, invalid, unsupported
-from cluster.http.text.json_text import parsed
-from workers.scheduling.plan import Grammar, GrammarKind
-from workers.structured_output.json_schema import checked_schema
-from workers.structured_output.schema_keywords import UnsupportedSchemaError, check_pattern, pattern_fault
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.errors import ApiError, invalid, unsupported
+from aerie.cluster.http.text.json_text import parsed
+from aerie.workers.scheduling.plan import Grammar, GrammarKind
+from aerie.workers.structured_output.json_schema import checked_schema
+from aerie.workers.structured_output.schema_keywords import UnsupportedSchemaError, check_pattern, pattern_fault
 
 ANY_OBJECT = {"type": "object"}
 # keys of `structured_outputs`: constraints, and options of the format
@@ -31,7 +32,7 @@ class GrammarMaker:
         self._end = tuple(sorted(end_token_ids))
 
     def of_body(self, body: Any) -> tuple[str, Grammar] | None:
-        """Return the grammar of a body of `cluster.http.schema.request` and the parameter that asks for it; None
+        """Return the grammar of a body of `aerie.cluster.http.schema.request` and the parameter that asks for it; None
         without one. Raises ApiError."""
         makers: dict[str, Callable[[str, Any], Grammar | None]] = {
             "response_format": self._response_format,

@@ -5,17 +5,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.http.config import EdgeConfig, OutputParserName
-from cluster.http.errors import invalid, unsupported
-from cluster.http.parsers.call_grammar import after_thinking, calls_format, content_format
-from cluster.http.parsers.families import FAMILIES
-from cluster.http.requests.parameters import chat_parser
-from cluster.http.requests.structured_output import GrammarMaker
-from cluster.http.schema.message import NamedTool, OtherTool, Tool
-from cluster.http.schema.request import ChatCompletionRequest
-from cluster.http.text.harmony_prompt import RESPONSE_FORMAT, comment, is_harmony
-from cluster.http.text.tokenizer import ChatTokenizer
-from workers.scheduling.plan import Grammar
+from aerie.cluster.http.config import EdgeConfig, OutputParserName
+from aerie.cluster.http.errors import invalid, unsupported
+from aerie.cluster.http.parsers.call_grammar import after_thinking, calls_format, content_format
+from aerie.cluster.http.parsers.families import FAMILIES
+from aerie.cluster.http.requests.parameters import chat_parser
+from aerie.cluster.http.requests.structured_output import GrammarMaker
+from aerie.cluster.http.schema.message import NamedTool, OtherTool, Tool
+from aerie.cluster.http.schema.request import ChatCompletionRequest
+from aerie.cluster.http.text.harmony_prompt import RESPONSE_FORMAT, comment, is_harmony
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.workers.scheduling.plan import Grammar
 
 
 @dataclass(frozen=True)

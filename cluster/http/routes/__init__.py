@@ -1,4 +1,4 @@
-"""The routes, each module a group: `endpoints(edge)` gives them for `cluster.http.app`.
+"""The routes, each module a group: `endpoints(edge)` gives them for `aerie.cluster.http.app`.
 
 generation    /v1/chat/completions, /v1/completions
 responses     /v1/responses

@@ -3,18 +3,18 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.endpoint import Endpoint, ignore, post
-from cluster.http.replies.completions import ChatReply, TextReply
-from cluster.http.requests.batch import batch_request
-from cluster.http.requests.edge_request import chat_request, text_request
-from cluster.http.schema.completions import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
-from cluster.http.schema.request import (
+from aerie.cluster.http.endpoint import Endpoint, ignore, post
+from aerie.cluster.http.replies.completions import ChatReply, TextReply
+from aerie.cluster.http.requests.batch import batch_request
+from aerie.cluster.http.requests.edge_request import chat_request, text_request
+from aerie.cluster.http.schema.completions import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk
+from aerie.cluster.http.schema.request import (
     BatchRequest,
     ChatCompletionRequest,
     CompletionRequest,
     Invocation,
 )
-from cluster.http.serving import Edge
+from aerie.cluster.http.serving import Edge
 
 CHATS = "/v1/chat/completions"
 CHAT_ID = "chatcmpl-{}"

@@ -5,12 +5,12 @@ import uuid
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.endpoint import Endpoint, ignore, post
-from cluster.http.replies.messages import MessagesForm
-from cluster.http.requests.edge_request import chat_prompt_of, chat_request
-from cluster.http.requests.messages import ignored_by_model, messages_chat, to_messages_error
-from cluster.http.requests.parameters import chat_parser
-from cluster.http.schema.messages import (
+from aerie.cluster.http.endpoint import Endpoint, ignore, post
+from aerie.cluster.http.replies.messages import MessagesForm
+from aerie.cluster.http.requests.edge_request import chat_prompt_of, chat_request
+from aerie.cluster.http.requests.messages import ignored_by_model, messages_chat, to_messages_error
+from aerie.cluster.http.requests.parameters import chat_parser
+from aerie.cluster.http.schema.messages import (
     CountTokensRequest,
     MessagesError,
     MessagesEvent,
@@ -18,8 +18,8 @@ from cluster.http.schema.messages import (
     MessagesRequest,
     TokenCount,
 )
-from cluster.http.schema.request import ChatCompletionRequest
-from cluster.http.serving import Edge
+from aerie.cluster.http.schema.request import ChatCompletionRequest
+from aerie.cluster.http.serving import Edge
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:

@@ -4,14 +4,14 @@ import time
 
 from starlette.requests import Request
 
-from attention import distribution
-from cluster.http.config import EdgeConfig
-from cluster.http.endpoint import Endpoint, get
-from cluster.http.errors import model_not_found
-from cluster.http.routes.status import require_engine
-from cluster.http.schema.response import ModelCard, ModelList, ThinkingSwitch, VersionReply
-from cluster.http.serving import Edge
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.attention import distribution
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.endpoint import Endpoint, get
+from aerie.cluster.http.errors import model_not_found
+from aerie.cluster.http.routes.status import require_engine
+from aerie.cluster.http.schema.response import ModelCard, ModelList, ThinkingSwitch, VersionReply
+from aerie.cluster.http.serving import Edge
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 
 _QUESTION = [{"role": "user", "content": "hi"}]
 

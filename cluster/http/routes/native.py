@@ -3,13 +3,13 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.endpoint import Endpoint, get, post
-from cluster.http.replies.native import NativeReply
-from cluster.http.replies.reply import ReplyContext
-from cluster.http.requests.native import has_several, native_request, scored_from
-from cluster.http.routes.status import require_engine
-from cluster.http.schema.native import NativeAnswer, NativeModel, NativeRequest
-from cluster.http.serving import Edge
+from aerie.cluster.http.endpoint import Endpoint, get, post
+from aerie.cluster.http.replies.native import NativeReply
+from aerie.cluster.http.replies.reply import ReplyContext
+from aerie.cluster.http.requests.native import has_several, native_request, scored_from
+from aerie.cluster.http.routes.status import require_engine
+from aerie.cluster.http.schema.native import NativeAnswer, NativeModel, NativeRequest
+from aerie.cluster.http.serving import Edge
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:

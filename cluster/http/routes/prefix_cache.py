@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from starlette.requests import Request
 
-from cluster.http.endpoint import Endpoint, command
-from cluster.http.errors import ApiError, invalid, unavailable, unfinished, unsupported
-from cluster.http.schema.response import FlushedEngine, FlushReply
-from cluster.http.serving import Edge
-from cluster.transport.messages import FlushOutcome
+from aerie.cluster.http.endpoint import Endpoint, command
+from aerie.cluster.http.errors import ApiError, invalid, unavailable, unfinished, unsupported
+from aerie.cluster.http.schema.response import FlushedEngine, FlushReply
+from aerie.cluster.http.serving import Edge
+from aerie.cluster.transport.messages import FlushOutcome
 
 FLUSH_RETRY_S = 0.05
 MAX_FLUSH_WAIT_S = 600.0

@@ -6,14 +6,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
-from cluster.http.endpoint import Endpoint, command, delete, get, ignore, post
-from cluster.http.errors import JSON_HEADERS, ApiError, invalid
-from cluster.http.replies.reply import ReplyContext
-from cluster.http.replies.response_items import replayed
-from cluster.http.replies.responses import ResponsesReply
-from cluster.http.replies.streaming import STREAM_HEADERS
-from cluster.http.requests.edge_request import chat_request
-from cluster.http.requests.responses import (
+from aerie.cluster.http.endpoint import Endpoint, command, delete, get, ignore, post
+from aerie.cluster.http.errors import JSON_HEADERS, ApiError, invalid
+from aerie.cluster.http.replies.reply import ReplyContext
+from aerie.cluster.http.replies.response_items import replayed
+from aerie.cluster.http.replies.responses import ResponsesReply
+from aerie.cluster.http.replies.streaming import STREAM_HEADERS
+from aerie.cluster.http.requests.edge_request import chat_request
+from aerie.cluster.http.requests.responses import (
     ResponseStore,
     StoredResponse,
     chat_body,
@@ -21,9 +21,9 @@ from cluster.http.requests.responses import (
     output_messages,
     to_responses_error,
 )
-from cluster.http.schema.responses import DeletedResponse, Response, ResponseEvent, ResponsesRequest
-from cluster.http.serving import Edge
-from cluster.http.tenants import tenant_of
+from aerie.cluster.http.schema.responses import DeletedResponse, Response, ResponseEvent, ResponsesRequest
+from aerie.cluster.http.serving import Edge
+from aerie.cluster.http.tenants import tenant_of
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:

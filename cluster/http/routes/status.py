@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cluster.http.config import EdgeConfig
-from cluster.http.endpoint import Endpoint, command, get, json_response
-from cluster.http.engine_client import EngineClient
-from cluster.http.errors import unavailable
-from cluster.http.metrics import prometheus_text
-from cluster.http.schema.response import EngineHealth, ErrorReply, HealthReply, LiveReply
-from cluster.http.serving import Edge
-from cluster.transport.messages import EngineStats
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.endpoint import Endpoint, command, get, json_response
+from aerie.cluster.http.engine_client import EngineClient
+from aerie.cluster.http.errors import unavailable
+from aerie.cluster.http.metrics import prometheus_text
+from aerie.cluster.http.schema.response import EngineHealth, ErrorReply, HealthReply, LiveReply
+from aerie.cluster.http.serving import Edge
+from aerie.cluster.transport.messages import EngineStats
 
 logger = logging.getLogger(__name__)
 

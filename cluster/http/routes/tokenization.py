@@ -3,15 +3,15 @@
 from msgspec import UNSET
 from starlette.requests import Request
 
-from cluster.http.endpoint import Endpoint, get, post
-from cluster.http.errors import invalid, too_long
-from cluster.http.requests.parameters import check_model
-from cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
-from cluster.http.requests.tools import functions
-from cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
-from cluster.http.schema.response import DetokenizeReply, TokenizeReply, TokenizerReply
-from cluster.http.serving import Edge
-from cluster.http.text.user_text import ChatText
+from aerie.cluster.http.endpoint import Endpoint, get, post
+from aerie.cluster.http.errors import invalid, too_long
+from aerie.cluster.http.requests.parameters import check_model
+from aerie.cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
+from aerie.cluster.http.requests.tools import functions
+from aerie.cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
+from aerie.cluster.http.schema.response import DetokenizeReply, TokenizeReply, TokenizerReply
+from aerie.cluster.http.serving import Edge
+from aerie.cluster.http.text.user_text import ChatText
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:

@@ -5,7 +5,7 @@ the answer would mean something else without it. Other fields are ignored and na
 no schema knows, and those that cannot be honoured but leave the answer's meaning (`Schema.ignored`,
 `Schema.without_effect`). With `ingress.strict` they are refused (`check_ignored`). Arguments of earlier calls that are
 no JSON are repaired and named too, because a model wrote them. The rules hold in every part of a body, because every
-part is a `Schema`. Called by `cluster.http.endpoint`.
+part is a `Schema`. Called by `aerie.cluster.http.endpoint`.
 """
 
 import codecs
@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import msgspec
 from pydantic import BaseModel, ConfigDict, Discriminator, ValidationError
 
-from cluster.http.errors import ApiError, invalid, unsupported
-from cluster.http.text.json_text import MAX_NESTING, Repaired, nesting
+from aerie.cluster.http.errors import ApiError, invalid, unsupported
+from aerie.cluster.http.text.json_text import MAX_NESTING, Repaired, nesting
 
 # name -> (reason of the refusal, accepted values without effect). null is always accepted.
 Refusals = dict[str, tuple[str, tuple[Any, ...]]]

@@ -4,7 +4,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from cluster.http.schema.response import FinishReason, PromptToken, RequestMetrics, Struct, TokenOrigin, Usage
+from aerie.cluster.http.schema.response import FinishReason, PromptToken, RequestMetrics, Struct, TokenOrigin, Usage
 
 
 class _Reply(Struct, kw_only=True):

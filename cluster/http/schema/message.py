@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
 
-from cluster.http.schema.body import MAX_PARTS, Schema, by_type, known_type_or_other, text_or_list
-from cluster.http.text.json_text import call_arguments
+from aerie.cluster.http.schema.body import MAX_PARTS, Schema, by_type, known_type_or_other, text_or_list
+from aerie.cluster.http.text.json_text import call_arguments
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # Anthropic's length; OpenAI's is 64

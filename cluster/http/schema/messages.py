@@ -6,10 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import ConfigDict, Field, Tag
 
-from cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, known_type_or_other, text_or_list
-from cluster.http.schema.message import Arguments, FunctionName, OtherTool
-from cluster.http.schema.request import Count, RequestId, Seed
-from cluster.http.schema.response import RequestMetrics, Struct
+from aerie.cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, known_type_or_other, text_or_list
+from aerie.cluster.http.schema.message import Arguments, FunctionName, OtherTool
+from aerie.cluster.http.schema.request import Count, RequestId, Seed
+from aerie.cluster.http.schema.response import RequestMetrics, Struct
 
 CacheControl = dict[str, Any] | None  # accepted without effect, because every prefix is cached
 THREAD = "thread"

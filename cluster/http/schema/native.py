@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, Tag
 
-from cluster.http.schema.body import Schema, object_or_list
-from cluster.http.schema.request import (
+from aerie.cluster.http.schema.body import Schema, object_or_list
+from aerie.cluster.http.schema.request import (
     OTHER_SAMPLERS,
     REFUSED,
     CommonSampling,
@@ -17,7 +17,7 @@ from cluster.http.schema.request import (
     Strings,
     TokenIds,
 )
-from cluster.http.schema.response import Struct
+from aerie.cluster.http.schema.response import Struct
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
 

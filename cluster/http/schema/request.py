@@ -1,7 +1,7 @@
 """OpenAI's chat and completion requests, with vLLM's extensions.
 
 A parameter is supported, ignored because it has no effect, refused with a reason (`REFUSED`), or unknown
-(`cluster.http.schema.body`). `cluster.http.requests.edge_request` makes the checks that need the tokenizer.
+(`aerie.cluster.http.schema.body`). `aerie.cluster.http.requests.edge_request` makes the checks that need the tokenizer.
 """
 
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, RootModel, WithJsonSchema
 
-from cluster.http.schema.body import Refusals, Schema
-from cluster.http.schema.message import Message, ReasoningEffort, ToolChoice, Tools
-from workers.scheduling.plan import MAX_STOP_TOKEN_IDS
+from aerie.cluster.http.schema.body import Refusals, Schema
+from aerie.cluster.http.schema.message import Message, ReasoningEffort, ToolChoice, Tools
+from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS
 
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -20,8 +20,8 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_ALLOWED_TOKENS = 1024
 MAX_BAD_WORDS = 128
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
-# Descriptions only: `cluster.http.requests.edge_request` and the modules that it calls check these fields, so that
-# errors name the invalid entry.
+# Descriptions only: `aerie.cluster.http.requests.edge_request` and the modules that it calls check these fields, so
+# that errors name the invalid entry.
 _STRINGS = {"type": "array", "items": {"type": "string"}}
 _TOKENS = {"type": "array", "items": {"type": "integer"}}
 Stop = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, _STRINGS, {"type": "null"}]})]
@@ -142,7 +142,7 @@ class SamplingFields(CommonSampling):
     seed: Seed | None = None
     include_stop_str_in_output: bool | None = None
     speculative: bool | None = None
-    structured_outputs: dict[str, Any] | None = None  # see `cluster.http.requests.structured_output`
+    structured_outputs: dict[str, Any] | None = None  # see `aerie.cluster.http.requests.structured_output`
     allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
@@ -171,7 +171,7 @@ class _SamplingRequest(SamplingFields):
     return_token_origins: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    # The format of the answer; read by `cluster.http.requests.structured_output`.
+    # The format of the answer; read by `aerie.cluster.http.requests.structured_output`.
     response_format: dict[str, Any] | None = None
     guided_json: JSONSchema = None
     guided_regex: str | None = None
@@ -251,7 +251,7 @@ class Invocation(RootModel[ChatCompletionRequest | CompletionRequest]):
 
     @classmethod
     def choose(cls, values: Mapping[str, Any]) -> type[Schema]:
-        """See `cluster.http.schema.body.Choosing`."""
+        """See `aerie.cluster.http.schema.body.Choosing`."""
         return ChatCompletionRequest if "messages" in values else CompletionRequest
 
 

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, UnsetType
 from pydantic import Field, Tag
 
-from cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, known_type_or_other, text_or_list
-from cluster.http.schema.completions import TokenLogprob
-from cluster.http.schema.message import Arguments, Content, FunctionName, OtherTool, ReasoningEffort, Role
-from cluster.http.schema.request import IGNORED, REFUSED, Count, SamplingFields
-from cluster.http.schema.response import RequestMetrics, Struct
+from aerie.cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, known_type_or_other, text_or_list
+from aerie.cluster.http.schema.completions import TokenLogprob
+from aerie.cluster.http.schema.message import Arguments, Content, FunctionName, OtherTool, ReasoningEffort, Role
+from aerie.cluster.http.schema.request import IGNORED, REFUSED, Count, SamplingFields
+from aerie.cluster.http.schema.response import RequestMetrics, Struct
 
 _NOT_HERE = "the whole conversation goes into input, or use previous_response_id"
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")

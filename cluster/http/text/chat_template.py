@@ -16,10 +16,15 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
-from cluster.http.text import template_facts
-from cluster.http.text.system_turns import SystemTurns, system_turns
-from cluster.http.text.template_facts import CallTurns, Efforts, Rendering
-from cluster.http.text.template_limits import LimitedEnvironment, TemplateLimitError, TemplateTimeError, time_limit
+from aerie.cluster.http.text import template_facts
+from aerie.cluster.http.text.system_turns import SystemTurns, system_turns
+from aerie.cluster.http.text.template_facts import CallTurns, Efforts, Rendering
+from aerie.cluster.http.text.template_limits import (
+    LimitedEnvironment,
+    TemplateLimitError,
+    TemplateTimeError,
+    time_limit,
+)
 
 Fact = TypeVar("Fact")
 MAX_RENDER_S = 5.0

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from workers.structured_output.token_bytes import TokenBytes
+from aerie.workers.structured_output.token_bytes import TokenBytes
 
 MAX_HELD_TOKENS = 8  # a UTF-8 character has at most four bytes, so more incomplete tokens are not one character
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from cluster.http.text.chat_template import ChatTemplateError
-from cluster.http.text.template_facts import Efforts
+from aerie.cluster.http.text.chat_template import ChatTemplateError
+from aerie.cluster.http.text.template_facts import Efforts
 
 MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 STOPS = ("<|return|>", "<|call|>")  # end a generation
@@ -31,7 +31,7 @@ def is_harmony(source: str) -> bool:
 
 
 class HarmonyPrompt:
-    """Renders messages as `cluster.http.text.chat_template.ChatTemplate` does.
+    """Renders messages as `aerie.cluster.http.text.chat_template.ChatTemplate` does.
 
     source: the checkpoint's template.
     today: returns the current date.

@@ -1,10 +1,10 @@
-"""Reads the tokenizer and chat settings of a model folder. Used by `cluster.http.text.tokenizer`."""
+"""Reads the tokenizer and chat settings of a model folder. Used by `aerie.cluster.http.text.tokenizer`."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from workers.structured_output.tokenizer_file import read_json
+from aerie.workers.structured_output.tokenizer_file import read_json
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -73,8 +73,8 @@ def sampling_defaults(path: Path) -> dict[str, float]:
 
 
 def num_model_ids(path: Path) -> int:
-    """Return the rows of the model's embedding by config.json; 0 if it does not say. `deploy.checks` compares it with
-    the model's own."""
+    """Return the rows of the model's embedding by config.json; 0 if it does not say. `aerie.deploy.checks` compares it
+    with the model's own."""
     config = read_json(path)
     text = config.get("text_config")
     size = (text if isinstance(text, dict) and text else config).get("vocab_size")

@@ -2,14 +2,14 @@
 
 Coding agents send several system messages at the beginning (Codex) and more between later turns (Claude Code). Some
 templates refuse these; others leave them out, or put them first, which changes the prompt's beginning at every turn.
-Used by `cluster.http.text.chat_template`.
+Used by `aerie.cluster.http.text.chat_template`.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.http.text.template_facts import Message, Rendering, call_turn
+from aerie.cluster.http.text.template_facts import Message, Rendering, call_turn
 
 _FIRST, _SECOND = "Aerie's first text.", "Aerie's second text."  # nothing else in a trial's prompt contains them
 _RESULT: Message = {"role": "tool", "tool_call_id": "aerie0001", "name": "aerie_look_up", "content": _FIRST}

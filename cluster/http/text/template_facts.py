@@ -1,7 +1,7 @@
 """What a chat template supports and in which form, found once by rendering trial conversations.
 
-Used by `cluster.http.text.chat_template`. Searching the template's text decides wrongly: `content is none` also stands
-in `reasoning_content is none`, and a variable may occur without an effect.
+Used by `aerie.cluster.http.text.chat_template`. Searching the template's text decides wrongly: `content is none` also
+stands in `reasoning_content is none`, and a variable may occur without an effect.
 """
 
 import json

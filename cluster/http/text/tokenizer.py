@@ -15,16 +15,22 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from cluster.http.text import harmony_prompt, long_text, model_files
-from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError, up_to_end, with_end
-from cluster.http.text.detokenizer import ByteLevelDetokenizer, Detokenizer, PrefixDetokenizer
-from cluster.http.text.harmony_prompt import HarmonyPrompt
-from cluster.http.text.long_text import TooManyTokensError, Truncation
-from cluster.http.text.template_facts import Efforts
-from cluster.http.text.user_text import ChatText, ControlTokens, marked, unmarked
-from cluster.linux import trim_heap
-from workers.structured_output.token_bytes import BYTE_OF, TokenBytes
-from workers.structured_output.tokenizer_file import read_json, read_tokenizer
+from aerie.cluster.http.text import harmony_prompt, long_text, model_files
+from aerie.cluster.http.text.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    SlowTemplateError,
+    up_to_end,
+    with_end,
+)
+from aerie.cluster.http.text.detokenizer import ByteLevelDetokenizer, Detokenizer, PrefixDetokenizer
+from aerie.cluster.http.text.harmony_prompt import HarmonyPrompt
+from aerie.cluster.http.text.long_text import TooManyTokensError, Truncation
+from aerie.cluster.http.text.template_facts import Efforts
+from aerie.cluster.http.text.user_text import ChatText, ControlTokens, marked, unmarked
+from aerie.cluster.linux import trim_heap
+from aerie.workers.structured_output.token_bytes import BYTE_OF, TokenBytes
+from aerie.workers.structured_output.tokenizer_file import read_json, read_tokenizer
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
 MAX_LONG_ENCODES = 2

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attention.config import MIN_WINDOW
-from speculative.drafts.config import draft_architecture, read_section, refuse_unknown, speculators_layers
-from speculative.tree.shape import MAX_WIDTH
-from workers.models.config import ModelConfig
-from workers.models.config_fields import ids_of, number_of, section_of, size_of
+from aerie.attention.config import MIN_WINDOW
+from aerie.speculative.drafts.config import draft_architecture, read_section, refuse_unknown, speculators_layers
+from aerie.speculative.tree.shape import MAX_WIDTH
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.config_fields import ids_of, number_of, section_of, size_of
 
 # Unsupported drafts with the same backbone, by a part of their architecture's or algorithm's name.
 _REFUSED = {
@@ -43,7 +43,8 @@ _ONLY: dict[str, Any] = {
     "fc_bias": None,
 }
 
-# Keys that may be true, an object or a list: read here or by `workers.models.llama`, or without effect on inference.
+# Keys that may be true, an object or a list: read here or by `aerie.workers.models.llama`, or without effect on
+# inference.
 _KNOWN = {
     *("architectures", "dflash_config", "dspark_config", "transformer_layer_config", "speculators_config"),
     "layer_types",

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from attention.rotation import Angles
-from speculative.drafts.blocks.config import (
+from aerie.attention.rotation import Angles
+from aerie.speculative.drafts.blocks.config import (
     SCALES,
     BlockForm,
     Scales,
@@ -20,19 +20,19 @@ from speculative.drafts.blocks.config import (
     read_form,
     read_scales,
 )
-from speculative.drafts.config import check_target, check_width
-from speculative.drafts.layers import IGNORED_WEIGHTS, layer_names, same_names
-from speculative.drafts.method import DraftMethod, DraftModel
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.forward_context import ForwardContext
-from workers.layers.linear import ReplicatedLinear
-from workers.layers.norm import RMSNorm
-from workers.layers.rotary import RotaryTable
-from workers.models.config import ModelConfig
-from workers.models.config_fields import size_of
-from workers.models.llama import LlamaConfig, make_layer, read_config
-from workers.models.name_map import NameMap
+from aerie.speculative.drafts.config import check_target, check_width
+from aerie.speculative.drafts.layers import IGNORED_WEIGHTS, layer_names, same_names
+from aerie.speculative.drafts.method import DraftMethod, DraftModel
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.linear import ReplicatedLinear
+from aerie.workers.layers.norm import RMSNorm
+from aerie.workers.layers.rotary import RotaryTable
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.config_fields import size_of
+from aerie.workers.models.llama import LlamaConfig, make_layer, read_config
+from aerie.workers.models.name_map import NameMap
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from attention.rotation import Angles
-from speculative.drafts.blocks.config import SCALES, all_keys
-from speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel, RowCandidates
-from speculative.ops.block_head import convolve_blocks, score_candidates
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.forward_context import ForwardContext
-from workers.layers.linear import ReplicatedLinear
-from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
-from workers.models.config_fields import section_of, size_of
-from workers.models.llama import LlamaConfig, make_attention, make_mlp
+from aerie.attention.rotation import Angles
+from aerie.speculative.drafts.blocks.config import SCALES, all_keys
+from aerie.speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel, RowCandidates
+from aerie.speculative.ops.block_head import convolve_blocks, score_candidates
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.linear import ReplicatedLinear
+from aerie.workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
+from aerie.workers.models.config_fields import section_of, size_of
+from aerie.workers.models.llama import LlamaConfig, make_attention, make_mlp
 
 _KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 _DEFAULTS = (2, 16, 256, 16)

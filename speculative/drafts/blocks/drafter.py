@@ -1,4 +1,4 @@
-"""Drafts chains and trees from one pass over a block per request. Used by `speculative.decoding`.
+"""Drafts chains and trees from one pass over a block per request. Used by `aerie.speculative.decoding`.
 
 The rows of the block write their KV after the committed positions, where the next round's target features overwrite it.
 The depth-d nodes of a tree are the best tokens of row d. Rows of plain DFlash do not depend on the token chosen for the
@@ -11,17 +11,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, Mode, causal_mask
-from speculative.drafts.blocks.dflash import Block, DFlashModel
-from speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
-from speculative.ops.tree_growth import grow
-from speculative.tree.nodes import Candidates, Children, chain
-from speculative.tree.shape import TreeShape
-from speculative.tree_table import TreeTable
-from workers.ops.vocabulary.largest import largest
-from workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
-from workers.sampling.sampler import Sampler
-from workers.slots.slot_table import SlotTable
+from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.speculative.drafts.blocks.dflash import Block, DFlashModel
+from aerie.speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
+from aerie.speculative.ops.tree_growth import grow
+from aerie.speculative.tree.nodes import Candidates, Children, chain
+from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_table import TreeTable
+from aerie.workers.ops.vocabulary.largest import largest
+from aerie.workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
+from aerie.workers.sampling.sampler import Sampler
+from aerie.workers.slots.slot_table import SlotTable
 
 
 class BlockDrafter(Drafter):

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from speculative.drafts.blocks.config import all_keys
-from speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.linear import ReplicatedLinear
-from workers.layers.vocab import LMHead, VocabEmbedding
-from workers.models.config_fields import size_of
+from aerie.speculative.drafts.blocks.config import all_keys
+from aerie.speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.layers.linear import ReplicatedLinear
+from aerie.workers.layers.vocab import LMHead, VocabEmbedding
+from aerie.workers.models.config_fields import size_of
 
 _TYPES = ("vanilla", "gated")
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend
-from attention.backends.torch_backend import TorchBackend
-from attention.metadata import DecodeBatch, Mode, PrefillBatch
-from attention.registry import BACKENDS, build_backend, needs_cpu_seq_lens, refusal
-from attention.scores import ScoreRule
+from aerie.attention.backend import AttentionBackend
+from aerie.attention.backends.torch_backend import TorchBackend
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch
+from aerie.attention.registry import BACKENDS, build_backend, needs_cpu_seq_lens, refusal
+from aerie.attention.scores import ScoreRule
 from tests.bench.kernels.gpu_time import captured
 from tests.support.kernels.attention_cases import (
     LATENT_SHAPES,

@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 
-from attention.capability import Capability
-from attention.metadata import Mode
-from attention.registry import BACKENDS, BackendFacts, Choice, check_choices
+from aerie.attention.capability import Capability
+from aerie.attention.metadata import Mode
+from aerie.attention.registry import BACKENDS, BackendFacts, Choice, check_choices
 from tests.attention.backends.test_backend_conformance import CPU_SHAPES, Conformance
 from tests.support import DOCS
 from tests.support.kernels.attention_cases import WORKS, Shape, use_of
@@ -23,7 +23,7 @@ def row(monkeypatch: pytest.MonkeyPatch) -> BackendFacts:
     """The page's backend, as a row of the table."""
     found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert found is not None
-    module = types.ModuleType("attention.backends.sdpa_backend")
+    module = types.ModuleType("aerie.attention.backends.sdpa_backend")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(found[1], str(PAGE), "exec"), vars(module))
     facts: BackendFacts = module.ROW

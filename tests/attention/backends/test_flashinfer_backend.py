@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backends.flashinfer_backend import Extent, paged
-from attention.fp8 import FP8
-from attention.metadata import Mode
-from attention.registry import BACKENDS, build_backend, limit
-from attention.scores import ScoreRule
+from aerie.attention.backends.flashinfer_backend import Extent, paged
+from aerie.attention.fp8 import FP8
+from aerie.attention.metadata import Mode
+from aerie.attention.registry import BACKENDS, build_backend, limit
+from aerie.attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import (
     WORKS,
     Shape,

@@ -11,10 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the plans are written by a Triton kernel; triton is not installed here")
 
-from attention.backends import flashinfer_latent  # noqa: E402
-from attention.backends.torch_backend import TorchBackend  # noqa: E402
-from attention.metadata import Mode  # noqa: E402
-from attention.ops.flashinfer_latent_plan_triton import (  # noqa: E402
+from aerie.attention.backends import flashinfer_latent  # noqa: E402
+from aerie.attention.backends.torch_backend import TorchBackend  # noqa: E402
+from aerie.attention.metadata import Mode  # noqa: E402
+from aerie.attention.ops.flashinfer_latent_plan_triton import (  # noqa: E402
     EXTENT_ARRAYS,
     MERGE_ARRAYS,
     PIECE_ARRAYS,
@@ -23,8 +23,8 @@ from attention.ops.flashinfer_latent_plan_triton import (  # noqa: E402
     LatentPlanArrays,
     write_latent_plan,
 )
-from attention.registry import build_backend  # noqa: E402
-from attention.scores import ScoreRule
+from aerie.attention.registry import build_backend  # noqa: E402
+from aerie.attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import (  # noqa: E402
     WORKS,
     Shape,

@@ -1,13 +1,13 @@
 """The cuts and packed masks that FlashInfer's kernels read, as written on the device, against the same written with
 loops: on a GPU, or small cases under Triton's interpreter (TRITON_INTERPRET=1). The library's own plans are compared on
-a GPU whenever the backend first meets a kind of pass (`attention.backends.flashinfer_backend`)."""
+a GPU whenever the backend first meets a kind of pass (`aerie.attention.backends.flashinfer_backend`)."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.ops.flashinfer_plan_triton import (  # noqa: E402
+from aerie.attention.ops.flashinfer_plan_triton import (  # noqa: E402
     MIN_PIECE_TOKENS,
     Grid,
     PlanArrays,

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from attention.registry import BACKENDS
+from aerie.attention.registry import BACKENDS
 from tests.attention.backends.matrix import matrix
 from tests.support import DOCS, ROOT
 
@@ -20,7 +20,7 @@ def test_no_backend_costs_a_round_its_graph() -> None:
 def test_a_cpu_imports_no_kernel_library() -> None:
     """The whole engine's modules, as a CPU start imports them, and every refusal."""
     program = (
-        "import sys, speculative.build, tests.attention.backends.matrix as m; m.matrix(); m.refusals(); "
+        "import sys, aerie.speculative.build, tests.attention.backends.matrix as m; m.matrix(); m.refusals(); "
         "print(sorted({'triton', 'flashinfer', 'tvm_ffi'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from attention.ops.slot_mapping import map_decode_rows, map_prefill_rows
-from attention.registry import build_backend
-from attention.scores import ScoreRule
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.attention.ops.slot_mapping import map_decode_rows, map_prefill_rows
+from aerie.attention.registry import build_backend
+from aerie.attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import uniform_pool, write_tokens
 
 HEADS, KV_HEADS, DIM = 6, 2, 8

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backends.trtllm_backend import mask_words
-from attention.metadata import DecodeBatch, Mode, causal_mask
-from attention.registry import build_backend
-from attention.scores import ScoreRule
+from aerie.attention.backends.trtllm_backend import mask_words
+from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.attention.registry import build_backend
+from aerie.attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import (
     LENGTHS,
     WORKS,

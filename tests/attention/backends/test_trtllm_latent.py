@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attention.backends import trtllm_latent
-from attention.backends.torch_backend import TorchBackend
-from attention.backends.trtllm_backend import TrtllmBackend
-from attention.limits import trtllm_refusal
-from attention.metadata import DecodeBatch, Mode
-from attention.registry import BACKENDS, limit, needs_cpu_seq_lens
-from attention.scores import ScoreRule
+from aerie.attention.backends import trtllm_latent
+from aerie.attention.backends.torch_backend import TorchBackend
+from aerie.attention.backends.trtllm_backend import TrtllmBackend
+from aerie.attention.limits import trtllm_refusal
+from aerie.attention.metadata import DecodeBatch, Mode
+from aerie.attention.registry import BACKENDS, limit, needs_cpu_seq_lens
+from aerie.attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import (
     LENGTHS,
     WORKS,
@@ -127,7 +127,7 @@ def test_replays_find_everything_where_it_was(work: Work, monkeypatch: pytest.Mo
 
 
 def test_nothing_new_is_made_under_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attention.backend import NewUnderCaptureError
+    from aerie.attention.backend import NewUnderCaptureError
 
     on_device(monkeypatch, (10, 0))
     backend, asked = TrtllmBackend(), []
@@ -139,7 +139,7 @@ def test_nothing_new_is_made_under_capture(monkeypatch: pytest.MonkeyPatch) -> N
     batch = filled(CHAINS[0], GEN, SHORT)
     kv, q = random_pool(GEN, num_pages(32, 1), CPU).layer(0), random_rows(batch.num_rows, GEN, CPU)
     backend.prepare(batch).forward(q, kv, ScoreRule(SCALE))
-    monkeypatch.setattr("attention.backends.trtllm_latent.assert_not_captured", not_captured)
+    monkeypatch.setattr("aerie.attention.backends.trtllm_latent.assert_not_captured", not_captured)
     backend.prepare(batch).forward(q, kv, ScoreRule(SCALE))  # of a shape that was there
     assert not asked
     with pytest.raises(NewUnderCaptureError):
@@ -169,7 +169,7 @@ def test_scratch_grows_with_the_statistics_of_trees(monkeypatch: pytest.MonkeyPa
     stand_in = on_device(monkeypatch, (10, 0))
     monkeypatch.setitem(
         sys.modules,
-        "attention.ops.attend.latent_suffix_triton",
+        "aerie.attention.ops.attend.latent_suffix_triton",
         SimpleNamespace(add_suffix=lambda *_: None),  # type: ignore[arg-type]
     )
     shape, work = Shape(576, 128, 64, latent=512), Work("verify", Mode.VERIFY, 8, 8, tree=True)

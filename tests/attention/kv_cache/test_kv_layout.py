@@ -8,24 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backends.torch_backend import TorchBackend
-from attention.config import CacheConfig
-from attention.fp8 import FP8, KVScales
-from attention.head_norms import HeadNorms
-from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.latent import LatentLayout
-from attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
-from attention.kv_cache.pool import KVPool, bytes_per_page
-from attention.metadata import DecodeBatch, Mode, PrefillBatch
-from attention.ops.slot_mapping import map_decode_rows
-from attention.registry import BACKENDS, limit
-from attention.rotation import Angles, rotate
-from attention.scores import ScoreRule
-from attention.views import LayerKV
+from aerie.attention.backends.torch_backend import TorchBackend
+from aerie.attention.config import CacheConfig
+from aerie.attention.fp8 import FP8, KVScales
+from aerie.attention.head_norms import HeadNorms
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.latent import LatentLayout
+from aerie.attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
+from aerie.attention.kv_cache.pool import KVPool, bytes_per_page
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch
+from aerie.attention.ops.slot_mapping import map_decode_rows
+from aerie.attention.registry import BACKENDS, limit
+from aerie.attention.rotation import Angles, rotate
+from aerie.attention.scores import ScoreRule
+from aerie.attention.views import LayerKV
+from aerie.workers.config import RoundShapes, SchedulerConfig
+from aerie.workers.engine_layout import EngineLayout, pages_asked
+from aerie.workers.layers.forward_context import ForwardContext, make_context
 from tests.support.kernels.attention_cases import WORKS, Shape, use_of
-from workers.config import RoundShapes, SchedulerConfig
-from workers.engine_layout import EngineLayout, pages_asked
-from workers.layers.forward_context import ForwardContext, make_context
 
 CPU = torch.device("cpu")
 PAGE = 4

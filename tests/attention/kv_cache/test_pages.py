@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
+from aerie.attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
 from tests.support.simulation.integrity import check_pages
 
 

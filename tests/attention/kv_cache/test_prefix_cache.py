@@ -5,9 +5,9 @@ import random
 import numpy as np
 import pytest
 
-from attention.kv_cache.page_allocator import PageAllocator
-from attention.kv_cache.prefix_cache import PrefixCache
-from attention.kv_cache.prefix_digests import prompt_digests
+from aerie.attention.kv_cache.page_allocator import PageAllocator
+from aerie.attention.kv_cache.prefix_cache import PrefixCache
+from aerie.attention.kv_cache.prefix_digests import prompt_digests
 from tests.support.simulation.integrity import check_pages
 
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from attention.kv_cache.page_allocator import PageAllocator
-from attention.kv_cache.prefix_cache import PrefixCache
+from aerie.attention.kv_cache.page_allocator import PageAllocator
+from aerie.attention.kv_cache.prefix_cache import PrefixCache
 from tests.support.simulation.integrity import check_pages
 
 

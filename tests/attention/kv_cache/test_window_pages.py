@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.kv_cache.page_allocator import PageAllocator
-from attention.kv_cache.window_pages import WindowPages, WindowSizes
+from aerie.attention.kv_cache.page_allocator import PageAllocator
+from aerie.attention.kv_cache.window_pages import WindowPages, WindowSizes
 from tests.support.simulation.integrity import check_windows, free_pages
 
 PAGE = 4

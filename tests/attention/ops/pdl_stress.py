@@ -17,15 +17,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attention.backends.triton_backend import TritonBackend
-from attention.capability import Capability
-from attention.kv_cache.heads import HeadsLayout
-from attention.metadata import DecodeBatch, Mode, causal_mask
-from attention.ops.rope_store_triton import rope_store
-from attention.rotation import Angles
-from attention.scores import ScoreRule
+from aerie.attention.backends.triton_backend import TritonBackend
+from aerie.attention.capability import Capability
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.attention.ops.rope_store_triton import rope_store
+from aerie.attention.rotation import Angles
+from aerie.attention.scores import ScoreRule
+from aerie.workers.ops.norm_triton import rms_norm
 from tests.support.kernels.attention_cases import uniform_pool, write_tokens
-from workers.ops.norm_triton import rms_norm
 
 GROUP, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16
 SCALE = HEAD_DIM**-0.5

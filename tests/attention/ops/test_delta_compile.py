@@ -9,15 +9,15 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.capability import MULTIPROCESSORS  # noqa: E402
-from attention.ops.delta_rule import (  # noqa: E402
+from aerie.attention.capability import MULTIPROCESSORS  # noqa: E402
+from aerie.attention.ops.delta_rule import (  # noqa: E402
     chunks_triton,
     commit_triton,
     few_rows_triton,
     rounds_triton,
     step_triton,
 )
-from attention.ops.delta_rule.tables import FEW_ROWS, MAX_ROWS, DeltaHeads  # noqa: E402
+from aerie.attention.ops.delta_rule.tables import FEW_ROWS, MAX_ROWS, DeltaHeads  # noqa: E402
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, built, compiled, shared_bytes  # noqa: E402
 from tests.ops.delta_rule_cases import PATH, QWEN, SMALL  # noqa: E402
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.ops.delta_rule import chunks_triton, rounds_triton  # noqa: E402
-from attention.ops.delta_rule.chunks import delta_rule_chunks, scratch_bytes  # noqa: E402
-from attention.ops.delta_rule.rounds import delta_rule_rounds  # noqa: E402
-from attention.ops.delta_rule.tables import DeltaHeads, DeltaRows, RoundTables  # noqa: E402
+from aerie.attention.ops.delta_rule import chunks_triton, rounds_triton  # noqa: E402
+from aerie.attention.ops.delta_rule.chunks import delta_rule_chunks, scratch_bytes  # noqa: E402
+from aerie.attention.ops.delta_rule.rounds import delta_rule_rounds  # noqa: E402
+from aerie.attention.ops.delta_rule.tables import DeltaHeads, DeltaRows, RoundTables  # noqa: E402
 from tests.ops.delta_rule_cases import BATCHES, RAGGED, SMALL, chunk_arguments, round_arguments  # noqa: E402
 from tests.support.kernels.delta_rule import DeltaLives  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402

@@ -1,4 +1,4 @@
-"""The references of `attention.ops.delta_rule`: against transformers', and against one token after the other."""
+"""The references of `aerie.attention.ops.delta_rule`: against transformers', and against one token after the other."""
 
 import random
 
@@ -7,9 +7,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attention.ops.delta_rule.chunks import stops
-from attention.ops.delta_rule.formulas import advanced, block
-from attention.ops.delta_rule.tables import DeltaHeads
+from aerie.attention.ops.delta_rule.chunks import stops
+from aerie.attention.ops.delta_rule.formulas import advanced, block
+from aerie.attention.ops.delta_rule.tables import DeltaHeads
 from tests.support.kernels.delta_rule import SMALL, DeltaLives
 from tests.support.slow import slow
 

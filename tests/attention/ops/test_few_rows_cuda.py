@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.capability import Capability
-from attention.ops import cuda_source
-from attention.ops.delta_rule import few_rows_cuda, formulas
-from attention.ops.delta_rule.rounds import delta_rule_rounds
-from attention.ops.delta_rule.tables import DeltaHeads, DeltaState
+from aerie.attention.capability import Capability
+from aerie.attention.ops import cuda_source
+from aerie.attention.ops.delta_rule import few_rows_cuda, formulas
+from aerie.attention.ops.delta_rule.rounds import delta_rule_rounds
+from aerie.attention.ops.delta_rule.tables import DeltaHeads, DeltaState
 from tests.support.kernels.cuobjdump import dumped
 from tests.support.kernels.delta_rule import random_rows, random_weights
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from attention.backends.triton_backend import FIXED_SPAN, TritonBackend, fixed_span, list_pieces  # noqa: E402
-from attention.kv_cache.pool import KVPool  # noqa: E402
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
-from attention.ops.attend import decode_plan_triton, references, split_kv_triton  # noqa: E402
-from attention.scores import ScoreRule
+from aerie.attention.backends.triton_backend import FIXED_SPAN, TritonBackend, fixed_span, list_pieces  # noqa: E402
+from aerie.attention.kv_cache.pool import KVPool  # noqa: E402
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
+from aerie.attention.ops.attend import decode_plan_triton, references, split_kv_triton  # noqa: E402
+from aerie.attention.scores import ScoreRule
 from tests.attention.backends.test_triton_prefill import check_prefill  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
     assert_close,
@@ -204,6 +204,6 @@ def test_pieces_cover_every_row() -> None:
 
 def test_chunks_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for few pieces at once."""
-    monkeypatch.setattr("attention.backends.triton_backend.MAX_PIECE_PARTIALS", 3)
+    monkeypatch.setattr("aerie.attention.backends.triton_backend.MAX_PIECE_PARTIALS", 3)
     monkeypatch.setattr("tests.attention.backends.test_triton_prefill.build_backend", lambda *_: TritonBackend(SPAN))
     check_prefill([0, 40, 3], [50, 2, 2 * SPAN], GROUP, KV_HEADS, HEAD_DIM, PAGE, DTYPE)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from attention.backends.triton_backend import TritonBackend  # noqa: E402
-from attention.fp8 import FP8  # noqa: E402
-from attention.kv_cache.heads import HeadsLayout  # noqa: E402
-from attention.kv_cache.latent import LatentLayout  # noqa: E402
-from attention.metadata import DecodeBatch, Mode, PrefillBatch  # noqa: E402
-from attention.ops.attend import references  # noqa: E402
-from attention.scores import ScoreRule
+from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
+from aerie.attention.fp8 import FP8  # noqa: E402
+from aerie.attention.kv_cache.heads import HeadsLayout  # noqa: E402
+from aerie.attention.kv_cache.latent import LatentLayout  # noqa: E402
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch  # noqa: E402
+from aerie.attention.ops.attend import references  # noqa: E402
+from aerie.attention.scores import ScoreRule
 from tests.support.kernels.attention_cases import fill_randomly, uniform_pool  # noqa: E402
 from tests.support.kernels.triton_cases import assert_close, random_decode, random_table  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402

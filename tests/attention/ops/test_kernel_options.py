@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="kernels need triton, which is not installed here")
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-FLOORS = ("attention", "workers", "speculative")
+FLOORS = ("aerie.attention", "aerie.workers", "aerie.speculative")
 
 
 def kernels() -> dict[str, Any]:

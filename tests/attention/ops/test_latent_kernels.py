@@ -9,38 +9,38 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from attention.backends.torch_backend import TorchBackend  # noqa: E402
-from attention.backends.triton_backend import TritonBackend  # noqa: E402
-from attention.backends.triton_expansion import TritonExpandedChunks  # noqa: E402
-from attention.config import LATENT_PAGE_SIZE  # noqa: E402
-from attention.expansion import ExpandedChunks  # noqa: E402
-from attention.kv_cache.latent import LatentLayout  # noqa: E402
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
-from attention.ops.attend import decode_plan_triton, expanded_prefill_triton, references  # noqa: E402
-from attention.rotation import (
+from aerie.attention.backends.torch_backend import TorchBackend  # noqa: E402
+from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
+from aerie.attention.backends.triton_expansion import TritonExpandedChunks  # noqa: E402
+from aerie.attention.config import LATENT_PAGE_SIZE  # noqa: E402
+from aerie.attention.expansion import ExpandedChunks  # noqa: E402
+from aerie.attention.kv_cache.latent import LatentLayout  # noqa: E402
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
+from aerie.attention.ops.attend import decode_plan_triton, expanded_prefill_triton, references  # noqa: E402
+from aerie.attention.rotation import (
     Angles,  # noqa: E402
     rotate_pairs,  # noqa: E402
 )
-from attention.scores import ScoreRule
-from attention.views import (
+from aerie.attention.scores import ScoreRule
+from aerie.attention.views import (
     ExpandedKV,  # noqa: E402
     LatentKV,  # noqa: E402
 )
+from aerie.workers.distributed.tp_group import SOLO  # noqa: E402
+from aerie.workers.layers.forward_context import ForwardContext, make_context  # noqa: E402
+from aerie.workers.layers.latent_attention import LatentAttention  # noqa: E402
+from aerie.workers.layers.linear import finish_weights  # noqa: E402
+from aerie.workers.ops.fp8.rows import Fp8Rows  # noqa: E402
+from aerie.workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
+from aerie.workers.ops.latent import head_products_triton as head_kernels  # noqa: E402
+from aerie.workers.ops.latent import normed_latents_triton as layer_kernels  # noqa: E402
+from aerie.workers.ops.latent.expand_latents_triton import expand_latents  # noqa: E402
+from aerie.workers.ops.latent.normed_latents import normed_latents  # noqa: E402
 from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.kernels.attention_cases import Work, in_float64, mask_of, uniform_pool  # noqa: E402
 from tests.support.kernels.triton_cases import assert_close, random_decode, random_rows, random_table  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
 from tests.support.slow import slow  # noqa: E402
-from workers.distributed.tp_group import SOLO  # noqa: E402
-from workers.layers.forward_context import ForwardContext, make_context  # noqa: E402
-from workers.layers.latent_attention import LatentAttention  # noqa: E402
-from workers.layers.linear import finish_weights  # noqa: E402
-from workers.ops.fp8.rows import Fp8Rows  # noqa: E402
-from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
-from workers.ops.latent import head_products_triton as head_kernels  # noqa: E402
-from workers.ops.latent import normed_latents_triton as layer_kernels  # noqa: E402
-from workers.ops.latent.expand_latents_triton import expand_latents  # noqa: E402
-from workers.ops.latent.normed_latents import normed_latents  # noqa: E402
 
 pytestmark = MARKS
 production = pytest.mark.gpu  # sizes that the interpreter would take minutes for

@@ -1,4 +1,4 @@
-"""Kernels that are launched early against the rule of `attention.ops.pdl`: what stands before their wait in the
+"""Kernels that are launched early against the rule of `aerie.attention.ops.pdl`: what stands before their wait in the
 code compiled for Hopper, and the order of launches. What a GPU makes of it: `test_pdl_gpu`."""
 
 import os
@@ -14,22 +14,30 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 import triton.language as tl  # noqa: E402
 
-from attention.backend import Prepared  # noqa: E402
-from attention.backends import triton_backend  # noqa: E402
-from attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
-from attention.ops import pdl, rope_store_normed_triton, rope_store_triton  # noqa: E402
-from attention.ops.attend import (  # noqa: E402
+from aerie.attention.backend import Prepared  # noqa: E402
+from aerie.attention.backends import triton_backend  # noqa: E402
+from aerie.attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
+from aerie.attention.ops import pdl, rope_store_normed_triton, rope_store_triton  # noqa: E402
+from aerie.attention.ops.attend import (  # noqa: E402
     decode_plan_triton,
     decode_triton,
     latent_decode_triton,
     latent_suffix_triton,
     merge_states_triton,
 )
-from attention.ops.attend.split_kv_triton import Items  # noqa: E402
-from attention.rotation import Angles  # noqa: E402
-from attention.scores import ScoreRule
-from attention.views import LayerKV  # noqa: E402
-from speculative.ops import block_head_triton, head_input_triton  # noqa: E402
+from aerie.attention.ops.attend.split_kv_triton import Items  # noqa: E402
+from aerie.attention.rotation import Angles  # noqa: E402
+from aerie.attention.scores import ScoreRule
+from aerie.attention.views import LayerKV  # noqa: E402
+from aerie.speculative.ops import block_head_triton, head_input_triton  # noqa: E402
+from aerie.workers.layers.forward_context import ForwardContext  # noqa: E402
+from aerie.workers.ops import gate_triton, norm_triton  # noqa: E402
+from aerie.workers.ops.collectives import one_shot_all_reduce_triton as one_shot_all_reduce  # noqa: E402
+from aerie.workers.ops.fp8 import norm_triton as fp8_norm  # noqa: E402
+from aerie.workers.ops.fp8 import rows_triton as fp8_rows  # noqa: E402
+from aerie.workers.ops.latent import head_products_triton as head_products  # noqa: E402
+from aerie.workers.ops.latent import normed_latents_triton as latent  # noqa: E402
+from aerie.workers.ops.packed import dequantize_triton, order_rows_triton, stream_triton  # noqa: E402
 from tests.attention.ops.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP
 from tests.attention.ops.test_kernel_options import kernels  # noqa: E402
 from tests.attention.ops.test_triton_compile import (  # noqa: E402
@@ -43,14 +51,6 @@ from tests.workers.kernels.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8
 from tests.workers.kernels.test_packed_compile import PACKED_STREAM  # noqa: E402
 from tests.workers.kernels.test_packed_experts_compile import QWEN  # noqa: E402
 from tests.workers.kernels.test_packed_experts_compile import cases as packed_experts  # noqa: E402
-from workers.layers.forward_context import ForwardContext  # noqa: E402
-from workers.ops import gate_triton, norm_triton  # noqa: E402
-from workers.ops.collectives import one_shot_all_reduce_triton as one_shot_all_reduce  # noqa: E402
-from workers.ops.fp8 import norm_triton as fp8_norm  # noqa: E402
-from workers.ops.fp8 import rows_triton as fp8_rows  # noqa: E402
-from workers.ops.latent import head_products_triton as head_products  # noqa: E402
-from workers.ops.latent import normed_latents_triton as latent  # noqa: E402
-from workers.ops.packed import dequantize_triton, order_rows_triton, stream_triton  # noqa: E402
 
 CPU = torch.device("cpu")
 BF16 = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr", "x_ptr", "weight_ptr", "residual_ptr"), "bf16")
@@ -288,7 +288,7 @@ def test_the_table_has_every_kernel_that_can_be_launched_early() -> None:
     assert early == listed
     assert pdl.__doc__ is not None
     for name in (*CASES, *ELSEWHERE):
-        assert f" {name} " in pdl.__doc__, f"{name} is not in the table of attention.ops.pdl"
+        assert f" {name} " in pdl.__doc__, f"{name} is not in the table of aerie.attention.ops.pdl"
 
 
 class Recording(Prepared):

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.backends import triton_backend  # noqa: E402
+from aerie.attention.backends import triton_backend  # noqa: E402
 from tests.attention.ops.pdl_stress import LAYERS, PASSES, TOLERANCE, Stress, repeated, worst_error  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED  # noqa: E402
 

@@ -10,10 +10,10 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.backends.triton_kernels import FIXED_TILES  # noqa: E402
-from attention.fp8 import WEIGHT_UNIT  # noqa: E402
-from attention.ops import rope_store_normed_triton, rope_store_triton, slot_mapping_triton  # noqa: E402
-from attention.ops.attend import (  # noqa: E402
+from aerie.attention.backends.triton_kernels import FIXED_TILES  # noqa: E402
+from aerie.attention.fp8 import WEIGHT_UNIT  # noqa: E402
+from aerie.attention.ops import rope_store_normed_triton, rope_store_triton, slot_mapping_triton  # noqa: E402
+from aerie.attention.ops.attend import (  # noqa: E402
     decode_plan_triton,
     decode_triton,
     expanded_prefill_triton,

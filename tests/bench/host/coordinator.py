@@ -14,19 +14,18 @@ from typing import Any
 import numpy as np
 import zmq
 
-from attention.config import CacheConfig
-from cluster.coordinator.coordinator import Coordinator
-from cluster.coordinator.loop import CoordinatorSettings
-from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel, connect_engine
-from cluster.transport.encoding import decode_numbered, encode
-from cluster.transport.messages import GenerateRequest, TokenBatch
-from cluster.transport.sockets import Transport
-from deploy.bench.table import table
-from tests.bench.host.finding import Finding, Report
-from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import (
+from aerie.attention.config import CacheConfig
+from aerie.cluster.coordinator.coordinator import Coordinator
+from aerie.cluster.coordinator.loop import CoordinatorSettings
+from aerie.cluster.replica.worker_loop import run_worker_loop
+from aerie.cluster.transport.channel import RankChannel, connect_engine
+from aerie.cluster.transport.encoding import decode_numbered, encode
+from aerie.cluster.transport.messages import GenerateRequest, TokenBatch
+from aerie.cluster.transport.sockets import Transport
+from aerie.deploy.bench.table import table
+from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.plan import (
     FINISH_LENGTH,
     GraphCount,
     SamplingParams,
@@ -35,8 +34,9 @@ from workers.scheduling.plan import (
     pack_i32,
     unpack_i32,
 )
-from workers.scheduling.request import RequestOutput
-from workers.scheduling.scheduler import Scheduler
+from aerie.workers.scheduling.request import RequestOutput
+from aerie.workers.scheduling.scheduler import Scheduler
+from tests.bench.host.finding import Finding, Report
 
 TREE = RoundShape(name="tree", width=16, max_new_tokens=6, draft_tokens=2)
 TOKENS_PER_ROUND = 3

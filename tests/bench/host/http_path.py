@@ -14,15 +14,18 @@ from typing import Any
 
 import zmq
 
-from attention.config import CacheConfig
-from cluster.coordinator.coordinator import Coordinator
-from cluster.coordinator.loop import CoordinatorSettings
-from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel
-from cluster.transport.messages import GenerateRequest
-from cluster.transport.sockets import Transport
-from deploy.bench.stream_client import Answered, Pool, request_bytes
-from deploy.bench.table import table
+from aerie.attention.config import CacheConfig
+from aerie.cluster.coordinator.coordinator import Coordinator
+from aerie.cluster.coordinator.loop import CoordinatorSettings
+from aerie.cluster.replica.worker_loop import run_worker_loop
+from aerie.cluster.transport.channel import RankChannel
+from aerie.cluster.transport.messages import GenerateRequest
+from aerie.cluster.transport.sockets import Transport
+from aerie.deploy.bench.stream_client import Answered, Pool, request_bytes
+from aerie.deploy.bench.table import table
+from aerie.workers.config import PLAIN, RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.plan import SamplingParams, pack_i32
+from aerie.workers.scheduling.scheduler import Scheduler
 from tests.bench.host.coordinator import TOKENS_PER_ROUND, TREE
 from tests.bench.host.finding import Finding, Report
 from tests.bench.host.instant_server import ROUND_S, PacedExecutor
@@ -30,9 +33,6 @@ from tests.bench.host.streams import chat_body, counted, start_load
 from tests.bench.machine import busy_seconds, on_cores
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 from tests.support.cluster import Ingress
-from workers.config import PLAIN, RoundShapes, SchedulerConfig
-from workers.scheduling.plan import SamplingParams, pack_i32
-from workers.scheduling.scheduler import Scheduler
 
 EVENTS_PER_S = 4000
 ADDED_TTFT_MS = 15.0

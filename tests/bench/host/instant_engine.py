@@ -2,20 +2,20 @@
 
 from collections.abc import Callable
 
-from cluster.plan import RankPlan
-from cluster.replica import worker_actor
-from cluster.replica.engine import Engine
+from aerie.cluster.plan import RankPlan
+from aerie.cluster.replica import worker_actor
+from aerie.cluster.replica.engine import Engine
+from aerie.workers.config import PLAIN, RoundShapes
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.executor import StepExecutor
 from tests.bench.host.coordinator import TREE
 from tests.bench.host.instant_server import PacedExecutor
-from workers.config import PLAIN, RoundShapes
-from workers.engine_layout import EngineLayout
-from workers.runner.executor import StepExecutor
 
 Report = Callable[[str, float], None]
 
 
 class InstantRank:
-    """Stands for `cluster.assembly.RankBuilder`, without a model."""
+    """Stands for `aerie.cluster.assembly.RankBuilder`, without a model."""
 
     device_name = "none"
 

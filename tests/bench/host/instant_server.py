@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from cluster.transport.folders import temporary_folder
+from aerie.cluster.transport.folders import temporary_folder
+from aerie.workers.scheduling.plan import StepPlan, StepResult, pack_i32
 from tests.bench.host.coordinator import InstantExecutor
-from workers.scheduling.plan import StepPlan, StepResult, pack_i32
 
 ROUND_S = 0.008  # a round of an engine at batch 64; without it rounds would come faster than any edge can send them
 DRAIN_TIMEOUT_S = 30.0
@@ -49,21 +49,21 @@ class PacedExecutor(InstantExecutor):
 
 def build(args: dict[str, Any]) -> object:
     """Return what Serve calls."""
-    from deploy.app import application
-    from deploy.checks import planned
-    from deploy.nodes import cluster_nodes
+    from aerie.deploy.app import application
+    from aerie.deploy.checks import planned
+    from aerie.deploy.nodes import cluster_nodes
     from tests.bench.host.instant_engine import InstantEngine
 
     return application(planned(args, cluster_nodes()), InstantEngine)
 
 
 def main() -> None:
-    from deploy.haproxy.process import ENDING
-    from deploy.serve.console import Console, show_ray_lines
-    from deploy.serve.drain import run_until_signal
-    from deploy.serve.environment import silence_limit_s, use_haproxy
-    from deploy.serve.ray_start import start_ray
-    from deploy.serve.watches import StartWatch
+    from aerie.deploy.haproxy.process import ENDING
+    from aerie.deploy.serve.console import Console, show_ray_lines
+    from aerie.deploy.serve.drain import run_until_signal
+    from aerie.deploy.serve.environment import silence_limit_s, use_haproxy
+    from aerie.deploy.serve.ray_start import start_ray
+    from aerie.deploy.serve.watches import StartWatch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path)

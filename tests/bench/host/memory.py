@@ -4,7 +4,7 @@ import concurrent.futures
 
 import httpx
 
-from deploy.bench.table import table
+from aerie.deploy.bench.table import table
 from tests.bench.host.finding import Finding, Report
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 
@@ -14,7 +14,7 @@ NUM_REQUESTS = 32
 
 def run(quick: bool) -> Report:
     """PSS is what is asked: pages that several processes share count once. RSS counts them in each, USS in none."""
-    with running("deploy.cli serve", embedded_config()) as server:
+    with running("aerie.deploy.cli serve", embedded_config()) as server:
         _use(server, 2 if quick else NUM_REQUESTS)
         rows = []
         for group, processes in server.groups().items():

@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from deploy.bench.table import table
+from aerie.deploy.bench.table import table
 from tests.bench.host.finding import Finding, Report
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 from tests.bench.served_model import add_options, label, server_config
@@ -29,9 +29,9 @@ from tests.bench.served_model import add_options, label, server_config
 LIMIT_S = 60.0
 GRAPHS_LIMIT_S = 120.0  # for what is captured after readiness
 RESTART_LIMIT_S = 120.0
-# `deploy.serve.console.Console`: when, in which process, what, how long.
+# `aerie.deploy.serve.console.Console`: when, in which process, what, how long.
 _STEP = re.compile(r"^ *(\d+\.\d) s  (\S.*?) {2,}(\S.*?) +(\d+\.\d) s$")
-_RANK = re.compile(r"(?:^|\) )0 +\S+ +(\d+)  ")  # `cluster.replica.plan_report.rank_lines`
+_RANK = re.compile(r"(?:^|\) )0 +\S+ +(\d+)  ")  # `aerie.cluster.replica.plan_report.rank_lines`
 # A part of the console's line -> what Ray and Serve are done with.
 _MILESTONES = (
     ("Started a local Ray instance", "Ray started"),
@@ -44,7 +44,7 @@ GRAPH_COUNT_S = 5.0  # until the engine's counts have reached the ingress
 
 def run(quick: bool) -> Report:
     """One start, whether `quick` or not."""
-    with running("deploy.cli serve", embedded_config()) as server:
+    with running("aerie.deploy.cli serve", embedded_config()) as server:
         answer_s = _first_answer(server)
         stopping_s = time.perf_counter()
     stopping_s = time.perf_counter() - stopping_s
@@ -97,7 +97,7 @@ def _first_answer(server: RunningServer) -> float:
 
 def measure(content: dict[str, Any], options: list[str], ready_limit_s: float, restart: bool) -> dict[str, Any]:
     """One start of a server on a GPU, what it captured after that, and if `restart` a rank's end."""
-    with running("deploy.cli serve", content, *options, ready_limit_s=ready_limit_s) as server:
+    with running("aerie.deploy.cli serve", content, *options, ready_limit_s=ready_limit_s) as server:
         answer_s = _first_answer(server)
         at_first, began = _first_graphs(server), _began(server)
         rows = _steps(server, answer_s)

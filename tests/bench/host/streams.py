@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from deploy.bench.stream_client import Answered, Pool, request_bytes
+from aerie.deploy.bench.stream_client import Answered, Pool, request_bytes
 from tests.support.clients.closed_loop import closed_loop
 
 UNENDED = ("", "unfinished")  # faults of an answer that is whole, or still under way

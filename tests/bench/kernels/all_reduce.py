@@ -4,8 +4,8 @@ alone and with the residual add and RMSNorm that follow.
     python -m tests.bench all_reduce [--ranks 2 4] [--width 8192] [--deadline 100]
 
 bfloat16, as many rows of `width` as a round has; the slowest rank's time, best of 5 replays of 50 calls each. A table
-per number of ranks with the limits that follow from it for `workers.distributed.custom_all_reduce.LIMITS`, then one
-JSON line. Each rank is a process that is ended after `--deadline` seconds; what was measured until then has been
+per number of ranks with the limits that follow from it for `aerie.workers.distributed.custom_all_reduce.LIMITS`, then
+one JSON line. Each rank is a process that is ended after `--deadline` seconds; what was measured until then has been
 printed. Needs 2 GPUs.
 """
 
@@ -16,13 +16,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from deploy.bench.table import table
+from aerie.deploy.bench.table import table
+from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, connect
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.norm import RMSNorm
 from tests.bench.kernels.gpu_time import elapsed_us, hardware
 from tests.bench.machine import commit
 from tests.support.ranks import RankError, run_ranks
-from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, connect
-from workers.distributed.tp_group import TPGroup
-from workers.layers.norm import RMSNorm
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 112, 256, 512, 1024)
 CALLS, REPLAYS = 50, 5

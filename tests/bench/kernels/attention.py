@@ -21,14 +21,14 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from attention.backends import flashinfer_backend
-from attention.capability import Capability
-from attention.limits import AttentionUse
-from attention.metadata import DecodeBatch, Mode, PrefillBatch
-from attention.registry import BACKENDS, build_backend, refusal
-from attention.scores import ScoreRule
-from attention.views import LayerKV
-from deploy.bench.table import table
+from aerie.attention.backends import flashinfer_backend
+from aerie.attention.capability import Capability
+from aerie.attention.limits import AttentionUse
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch
+from aerie.attention.registry import BACKENDS, build_backend, refusal
+from aerie.attention.scores import ScoreRule
+from aerie.attention.views import LayerKV
+from aerie.deploy.bench.table import table
 from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
 from tests.bench.machine import commit
 from tests.support.kernels.attention_cases import Work, mask_of, random_table

@@ -17,22 +17,22 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from tests.bench.kernels.gpu_time import Clock, captured, hardware
-from tests.bench.machine import commit
-from workers.ops.experts.few_rows_triton import few_row_experts
-from workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles
-from workers.ops.experts.route import Routed, RouterLogits, Routing
-from workers.ops.experts.route_triton import route
-from workers.ops.experts.router_gemm_triton import router_gemm
-from workers.ops.experts.weights import (
+from aerie.workers.ops.experts.few_rows_triton import few_row_experts
+from aerie.workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles
+from aerie.workers.ops.experts.route import Routed, RouterLogits, Routing
+from aerie.workers.ops.experts.route_triton import route
+from aerie.workers.ops.experts.router_gemm_triton import router_gemm
+from aerie.workers.ops.experts.weights import (
     FP8,
     MAX_FEW_ROWS,
     ExpertWeights,
     few_row_tiles,
     partial_sizes,
 )
-from workers.ops.fp8.rows_triton import quantize_rows
-from workers.ops.gemm.workspace import Workspace
+from aerie.workers.ops.fp8.rows_triton import quantize_rows
+from aerie.workers.ops.gemm.workspace import Workspace
+from tests.bench.kernels.gpu_time import Clock, captured, hardware
+from tests.bench.machine import commit
 
 ROWS = (1, 4, 8, 32, 64, 256, 512, 2048, 8192)
 

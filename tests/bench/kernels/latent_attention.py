@@ -16,10 +16,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from attention.metadata import DecodeBatch, Mode, causal_mask
-from attention.registry import build_backend
-from attention.scores import ScoreRule
-from attention.views import LatentKV
+from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.attention.registry import build_backend
+from aerie.attention.scores import ScoreRule
+from aerie.attention.views import LatentKV
 from tests.bench.kernels.attention import MAX_PREFIX
 from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
 from tests.bench.machine import commit

@@ -15,15 +15,15 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from deploy.bench.table import table
+from aerie.deploy.bench.table import table
+from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
+from aerie.workers.quantization.floats import FloatQuant, block_scheme
+from aerie.workers.quantization.table import read_quant_method
+from aerie.workers.span import Span
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
 from tests.bench.round import QUANTIZATIONS
-from workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.quantization.floats import FloatQuant, block_scheme
-from workers.quantization.table import read_quant_method
-from workers.span import Span
 
 ROWS = (1, 4, 8, 32, 64, 128, 256, 512)
 APART_BYTES = 400 << 20  # of weights, between two products with the same one

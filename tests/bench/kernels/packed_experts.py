@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 import torch
 
+from aerie.workers.ops.experts.gated import GPT_OSS, SWIGLU, GatedActivation
+from aerie.workers.ops.experts.route import RouterLogits, Routing
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
+from aerie.workers.ops.packed.expert_tiles import packed_expert_workspace
+from aerie.workers.ops.packed.experts import PackedExpertWeights, packed_expert_products, raised
+from aerie.workers.ops.packed.weight import Code, PackedWeight, empty
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
-from workers.ops.experts.gated import GPT_OSS, SWIGLU, GatedActivation
-from workers.ops.experts.route import RouterLogits, Routing
-from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.ops.packed.expert_tiles import packed_expert_workspace
-from workers.ops.packed.experts import PackedExpertWeights, packed_expert_products, raised
-from workers.ops.packed.weight import Code, PackedWeight, empty
 
 ROWS = (1, 4, 8, 16, 32, 64, 512, 4096)
 _PASSES, _LAYERS = 9, 3

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backend import AttentionBackend
-from attention.metadata import Mode
-from attention.ops.delta_rule.chunks import delta_rule_chunks
-from attention.ops.delta_rule.tables import DeltaHeads
-from attention.registry import build_backend
+from aerie.attention.backend import AttentionBackend
+from aerie.attention.metadata import Mode
+from aerie.attention.ops.delta_rule.chunks import delta_rule_chunks
+from aerie.attention.ops.delta_rule.tables import DeltaHeads
+from aerie.attention.registry import build_backend
+from aerie.workers.ops.activation import silu_mul
+from aerie.workers.ops.experts.route import Routing
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.ops.packed.weight import PackedWeight, dequantize
 from tests.bench.kernels import attention, delta_chunks, delta_rule, latent_attention, linear, packed, packed_experts
-from workers.ops.activation import silu_mul
-from workers.ops.experts.route import Routing
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.ops.packed.weight import PackedWeight, dequantize
 
 COPY_RATE = 4e12
 

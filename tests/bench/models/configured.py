@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from speculative.drafts.trimmed_head import AUTO_ROWS, write_token_map
+from aerie.speculative.drafts.trimmed_head import AUTO_ROWS, write_token_map
 from tests.bench.models import deepseek_rank, hybrids, published
 
 CONFIGS: dict[str, dict[str, Any]] = {**deepseek_rank.CONFIGS, **hybrids.CONFIGS, **published.CONFIGS}

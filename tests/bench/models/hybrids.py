@@ -3,7 +3,7 @@ same in small. Weights are dummies: their routers choose by the tokens alone, an
 
 from typing import Any
 
-from speculative.drafts.trimmed_head import AUTO_ROWS
+from aerie.speculative.drafts.trimmed_head import AUTO_ROWS
 
 HYBRID: dict[str, Any] = {
     "hidden_act": "silu",

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from aerie.workers.layers.routing import Router
+from aerie.workers.ops.experts.route import RouterLogits
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.models.configured import CONFIGS
 from tests.bench.prompts import random_prompts
 from tests.bench.round import Setting, engine_spec, local_engine, timed
-from workers.layers.routing import Router
-from workers.ops.experts.route import RouterLogits
-from workers.scheduling.plan import SamplingParams
 
 BATCH, SETTING = 12, Setting(prompt_tokens=48, output_tokens=6)
 # Width apart, the models as they are: fewer layers, a small vocabulary.

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from deploy.bench.table import table
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.deploy.bench.table import table
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import copying_prompts, held_out_prompts, tokenized
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 DRAFTS: dict[str, SpeculativeConfig | None] = {
     "none": None,

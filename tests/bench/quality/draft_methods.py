@@ -35,16 +35,16 @@ from pathlib import Path
 
 import torch
 
-from deploy.config.drafts import block_shape, draft_method
-from speculative.build import local_engine
-from speculative.config import Method, SpeculativeConfig
+from aerie.deploy.config.drafts import block_shape, draft_method
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import Method, SpeculativeConfig
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.kernels.gpu_time import hardware
 from tests.bench.machine import commit, physical_cores
 from tests.bench.quality.decoding import Decoding
 from tests.support import MODELS, ROOT
 from tests.support.embedded import TREE, eos_token_ids, measured_spec
 from tests.support.prompts import copying_prompts, held_out_prompts, tokenized
-from workers.scheduling.plan import SamplingParams
 
 HYBRID = ROOT / "tests" / "models" / "hybrid_tiny"
 BRANCH = 8  # tokens of the copied branch beside a model's tree

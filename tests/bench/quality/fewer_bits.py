@@ -13,19 +13,19 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from attention.config import CacheConfig
-from cluster.http.text.tokenizer import ChatTokenizer
-from deploy.arguments import parser as command_line
-from deploy.bench.table import table
-from deploy.quantize.checkpoint import quantise
-from deploy.quantize.texts import mean_loss, read_texts, reader
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
-from speculative.training.rows import read_conversations
+from aerie.attention.config import CacheConfig
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.deploy.arguments import parser as command_line
+from aerie.deploy.bench.table import table
+from aerie.deploy.quantize.checkpoint import quantise
+from aerie.deploy.quantize.texts import mean_loss, read_texts, reader
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.training.rows import read_conversations
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.quality.decoding import accepted_tokens
 from tests.support import MODELS, ROOT
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.scheduling.plan import SamplingParams
 
 CONCURRENCY = 8
 

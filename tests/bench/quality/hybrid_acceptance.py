@@ -10,10 +10,10 @@ import argparse
 import json
 from pathlib import Path
 
-from deploy.bench.table import table
+from aerie.deploy.bench.table import table
+from aerie.workers.scheduling.request import Request
 from tests.speculative.drafts.test_trained_mtp import CHAIN, TREE, answers
 from tests.support import ROOT
-from workers.scheduling.request import Request
 
 MODEL = ROOT / "tests" / "models" / "hybrid_tiny"
 SHAPES = {"chain 3/1/4": CHAIN, "tree 3/2/6": (3, 2, 6), "tree 5/4/8": TREE}

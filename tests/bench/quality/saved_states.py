@@ -18,13 +18,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from attention.config import CacheConfig
-from deploy.bench.table import table
-from speculative.build import EngineSpec, local_engine
+from aerie.attention.config import CacheConfig
+from aerie.deploy.bench.table import table
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.quality.word_problems import read_problems
 from tests.support import ROOT
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.scheduling.plan import SamplingParams
 
 MODEL = ROOT / "tests" / "models" / "hybrid_tiny"
 ANSWER, MAX_TOKENS, CONCURRENCY, TURN = 128, 384, 8, 64

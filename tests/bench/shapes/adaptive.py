@@ -26,17 +26,17 @@ from pathlib import Path
 
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
+from aerie.workers.scheduling.shape_choice import ShapeChoice
 from tests.bench.models import hybrids
 from tests.bench.prompts import random_prompts
 from tests.bench.round import add_engine_options, commit, drafted_by, hardware, model_of, write_checkpoints
-from workers.config import ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
-from workers.scheduling.shape_choice import ShapeChoice
 
 TREES = {"chain": (3, 1, 4), "tree": (5, 4, 16)}
 PAGE_SIZE = 16

@@ -21,14 +21,14 @@ from pathlib import Path
 
 import torch
 
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.quality.decoding import Decoding
 from tests.bench.round import commit, hardware
 from tests.support.embedded import CHAIN, TREE, eos_token_ids, measured_spec
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
 
 SHAPES = {"chain": CHAIN, "tree": TREE}
 

@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deploy.bench.arrivals import Lengths, Mix
-from deploy.bench.figures import percentile
-from deploy.bench.load import WARM_UP, Target, run_rate
-from deploy.bench.table import table
+from aerie.deploy.bench.arrivals import Lengths, Mix
+from aerie.deploy.bench.figures import percentile
+from aerie.deploy.bench.load import WARM_UP, Target, run_rate
+from aerie.deploy.bench.table import table
 from tests.bench.machine import machine
 from tests.bench.open_loop import add_load_options, served, served_model, traffic_of
 from tests.bench.served_model import add_options, label, server_config

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from deploy.bench.figures import percentile
+from aerie.deploy.bench.figures import percentile
 from tests.bench.tracing.stamps import NOTHING, Stamp
 
 About = Literal["traced", "name", "plan", "step", "step before", "client"]

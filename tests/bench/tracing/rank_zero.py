@@ -1,6 +1,6 @@
 """A tensor-parallel engine whose rank 0 runs in this process, so that torch's profiler here sees that rank's kernels.
 
-Used by `tests.bench.profile_round`. Its other ranks are child processes, as in `workers.runner.rank_processes`.
+Used by `tests.bench.profile_round`. Its other ranks are child processes, as in `aerie.workers.runner.rank_processes`.
 """
 
 import contextlib
@@ -12,18 +12,19 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from speculative.build import EngineSpec, plan_engine
-from workers.distributed.ports import free_port
-from workers.runner.build import build_rank
-from workers.runner.local_engine import LocalEngine, engine_of
-from workers.runner.rank_processes import run_rank
-from workers.runner.worker import Worker
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import GraphCount, StepPlan, StepResult
+from aerie.speculative.build import EngineSpec, plan_engine
+from aerie.workers.distributed.ports import free_port
+from aerie.workers.runner.build import build_rank
+from aerie.workers.runner.local_engine import LocalEngine, engine_of
+from aerie.workers.runner.rank_processes import run_rank
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 
 class RankZero:
-    """Implements `workers.runner.executor.StepExecutor`: plans go to the rank here and to the pipes of the others."""
+    """Implements `aerie.workers.runner.executor.StepExecutor`: plans go to the rank here and to the pipes of the
+    others."""
 
     def __init__(self, own: Worker, pipes: list[Connection]) -> None:
         self._own = own

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from cluster.http.text.tokenizer import ChatTokenizer
-from deploy.bench.figures import percentile
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.deploy.bench.figures import percentile
 from tests.bench.served import ROOT
 from tests.bench.served_model import write_tokenizer
 from tests.bench.tracing import stamps
@@ -78,8 +78,8 @@ def test_a_process_with_the_hook_stamps_what_it_does(tmp_path: Path) -> None:
     hook = write_hook(folder)
     code = (
         "from tests.bench.tracing import stamps\n"
-        "from cluster.http import endpoint\n"
-        "from cluster.http.schema.request import CompletionRequest\n"
+        "from aerie.cluster.http import endpoint\n"
+        "from aerie.cluster.http.schema.request import CompletionRequest\n"
         'endpoint.parse_body(b\'{"model": "m"}\', CompletionRequest)\n'
         "stamps._traced.set(7)\n"
         'endpoint.parse_body(b\'{"model": "m"}\', CompletionRequest)\n'

@@ -2,9 +2,9 @@
 
 import time
 
+from aerie.workers.scheduling.plan import GraphCount
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
-from workers.scheduling.plan import GraphCount
 
 
 def bed_with_graphs(make_bed, num_waiting, interval_s=5.0, **options):

@@ -5,16 +5,16 @@ import time
 import msgspec
 import pytest
 
-from cluster.coordinator import loop, state_publisher
-from cluster.coordinator.stream import Stream
-from cluster.http.metrics import declared_metrics
-from cluster.transport.encoding import BadMessageError
-from cluster.transport.messages import Abort, Subscribe
-from cluster.transport.sockets import Transport, new_keys
+from aerie.cluster.coordinator import loop, state_publisher
+from aerie.cluster.coordinator.stream import Stream
+from aerie.cluster.http.metrics import declared_metrics
+from aerie.cluster.transport.encoding import BadMessageError
+from aerie.cluster.transport.messages import Abort, Subscribe
+from aerie.cluster.transport.sockets import Transport, new_keys
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.stats import SchedulerStats
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.stats import SchedulerStats
 
 
 def test_tokens_and_ends_reach_the_ingress(make_bed):
@@ -112,7 +112,7 @@ def test_an_ingress_that_leaves_takes_its_requests_with_it_and_no_others(make_be
 
 def test_an_ingress_that_does_not_read_loses_its_requests_holds_up_nobody_and_is_told(make_bed, monkeypatch):
     """What it reads later ends at the gap: it cannot take the rest for a whole answer."""
-    monkeypatch.setattr("cluster.transport.channel._INGRESS_HIGH_WATER", 3)
+    monkeypatch.setattr("aerie.cluster.transport.channel._INGRESS_HIGH_WATER", 3)
     bed = make_bed()
     bed.attach()
     other = bed.new_ingress()

@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from cluster.coordinator.model_check import FAULT
+from aerie.cluster.coordinator.model_check import FAULT
+from aerie.workers.scheduling.plan import FINISH_NOT_FINITE, NOT_FINITE, StepResult, pack_i32, unpack_i32
 from tests.support.cluster import Ranks, TestBed, until
-from workers.scheduling.plan import FINISH_NOT_FINITE, NOT_FINITE, StepResult, pack_i32, unpack_i32
 
 
 def breaks(ranks: Ranks, lengths: set[int]) -> None:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.coordinator.plan_timing import FIRST_MARGIN_S, LEAD_S, PlanTiming
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.timing.step import Prediction, Step
-from workers.scheduling.timing.step_time import StepTime
+from aerie.cluster.coordinator.plan_timing import FIRST_MARGIN_S, LEAD_S, PlanTiming
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.timing.step import Prediction, Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 
 COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),), (0, 1), (64,), ((15.0,), (20.0,)))
 

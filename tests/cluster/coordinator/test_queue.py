@@ -1,13 +1,13 @@
 """The queue's bounds, the Retry-After of a full queue, and the probe that follows a request's path."""
 
-from cluster.config import EngineConfig
-from cluster.transport.messages import GenerateRequest, Probe
+from aerie.cluster.config import EngineConfig
+from aerie.cluster.transport.messages import GenerateRequest, Probe
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.plan import SamplingParams, pack_i32
+from aerie.workers.scheduling.queues.admission import UNKNOWN_S
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
-from workers.config import SchedulerConfig
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.plan import SamplingParams, pack_i32
-from workers.scheduling.queues.admission import UNKNOWN_S
 
 COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),) * 2, (0,), (16,), ((5.0,),), default=1)
 

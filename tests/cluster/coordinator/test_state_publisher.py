@@ -5,14 +5,14 @@ from typing import cast
 
 import numpy as np
 
-from attention.kv_cache.prefix_digests import prompt_digests, split_digests
-from cluster.coordinator import state_publisher
-from cluster.coordinator.state_publisher import PERIOD_S, StatePublisher
-from cluster.transport.channel import IngressLink
-from cluster.transport.messages import EngineState
+from aerie.attention.kv_cache.prefix_digests import prompt_digests, split_digests
+from aerie.cluster.coordinator import state_publisher
+from aerie.cluster.coordinator.state_publisher import PERIOD_S, StatePublisher
+from aerie.cluster.transport.channel import IngressLink
+from aerie.cluster.transport.messages import EngineState
+from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.simulation.routing import Engine, SimulatedEngine
 from tests.support.simulation.scheduler import Clock
-from workers.scheduling.scheduler import Scheduler
 
 X, Y = IngressLink(b"x"), IngressLink(b"y")
 

@@ -1,12 +1,12 @@
 """Counters of a coordinator that was lost go on in the next one."""
 
-from attention.config import CacheConfig
-from cluster.coordinator.stats import continue_counters, engine_stats
-from cluster.transport.messages import EngineStats
-from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
-from workers.scheduling.scheduler import Scheduler
+from aerie.attention.config import CacheConfig
+from aerie.cluster.coordinator.stats import continue_counters, engine_stats
+from aerie.cluster.transport.messages import EngineStats
+from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
+from aerie.workers.scheduling.scheduler import Scheduler
 
 SHAPES = RoundShapes((PLAIN, RoundShape(name="tree", width=6, max_new_tokens=4, draft_tokens=2)), default=1)
 

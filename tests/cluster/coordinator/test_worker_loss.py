@@ -8,13 +8,13 @@ import threading
 
 import pytest
 
-from cluster.coordinator import worker_links
-from cluster.http.answer import PromptScores
-from cluster.transport import sockets
-from cluster.transport.messages import Probe
+from aerie.cluster.coordinator import worker_links
+from aerie.cluster.http.answer import PromptScores
+from aerie.cluster.transport import sockets
+from aerie.cluster.transport.messages import Probe
+from aerie.workers.scheduling.plan import StepPlan
 from tests.support.cluster import Ranks, until
 from tests.support.scripted import scripted_output
-from workers.scheduling.plan import StepPlan
 
 
 def test_requests_wait_until_a_worker_group_is_attached(make_bed):
@@ -107,11 +107,11 @@ def test_a_hanging_step_shows_in_the_health_and_is_given_up(make_bed):
 
 RANK = """
 import sys, time, zmq
-from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel
-from cluster.transport.sockets import Transport
+from aerie.cluster.replica.worker_loop import run_worker_loop
+from aerie.cluster.transport.channel import RankChannel
+from aerie.cluster.transport.sockets import Transport
 from tests.support.scripted import ScriptedExecutor
-from workers.config import PLAIN, RoundShape, RoundShapes
+from aerie.workers.config import PLAIN, RoundShape, RoundShapes
 
 folder, busy_s = sys.argv[1], float(sys.argv[2])
 tree = RoundShape(name="tree", width=6, max_new_tokens=4, draft_tokens=2)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from cluster.http.app import build_app
-from cluster.http.errors import ApiError
-from cluster.http.origins import Origins
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.origins import Origins
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, edge_config, in_process, served
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from cluster.http.admission import STREAM_BYTES, TOKEN_BYTES
-from cluster.http.config import EdgeConfig
-from cluster.ingress.deployment import edge_config as of_ingress
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.http.admission import STREAM_BYTES, TOKEN_BYTES
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.ingress.deployment import edge_config as of_ingress
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.edge_client import PROMPT, TEXT, in_process, served
 from tests.support.fake_engine import FakeEngine, Script, Step, says
-from workers.scheduling.plan import SamplingParams
 
 
 def _released_together(gate: asyncio.Event, expected: int, engine: list[FakeEngine]) -> Script:

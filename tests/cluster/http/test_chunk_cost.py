@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from cluster.http.admission import Admission
-from cluster.http.replies.completions import ChatReply
-from cluster.http.requests.edge_request import chat_request
-from cluster.http.schema.request import ChatCompletionRequest
-from cluster.http.serving import Edge, GenerationResponse
-from cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
+from aerie.cluster.http.admission import Admission
+from aerie.cluster.http.replies.completions import ChatReply
+from aerie.cluster.http.requests.edge_request import chat_request
+from aerie.cluster.http.schema.request import ChatCompletionRequest
+from aerie.cluster.http.serving import Edge, GenerationResponse
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.edge_client import MODEL, edge_config
 from tests.support.fake_engine import chat_tokenizer, small_tokenizer
-from workers.scheduling.plan import SamplingParams
 
 NUM_CHUNKS = 4000
 LIMIT_US = 60.0

@@ -2,9 +2,9 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.metrics import RequestCounts, declared_metrics, prometheus_text
-from cluster.transport.messages import EngineStats
-from workers.scheduling.stats import Histogram, SchedulerStats
+from aerie.cluster.http.metrics import RequestCounts, declared_metrics, prometheus_text
+from aerie.cluster.transport.messages import EngineStats
+from aerie.workers.scheduling.stats import Histogram, SchedulerStats
 
 # What Prometheus calls the metrics, their types and labels besides the model's and the engine's.
 EXPORTED = {

@@ -8,8 +8,8 @@ from urllib.parse import urljoin
 import httpx
 import pytest
 
-from cluster.http.app import build_app
-from cluster.http.middleware import OPEN_ROUTES, QUIET_ROUTES
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.middleware import OPEN_ROUTES, QUIET_ROUTES
 from tests.support.edge_client import CHAT, HELLO, RESPONSES, edge_config
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 

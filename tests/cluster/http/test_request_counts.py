@@ -5,8 +5,8 @@ import asyncio
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.engine_client import EngineRefused
-from cluster.transport.messages import EngineStats, Refusal, TokenDelta
+from aerie.cluster.http.engine_client import EngineRefused
+from aerie.cluster.transport.messages import EngineStats, Refusal, TokenDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, events, in_process, served
 from tests.support.fake_engine import FakeEngine, Step, says
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster.http import app
-from cluster.http.answer import Piece
-from cluster.http.parsers.output_parser import OutputParser, joined_deltas
+from aerie.cluster.http import app
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.parsers.output_parser import OutputParser, joined_deltas
 from tests.support.edge_client import MODEL, in_process
 from tests.support.fake_engine import FakeEngine, says
 from tests.support.repository.pages import page_code

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.transport.messages import SpeculationStats, TokenDelta
+from aerie.cluster.transport.messages import SpeculationStats, TokenDelta
 from tests.support.edge_client import CHAT, HELLO, JSON, MODEL, PROMPT, TEXT, events, served, until
 from tests.support.fake_engine import FakeEngine, refuses, says
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import uvicorn
 
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.transport.messages import TokenDelta
 from tests.support.edge_client import PROMPT, TEXT, served
 from tests.support.fake_engine import FakeEngine, Step
 

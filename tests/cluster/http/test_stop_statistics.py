@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cluster.transport.messages import SpeculationStats, TokenDelta
+from aerie.cluster.transport.messages import SpeculationStats, TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.cluster import TestBed
 from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, events, in_process
 from tests.support.fake_engine import FakeEngine, Step, small_tokenizer
-from workers.scheduling.plan import SamplingParams
 
 
 def _letters(prompt: list[int], sampling: SamplingParams) -> Iterable[Step]:

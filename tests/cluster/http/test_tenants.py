@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http.keys import KeyConfig
+from aerie.cluster.http.keys import KeyConfig
 from tests.support.edge_client import CHAT, HELLO, PROMPT, RESPONSES, TEXT, edge_config, in_process
 from tests.support.fake_engine import FakeEngine, says
 
@@ -127,7 +127,7 @@ async def test_probes_are_open_and_all_else_wants_a_key() -> None:
 def test_every_key_is_compared_whichever_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     import hmac
 
-    from cluster.http.tenants import Tenants
+    from aerie.cluster.http.tenants import Tenants
 
     tenants = Tenants(edge_config(api_keys=KEYS))
     counts = itertools.count()

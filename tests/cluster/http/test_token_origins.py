@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cluster.ingress.request_stream import RequestStream
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.ingress.request_stream import RequestStream
+from aerie.cluster.transport.messages import TokenDelta
 from tests.support.cluster import TestBed
 from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, events, in_process
 from tests.support.fake_engine import EOS, FakeEngine, small_tokenizer

@@ -12,13 +12,13 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from cluster.http.app import build_app
-from cluster.http.config import TracingConfig
-from cluster.http.tracing import Tracing, make_tracing
-from cluster.transport.messages import RequestTimings, TokenDelta
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.config import TracingConfig
+from aerie.cluster.http.tracing import Tracing, make_tracing
+from aerie.cluster.transport.messages import RequestTimings, TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, edge_config
 from tests.support.fake_engine import FakeEngine, Step, chat_tokenizer, refuses, says
-from workers.scheduling.plan import SamplingParams
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

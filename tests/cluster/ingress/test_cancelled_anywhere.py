@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from starlette.types import Message, Scope
 
-from cluster.http.app import build_app
-from cluster.ingress.attempts import EngineFailed
-from cluster.ingress.remote_engines import RemoteEngines
-from cluster.ingress.request_stream import RequestStream
-from cluster.ingress.routing import Prompt
-from cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
+from aerie.cluster.http.app import build_app
+from aerie.cluster.ingress.attempts import EngineFailed
+from aerie.cluster.ingress.remote_engines import RemoteEngines
+from aerie.cluster.ingress.request_stream import RequestStream
+from aerie.cluster.ingress.routing import Prompt
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
+from aerie.workers.scheduling.plan import unpack_i32
 from tests.cluster.http.parsers.test_thinking_budget import THINKS, thinker
 from tests.cluster.http.parsers.test_tools import tool_tokenizer
 from tests.support.edge_client import CHAT, edge_config
-from workers.scheduling.plan import unpack_i32
 
 Steps = list[TokenDelta | EngineFailed]
 CASES: dict[str, tuple[dict[str, Any], bool]] = {  # a request's fields, and whether its first engine fails

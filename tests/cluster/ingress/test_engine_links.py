@@ -9,22 +9,22 @@ from unittest.mock import Mock
 import pytest
 import zmq
 
-from cluster.http.engine_client import EngineRefused
-from cluster.ingress import attempts, engine_links
-from cluster.ingress.attempts import EngineFailed
-from cluster.ingress.engine_link import EngineLink
-from cluster.ingress.engine_links import EngineLinks
-from cluster.ingress.remote_engines import RemoteEngines
-from cluster.ingress.request_stream import RequestStream
-from cluster.ingress.routing import Prompt
-from cluster.transport.channel import Inbox, IngressLink
-from cluster.transport.encoding import decode
-from cluster.transport.messages import Abort, EngineState, GenerateRequest, Probe, Refused, TokenBatch, TokenDelta
-from cluster.transport.sockets import Transport
+from aerie.cluster.http.engine_client import EngineRefused
+from aerie.cluster.ingress import attempts, engine_links
+from aerie.cluster.ingress.attempts import EngineFailed
+from aerie.cluster.ingress.engine_link import EngineLink
+from aerie.cluster.ingress.engine_links import EngineLinks
+from aerie.cluster.ingress.remote_engines import RemoteEngines
+from aerie.cluster.ingress.request_stream import RequestStream
+from aerie.cluster.ingress.routing import Prompt
+from aerie.cluster.transport.channel import Inbox, IngressLink
+from aerie.cluster.transport.encoding import decode
+from aerie.cluster.transport.messages import Abort, EngineState, GenerateRequest, Probe, Refused, TokenBatch, TokenDelta
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.scheduling.plan import SamplingParams, pack_i32
 from tests.support.cluster import TIMEOUT_S, TestBed
 from tests.support.scripted import scripted_output
 from tests.support.slow import slow
-from workers.scheduling.plan import SamplingParams, pack_i32
 
 NOBODY: frozenset[str] = frozenset()
 PROMPT = list(range(40))

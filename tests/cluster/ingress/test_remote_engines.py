@@ -5,14 +5,14 @@ import tracemalloc
 
 import pytest
 
-from cluster.http.engine_client import EngineRefused
-from cluster.ingress import remote_engines
-from cluster.ingress.attempts import EngineFailed
-from cluster.ingress.remote_engines import RemoteEngines
-from cluster.ingress.request_stream import RequestStream
-from cluster.ingress.routing import Prompt
-from cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, Refusal, TokenDelta
-from workers.scheduling.plan import PromptLogprobs, SamplingParams, unpack_i32
+from aerie.cluster.http.engine_client import EngineRefused
+from aerie.cluster.ingress import remote_engines
+from aerie.cluster.ingress.attempts import EngineFailed
+from aerie.cluster.ingress.remote_engines import RemoteEngines
+from aerie.cluster.ingress.request_stream import RequestStream
+from aerie.cluster.ingress.routing import Prompt
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, Refusal, TokenDelta
+from aerie.workers.scheduling.plan import PromptLogprobs, SamplingParams, unpack_i32
 
 
 class ScriptedEngines:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from attention.kv_cache.prefix_digests import prompt_digests
-from cluster.ingress.routing import PROMISE_S, SILENT_S, STUCK_S, EngineView, Prompt, choose, is_stuck
-from cluster.transport.messages import EngineState
+from aerie.attention.kv_cache.prefix_digests import prompt_digests
+from aerie.cluster.ingress.routing import PROMISE_S, SILENT_S, STUCK_S, EngineView, Prompt, choose, is_stuck
+from aerie.cluster.transport.messages import EngineState
 from tests.support.simulation.routing import RANDOM, by_first_token, by_load, shared, simulate
 from tests.support.slow import slow
 

@@ -4,11 +4,11 @@ import dataclasses
 import subprocess
 import sys
 
-from attention.config import CacheConfig
-from cluster.replica.plan_report import cost_line
-from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
-from workers.engine_layout import EngineLayout
-from workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.attention.config import CacheConfig
+from aerie.cluster.replica.plan_report import cost_line
+from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 
 COSTS = CostTable(
     rounds=(RoundCosts((1, 32), (4.2, 5.1), (0.0, 0.0)), RoundCosts((1, 32), (4.9, 6.9), (0.0, 0.0))),
@@ -32,7 +32,6 @@ def test_costs_are_one_line_with_the_target_and_where_it_is_from() -> None:
 
 def test_layouts_need_no_torch() -> None:
     """They travel to the coordinator, which would wait seconds for it."""
-    code = (
-        "import sys, cluster.replica.worker_actor, cluster.replica.coordinator_actor; sys.exit('torch' in sys.modules)"
-    )
+    room = "aerie.cluster.replica"
+    code = f"import sys, {room}.worker_actor, {room}.coordinator_actor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster.config import parse, read_args
-from cluster.placement import NodeResources
-from cluster.plan import Plan, RankPlan, resolve
-from cluster.replica import rank_process
-from cluster.replica.rank_process import RankLostError, attach
-from deploy import checks
-from deploy.config.files import PACKAGED, find_config
-from deploy.nodes import LocalGpus
-from deploy.serve.check_process import CheckProcess, Task
+from aerie.cluster.config import parse, read_args
+from aerie.cluster.placement import NodeResources
+from aerie.cluster.plan import Plan, RankPlan, resolve
+from aerie.cluster.replica import rank_process
+from aerie.cluster.replica.rank_process import RankLostError, attach
+from aerie.deploy import checks
+from aerie.deploy.config.files import PACKAGED, find_config
+from aerie.deploy.nodes import LocalGpus
+from aerie.deploy.serve.check_process import CheckProcess, Task
 
 LIMIT_S = 120.0  # for what takes seconds
 

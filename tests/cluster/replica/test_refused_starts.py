@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import ray
 
-from cluster.config import parse
-from cluster.placement import NodeResources
-from cluster.plan import ReplicaPlan, resolve
-from cluster.replica import refusals
-from cluster.replica.supervisor import GaveUpError, Supervisor
-from cluster.replica.worker_group import StartRefusedError, WorkerGroup, WorkerGroupError
-from deploy.serve.watches import StartWatch, failure
+from aerie.cluster.config import parse
+from aerie.cluster.placement import NodeResources
+from aerie.cluster.plan import ReplicaPlan, resolve
+from aerie.cluster.replica import refusals
+from aerie.cluster.replica.supervisor import GaveUpError, Supervisor
+from aerie.cluster.replica.worker_group import StartRefusedError, WorkerGroup, WorkerGroupError
+from aerie.deploy.serve.watches import StartWatch, failure
+from aerie.workers.memory_use import DeviceMemoryError
 from tests.support import MODELS
-from workers.memory_use import DeviceMemoryError
 
 ARGS = {
     "model": {"path": str(MODELS / "target")},

@@ -10,14 +10,14 @@ import psutil
 import pytest
 import zmq
 
-from cluster.linux import trim_heap
-from cluster.replica.worker_loop import run_worker_loop
-from cluster.transport.channel import RankChannel, RankLink
-from cluster.transport.encoding import encode
-from cluster.transport.messages import Heartbeat, RankFailure, Stop
-from cluster.transport.sockets import Transport
+from aerie.cluster.linux import trim_heap
+from aerie.cluster.replica.worker_loop import run_worker_loop
+from aerie.cluster.transport.channel import RankChannel, RankLink
+from aerie.cluster.transport.encoding import encode
+from aerie.cluster.transport.messages import Heartbeat, RankFailure, Stop
+from aerie.cluster.transport.sockets import Transport
+from aerie.workers.scheduling.plan import GraphCount, StepPlan, StepResult
 from tests.support.cluster import until
-from workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
 
 class Recorder:

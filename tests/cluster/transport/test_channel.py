@@ -6,10 +6,10 @@ import time
 import pytest
 import zmq
 
-from cluster.transport import channel
-from cluster.transport.channel import Inbox, RankChannel, RankLink, connect_engine
-from cluster.transport.encoding import BadMessageError, decode, decode_numbered, encode
-from cluster.transport.messages import (
+from aerie.cluster.transport import channel
+from aerie.cluster.transport.channel import Inbox, RankChannel, RankLink, connect_engine
+from aerie.cluster.transport.encoding import BadMessageError, decode, decode_numbered, encode
+from aerie.cluster.transport.messages import (
     Abort,
     EngineState,
     GenerateRequest,
@@ -22,9 +22,9 @@ from cluster.transport.messages import (
     TokenBatch,
     TokenDelta,
 )
-from cluster.transport.sockets import PeerMonitor, Transport, new_keys, open_socket
+from aerie.cluster.transport.sockets import PeerMonitor, Transport, new_keys, open_socket
+from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, TokenLogprobs, pack_i32
 from tests.support.cluster import until
-from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, TokenLogprobs, pack_i32
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import threading
 import pytest
 import zmq
 
-from cluster.transport.listener import Listener
-from cluster.transport.sockets import open_socket
+from aerie.cluster.transport.listener import Listener
+from aerie.cluster.transport.sockets import open_socket
 
 WAIT_S = 10.0
 

@@ -2,7 +2,7 @@
 
 import time
 
-from cluster.transport.reactor import Reactor
+from aerie.cluster.transport.reactor import Reactor
 
 
 def test_a_turn_waits_for_fractions_of_a_millisecond():

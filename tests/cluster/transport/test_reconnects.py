@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import zmq
 
-from cluster.ingress.engine_link import EngineLink
-from cluster.transport import sockets
-from cluster.transport.channel import _INGRESS_HIGH_WATER, _RANK_HIGH_WATER, Inbox, RankChannel, RankLink
-from cluster.transport.messages import Heartbeat, TokenBatch
-from cluster.transport.sockets import Transport
+from aerie.cluster.ingress.engine_link import EngineLink
+from aerie.cluster.transport import sockets
+from aerie.cluster.transport.channel import _INGRESS_HIGH_WATER, _RANK_HIGH_WATER, Inbox, RankChannel, RankLink
+from aerie.cluster.transport.messages import Heartbeat, TokenBatch
+from aerie.cluster.transport.sockets import Transport
 
 RECONNECT_S = 0.4  # by then ZeroMQ would have reconnected: by default it does so after 0.1 to 0.2 s
 WAIT_S = 30.0

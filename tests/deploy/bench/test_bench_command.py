@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.transport.messages import TokenDelta
-from deploy.cli import main
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.deploy.cli import main
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.edge_client import served
 from tests.support.fake_engine import FakeEngine, Step
-from workers.scheduling.plan import SamplingParams
 
 KEY = "first-key"
 

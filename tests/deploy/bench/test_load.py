@@ -14,11 +14,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from deploy.bench.arrivals import MIXES, OWN_TOKENS, Arrival, Lengths, Mix, Prefixes, Traffic, repeated_tokens
-from deploy.bench.figures import markdown, rate_figures
-from deploy.bench.load import Target, run_rate
-from deploy.bench.plot import Point, line_plot, ticks
-from deploy.bench.stream_client import Answered, Connection, Pool, request_bytes
+from aerie.deploy.bench.arrivals import MIXES, OWN_TOKENS, Arrival, Lengths, Mix, Prefixes, Traffic, repeated_tokens
+from aerie.deploy.bench.figures import markdown, rate_figures
+from aerie.deploy.bench.load import Target, run_rate
+from aerie.deploy.bench.plot import Point, line_plot, ticks
+from aerie.deploy.bench.stream_client import Answered, Connection, Pool, request_bytes
 from tests.support.clients.closed_loop import closed_loop
 
 MIX = Mix(Lengths(100, 0.8, 400), Lengths(20, 0.5, 60))

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from deploy.cli import main
+from aerie.deploy.cli import main
 from tests.support import MODELS
 
 Planned = Callable[..., str]
@@ -74,7 +74,7 @@ def planned(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Planned:
         args: dict[str, Any] = {"model": {"path": str(target)}}
         if draft is not None:
             args["speculative"] = {"method": "eagle3", "path": str(draft)}
-        applications = [{"name": "aerie", "import_path": "deploy.app:build", "args": args}]
+        applications = [{"name": "aerie", "import_path": "aerie.deploy.app:build", "args": args}]
         path = tmp_path / "serve.yaml"
         path.write_text(yaml.safe_dump({"applications": applications}))
         capfd.readouterr()
@@ -169,8 +169,8 @@ def test_a_draft_is_checked_like_a_target(planned: Planned, tmp_path: Path) -> N
 def test_a_folder_without_weights_is_planned_and_not_served(
     planned: Planned, copy: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from cluster.config import ConfigError
-    from deploy.checks import checked
+    from aerie.cluster.config import ConfigError
+    from aerie.deploy.checks import checked
 
     (copy / WEIGHTS).unlink()
     assert planned(copy) == ""

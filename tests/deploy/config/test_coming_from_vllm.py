@@ -2,11 +2,11 @@
 
 import re
 
-from cluster.http.metrics import declared_metrics, prometheus_text
-from cluster.transport.messages import EngineStats
-from deploy.config.option_table import DECLARED
+from aerie.cluster.http.metrics import declared_metrics, prometheus_text
+from aerie.cluster.transport.messages import EngineStats
+from aerie.deploy.config.option_table import DECLARED
+from aerie.workers.scheduling.stats import SchedulerStats
 from tests.support import DOCS
-from workers.scheduling.stats import SchedulerStats
 
 PAGE = (DOCS / "coming-from-vllm.md").read_text()
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import parse
-from deploy.arguments import parser
-from deploy.cli import main
-from deploy.command_line import normalised, parsed
-from deploy.config import vllm_options
-from deploy.config.model import use_options
-from deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, OptionError
+from aerie.cluster.config import parse
+from aerie.deploy.arguments import parser
+from aerie.deploy.cli import main
+from aerie.deploy.command_line import normalised, parsed
+from aerie.deploy.config import vllm_options
+from aerie.deploy.config.model import use_options
+from aerie.deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, OptionError
 from tests.support import MODELS
 
 LINES = Path(__file__).parent / "command_lines"

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from cluster.config import AerieConfig
-from deploy.cli import main
-from deploy.config.keys import keys, with_tables
+from aerie.cluster.config import AerieConfig
+from aerie.deploy.cli import main
+from aerie.deploy.config.keys import keys, with_tables
 from tests.support import DOCS
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from attention.config import BACKEND_NAMES, DraftAttention, TargetAttention
-from cluster.config import ConfigError, parse
-from deploy.checks import check_checkpoints, check_device
-from deploy.cli import main
-from deploy.nodes import LocalGpus
+from aerie.attention.config import BACKEND_NAMES, DraftAttention, TargetAttention
+from aerie.cluster.config import ConfigError, parse
+from aerie.deploy.checks import check_checkpoints, check_device
+from aerie.deploy.cli import main
+from aerie.deploy.nodes import LocalGpus
 from tests.support import MODELS
 from tests.support.tiny_models import make_target
 
@@ -27,7 +27,7 @@ def plan(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Any:
     def run(gpus: int = 8, **sections: Section) -> str:
         args = {"model": HEADS, "speculative": DRAFT} | sections
         path = tmp_path / "serve.yaml"
-        path.write_text(yaml.safe_dump({"applications": [{"import_path": "deploy.app:build", "args": args}]}))
+        path.write_text(yaml.safe_dump({"applications": [{"import_path": "aerie.deploy.app:build", "args": args}]}))
         capfd.readouterr()
         code = main(["plan", str(path), "--cpus", "8", "--gpus", str(gpus)])
         refused = capfd.readouterr().err
@@ -78,7 +78,7 @@ def test_a_known_generation_decides(
     capability: tuple[int, int] | None, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tree is verified by trtllm on Hopper alone of these; of an unknown GPU the start decides."""
-    monkeypatch.setattr("attention.registry.is_installed", lambda package: True)
+    monkeypatch.setattr("aerie.attention.registry.is_installed", lambda package: True)
     speculative = DRAFT | {"num_steps": 3, "top_k": 4, "num_draft_tokens": 8}
     args = {"model": HEADS, "speculative": speculative, "attention": {"decode": "trtllm"}}
     config = parse(args, MODELS)
@@ -92,7 +92,7 @@ def test_a_known_generation_decides(
 
 def test_experts_that_no_gpu_multiplies_are_refused(tmp_path: Path) -> None:
     folder = make_target(tmp_path / "moe", architecture="Qwen3Moe")
-    from workers.config import ModelSource
+    from aerie.workers.config import ModelSource
 
     config = parse({"model": {"path": str(folder), "dtype": "float16"}}, tmp_path)
     with pytest.raises(ConfigError, match="experts on a GPU are multiplied in bfloat16, not in float16"):

@@ -12,10 +12,10 @@ import huggingface_hub
 import pytest
 import yaml
 
-from cluster.config import ConfigError
-from deploy.config import hub as hub_module
-from deploy.config.files import starting_point
-from deploy.config.hub import is_hub_name, missing_files, model_folder, with_downloads
+from aerie.cluster.config import ConfigError
+from aerie.deploy.config import hub as hub_module
+from aerie.deploy.config.files import starting_point
+from aerie.deploy.config.hub import is_hub_name, missing_files, model_folder, with_downloads
 from tests.deploy.config.fake_hub import COMMIT, REVISION, FakeHub, checkpoint, running_hub
 from tests.support import MODELS, ROOT
 
@@ -154,7 +154,7 @@ def test_a_file_that_names_models_is_planned_with_the_hubs_token(tmp_path: Path)
             "HF_HUB_DISABLE_XET": "1",
             "PYTHONPATH": str(ROOT),
         }
-        command = [sys.executable, "-m", "deploy.cli", "plan", "my.yaml", "--cpus", "4", "--gpus", "0"]
+        command = [sys.executable, "-m", "aerie.deploy.cli", "plan", "my.yaml", "--cpus", "4", "--gpus", "0"]
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert f"target      {tmp_path}/home/hub/models--tiny--target/snapshots/{COMMIT}" in done.stdout

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import EngineConfig, parse
-from cluster.placement import NodeResources, place
-from deploy.serve.drain import END_LIMIT_S
-from deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
-from deploy.serve.launch import STOP_MARGIN_S
-from deploy.start import NODE_ENVIRONMENT
+from aerie.cluster.config import EngineConfig, parse
+from aerie.cluster.placement import NodeResources, place
+from aerie.deploy.serve.drain import END_LIMIT_S
+from aerie.deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
+from aerie.deploy.serve.launch import STOP_MARGIN_S
+from aerie.deploy.start import NODE_ENVIRONMENT
 from tests.support import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -34,7 +34,7 @@ def test_configuration_is_accepted_and_fits_eight_gpus(content: dict[str, Any], 
 
     ServeDeploySchema.model_validate(content)
     (application,) = content["applications"]
-    assert application["import_path"] == "deploy.app:build"
+    assert application["import_path"] == "aerie.deploy.app:build"
     for name in ("target", "draft"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")

@@ -10,13 +10,13 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from deploy.cli import main
-from deploy.config import model as model_config
-from deploy.config.drafts import draft_method, own_draft
-from speculative.config import SpeculativeConfig
-from speculative.drafts.mtp import DeepseekMtp, QwenMtp
+from aerie.deploy.cli import main
+from aerie.deploy.config import model as model_config
+from aerie.deploy.config.drafts import draft_method, own_draft
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.drafts.mtp import DeepseekMtp, QwenMtp
+from aerie.workers.models.registry import ARCHITECTURES
 from tests.support import MODELS, ROOT
-from workers.models.registry import ARCHITECTURES
 
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 
@@ -142,7 +142,7 @@ def test_a_module_that_a_copy_left_out_does_not(tmp_path: Path, names: list[str]
 def test_options_go_before_a_models_own_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], speculative: dict[str, Any] | None
 ) -> None:
-    monkeypatch.setattr("deploy.checks.print_plan", lambda path, nodes: 0)
+    monkeypatch.setattr("aerie.deploy.checks.print_plan", lambda path, nodes: 0)
     saved = tmp_path / "my.yaml"
     tiny = str(ROOT / "tests" / "models" / "deepseek_tiny")
     assert main(["plan", tiny, *options, "--save", str(saved), "--nodes", "0"]) == 0

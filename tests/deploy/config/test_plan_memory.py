@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli import main
+from aerie.deploy.cli import main
 from tests.speculative.drafts.test_published_heads import flat, layer
 from tests.support import MODELS, ROOT
 from tests.workers.models.test_published_configs import FP8, QWEN3_30B, QWEN35_27B, QWEN35_35B, V3

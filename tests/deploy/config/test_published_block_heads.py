@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.cli import main
+from aerie.deploy.cli import main
 from tests.deploy.config.test_published_models import PUBLISHED
 from tests.support import MODELS
 from tests.support.drafts.published_blocks import BLOCKS, REFUSED

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli import main
+from aerie.deploy.cli import main
 from tests.support import MODELS, ROOT
 
 PUBLISHED = Path(__file__).parent / "published"

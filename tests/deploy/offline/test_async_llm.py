@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aerie import AsyncEngineArgs, AsyncLLM, EngineDeadError, RequestOutputKind, SamplingParams
-from deploy.offline.llm import LLM
+from aerie.deploy.offline.llm import LLM
 
 LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY

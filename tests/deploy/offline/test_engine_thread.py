@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aerie import EngineDeadError, SamplingParams
-from deploy.offline.llm import LLM
+from aerie.deploy.offline.llm import LLM
 from tests.support import ROOT
 from tests.support.slow import slow
 

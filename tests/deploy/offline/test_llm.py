@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ConfigError
-from deploy.offline import llm as offline
-from deploy.offline import sampling_params
-from deploy.offline.llm import LLM
-from deploy.offline.sampling_params import SamplingParams
+from aerie.cluster.config import ConfigError
+from aerie.deploy.offline import llm as offline
+from aerie.deploy.offline import sampling_params
+from aerie.deploy.offline.llm import LLM
+from aerie.deploy.offline.sampling_params import SamplingParams
+from aerie.workers.runner.executor import StepExecutor
+from aerie.workers.runner.rank_processes import RankProcesses
+from aerie.workers.scheduling.request import RequestTooLargeError
 from tests.support import MODELS
 from tests.support.slow import slow
-from workers.runner.executor import StepExecutor
-from workers.runner.rank_processes import RankProcesses
-from workers.scheduling.request import RequestTooLargeError
 
 GREETING = {"role": "user", "content": "Hello"}
 HELLO = "Hello! How can I help you today?"
@@ -154,7 +154,7 @@ def test_what_requests_over_http_ignore_is_ignored_and_named(
     llm: LLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named = list[str]()
-    monkeypatch.setattr("deploy.offline.sampling_params._log_ignored", named.append)
+    monkeypatch.setattr("aerie.deploy.offline.sampling_params._log_ignored", named.append)
     sampling = SamplingParams(max_tokens=1, length_penalty=0.5, early_stopping=False, service_tier="fast")
     assert set(named) == {"length_penalty", "service_tier"}
     assert llm.generate(["x", "y"], sampling, priority=[3, 1]) and named[2:] == ["priority"]

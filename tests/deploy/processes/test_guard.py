@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux' pr
 SERVER = """
 import signal, subprocess, sys, time
 from pathlib import Path
-from deploy.processes.guard import run_guarded
+from aerie.deploy.processes.guard import run_guarded
 
 folder, drain_s = Path(sys.argv[1]), float(sys.argv[2])
 

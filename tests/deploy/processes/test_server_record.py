@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.cli import main
-from deploy.processes import server_record
-from deploy.processes.server_record import (
+from aerie.deploy.cli import main
+from aerie.deploy.processes import server_record
+from aerie.deploy.processes.server_record import (
     VARIABLE,
     Record,
     begin,
@@ -117,8 +117,8 @@ def test_a_start_clears_up_after_killed_servers_and_spares_living_ones_and_nodes
 SERVER = """
 import os, signal, subprocess, sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
-from deploy.processes.guard import run_guarded
-from deploy.processes.server_record import note
+from aerie.deploy.processes.guard import run_guarded
+from aerie.deploy.processes.server_record import note
 
 def serve(ends_by_itself):
     session = os.path.join(sys.argv[1], f"session_{sys.argv[2]}")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ConfigError
-from deploy.cli import main
-from deploy.serve.address import Address, checked_address
+from aerie.cluster.config import ConfigError
+from aerie.deploy.cli import main
+from aerie.deploy.serve.address import Address, checked_address
 
 IPV6 = Path("/proc/net/if_inet6")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ConfigError, parse
-from deploy.serve.check_process import CheckProcess, Task
+from aerie.cluster.config import ConfigError, parse
+from aerie.deploy.serve.check_process import CheckProcess, Task
 from tests.support import ROOT
 from tests.support.embedded import read_config_file
 

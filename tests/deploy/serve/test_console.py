@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
-from cluster.logs import MARK
-from cluster.start_log import READY, Progress, StartLog, Step, read_line
-from deploy.serve.console import Console, log_path, show_ray_lines
+from aerie.cluster.logs import MARK
+from aerie.cluster.start_log import READY, Progress, StartLog, Step, read_line
+from aerie.deploy.serve.console import Console, log_path, show_ray_lines
 
 # Prints as `aerie serve` does: steps of three processes, Ray's lines, and what a child and C code write to fd 1 and 2.
 PROGRAM = """
 import os, subprocess, sys, time
 from pathlib import Path
-from cluster.start_log import StartLog
-from deploy.serve.console import Console
+from aerie.cluster.start_log import StartLog
+from aerie.deploy.serve.console import Console
 
 began_s = time.time() - 2.0
 with Console(began_s, Path(sys.argv[1])) as console:

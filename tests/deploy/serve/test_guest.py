@@ -18,11 +18,11 @@ import psutil
 import pytest
 import yaml
 
-from cluster.config import ConfigError
-from deploy.serve.guest import Guest
+from aerie.cluster.config import ConfigError
+from aerie.deploy.serve.guest import Guest
+from aerie.workers.distributed.ports import free_port
 from tests.support import ROOT
 from tests.support.embedded import read_config_file
-from workers.distributed.ports import free_port
 
 BIN = Path(sys.executable).parent
 LIMIT_S = 180.0
@@ -54,7 +54,7 @@ except RuntimeError:
 
 def _guest(replaces: bool = False, **application: Any) -> Guest:
     return Guest(
-        {"applications": [{"name": "aerie", "import_path": "deploy.app:build_planned", **application}]}, replaces
+        {"applications": [{"name": "aerie", "import_path": "aerie.deploy.app:build_planned", **application}]}, replaces
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cluster.config import ConfigError
-from deploy.serve.launch import serve
+from aerie.cluster.config import ConfigError
+from aerie.deploy.serve.launch import serve
+from aerie.workers.distributed.ports import free_port
 from tests.support import ROOT
-from workers.distributed.ports import free_port
 
 
 class RefusingCheck:
@@ -25,7 +25,7 @@ class RefusingCheck:
 def test_a_start_tells_that_every_process_compiles_its_imports(
     compiles: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("deploy.serve.launch.always_compiles", lambda: compiles)
+    monkeypatch.setattr("aerie.deploy.serve.launch.always_compiles", lambda: compiles)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     wanted = argparse.Namespace(
         address=None,

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ConfigError
-from deploy import cli
-from deploy.serve import launch
-from deploy.serve.console import log_path
-from deploy.serve.ray_start import can_be_written, do_without_home
-from deploy.start import ensure_token
+from aerie.cluster.config import ConfigError
+from aerie.deploy import cli
+from aerie.deploy.serve import launch
+from aerie.deploy.serve.console import log_path
+from aerie.deploy.serve.ray_start import can_be_written, do_without_home
+from aerie.deploy.start import ensure_token
 from tests.support import ROOT
 
 NOWHERE = "/dev/null/home"  # cannot be made by root either
@@ -45,14 +45,14 @@ def test_a_command_that_fails_for_its_surroundings_says_so_in_one_line(
     def fail(name: str) -> str:
         raise error
 
-    monkeypatch.setattr("deploy.config.files.starting_point", fail)
+    monkeypatch.setattr("aerie.deploy.config.files.starting_point", fail)
     assert cli.main(["config"]) == (130 if isinstance(error, KeyboardInterrupt) else 2)
     (said,) = capsys.readouterr().err.splitlines()
     assert re.search(line, said), said
 
 
 def test_a_reader_that_leaves_is_no_error() -> None:
-    program = "import sys; from deploy.cli import main; sys.exit(main(['config', 'eagle']))"
+    program = "import sys; from aerie.deploy.cli import main; sys.exit(main(['config', 'eagle']))"
     with subprocess.Popen(
         [sys.executable, "-u", "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -65,7 +65,7 @@ def test_other_errors_of_the_system_keep_their_traceback(monkeypatch: pytest.Mon
     def fail(name: str) -> str:
         raise FileNotFoundError(errno.ENOENT, "No such file", "ours")
 
-    monkeypatch.setattr("deploy.config.files.starting_point", fail)
+    monkeypatch.setattr("aerie.deploy.config.files.starting_point", fail)
     with pytest.raises(FileNotFoundError):
         cli.main(["config"])
 

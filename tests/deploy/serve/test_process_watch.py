@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster import linux
-from deploy.processes.server_record import VARIABLE, Record, begin, processes
-from deploy.serve import watches
-from deploy.serve.watches import ProcessWatch
+from aerie.cluster import linux
+from aerie.deploy.processes.server_record import VARIABLE, Record, begin, processes
+from aerie.deploy.serve import watches
+from aerie.deploy.serve.watches import ProcessWatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 # A parent and its child: the child's number is printed, and outlives the parent.

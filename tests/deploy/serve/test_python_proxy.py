@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
-from cluster.logs import REQUEST_ID
-from deploy.serve.python_proxy import ENVIRONMENT, middlewares
+from aerie.cluster.logs import REQUEST_ID
+from aerie.deploy.serve.python_proxy import ENVIRONMENT, middlewares
 from tests.support.edge_client import CHAT, HELLO, served
 from tests.support.fake_engine import FakeEngine, says
 

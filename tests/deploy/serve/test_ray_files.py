@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ConfigError
-from deploy.serve import ray_start
-from deploy.serve.ray_start import check_room, keep_to_owner
+from aerie.cluster.config import ConfigError
+from aerie.deploy.serve import ray_start
+from aerie.deploy.serve.ray_start import check_room, keep_to_owner
 
 
 def test_a_token_that_everybody_may_read_and_new_files_become_the_users_alone(tmp_path: Path) -> None:

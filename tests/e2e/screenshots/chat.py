@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from deploy.chat import Conversation, chat
-from deploy.client import Server
+from aerie.deploy.chat import Conversation, chat
+from aerie.deploy.client import Server
 from tests.e2e.screenshots.page import PROMPT
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cluster.http.schema.messages import MessagesRequest
-from cluster.http.schema.native import NativeRequest
-from cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
-from cluster.http.schema.responses import ResponsesRequest
+from aerie.cluster.http.schema.messages import MessagesRequest
+from aerie.cluster.http.schema.native import NativeRequest
+from aerie.cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from aerie.cluster.http.schema.responses import ResponsesRequest
 from tests.load.hostile.drawing import drawn
 
 _TALK = {"messages": [{"role": "user", "content": "Say"}]}

@@ -29,12 +29,12 @@ from typing import Any
 
 import httpx
 
+from aerie.workers.scheduling.plan import Grammar
 from tests.load.cpu_lent import CpuLent
 from tests.load.hostile.drawing import drawn
 from tests.load.hostile.plain_streams import ANSWER_LIMIT_S, ended, plain_streams
 from tests.load.hostile.priority import outweighing
 from tests.support.structured_output.hostile import grammars
-from workers.scheduling.plan import Grammar
 
 NUM_STREAMS = 32
 MAX_TOKENS = 60

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.ops.activation import gelu_mul, sigmoid_mul, silu_mul
+from aerie.workers.ops.norm import add_rms_norm, rms_norm
+from aerie.workers.ops.packed.product import PackedProduct
+from aerie.workers.ops.packed.weight import pack
+from aerie.workers.ops.sampling.logprobs import norms_and_top
+from aerie.workers.ops.sampling.masks import apply_masks
+from aerie.workers.ops.vocabulary.largest import largest
+from aerie.workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
 from tests.ops.test_implementations import CASES
-from workers.distributed.tp_group import SOLO
-from workers.ops.activation import gelu_mul, sigmoid_mul, silu_mul
-from workers.ops.norm import add_rms_norm, rms_norm
-from workers.ops.packed.product import PackedProduct
-from workers.ops.packed.weight import pack
-from workers.ops.sampling.logprobs import norms_and_top
-from workers.ops.sampling.masks import apply_masks
-from workers.ops.vocabulary.largest import largest
-from workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
 
 
 def strided(*shape: int) -> Tensor:

@@ -10,23 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.fp8 import FP8
+from aerie.attention.fp8 import FP8
+from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, Limits, region_bytes
+from aerie.workers.layers.experts_method import DenseExperts, ExpertsShape, UnquantizedExperts
+from aerie.workers.layers.linear_method import DenseLinearMethod, LinearShape, UnquantizedLinearMethod
+from aerie.workers.ops.collectives.one_shot_all_reduce import ONE_SHOT, one_shot_all_reduce
+from aerie.workers.ops.experts.grouped import check_experts
+from aerie.workers.ops.experts.route import MAX_LISTED, Routed, RouterLogits, Routing, TokenSlots
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, quantize_rows
+from aerie.workers.ops.gemm.choice import TorchGEMM, choose_gemm
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
+from aerie.workers.ops.packed.experts import packed_expert_products
+from aerie.workers.quantization.floats import CHANNEL, TENSOR, block_scheme
+from aerie.workers.quantization.fp8_experts import Fp8Experts
+from aerie.workers.quantization.fp8_linear import Fp8Linear
+from aerie.workers.span import Span
 from tests.ops.contracts.test_contracts import strided
 from tests.ops.packed_cases import arguments as packed_arguments
-from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, region_bytes
-from workers.layers.experts_method import DenseExperts, ExpertsShape, UnquantizedExperts
-from workers.layers.linear_method import DenseLinearMethod, LinearShape, UnquantizedLinearMethod
-from workers.ops.collectives.one_shot_all_reduce import ONE_SHOT, one_shot_all_reduce
-from workers.ops.experts.grouped import check_experts
-from workers.ops.experts.route import MAX_LISTED, Routed, RouterLogits, Routing, TokenSlots
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, quantize_rows
-from workers.ops.gemm.choice import TorchGEMM, choose_gemm
-from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.ops.packed.experts import packed_expert_products
-from workers.quantization.floats import CHANNEL, TENSOR, block_scheme
-from workers.quantization.fp8_experts import Fp8Experts
-from workers.quantization.fp8_linear import Fp8Linear
-from workers.span import Span
 
 CPU, ROWS, SIZE, WIDTH = torch.device("cpu"), 3, 128, 128
 SCHEMES = {"block": block_scheme((128, 128)), "channel": CHANNEL, "tensor": TENSOR}

@@ -8,24 +8,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backends.torch_backend import TorchBackend
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.build import local_engine
-from speculative.config import Method, SpeculativeConfig
-from speculative.drafts.layers import DraftLayer
+from aerie.attention.backends.torch_backend import TorchBackend
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import Method, SpeculativeConfig
+from aerie.speculative.drafts.layers import DraftLayer
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.forward_context import Attending
+from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.models.decoder import Decoder
+from aerie.workers.models.loading import load_target, read_target_config
+from aerie.workers.ops.experts.route import TokenSlots
+from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import LAYERS, make_target
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.forward_context import Attending
-from workers.layers.mlp import GatedMLP
-from workers.models.decoder import Decoder
-from workers.models.loading import load_target, read_target_config
-from workers.ops.experts.route import TokenSlots
-from workers.runner.model_runner import TargetRunner
-from workers.scheduling.plan import SamplingParams
 
 CPU = torch.device("cpu")
 NUM_PAGES, PAGE_SIZE = 40, 4

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.support.targets.copies import copying_target, shuffled
 from tests.support.tiny_models import make_eagle
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 pytestmark = pytest.mark.slow  # half a minute of training
 ANSWER = 96

@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair
 from tests.support.slow import slow
-from workers.scheduling.plan import SamplingParams
 
 # hot enough that a draft without filters proposes tokens which the target may not draw
 HOT = SamplingParams(24, 2.0, top_k=2, seed=5)

@@ -9,17 +9,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from speculative.build import local_engine
-from speculative.config import Method, SpeculativeConfig
-from speculative.drafts.registry import METHODS, read_draft
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import Method, SpeculativeConfig
+from aerie.speculative.drafts.registry import METHODS, read_draft
+from aerie.workers.models.config import read_config_json
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited, spec_of
 from tests.support.repository.pages import page_code
 from tests.support.tiny_models import HIDDEN, LAYERS, MLP, make_target
-from workers.models.config import read_config_json
-from workers.models.loading import read_target_config
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 NextN = page_code("add-a-draft-method.md").NextN
 

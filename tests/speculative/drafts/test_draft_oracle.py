@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from speculative.build import EngineSpec
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec
+from aerie.speculative.config import SpeculativeConfig
 from tests.support.drafts.eagle3_reference import Head, save_head
 from tests.support.drafts.oracle import SHAPES, Case, Oracle, run_case, tiny_spec
 

@@ -9,28 +9,28 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from attention.capability import Capability
-from attention.config import DraftAttention
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from attention.registry import choose_backends
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
-from speculative.drafts.drafter import DraftRunner
-from speculative.drafts.loading import load_draft
-from speculative.drafts.registry import read_draft
-from speculative.speculation import draft_choices
+from aerie.attention.capability import Capability
+from aerie.attention.config import DraftAttention
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.attention.registry import choose_backends
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.drafts.drafter import DraftRunner
+from aerie.speculative.drafts.loading import load_draft
+from aerie.speculative.drafts.registry import read_draft
+from aerie.speculative.speculation import draft_choices
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.layers.forward_context import Attending
+from aerie.workers.models.loading import load_target, read_target_config
+from aerie.workers.runner.backends import ModelShape
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.speculative.conftest import DEEP, Pair
 from tests.support.drafts.eagle3_reference import Head, Reference, save_head
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_models import VOCAB
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.forward_context import Attending
-from workers.models.loading import load_target, read_target_config
-from workers.runner.backends import ModelShape
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 CPU = torch.device("cpu")
 LENGTH, STEPS, PAGE_SIZE, NUM_PAGES = 13, 4, 4, 9

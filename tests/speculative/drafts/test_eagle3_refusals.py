@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.build import plan_engine
+from aerie.speculative.build import plan_engine
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_eagle3_heads import check, flat, served, speculators
 from tests.speculative.drafts.test_loading import spec_of

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import pytest
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, check_weights, local_engine, plan_engine
-from speculative.config import Method, SpeculativeConfig
-from speculative.drafts.registry import METHODS
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, check_weights, local_engine, plan_engine
+from aerie.speculative.config import Method, SpeculativeConfig
+from aerie.speculative.drafts.registry import METHODS
+from aerie.workers.config import Implementation, ModelSource, SchedulerConfig, WorkerConfig
 from tests.speculative.test_decoding import GREEDY
 from tests.support.drafts.block_reference import head_for, make_block_head
 from tests.support.known_models import make_known
 from tests.support.tiny_models import add_mtp, add_qwen_mtp, make_eagle, make_eagle3, make_target
-from workers.config import Implementation, ModelSource, SchedulerConfig, WorkerConfig
 
 Make = Callable[[Path], object]  # makes a checkpoint in a folder
 

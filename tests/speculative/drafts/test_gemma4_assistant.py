@@ -11,18 +11,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attention.backends.torch_backend import TorchBackend
-from attention.capability import Capability
-from attention.config import CacheConfig
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from attention.scores import ScoreRule
-from deploy.config.drafts import draft_method
-from speculative.build import local_engine, plan_engine, plan_weights
-from speculative.config import SpeculativeConfig
-from speculative.drafts.drafter import TargetKVRunner
-from speculative.drafts.loading import load_draft
-from speculative.drafts.registry import read_draft
+from aerie.attention.backends.torch_backend import TorchBackend
+from aerie.attention.capability import Capability
+from aerie.attention.config import CacheConfig
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.attention.scores import ScoreRule
+from aerie.deploy.config.drafts import draft_method
+from aerie.speculative.build import local_engine, plan_engine, plan_weights
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.drafts.drafter import TargetKVRunner
+from aerie.speculative.drafts.loading import load_draft
+from aerie.speculative.drafts.registry import read_draft
+from aerie.workers.config import ModelSource, SchedulerConfig
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.layers.forward_context import Attending, make_context
+from aerie.workers.models.loading import load_target, read_target_config
+from aerie.workers.runner.layout import split_windows
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited
 from tests.support.drafts.fuzzed_requests import Seen, serve_fuzzed
@@ -31,12 +37,6 @@ from tests.support.drafts.mtp import FEW_PAGES, answers, check_answers
 from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_target
 from tests.workers.models.test_gemma4 import EXPERTS
-from workers.config import ModelSource, SchedulerConfig
-from workers.distributed.tp_group import SOLO
-from workers.layers.forward_context import Attending, make_context
-from workers.models.loading import load_target, read_target_config
-from workers.runner.layout import split_windows
-from workers.scheduling.plan import SamplingParams
 
 CPU = torch.device("cpu")
 KINDS: dict[str, dict[str, Any]] = {

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, plan_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from tests.speculative.conftest import Pair
 from tests.support.engine_plans import build_worker
 from tests.support.tiny_models import make_eagle3, make_target
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
 
 
 def spec_of(target: Path, draft: Path | None = None, method: Any = "eagle3", **settings: Any) -> EngineSpec:

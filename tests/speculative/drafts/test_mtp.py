@@ -10,11 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, check_weights, local_engine, plan_engine, plan_weights
-from speculative.config import SpeculativeConfig
-from speculative.drafts.loading import load_draft
-from speculative.drafts.registry import read_draft
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, check_weights, local_engine, plan_engine, plan_weights
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.drafts.loading import load_draft
+from aerie.speculative.drafts.registry import read_draft
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.models.loading import load_target, read_target_config
 from tests.speculative.conftest import Pair
 from tests.speculative.drafts.test_loading import edited
 from tests.support.drafts.mtp import FEW_PAGES, answers, check_answers, check_fp8_states, check_states, read_mtp
@@ -22,9 +25,6 @@ from tests.support.slow import slow
 from tests.support.tiny_models import add_mtp, add_qwen_mtp, make_target
 from tests.workers.layers.test_block_fp8 import quantised
 from tests.workers.models.test_targets import GREEDY, by_transformers, prompts, worker_of
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.models.loading import load_target, read_target_config
 
 CPU = torch.device("cpu")
 V3 = {"architecture": "DeepseekV3"}

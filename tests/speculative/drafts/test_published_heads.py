@@ -12,17 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.drafts import loading
-from speculative.drafts.eagle3 import Eagle3
-from speculative.drafts.eagle3_config import HeadFlags
-from speculative.drafts.method import DraftModel
-from speculative.drafts.registry import METHODS
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.models.llama import LlamaConfig, LlamaForCausalLM, read_config, weight_names
-from workers.models.loading import allocate
-from workers.models.weights import CheckpointTensor
-from workers.quantization.table import Unquantized
+from aerie.speculative.drafts import loading
+from aerie.speculative.drafts.eagle3 import Eagle3
+from aerie.speculative.drafts.eagle3_config import HeadFlags
+from aerie.speculative.drafts.method import DraftModel
+from aerie.speculative.drafts.registry import METHODS
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.models.llama import LlamaConfig, LlamaForCausalLM, read_config, weight_names
+from aerie.workers.models.loading import allocate
+from aerie.workers.models.weights import CheckpointTensor
+from aerie.workers.quantization.table import Unquantized
 
 META = torch.device("meta")
 
@@ -321,7 +321,7 @@ def test_published_heads_load_as_they_are(name: str, tmp_path: Path, monkeypatch
     assert [name for name, methods in METHODS.items() if any(each.recognises(head.config) for each in methods)] == [
         "eagle3"
     ]
-    monkeypatch.setattr("speculative.drafts.eagle3.tensor_names", lambda path: list(tensors_of(head)))
+    monkeypatch.setattr("aerie.speculative.drafts.eagle3.tensor_names", lambda path: list(tensors_of(head)))
     method = Eagle3.read(str(tmp_path), head.config, target_of(head))
     assert (method.capture, method.flags, method.model.num_layers) == (head.capture, head.flags, head.num_layers)
     assert method.model.qk_norm == any("q_norm" in tensor for tensor in head.more)

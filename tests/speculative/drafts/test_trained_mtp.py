@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine
-from speculative.config import Method, SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import Method, SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.runner.graphs.graph_keys import GraphKey
+from aerie.workers.runner.graphs.step_capture import CapturedStep
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.support import ROOT
 from tests.support.prompts import held_out_prompts
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.runner.graphs.graph_keys import GraphKey
-from workers.runner.graphs.step_capture import CapturedStep
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 MODEL, HYBRID = (ROOT / "tests" / "models" / name for name in ("deepseek_tiny", "hybrid_tiny"))
 EOS = 2

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from deploy.cli import main
-from speculative.build import EngineSpec, plan_engine, plan_weights
-from speculative.config import SpeculativeConfig
-from speculative.drafts.loading import load_draft
-from speculative.drafts.registry import read_draft
-from speculative.drafts.trimmed_head import (
+from aerie.deploy.cli import main
+from aerie.speculative.build import EngineSpec, plan_engine, plan_weights
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.drafts.loading import load_draft
+from aerie.speculative.drafts.registry import read_draft
+from aerie.speculative.drafts.trimmed_head import (
     AUTO_ROWS,
     AUTO_ROWS_WITHOUT_MAP,
     FILE,
@@ -23,15 +23,15 @@ from speculative.drafts.trimmed_head import (
     head_rows,
     write_token_map,
 )
+from aerie.workers.config import ModelSource, WorkerConfig
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.layers.vocab import LMHead
+from aerie.workers.layers.weighted import WeightKey
+from aerie.workers.models.loading import load_target, read_target_config
 from tests.speculative.drafts.test_loading import edited
 from tests.speculative.drafts.test_trained_mtp import CHAIN, EOS, MODEL, TREE, accepted_tokens, answers
 from tests.support.engine_plans import build_worker
 from tests.support.thread_group import on_ranks
-from workers.config import ModelSource, WorkerConfig
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.vocab import LMHead
-from workers.layers.weighted import WeightKey
-from workers.models.loading import load_target, read_target_config
 
 CPU = torch.device("cpu")
 VOCAB, ROWS = 512, 128

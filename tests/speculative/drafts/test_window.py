@@ -6,28 +6,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backends.torch_backend import TorchBackend
-from attention.capability import Capability
-from attention.config import DraftAttention
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from attention.registry import choose_backends
-from speculative.build import local_engine, plan_engine
-from speculative.config import SpeculativeConfig
-from speculative.drafts.drafter import DraftRunner
-from speculative.drafts.loading import load_draft
-from speculative.drafts.registry import read_draft
-from speculative.speculation import draft_choices
+from aerie.attention.backends.torch_backend import TorchBackend
+from aerie.attention.capability import Capability
+from aerie.attention.config import DraftAttention
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.attention.registry import choose_backends
+from aerie.speculative.build import local_engine, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.drafts.drafter import DraftRunner
+from aerie.speculative.drafts.loading import load_draft
+from aerie.speculative.drafts.registry import read_draft
+from aerie.speculative.speculation import draft_choices
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.models.loading import load_target, read_target_config
+from aerie.workers.runner.backends import ModelShape
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair
 from tests.speculative.test_losslessness import acceptance_length
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.tiny_models import VOCAB
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.models.loading import load_target, read_target_config
-from workers.runner.backends import ModelShape
-from workers.scheduling.plan import SamplingParams
 
 CPU = torch.device("cpu")
 WINDOW, LENGTH, PAGE_SIZE, NUM_PAGES = 64, 150, 4, 40
@@ -112,7 +112,7 @@ def test_a_window_narrower_than_a_tree_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["flashinfer", "trtllm"])
 def test_a_backend_without_windows_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("attention.registry.is_installed", lambda package: True)
+    monkeypatch.setattr("aerie.attention.registry.is_installed", lambda package: True)
     config = replace(plan_engine(pair.spec(pair.chain())).target, head_dim=128)
     shape = ModelShape(config, 1, torch.bfloat16, 16, Capability("cuda", (9, 0)))
     names = DraftAttention(extend=name)

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 pytestmark = pytest.mark.gpu
 

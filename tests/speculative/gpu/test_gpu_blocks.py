@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from speculative.build import EngineSpec, local_engine
+from aerie.speculative.build import EngineSpec, local_engine
 from tests.bench.models import configured, published
 from tests.bench.prompts import random_prompts
 from tests.bench.round import Setting, engine_spec, write_checkpoints

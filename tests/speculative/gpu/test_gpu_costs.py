@@ -4,15 +4,15 @@ import dataclasses
 
 import pytest
 
-from speculative.build import EngineSpec, local_engine, plan_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.runner.build import PhaseReport
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.engine_plans import build_worker
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.config import SchedulerConfig
-from workers.runner.build import PhaseReport
-from workers.runner.worker import Worker
-from workers.scheduling.plan import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,7 @@ def test_answers_are_as_if_nothing_had_been_measured(speculative: SpeculativeCon
 
 @pytest.mark.gpu(2)
 def test_two_ranks_measure_one_table() -> None:
-    """`workers.runner.rank_processes` compares theirs."""
+    """`aerie.workers.runner.rank_processes` compares theirs."""
     with local_engine(on_gpu(CHAIN, tensor_parallel=2)) as engine:
         assert engine.executor.costs is not None
         assert len(engine.generate(tokenized(held_out_prompts(8)), SamplingParams(8, 0.0))) == 8

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.tiny_models import VOCAB, add_mtp, make_eagle, make_target
 from tests.workers.layers.test_block_fp8 import quantised
-from workers.config import SchedulerConfig
-from workers.scheduling.plan import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
@@ -74,7 +74,7 @@ def test_neither_do_cuts_of_prompts_nor_the_prefix_cache(prompts: list[list[int]
 
 def test_contexts_of_several_spans(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """With spans of 64 tokens."""
-    monkeypatch.setattr("attention.backends.triton_backend.fixed_span", lambda max_model_len: 64)
+    monkeypatch.setattr("aerie.attention.backends.triton_backend.fixed_span", lambda max_model_len: 64)
     expected = answers(deterministic(None), prompts, GREEDY, 1)
     for speculative in (None, CHAIN, TREE):
         assert answers(deterministic(speculative), prompts, GREEDY, 13) == expected

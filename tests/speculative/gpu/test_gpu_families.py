@@ -9,9 +9,12 @@ from random import Random
 
 import pytest
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine, plan_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.gpu.test_gpu_hybrids import on_gpu
 from tests.speculative.test_backends import RefuseHostReads, step_of
 from tests.support.drafts.block_reference import head_for, make_block_head
@@ -22,9 +25,6 @@ from tests.support.target_answers import head_for as head_for_streams
 from tests.support.targets.clear_routers import check_greedy_in_bfloat16, clear_routers
 from tests.support.tiny_models import VOCAB, make_eagle3, make_target
 from tests.workers.models.test_gpt_oss import mxfp4
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.models.loading import read_target_config
-from workers.scheduling.plan import SamplingParams
 
 pytestmark = pytest.mark.gpu
 CHAIN, TREE = (3, 1, 4), (4, 3, 10)

@@ -5,13 +5,13 @@ import dataclasses
 
 import pytest
 
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.runner.worker import Worker
 from tests.speculative.requests.test_grammars import MAX_TOKENS, SCHEMAS, SHAPES, requests
 from tests.support.embedded import embedded_spec
 from tests.support.structured_output.sampled import assert_follows
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.worker import Worker
 
 
 def on_gpu(speculative: SpeculativeConfig | None) -> EngineSpec:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculative.build import EngineSpec
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec
+from aerie.speculative.config import SpeculativeConfig
 from tests.speculative.conftest import DEEP, Pair
 from tests.speculative.drafts.test_eagle3_heads import HEADS, check, config_of, flat
 from tests.support.drafts.eagle3_reference import Head, save_head

@@ -7,8 +7,10 @@ from typing import Literal
 import pytest
 import torch
 
-from speculative.build import EngineSpec, local_engine, plan_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.bench.models import hybrids
 from tests.bench.prompts import random_prompts
 from tests.bench.round import Setting, engine_spec, write_checkpoints
@@ -18,8 +20,6 @@ from tests.speculative.test_backends import RefuseHostReads, step_of
 from tests.speculative.test_hybrid_rounds import make_pair
 from tests.support.engine_plans import build_worker
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 pytestmark = pytest.mark.gpu
 MODELS = ("qwen3.5-27b", "qwen3.5-35b-a3b")

@@ -9,12 +9,12 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import GraphCapture
+from aerie.workers.runner.memory import GRAPH_BYTES
 from tests.speculative.gpu.test_gpu import on_gpu
 from tests.speculative.gpu.test_gpu_sampling import MIXED, STRATEGIES, answers, graphs, run
-from workers.config import GraphCapture
-from workers.runner.memory import GRAPH_BYTES
 
 pytestmark = pytest.mark.gpu
 

@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine, plan_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import GraphCapture, SchedulerConfig
+from aerie.workers.runner.build import build_rank
+from aerie.workers.runner.graphs.warm_up import largest_steps, run
+from aerie.workers.sampling.sampler import MAX_LOGPROBS
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.embedded import CHAIN, TREE, embedded_spec
-from workers.config import GraphCapture, SchedulerConfig
-from workers.runner.build import build_rank
-from workers.runner.graphs.warm_up import largest_steps, run
-from workers.sampling.sampler import MAX_LOGPROBS
-from workers.scheduling.plan import SamplingParams
 
 pytestmark = pytest.mark.gpu
 

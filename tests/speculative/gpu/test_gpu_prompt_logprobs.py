@@ -7,8 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import SamplingParams, StepPlan
+from aerie.workers.scheduling.request import Request
 from tests.speculative.gpu.test_gpu import on_gpu
 from tests.speculative.gpu.test_gpu_sampling import graphs
 from tests.speculative.requests.test_prompt_logprobs import collect, requests_of
@@ -16,9 +19,6 @@ from tests.support import MODELS
 from tests.support.embedded import CHAIN, TREE
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.runner.worker import Worker
-from workers.scheduling.plan import SamplingParams, StepPlan
-from workers.scheduling.request import Request
 
 pytestmark = pytest.mark.gpu
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.capability import Capability
-from speculative.build import check_device, plan_engine
+from aerie.attention.capability import Capability
+from aerie.speculative.build import check_device, plan_engine
+from aerie.workers.runner.decoding import StepTensors
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.runner.graphs.graph_keys import bucket_sizes, is_always_captured, powers_of_two
+from aerie.workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
 from tests.support.replay import Round, Runner, Twins, as_built, padded_eager
 from tests.support.replica import Arm, Dimensions, Replica, build_replica, write_config
 from tests.support.slow import slow
-from workers.runner.decoding import StepTensors
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.graphs.graph_keys import bucket_sizes, is_always_captured, powers_of_two
-from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
 
 CHAIN, TREE = (3, 1, 4), (5, 4, 16)
 # `skinny_gemm` serves products of up to 64 rows, with and without columns that it reads ahead (the vocabulary's); 16 KV

@@ -6,20 +6,20 @@ from collections import defaultdict
 import pytest
 from msgspec.structs import replace
 
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import GraphCapture
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.runner.graphs.graph_keys import is_always_captured
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.runner.worker import Worker
+from aerie.workers.sampling.sampler import CAPTURED_NEEDS
+from aerie.workers.scheduling.plan import SamplingParams, StepPlan, TokenLogprobs
+from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.speculative.gpu.test_gpu import on_gpu
 from tests.support.embedded import CHAIN, TREE
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.config import GraphCapture
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.graphs.graph_keys import is_always_captured
-from workers.runner.local_engine import LocalEngine
-from workers.runner.worker import Worker
-from workers.sampling.sampler import CAPTURED_NEEDS
-from workers.scheduling.plan import SamplingParams, StepPlan, TokenLogprobs
-from workers.scheduling.request import Request, RequestOutput
 
 pytestmark = pytest.mark.gpu
 

@@ -16,21 +16,21 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import GraphCapture
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import Grammar, SamplingParams
+from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput
 from tests.support.embedded import CHAIN, TREE, embedded_spec, eos_token_ids
 from tests.support.kernels.eager_graphs import LazyRecorder
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.slow import slow
 from tests.support.structured_output.sampled import assert_follows, grammar_of, schemas, text_of
-from workers.config import GraphCapture
-from workers.distributed.tp_group import SOLO
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.local_engine import LocalEngine
-from workers.runner.worker import Worker
-from workers.scheduling.plan import Grammar, SamplingParams
-from workers.scheduling.request import FinishReason, Request, RequestOutput
 
 SUFFIX = SpeculativeConfig(method="suffix", num_steps=7, num_draft_tokens=8)
 SHAPES: dict[str, SpeculativeConfig | None] = {"plain": None, "chain": CHAIN, "tree": TREE, "suffix": SUFFIX}

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-import workers.runner.step_result as step_result
-from speculative.build import local_engine
+import aerie.workers.runner.step_result as step_result
+from aerie.speculative.build import local_engine
+from aerie.workers.config import WorkerConfig
+from aerie.workers.runner import rank_processes
+from aerie.workers.runner.layout import EnginePlan
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import SamplingParams, StepResult, unpack_i32
+from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput
+from aerie.workers.slots import slot_table
 from tests.speculative.conftest import Pair
 from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow
-from workers.config import WorkerConfig
-from workers.runner import rank_processes
-from workers.runner.layout import EnginePlan
-from workers.runner.worker import Worker
-from workers.scheduling.plan import SamplingParams, StepResult, unpack_i32
-from workers.scheduling.request import FinishReason, Request, RequestOutput
-from workers.slots import slot_table
 
 GUEST = SamplingParams(12, 0.0, logprobs=7, prompt_logprobs=7, frequency_penalty=0.7)
 OTHERS = SamplingParams(12, 0.0, logprobs=2, prompt_logprobs=2, frequency_penalty=0.2)

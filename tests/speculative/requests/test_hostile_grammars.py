@@ -12,16 +12,16 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import Grammar, SamplingParams
+from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.slow import slow
 from tests.support.structured_output.hostile import KNOWN, STOPS, grammars
 from tests.support.structured_output.sampled import text_of
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import Grammar, SamplingParams
-from workers.scheduling.request import FinishReason, Request, RequestOutput
 
 PROMPTS = tokenized(held_out_prompts(8))
 FREE = SamplingParams(16, 0.0)

@@ -11,23 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.build import local_engine
+from aerie.speculative.build import local_engine
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.ops.sampling.masks import FREE
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import Grammar, SamplingParams
+from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput
+from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.structured_output.guide_table import NOWHERE
+from aerie.workers.structured_output.host_link import HostLink
+from aerie.workers.structured_output.mask_messages import Filled, Order
+from aerie.workers.structured_output.mask_table import HELD, MaskTable
+from aerie.workers.structured_output.slot_grammars import SlotGrammars
 from tests.support.embedded import CHAIN, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.structured_output.hostile import STOPS
 from tests.support.thread_group import on_ranks
-from workers.distributed.tp_group import TPGroup
-from workers.ops.sampling.masks import FREE
-from workers.runner.local_engine import LocalEngine
-from workers.runner.worker import Worker
-from workers.scheduling.plan import Grammar, SamplingParams
-from workers.scheduling.request import FinishReason, Request, RequestOutput
-from workers.slots.slot_table import SlotTable
-from workers.structured_output.guide_table import NOWHERE
-from workers.structured_output.host_link import HostLink
-from workers.structured_output.mask_messages import Filled, Order
-from workers.structured_output.mask_table import HELD, MaskTable
-from workers.structured_output.slot_grammars import SlotGrammars
 
 PROMPTS = tokenized(held_out_prompts(4))
 GRAMMARS = (
@@ -166,7 +166,7 @@ def test_a_step_that_the_process_does_not_answer_in_time_delays_its_requests_alo
 def test_a_mask_that_never_comes_on_another_rank_ends_its_request_alone(
     engine: LocalEngine, others: Late, monkeypatch: pytest.MonkeyPatch, undisturbed: list[list[int]]
 ) -> None:
-    monkeypatch.setattr("workers.scheduling.queues.grammar_queue.LATE_LIMIT_S", 2.0)
+    monkeypatch.setattr("aerie.workers.scheduling.queues.grammar_queue.LATE_LIMIT_S", 2.0)
     disturbed = _asked()
     others(lambda grammar, times: grammar == 1)
     ends = _ends(engine, disturbed)

@@ -8,21 +8,21 @@ import itertools
 import pytest
 from torch import Tensor
 
-from attention.config import CacheConfig
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.layers.linear_method import DenseLinearMethod, LinearMethod
+from aerie.workers.models.decoder import Decoder
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput
 from tests.speculative.conftest import EOS, Pair
 from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB
-from workers.config import SchedulerConfig
-from workers.layers.linear_method import DenseLinearMethod, LinearMethod
-from workers.models.decoder import Decoder
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.runner.local_engine import LocalEngine
-from workers.runner.worker import Worker
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import FinishReason, Request, RequestOutput
 
 SHAPED = "filtered, scored, shaped"
 SAMPLINGS = {

@@ -6,17 +6,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from attention.config import CacheConfig
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.layers.vocab import LMHead
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.sampling import prompt_logprobs
+from aerie.workers.scheduling.plan import PromptLogprobs, SamplingParams, unpack_i32
+from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.speculative.conftest import Pair
 from tests.support.slow import slow
-from workers.config import SchedulerConfig
-from workers.layers.vocab import LMHead
-from workers.runner.local_engine import LocalEngine
-from workers.sampling import prompt_logprobs
-from workers.scheduling.plan import PromptLogprobs, SamplingParams, unpack_i32
-from workers.scheduling.request import Request, RequestOutput
 
 TOP = 3
 ASKING = SamplingParams(6, 0.0, prompt_logprobs=TOP)

@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine, plan_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.runner import local_engine as engines
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.support.clients.conversations import Conversations
 from tests.support.drafts.oracle import capture
 from tests.support.engine_plans import as_captured
 from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.runner import local_engine as engines
-from workers.runner.local_engine import LocalEngine
-from workers.runner.worker import Worker
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 MAX_LEN, ANSWER = 150, 14
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from attention.lazy_import import load
-from deploy.train_draft import add_command
-from speculative.drafts.eagle3 import Eagle3
-from speculative.training.eagle3 import draft_config, read_draft_config
-from speculative.training.rows import Conversation, Turn
+from aerie.attention.lazy_import import load
+from aerie.deploy.train_draft import add_command
+from aerie.speculative.drafts.eagle3 import Eagle3
+from aerie.speculative.training.eagle3 import draft_config, read_draft_config
+from aerie.speculative.training.rows import Conversation, Turn
 from tests.support.targets.__main__ import main as train_target
 from tests.support.targets.llama import build_target, build_tokenizer
 

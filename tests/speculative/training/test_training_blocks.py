@@ -16,18 +16,20 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
-from speculative.drafts.blocks.dflash2 import DFlash2
-from speculative.drafts.blocks.dspark import DSpark
-from speculative.drafts.registry import read_draft
-from speculative.training import TrainingError
-from speculative.training.block_kinds import KINDS, BlockOptions, block_config, build_block_head, captured_layers
-from speculative.training.blocks import BlockHead
-from speculative.training.commands import load_target
-from speculative.training.draft import DraftVocabulary, Unrolling, read_head
-from speculative.training.losses import Objective, block_loss, block_targets, draw_anchors, view_target
-from speculative.training.rows import read_conversations
-from speculative.training.samples import Sample, collate
-from speculative.training.trainer import TimeLimit
+from aerie.speculative.drafts.blocks.dflash2 import DFlash2
+from aerie.speculative.drafts.blocks.dspark import DSpark
+from aerie.speculative.drafts.registry import read_draft
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.block_kinds import KINDS, BlockOptions, block_config, build_block_head, captured_layers
+from aerie.speculative.training.blocks import BlockHead
+from aerie.speculative.training.commands import load_target
+from aerie.speculative.training.draft import DraftVocabulary, Unrolling, read_head
+from aerie.speculative.training.losses import Objective, block_loss, block_targets, draw_anchors, view_target
+from aerie.speculative.training.rows import read_conversations
+from aerie.speculative.training.samples import Sample, collate
+from aerie.speculative.training.trainer import TimeLimit
+from aerie.workers.config import ModelSource
+from aerie.workers.models.loading import read_target_config
 from tests.speculative.training.conftest import VOCAB_SIZE, run, train_small
 from tests.support import ROOT
 from tests.support.drafts import block_reference
@@ -35,8 +37,6 @@ from tests.support.drafts.block_reference import BlockHead as Sizes
 from tests.support.drafts.block_reference import BlockReference
 from tests.support.slow import slow
 from tests.support.targets.llama import build_tokenizer
-from workers.config import ModelSource
-from workers.models.loading import read_target_config
 
 BLOCK = 5
 

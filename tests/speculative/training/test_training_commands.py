@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from attention.distribution import install_command
-from deploy import train_draft
-from deploy.cli import main
-from speculative.training import TrainingError, TrainingInterrupted, layers
-from speculative.training.commands import choose_device
+from aerie.attention.distribution import install_command
+from aerie.deploy import train_draft
+from aerie.deploy.cli import main
+from aerie.speculative.training import TrainingError, TrainingInterrupted, layers
+from aerie.speculative.training.commands import choose_device
 from tests.speculative.training.conftest import run, train_small
 from tests.support.targets import llama
 from tests.support.targets.__main__ import main as train_target
@@ -164,7 +164,7 @@ def test_two_processes_train_one_draft(tmp_path: Path, rows: Path) -> None:
     assert train_small(f"llama {common} --output {tmp_path}/target {SMALL}") == 0
     text = "--regenerate --max-new-tokens 5 --draft-vocab 64 --max-length 128 --ttt-length 2"
     train = f"train-draft {common} --target {tmp_path}/target --output {tmp_path}/draft {text}"
-    started = "torch.distributed.run --nproc-per-node 2 -m deploy.cli"
+    started = "torch.distributed.run --nproc-per-node 2 -m aerie.deploy.cli"
     line = [sys.executable, "-m", *f"{started} {train} --device cpu".split()]
     done = subprocess.run(line, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

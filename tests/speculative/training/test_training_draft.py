@@ -16,16 +16,16 @@ from transformers import (
     Qwen3Config,
 )
 
-from speculative.drafts.eagle3 import Eagle3
-from speculative.training import generation
-from speculative.training.commands import train_draft
-from speculative.training.draft import DraftVocabulary, Unrolling
-from speculative.training.eagle3 import Eagle3Head, build_head, choose_vocabulary, draft_config, read_draft_config
-from speculative.training.generation import generate_answers, until_stop
-from speculative.training.losses import AcceptanceTally, add_rounds, measure_acceptance
-from speculative.training.rows import Conversation, RowError
-from speculative.training.samples import Sample, answer_prompts, collate, read_samples, write_samples
-from speculative.training.trainer import FitArguments
+from aerie.speculative.drafts.eagle3 import Eagle3
+from aerie.speculative.training import generation
+from aerie.speculative.training.commands import train_draft
+from aerie.speculative.training.draft import DraftVocabulary, Unrolling
+from aerie.speculative.training.eagle3 import Eagle3Head, build_head, choose_vocabulary, draft_config, read_draft_config
+from aerie.speculative.training.generation import generate_answers, until_stop
+from aerie.speculative.training.losses import AcceptanceTally, add_rounds, measure_acceptance
+from aerie.speculative.training.rows import Conversation, RowError
+from aerie.speculative.training.samples import Sample, answer_prompts, collate, read_samples, write_samples
+from aerie.speculative.training.trainer import FitArguments
 from tests.support.slow import slow
 
 

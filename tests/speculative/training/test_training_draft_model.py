@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from attention.rotation import rotate
-from speculative.drafts.eagle3 import Eagle3
-from speculative.training import TrainingError
-from speculative.training.draft import DraftVocabulary
-from speculative.training.eagle3 import (
+from aerie.attention.rotation import rotate
+from aerie.speculative.drafts.eagle3 import Eagle3
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.draft import DraftVocabulary
+from aerie.speculative.training.eagle3 import (
     Eagle3Head,
     build_head,
     choose_vocabulary,
@@ -25,7 +25,7 @@ from speculative.training.eagle3 import (
     read_draft_config,
     save_draft,
 )
-from speculative.training.samples import Sample
+from aerie.speculative.training.samples import Sample
 
 
 def draft_row(

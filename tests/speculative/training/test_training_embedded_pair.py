@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from speculative.training.block_kinds import load_block_head
-from speculative.training.eagle3 import load_draft
-from speculative.training.generation import generate_answers
-from speculative.training.losses import measure_acceptance
-from speculative.training.rows import Conversation, Turn
-from speculative.training.samples import Sample, answer_prompts
+from aerie.speculative.training.block_kinds import load_block_head
+from aerie.speculative.training.eagle3 import load_draft
+from aerie.speculative.training.generation import generate_answers
+from aerie.speculative.training.losses import measure_acceptance
+from aerie.speculative.training.rows import Conversation, Turn
+from aerie.speculative.training.samples import Sample, answer_prompts
 from tests.support import MODELS
 
 WORD_PROBLEM = (

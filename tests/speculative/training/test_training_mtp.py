@@ -13,21 +13,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, PreTrainedTokenizerBase
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3TopkRouter
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
-from speculative.training import TrainingError
-from speculative.training.commands import DRAFTS
-from speculative.training.layers import dense_experts
-from speculative.training.mtp import read_module, save_module
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.commands import DRAFTS
+from aerie.speculative.training.layers import dense_experts
+from aerie.speculative.training.mtp import read_module, save_module
+from aerie.workers.config import ModelSource, WorkerConfig
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.training.conftest import run, train_small
 from tests.support.drafts.mtp import check_states, check_trained
 from tests.support.targets import hybrid
 from tests.support.targets.deepseek import SIZES, Balance, ModuleTarget, build_deepseek, save_module_target
 from tests.support.targets.hybrid import build_hybrid
 from tests.support.tiny_models import add_qwen_mtp, make_target
-from workers.config import ModelSource, WorkerConfig
-from workers.scheduling.plan import SamplingParams
 
 PARTS = (
     "gate.weight",

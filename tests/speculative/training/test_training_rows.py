@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from speculative.training.rows import (
+from aerie.speculative.training.rows import (
     Conversation,
     RowError,
     Turn,

@@ -7,8 +7,8 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from speculative.training.rows import Conversation, Turn
-from speculative.training.samples import (
+from aerie.speculative.training.rows import Conversation, Turn
+from aerie.speculative.training.samples import (
     LENGTH_STEP,
     Sample,
     collate,

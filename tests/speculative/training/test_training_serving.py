@@ -10,22 +10,22 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from attention.backends.torch_backend import TorchBackend
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from deploy.train_draft import HEAD_FLAGS
-from speculative.config import BLOCK_METHODS
-from speculative.drafts.drafter import DraftRunner
-from speculative.drafts.eagle3_config import HeadFlags
-from speculative.drafts.loading import load_draft as load_served
-from speculative.drafts.registry import read_draft
-from speculative.training import TrainingError
-from speculative.training.block_kinds import KINDS
-from speculative.training.draft import DraftVocabulary
-from speculative.training.eagle3 import build_head, draft_config, load_draft, read_draft_config, save_draft
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.models.loading import load_target, read_target_config
+from aerie.attention.backends.torch_backend import TorchBackend
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.deploy.train_draft import HEAD_FLAGS
+from aerie.speculative.config import BLOCK_METHODS
+from aerie.speculative.drafts.drafter import DraftRunner
+from aerie.speculative.drafts.eagle3_config import HeadFlags
+from aerie.speculative.drafts.loading import load_draft as load_served
+from aerie.speculative.drafts.registry import read_draft
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.block_kinds import KINDS
+from aerie.speculative.training.draft import DraftVocabulary
+from aerie.speculative.training.eagle3 import build_head, draft_config, load_draft, read_draft_config, save_draft
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.models.loading import load_target, read_target_config
 
 CPU = torch.device("cpu")
 LENGTH, NUM_STEPS, PAGE_SIZE, NUM_PAGES = 19, 4, 4, 9

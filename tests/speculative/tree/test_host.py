@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
+from aerie.attention.capability import Capability
 from tests.ops import suffix_match_cases, tree_read_cases
 from tests.ops.case import Case
 from tests.support.kernels.num_operations import num_operations

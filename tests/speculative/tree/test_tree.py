@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.config import SpeculativeConfig
-from speculative.ops.acceptance import accept, accept_commit, accept_synthetic
-from speculative.ops.tree_growth import best_tree
-from speculative.tree.nodes import NO_TOKEN, Tree, chain, root_only_trees
-from speculative.tree.shape import TreeShape
-from speculative.tree_table import TreeTable
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.ops.acceptance import accept, accept_commit, accept_synthetic
+from aerie.speculative.ops.tree_growth import best_tree
+from aerie.speculative.tree.nodes import NO_TOKEN, Tree, chain, root_only_trees
+from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_table import TreeTable
+from aerie.workers.config import PLAIN
+from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
+from aerie.workers.slots.slot_table import SlotTable
 from tests.support.drafts.random_trees import random_candidates
 from tests.support.kernels.num_operations import num_operations
 from tests.support.slots import enter
-from workers.config import PLAIN
-from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
-from workers.slots.slot_table import SlotTable
 
 
 def test_a_root_is_committed_in_a_third_of_the_operations_of_a_comparison() -> None:

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speculative.config import SpeculativeConfig
-from speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes
-from workers.config import PLAIN, RoundShapes
-from workers.scheduling.acceptance.survival import Survival
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes
+from aerie.workers.config import PLAIN, RoundShapes
+from aerie.workers.scheduling.acceptance.survival import Survival
 
 SHAPES = st.tuples(st.integers(1, 8), st.integers(1, 8)).flatmap(
     lambda steps_and_k: st.builds(

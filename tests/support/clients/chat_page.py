@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from cluster.transport.messages import EngineStats, SpeculationStats, TokenDelta
+from aerie.cluster.transport.messages import EngineStats, SpeculationStats, TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.stats import SchedulerStats
 from tests.support.clients.browser import Tab
 from tests.support.fake_engine import EOS, FakeEngine, Step, small_tokenizer
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.stats import SchedulerStats
 
 IDLE = "document.getElementById('send') && !document.getElementById('send').disabled"
 ANSWER = "document.querySelector('.text > .markdown')"

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Iterator
 
-from deploy.bench.load import ask
-from deploy.bench.stream_client import Answered, Pool
+from aerie.deploy.bench.load import ask
+from aerie.deploy.bench.stream_client import Answered, Pool
 
 
 async def closed_loop(pool: Pool, requests: Iterator[bytes], num_streams: int, answers: list[Answered]) -> None:

@@ -2,7 +2,7 @@
 
 import random
 
-from workers.scheduling.request import Request
+from aerie.workers.scheduling.request import Request
 
 
 class Conversations:

@@ -7,9 +7,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.fake_engine import Script, logprobs_of
-from workers.scheduling.plan import SamplingParams
 
 Event = dict[str, Any]
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.support.simulation.integrity import check_queues
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 Key = tuple[int, int]  # the numbers of a prompt and of a sampling
 

@@ -6,23 +6,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention.backends.torch_backend import TorchBackend
-from attention.config import CacheConfig
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
-from speculative.drafts.drafter import DraftRunner
-from speculative.drafts.loading import load_draft
-from speculative.drafts.registry import DraftMethod, read_draft
+from aerie.attention.backends.torch_backend import TorchBackend
+from aerie.attention.config import CacheConfig
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.drafts.drafter import DraftRunner
+from aerie.speculative.drafts.loading import load_draft
+from aerie.speculative.drafts.registry import DraftMethod, read_draft
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.layers.forward_context import make_context
+from aerie.workers.models.loading import load_target, read_target_config
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import HIDDEN, VOCAB
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.layers.forward_context import make_context
-from workers.models.loading import load_target, read_target_config
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(16, 0.0)

@@ -21,27 +21,27 @@ import msgspec
 import torch
 from torch import Tensor
 
-from attention.config import CacheConfig
-from attention.metadata import token_indices
-from speculative.build import DraftSpeculation, EngineSpec, plan_engine
-from speculative.config import SpeculativeConfig
-from speculative.decoding import SpeculativeDecoding
-from speculative.tree.shape import TreeShape
+from aerie.attention.config import CacheConfig
+from aerie.attention.metadata import token_indices
+from aerie.speculative.build import DraftSpeculation, EngineSpec, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.decoding import SpeculativeDecoding
+from aerie.speculative.tree.shape import TreeShape
+from aerie.workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.build import build_rank
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.runner.graphs.first_graphs import graphed_strategy
+from aerie.workers.runner.layout import EnginePlan
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, pack_i32, unpack_i32
+from aerie.workers.scheduling.request import Request
+from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.engine_plans import build_worker
 from tests.support.kernels.eager_graphs import LazyRecorder
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
-from workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
-from workers.distributed.tp_group import SOLO
-from workers.engine_layout import EngineLayout
-from workers.runner.build import build_rank
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.graphs.first_graphs import graphed_strategy
-from workers.runner.layout import EnginePlan
-from workers.runner.local_engine import LocalEngine
-from workers.runner.worker import Worker
-from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, pack_i32, unpack_i32
-from workers.scheduling.request import Request
-from workers.scheduling.scheduler import Scheduler
 
 NO_DRAFT = -1
 KV_TOLERANCE = 1e-3  # of values of about 1: float32 sums in another order; another request's KV differs by about 1
@@ -195,7 +195,7 @@ class WatchedRank:
 
 
 def _num_waiting(worker: Worker, slot: int) -> int:
-    """Rows of the draft's KV that plain rounds have not written yet (`speculative.draft_backlog`)."""
+    """Rows of the draft's KV that plain rounds have not written yet (`aerie.speculative.draft_backlog`)."""
     strategy = worker._strategy
     backlog = strategy._backlog if isinstance(strategy, SpeculativeDecoding) else None
     if backlog is None or backlog._slots is None or slot not in backlog._slots.tolist():
@@ -261,7 +261,7 @@ def run_case(spec: EngineSpec, oracle: Oracle, case: Case, shapes: RoundShapes, 
 
 
 def capture(worker: Worker, layout: EngineLayout) -> None:
-    """Record the worker's steps, and replay them from now on, as `workers.runner.build` has it on a GPU."""
+    """Record the worker's steps, and replay them from now on, as `aerie.workers.runner.build` has it on a GPU."""
     graphed = graphed_strategy(worker._strategy, worker._slots, layout, LazyRecorder())
     with torch.inference_mode():
         graphed.capture(GraphCapture(limit_s=1e9), SOLO)

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
-from attention.fp8 import FP8, KVScales, stored
-from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.latent import LatentLayout
-from attention.kv_cache.layout import KVLayout, LayerGroup
-from attention.kv_cache.pool import KVPool
-from attention.limits import AttentionUse
-from attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from attention.scores import ScoreRule
-from attention.views import LatentKV, LayerKV
+from aerie.attention.capability import Capability
+from aerie.attention.fp8 import FP8, KVScales, stored
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.latent import LatentLayout
+from aerie.attention.kv_cache.layout import KVLayout, LayerGroup
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.limits import AttentionUse
+from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.attention.scores import ScoreRule
+from aerie.attention.views import LatentKV, LayerKV
 
 NUM_KV_HEADS = 2
 ROWS = 6  # of a verified tree or an accepted path

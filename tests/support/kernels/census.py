@@ -33,7 +33,7 @@ from tests.support import ROOT
 
 # What asks which device it is on, and is to think that it is on a GPU.
 ON_A_GPU = {
-    "attention.capability": [
+    "aerie.attention.capability": [
         ("_of(device.type, device.index)", '_of("cuda", 0)'),
         (" and torch.cuda.is_available()", ""),
         ('self.type == "cpu"', "True"),  # tensors are in the host's memory
@@ -183,8 +183,8 @@ def take(
     """Return what `main` prints."""
     import triton
 
+    from aerie.workers.runner.graphs.kernel_compilation import _mode, _SkippedKernel
     from tests.support.kernels.triton_driver import Hopper
-    from workers.runner.graphs.kernel_compilation import _mode, _SkippedKernel
 
     triton.runtime.driver._active = Hopper()
     census = Census(_SkippedKernel)
@@ -219,12 +219,12 @@ class Rank:
         model: str, shape: str, max_running: int, deterministic: bool = False, step_tokens: int = STEP_TOKENS
     ) -> "Rank":
         """model, shape: of `tests.bench.round`."""
-        from speculative.build import plan_engine
+        from aerie.speculative.build import plan_engine
+        from aerie.workers.models import loading, weights
+        from aerie.workers.runner import build
         from tests.bench import round as bench
         from tests.bench.models import deepseek_rank, hybrids
         from tests.support.engine_plans import as_captured
-        from workers.models import loading, weights
-        from workers.runner import build
 
         for module in (loading, weights):
             module.fill_dummy = lambda *_: None  # type: ignore[attr-defined]
@@ -251,11 +251,11 @@ class Rank:
     def start(self) -> None:
         """What a start on a GPU launches beside what `built` has: dry runs, the largest steps, the first captures,
         the warm-up, and the steps whose costs are measured. From then on steps run as they are captured."""
+        from aerie.workers.config import GraphCapture
+        from aerie.workers.runner.costs import cost_points, cost_probe
+        from aerie.workers.runner.graphs import first_graphs, warm_up
+        from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
         from tests.support.kernels.eager_graphs import EagerRecorder
-        from workers.config import GraphCapture
-        from workers.runner.costs import cost_points, cost_probe
-        from workers.runner.graphs import first_graphs, warm_up
-        from workers.runner.graphs.kernel_compilation import CompileAhead
 
         worker, layout, slots, gpu = self.worker, self.layout, self.worker._slots, torch.device("cuda")
 
@@ -308,8 +308,8 @@ class Rank:
     def run(self, rounds: int, counts: Sequence[int], begun: int = 0, sampling: Mapping[str, Any] = GREEDY) -> None:
         """A step with so many rounds, and so many tokens of each of some prompts, of which `begun` have been read
         before. Of several prompts the last goes on after them. sampling: of all."""
-        from workers.runner.graphs import warm_up
-        from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
+        from aerie.workers.runner.graphs import warm_up
+        from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 
         longest, tree = self.layout.max_model_len, self.layout.shapes.default
         params, chunks = SamplingParams(8, **sampling), []

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.ops.delta_rule.chunks import delta_rule_chunks
-from attention.ops.delta_rule.commit import commit_rows
-from attention.ops.delta_rule.rounds import delta_rule_rounds
-from attention.ops.delta_rule.tables import (
+from aerie.attention.ops.delta_rule.chunks import delta_rule_chunks
+from aerie.attention.ops.delta_rule.commit import commit_rows
+from aerie.attention.ops.delta_rule.rounds import delta_rule_rounds
+from aerie.attention.ops.delta_rule.tables import (
     ChunkTables,
     DeltaHeads,
     DeltaRows,

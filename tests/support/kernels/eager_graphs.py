@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from workers.runner.graphs.kernel_compilation import CompileAhead
+from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
 
 T = TypeVar("T")
 
 
 class EagerRecorder:
-    """A `workers.runner.graphs.recorder.Recorder`. A recording runs the function, where a graph's would not: what runs
-    must bear it. bytes_each: memory that each recording takes."""
+    """A `aerie.workers.runner.graphs.recorder.Recorder`. A recording runs the function, where a graph's would not: what
+    runs must bear it. bytes_each: memory that each recording takes."""
 
     def __init__(self, bytes_each: int = 0) -> None:
         self.num_recorded = self.num_dry_runs = self.num_run_apart = 0

@@ -10,10 +10,10 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _modes
 
-from attention.kv_cache.pool import KVPool
-from attention.ops.operation import Operation
-from workers.layers.forward_context import ForwardContext
-from workers.layers.linear_method import UnquantizedLinearMethod
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.ops.operation import Operation
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.linear_method import UnquantizedLinearMethod
 
 _ALLOCATE = ("empty", "new_empty", "empty_like", "empty_strided", "detach", "alias", "lift_fresh", "_unsafe_view")
 

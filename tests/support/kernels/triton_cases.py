@@ -8,9 +8,9 @@ type, each by at most half a unit in the last place: twice that is bound enough;
 import torch
 from torch import Tensor
 
-from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.pool import KVPool
-from attention.metadata import DecodeBatch, Mode
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import DecodeBatch, Mode
 from tests.support.kernels.attention_cases import fill_randomly, uniform_pool
 from tests.support.kernels.triton_interpreter import DEVICE
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from tests.support import ROOT
 
-PACKAGES = ("attention", "workers", "speculative", "cluster", "deploy", "tests")
+FLOORS = ("attention", "workers", "speculative", "cluster", "deploy")  # folders, imported from `aerie`
+PACKAGES = (*FLOORS, "tests")
 ANY = "*"  # among a class's names: it has a base from elsewhere, so that nothing can be said of them
 
 HIDDEN = (".ci", ".github")  # hidden folders that are sources
@@ -38,14 +39,20 @@ def files() -> frozenset[str]:
 @cache
 def imports(name: str) -> tuple[tuple[str, int, tuple[str, ...]], ...]:
     """(module, level, names) of each import in a module's file, in functions and for types too; an `import a` has no
-    names."""
+    names. A module of ours is named by its `place`."""
     found: list[tuple[str, int, tuple[str, ...]]] = []
     for node in ast.walk(ast.parse((ROOT / name).read_text())):
         if isinstance(node, ast.Import):
-            found += [(alias.name, 0, ()) for alias in node.names]
+            found += [(place(alias.name), 0, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found.append((node.module or "", node.level, tuple(alias.name for alias in node.names)))
+            found.append((place(node.module or ""), node.level, tuple(alias.name for alias in node.names)))
     return tuple(found)
+
+
+def place(dotted: str) -> str:
+    """The dotted name of a module of ours by its place in the repository, without `aerie`; another name as it is."""
+    package, _, rest = dotted.partition(".")
+    return rest if package == "aerie" and rest.partition(".")[0] in FLOORS else dotted
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,9 @@ def classes() -> dict[str, set[str]]:
 
 def is_defined(dotted: str) -> bool:
     """Whether `a.b.c` or `a.b:c` is a folder, a module, or something that one binds."""
-    parts = dotted.replace(":", ".").split(".")
+    if dotted.partition(".")[0] in FLOORS:
+        return False  # there is no module of that name: it is in `aerie`
+    parts = place(dotted.replace(":", ".")).split(".")
     for count in range(len(parts), 0, -1):
         stem, rest = "/".join(parts[:count]), parts[count:]
         module = next((f for f in (f"{stem}.py", f"{stem}/__init__.py") if f in files()), None)

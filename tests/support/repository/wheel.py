@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 from tests.support import ROOT
+from tests.support.repository.names import FLOORS
 
-FOLDERS = ("attention", "workers", "speculative", "cluster", "deploy", "aerie")
-SOURCES = (*FOLDERS, "pyproject.toml", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 
 KEPT_S = 86400.0  # wheels of files that have changed since
@@ -41,7 +41,7 @@ def kept_wheel() -> Path:
 def _state() -> str:
     """A digest of the names, sizes and times of all files that the wheel is made of."""
     digest = hashlib.sha256(sys.version.encode())
-    for name in SOURCES:
+    for name in (*FLOORS, "aerie", *FILES):
         root = ROOT / name
         for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
             if path.is_file() and "__pycache__" not in path.parts:
@@ -55,11 +55,9 @@ def build_wheel(folder: Path) -> Path:
     files that are no longer there from those of an earlier build."""
     sources = folder / "sources"
     sources.mkdir()
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, sources / name)
+    shutil.copytree(ROOT / "aerie", sources / "aerie", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, sources / name)
     stored = ("--config-settings", "--build-option=--compression=stored")  # deflating the models takes 6 s
     _pip("wheel", "--no-deps", "--no-build-isolation", *stored, "--wheel-dir", str(folder), str(sources))
     (wheel,) = folder.glob("*.whl")

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from attention.config import CacheConfig
-from tests.support.simulation.scheduler import Clock
-from tests.support.simulation.shapes import CHAIN, TREE, chances_of, misread
-from workers.config import RoundShapes, SchedulerConfig
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.plan import (
+from aerie.attention.config import CacheConfig
+from aerie.workers.config import RoundShapes, SchedulerConfig
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
     GraphCount,
@@ -28,10 +26,12 @@ from workers.scheduling.plan import (
     pack_i32,
     unpack_i32,
 )
-from workers.scheduling.request import Request
-from workers.scheduling.scheduler import Scheduler
-from workers.scheduling.shape_choice import Load
-from workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.request import Request
+from aerie.workers.scheduling.scheduler import Scheduler
+from aerie.workers.scheduling.shape_choice import Load
+from aerie.workers.scheduling.timing.step_time import StepTime
+from tests.support.simulation.scheduler import Clock
+from tests.support.simulation.shapes import CHAIN, TREE, chances_of, misread
 
 SLOTS = 32
 WARM_UP_STEPS = 200
@@ -99,7 +99,7 @@ class Slot:
 
 
 class PairRank:
-    """Implements `workers.runner.executor.StepExecutor` over simulated time.
+    """Implements `aerie.workers.runner.executor.StepExecutor` over simulated time.
 
     reason: of the shape of the step that is submitted.
     leg_ms, leg_tokens: milliseconds and tokens of steps so far, by reason and shape.

@@ -15,6 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from aerie.workers.config import PLAIN, RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.request import Request
+from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.simulation.load import (
     CHAIN,
     H200,
@@ -27,10 +31,6 @@ from tests.support.simulation.load import (
     lognormal_length,
     simulate,
 )
-from workers.config import PLAIN, RoundShapes, SchedulerConfig
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.request import Request
-from workers.scheduling.scheduler import Scheduler
 
 LIMITS_S = (30.0, 100.0, 300.0)  # the last is the default of `engine.queue_timeout_s`
 PAUSE_S = 600.0  # from the first requests to the burst: they have ended

@@ -11,15 +11,15 @@ import random
 import statistics
 from dataclasses import dataclass, field
 
-from attention.config import CacheConfig
-from cluster.coordinator.plan_timing import PlanTiming
+from aerie.attention.config import CacheConfig
+from aerie.cluster.coordinator.plan_timing import PlanTiming
+from aerie.workers.config import PLAIN, RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.plan import SamplingParams, StepPlan
+from aerie.workers.scheduling.request import Request
+from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.simulation.load import CHAIN, SimulatedRank
 from tests.support.simulation.scheduler import Clock
-from workers.config import PLAIN, RoundShapes, SchedulerConfig
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.plan import SamplingParams, StepPlan
-from workers.scheduling.request import Request
-from workers.scheduling.scheduler import Scheduler
 
 SHAPES = RoundShapes((PLAIN, CHAIN), default=1, adaptive=True, eager=True)
 NUM_SLOTS = 32

@@ -4,12 +4,12 @@ from typing import Any
 
 import msgspec
 
-from attention.config import CacheConfig
+from aerie.attention.config import CacheConfig
+from aerie.workers.config import RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.plan import Grammar, SamplingParams, StepPlan, StepResult, pack_i32
+from aerie.workers.scheduling.request import FinishReason, Request
+from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.scripted import ScriptedExecutor
-from workers.config import RoundShapes, SchedulerConfig
-from workers.scheduling.plan import Grammar, SamplingParams, StepPlan, StepResult, pack_i32
-from workers.scheduling.request import FinishReason, Request
-from workers.scheduling.scheduler import Scheduler
 
 
 class GrammarEngine:

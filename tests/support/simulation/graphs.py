@@ -3,11 +3,11 @@ that has no graph yet is padded to the one that stands in for it, and a capture 
 
 import math
 
-from workers.config import GraphCapture, RoundShapes
-from workers.runner.costs.cost_points import ProbeExtent, measured_steps
-from workers.runner.graphs.capture_queue import CaptureCost, CaptureQueue
-from workers.runner.graphs.graph_keys import RANDOM, GraphKey, GraphKeys, bucket_sizes, token_buckets
-from workers.scheduling.plan import GraphCount
+from aerie.workers.config import GraphCapture, RoundShapes
+from aerie.workers.runner.costs.cost_points import ProbeExtent, measured_steps
+from aerie.workers.runner.graphs.capture_queue import CaptureCost, CaptureQueue
+from aerie.workers.runner.graphs.graph_keys import RANDOM, GraphKey, GraphKeys, bucket_sizes, token_buckets
+from aerie.workers.scheduling.plan import GraphCount
 
 CAPTURE_MS = 30.0  # of an 8B model on an H200
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from aerie.workers.config import RoundShapes
 from tests.support.simulation.answers import Answers, embedded_pair
 from tests.support.simulation.shapes import CHAIN, TREE
-from workers.config import RoundShapes
 
 BLOCK = 20  # answers of each request that runs to one arm before the other's turn, so that both see the same machine
 ARMS = {"static": False, "adaptive": True}

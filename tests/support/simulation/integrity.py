@@ -4,13 +4,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from attention.kv_cache.page_allocator import PageAllocator
-from attention.kv_cache.prefix_cache import PrefixCache
-from attention.kv_cache.window_pages import WindowPages
-from workers.scheduling.queues.request_queues import RequestQueues
-from workers.scheduling.queues.waiting_queue import WaitingQueue
-from workers.scheduling.slot_pages import SlotPages
-from workers.scheduling.state_saves import StateSaves
+from aerie.attention.kv_cache.page_allocator import PageAllocator
+from aerie.attention.kv_cache.prefix_cache import PrefixCache
+from aerie.attention.kv_cache.window_pages import WindowPages
+from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.queues.waiting_queue import WaitingQueue
+from aerie.workers.scheduling.slot_pages import SlotPages
+from aerie.workers.scheduling.state_saves import StateSaves
 
 
 def check_queues(queues: RequestQueues) -> None:

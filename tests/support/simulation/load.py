@@ -18,15 +18,13 @@ from functools import partial
 
 import numpy as np
 
-from attention.config import CacheConfig
-from cluster.coordinator.plan_timing import PlanTiming
-from tests.support.simulation.graphs import CAPTURE_MS, SimulatedGraphs
-from tests.support.simulation.scheduler import Clock
-from workers.config import PLAIN, GraphCapture, RoundShape, RoundShapes, SchedulerConfig
-from workers.runner.graphs.graph_keys import TOKEN_BUCKETS
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.latency_budget import LatencyBudget
-from workers.scheduling.plan import (
+from aerie.attention.config import CacheConfig
+from aerie.cluster.coordinator.plan_timing import PlanTiming
+from aerie.workers.config import PLAIN, GraphCapture, RoundShape, RoundShapes, SchedulerConfig
+from aerie.workers.runner.graphs.graph_keys import TOKEN_BUCKETS
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.latency_budget import LatencyBudget
+from aerie.workers.scheduling.plan import (
     FINISH_LENGTH,
     FINISH_NONE,
     FINISH_STOP,
@@ -37,8 +35,10 @@ from workers.scheduling.plan import (
     pack_i32,
     unpack_i32,
 )
-from workers.scheduling.request import Request, RequestOutput
-from workers.scheduling.scheduler import Scheduler
+from aerie.workers.scheduling.request import Request, RequestOutput
+from aerie.workers.scheduling.scheduler import Scheduler
+from tests.support.simulation.graphs import CAPTURE_MS, SimulatedGraphs
+from tests.support.simulation.scheduler import Clock
 
 CHAIN = RoundShape(name="chain", width=4, max_new_tokens=4, draft_tokens=3)
 SHAPES = RoundShapes((PLAIN, CHAIN), default=1)

@@ -19,18 +19,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
-from speculative.ops import acceptance
-from speculative.ops.acceptance import Accepted, Committed
-from speculative.tree.nodes import Tree
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.ops import acceptance
+from aerie.speculative.ops.acceptance import Accepted, Committed
+from aerie.speculative.tree.nodes import Tree
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request, RequestOutput
+from aerie.workers.slots.slot_table import Commit
 from tests.bench.quality.draft_methods import texts
 from tests.support.embedded import eos_token_ids, measured_spec
 from tests.support.simulation.texts import DIGITS, DRAFTS, PER_NAT, RECORDED
-from workers.runner.local_engine import LocalEngine
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request, RequestOutput
-from workers.slots.slot_table import Commit
 
 
 @contextmanager

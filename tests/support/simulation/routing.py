@@ -3,9 +3,9 @@ first tokens.
 
     python -m tests.support.simulation.routing --replicas 2 4 16 64 256
 
-Choice (`cluster.ingress.routing`), what engines tell of themselves (`cluster.coordinator.state_publisher`) and their
-prefix caches are the real ones. Time is simulated, and an engine is a loop of steps whose costs are those of `Engine`.
-Clients are closed loops: each sends its next request when the last one has ended. All figures are simulated.
+Choice (`aerie.cluster.ingress.routing`), what engines tell of themselves (`aerie.cluster.coordinator.state_publisher`)
+and their prefix caches are the real ones. Time is simulated, and an engine is a loop of steps whose costs are those of
+`Engine`. Clients are closed loops: each sends its next request when the last one has ended. All figures are simulated.
 """
 
 import argparse
@@ -20,14 +20,14 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from attention.kv_cache.page_allocator import PageAllocator
-from attention.kv_cache.prefix_cache import PrefixCache
-from cluster.coordinator.state_publisher import PERIOD_S, StatePublisher
-from cluster.ingress.routing import EngineView, Prompt, choose
-from cluster.transport.channel import IngressLink
-from cluster.transport.messages import EngineState
+from aerie.attention.kv_cache.page_allocator import PageAllocator
+from aerie.attention.kv_cache.prefix_cache import PrefixCache
+from aerie.cluster.coordinator.state_publisher import PERIOD_S, StatePublisher
+from aerie.cluster.ingress.routing import EngineView, Prompt, choose
+from aerie.cluster.transport.channel import IngressLink
+from aerie.cluster.transport.messages import EngineState
+from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.simulation.scheduler import Clock
-from workers.scheduling.scheduler import Scheduler
 
 Tokens = npt.NDArray[np.int32]
 Policy = Callable[[dict[str, EngineView], Prompt, float, random.Random], str]
@@ -156,7 +156,7 @@ class SimulatedEngine:
         return first, ended
 
     def _share(self, request: Request) -> None:
-        """As `workers.scheduling.slot_pages` does it: who holds a page of the tree holds those before it."""
+        """As `aerie.workers.scheduling.slot_pages` does it: who holds a page of the tree holds those before it."""
         for index, page in enumerate(self.prefix_cache.insert(request.tokens, request.pages)):
             if request.pages[index] != page:
                 self.allocator.acquire((page,))

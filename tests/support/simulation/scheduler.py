@@ -5,14 +5,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from attention.config import CacheConfig
-from attention.kv_cache.window_pages import WindowSizes
-from tests.support.scripted import KvModel, ScriptedExecutor, StateModel, scripted_output
-from tests.support.simulation.integrity import check_queues
-from workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.plan import SamplingParams, StepPlan, unpack_i32
-from workers.scheduling.request import (
+from aerie.attention.config import CacheConfig
+from aerie.attention.kv_cache.window_pages import WindowSizes
+from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.plan import SamplingParams, StepPlan, unpack_i32
+from aerie.workers.scheduling.request import (
     FinishReason,
     QueueFullError,
     Request,
@@ -20,7 +18,9 @@ from workers.scheduling.request import (
     RequestState,
     RequestTooLargeError,
 )
-from workers.scheduling.scheduler import Scheduler
+from aerie.workers.scheduling.scheduler import Scheduler
+from tests.support.scripted import KvModel, ScriptedExecutor, StateModel, scripted_output
+from tests.support.simulation.integrity import check_queues
 
 TREE = RoundShape(name="tree", width=6, max_new_tokens=4, draft_tokens=5)
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from speculative.config import SpeculativeConfig
-from workers.config import RoundShapes
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.shape_choice import Load, ShapeChoice
-from workers.scheduling.shape_rates import verified_shape
-from workers.scheduling.timing.step import Step
-from workers.scheduling.timing.step_time import StepTime
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.shape_choice import Load, ShapeChoice
+from aerie.workers.scheduling.shape_rates import verified_shape
+from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 
 Floats, Ints = npt.NDArray[np.float64], npt.NDArray[np.int64]
 

@@ -13,11 +13,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.engine_layout import MAX_SNAPSHOTS, snapshot_share
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from tests.support.simulation.load import SHAPES, Arrival, LoadFigures, Policy, simulate
 from tests.support.simulation.prefix_loads import PAGE, agents, chats, possible_tokens, prompt_heavy
-from workers.config import SchedulerConfig
-from workers.engine_layout import MAX_SNAPSHOTS, snapshot_share
-from workers.scheduling.cost_table import CostTable, RoundCosts
 
 _TOKENS = (16, 64, 128, 256, 512, 1024, 2048)
 _KV_MS = 65_536 / 4.0e12 * 1e3

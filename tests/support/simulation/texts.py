@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from tests.support.embedded import BLOCK_TREE, DFLASH2_TREE, TREE
 from tests.support.simulation.answers import Answers, Pair, PairRank, Slot
 from tests.support.simulation.shapes import misread
-from workers.config import RoundShapes
-from workers.scheduling.cost_table import CostTable, RoundCosts
 
 RECORDED = Path(__file__).with_name("texts.json")
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from speculative.build import plan_engine
+from aerie.speculative.build import plan_engine
+from aerie.workers.runner.build import BuiltRank, build_rank
+from aerie.workers.scheduling.plan import SamplingParams, StepPlan, StepResult
+from aerie.workers.scheduling.request import Request
+from aerie.workers.scheduling.scheduler import Scheduler
 from tests.bench.quality.draft_methods import texts
 from tests.support.embedded import eos_token_ids, measured_spec
 from tests.support.simulation.answers import Answers, Pair, PairRank
 from tests.support.simulation.texts import DRAFTS, HOST_MS, costs_of
-from workers.runner.build import BuiltRank, build_rank
-from workers.scheduling.plan import SamplingParams, StepPlan, StepResult
-from workers.scheduling.request import Request
-from workers.scheduling.scheduler import Scheduler
 
 
 class VirtualRank(PairRank):

@@ -5,9 +5,9 @@ import json
 
 from hypothesis import strategies as st
 
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.json_schema import UnsupportedSchemaError, checked_schema
 from tests.support.embedded import eos_token_ids
-from workers.scheduling.plan import Grammar
-from workers.structured_output.json_schema import UnsupportedSchemaError, checked_schema
 
 STOPS = eos_token_ids()
 _EXPRESSION = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from workers.structured_output.mask_process import template_process
+from aerie.workers.structured_output.mask_process import template_process
 
 START_TIMEOUT_S = 280.0  # a busy machine may take minutes; pytest's own limit is 300 s
 

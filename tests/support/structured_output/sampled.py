@@ -7,10 +7,10 @@ from typing import Any
 import jsonschema
 from tokenizers import Tokenizer
 
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.json_schema import checked_schema
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
-from workers.scheduling.plan import Grammar
-from workers.structured_output.json_schema import checked_schema
 
 _WORDS = ("name", "age", "city", "tags", "price", "when", "kind", "notes", "items", "ok")
 

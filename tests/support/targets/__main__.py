@@ -9,11 +9,11 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from deploy.train_draft import add_common, at_least
-from speculative.training.commands import finish, fit_arguments, load_target
-from speculative.training.generation import generate_answers
-from speculative.training.rows import Conversation, Turn, read_conversations, split_validation
-from speculative.training.samples import answer_prompts
+from aerie.deploy.train_draft import add_common, at_least
+from aerie.speculative.training.commands import finish, fit_arguments, load_target
+from aerie.speculative.training.generation import generate_answers
+from aerie.speculative.training.rows import Conversation, Turn, read_conversations, split_validation
+from aerie.speculative.training.samples import answer_prompts
 from tests.support.targets import deepseek, hybrid, llama
 
 KINDS = {

@@ -23,14 +23,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from speculative.drafts.mtp import DeepseekMtp, Mtp
-from speculative.training import TrainingError
-from speculative.training.draft import token_ids, write_checkpoint
-from speculative.training.mtp import FLOAT32, MtpHead, module_tensors, named_experts
-from speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
-from speculative.training.trainer import FitArguments
+from aerie.speculative.drafts.mtp import DeepseekMtp, Mtp
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.draft import token_ids, write_checkpoint
+from aerie.speculative.training.mtp import FLOAT32, MtpHead, module_tensors, named_experts
+from aerie.speculative.training.samples import Batch, Sample, attention_masks, collate, plan_batches
+from aerie.speculative.training.trainer import FitArguments
+from aerie.workers.models.registry import family_of
 from tests.support.targets.llama import ChatData, answer_loss, fit_target
-from workers.models.registry import family_of
 
 # Dimensions by their names in config.json. small: 31 MB in bf16.
 _SMALL: dict[str, int] = {

@@ -2,7 +2,7 @@
 
 Target and module are trained together: three layers of the gated delta rule before each one of gated
 attention (arXiv 2412.06464). The target is transformers' own model, whose reference of the chunked rule has gradients;
-the module is `speculative.training.mtp`'.
+the module is `aerie.speculative.training.mtp`'.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from speculative.drafts.mtp import QwenMtp
-from speculative.training import TrainingError
-from speculative.training.draft import token_ids
-from speculative.training.samples import Batch, Sample
-from speculative.training.trainer import FitArguments
+from aerie.speculative.drafts.mtp import QwenMtp
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.draft import token_ids
+from aerie.speculative.training.samples import Batch, Sample
+from aerie.speculative.training.trainer import FitArguments
 from tests.support.targets.deepseek import ModuleTarget, joint_loss
 from tests.support.targets.llama import ChatData, answer_loss, fit_target
 

@@ -22,11 +22,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from speculative.training import TrainingError
-from speculative.training.draft import make_readable, token_ids
-from speculative.training.rows import Conversation, Turn
-from speculative.training.samples import Batch, Sample, causal_mask, collate, encode_answers, plan_batches
-from speculative.training.trainer import FitArguments, LossOf, fit
+from aerie.speculative.training import TrainingError
+from aerie.speculative.training.draft import make_readable, token_ids
+from aerie.speculative.training.rows import Conversation, Turn
+from aerie.speculative.training.samples import Batch, Sample, causal_mask, collate, encode_answers, plan_batches
+from aerie.speculative.training.trainer import FitArguments, LossOf, fit
 
 PAD, BOS, END = "<|pad|>", "<|bos|>", "<|end|>"
 ROLE_MARKS = ("<|system|>", "<|user|>", "<|assistant|>")

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.ranks import RankError, run_ranks
-from workers.distributed import custom_all_reduce
-from workers.distributed.custom_all_reduce import (
+from aerie.workers.distributed import custom_all_reduce
+from aerie.workers.distributed.custom_all_reduce import (
     LIMITS,
     MAX_ROWS,
     CustomAllReduce,
@@ -22,10 +21,11 @@ from workers.distributed.custom_all_reduce import (
     region_bytes,
     why_not,
 )
-from workers.distributed.tp_group import SOLO, TPGroup, join_tp_group
-from workers.layers.linear import RowParallelLinear, finish_weights
-from workers.layers.norm import RMSNorm, ZeroCentredRMSNorm
-from workers.layers.weighted import WeightKey
+from aerie.workers.distributed.tp_group import SOLO, TPGroup, join_tp_group
+from aerie.workers.layers.linear import RowParallelLinear, finish_weights
+from aerie.workers.layers.norm import RMSNorm, ZeroCentredRMSNorm
+from aerie.workers.layers.weighted import WeightKey
+from tests.support.ranks import RankError, run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, Method
+from aerie.workers.distributed.tp_group import TPGroup, join_tp_group
+from aerie.workers.layers.linear import RowParallelLinear, finish_weights
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.gpu.test_gpu import answers, on_gpu
 from tests.support.embedded import CHAIN
 from tests.support.ranks import run_ranks
-from workers.distributed.custom_all_reduce import CustomAllReduce, Method
-from workers.distributed.tp_group import TPGroup, join_tp_group
-from workers.layers.linear import RowParallelLinear, finish_weights
-from workers.scheduling.plan import SamplingParams
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SIZES = [pytest.param(2, marks=pytest.mark.gpu(2)), pytest.param(4, marks=pytest.mark.gpu(4))]
@@ -50,7 +50,7 @@ def assert_is_sum(got: Tensor, parts: Sequence[Tensor], what: str) -> None:
 
 def check_sums(rank: int, size: int, address: str, width: int) -> list[str]:
     """The methods that were used, in order."""
-    from workers.ops.collectives.one_shot_all_reduce import reference
+    from aerie.workers.ops.collectives.one_shot_all_reduce import reference
 
     group, peers, device = joined(rank, size, address)
     used = []

@@ -11,11 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, region_bytes  # noqa: E402
+from aerie.workers.ops.collectives import one_shot_all_reduce_triton as kernels  # noqa: E402
+from aerie.workers.ops.collectives.one_shot_all_reduce import reference  # noqa: E402
 from tests.support.kernels.triton_interpreter import INTERPRETED  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
-from workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, region_bytes  # noqa: E402
-from workers.ops.collectives import one_shot_all_reduce_triton as kernels  # noqa: E402
-from workers.ops.collectives.one_shot_all_reduce import reference  # noqa: E402
 
 WIDTH = 70  # 35 words, in blocks of 64
 LIMITS = Limits(one_shot=4 * WIDTH * 2, two_shot=0)

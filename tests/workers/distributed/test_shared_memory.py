@@ -5,10 +5,10 @@ import time
 import pytest
 import torch
 
+from aerie.workers.distributed import shared_memory
+from aerie.workers.distributed.shared_memory import SLOT_BYTES, Place, RankEndedError, why_not
+from aerie.workers.distributed.tp_group import join_tp_group
 from tests.support.ranks import run_ranks
-from workers.distributed import shared_memory
-from workers.distributed.shared_memory import SLOT_BYTES, Place, RankEndedError, why_not
-from workers.distributed.tp_group import join_tp_group
 
 CPU = torch.device("cpu")
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}

@@ -3,10 +3,10 @@
 import psutil
 import torch
 
+from aerie.workers.distributed.tp_group import join_tp_group
 from tests.support.ranks import run_ranks
-from workers.distributed.tp_group import join_tp_group
 
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # as `cluster.environment.pin_network_interface` has it
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}  # as `aerie.cluster.environment.pin_network_interface` has it
 
 
 def _join(rank: int, size: int, address: str) -> tuple[float, list[str]]:

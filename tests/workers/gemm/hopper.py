@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.capability import Capability
-from attention.ops import cuda_source
+from aerie.attention.capability import Capability
+from aerie.attention.ops import cuda_source
+from aerie.workers.ops.gemm import choice
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
 from tests.attention.ops.test_few_rows_cuda import HOPPER, nvrtc_here
 from tests.support.kernels.cuobjdump import dumped
-from workers.ops.gemm import choice
-from workers.ops.gemm.workspace import GEMMOptions, Workspace
 
 WITH_COMPILER = Capability("cuda", HOPPER, frozenset({"triton", "nvrtc"}))
 WITHOUT = Capability("cuda", HOPPER, frozenset({"triton"}))
@@ -39,7 +39,7 @@ def check_machine_code(
     """Assert that nothing is spilled, and that the tensor core has all `products` of a stage at once: a wait for each
     is how the compiler serialises them."""
     pytest.importorskip("triton", reason="the module has Triton's kernel for other rows")
-    kernel = import_module(f"workers.ops.gemm.{module}").KERNEL
+    kernel = import_module(f"aerie.workers.ops.gemm.{module}").KERNEL
     monkeypatch.setattr(cuda_source, "nvrtc_path", nvrtc_here)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
     sass = dumped(cuda_source.compiled(kernel.source(width, half), kernel.defines(width, half), HOPPER), folder)

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.capability import MULTIPROCESSORS
-from tests.attention.ops.test_few_rows_cuda import nvrtc_here
-from tests.workers.gemm.hopper import check_machine_code, served_by
-from workers.ops.blocks import cdiv
-from workers.ops.gemm.tiles import (
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.workers.ops.blocks import cdiv
+from aerie.workers.ops.gemm.tiles import (
     MAX_GATED_ROWS,
     MAX_GATED_WIDTH,
     SHARED_BYTES,
     gated_width,
     wgmma_stages,
 )
+from tests.attention.ops.test_few_rows_cuda import nvrtc_here
+from tests.workers.gemm.hopper import check_machine_code, served_by
 
 
 def test_tiles_fill_the_waves_of_models() -> None:

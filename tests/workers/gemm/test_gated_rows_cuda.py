@@ -6,12 +6,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.capability import Capability  # noqa: E402
-from workers.ops.activation import silu_mul  # noqa: E402
-from workers.ops.gemm.choice import choose_gemm  # noqa: E402
-from workers.ops.gemm.gated_rows_cuda import GatedRowsGEMM, gated_rows  # noqa: E402
-from workers.ops.gemm.tiles import gated_width  # noqa: E402
-from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
+from aerie.attention.capability import Capability  # noqa: E402
+from aerie.workers.ops.activation import silu_mul  # noqa: E402
+from aerie.workers.ops.gemm.choice import choose_gemm  # noqa: E402
+from aerie.workers.ops.gemm.gated_rows_cuda import GatedRowsGEMM, gated_rows  # noqa: E402
+from aerie.workers.ops.gemm.tiles import gated_width  # noqa: E402
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 
 DEVICE = torch.device("cuda")
 HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")

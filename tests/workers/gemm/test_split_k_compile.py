@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.capability import MULTIPROCESSORS
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.workers.ops.blocks import cdiv
+from aerie.workers.ops.gemm.tiles import MAX_SPLIT_WIDTH, SHARED_BYTES, split_width, wgmma_stages, workspace_size
 from tests.attention.ops.test_few_rows_cuda import nvrtc_here
 from tests.workers.gemm.hopper import check_machine_code, served_by
-from workers.ops.blocks import cdiv
-from workers.ops.gemm.tiles import MAX_SPLIT_WIDTH, SHARED_BYTES, split_width, wgmma_stages, workspace_size
 
 
 def test_weights_of_many_inputs_are_served() -> None:

@@ -6,11 +6,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.capability import Capability  # noqa: E402
-from workers.ops.gemm.choice import choose_gemm  # noqa: E402
-from workers.ops.gemm.split_k_cuda import SplitKGEMM, split_k  # noqa: E402
-from workers.ops.gemm.tiles import split_width  # noqa: E402
-from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
+from aerie.attention.capability import Capability  # noqa: E402
+from aerie.workers.ops.gemm.choice import choose_gemm  # noqa: E402
+from aerie.workers.ops.gemm.split_k_cuda import SplitKGEMM, split_k  # noqa: E402
+from aerie.workers.ops.gemm.tiles import split_width  # noqa: E402
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 
 DEVICE = torch.device("cuda")
 HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")

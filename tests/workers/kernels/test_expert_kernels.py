@@ -13,28 +13,28 @@ pytest.importorskip("triton", reason="triton is not installed here")
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from attention.fp8 import FP8  # noqa: E402
-from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.ops.experts import many_rows_triton as many_row_module  # noqa: E402
-from workers.ops.experts.few_rows_triton import few_row_experts  # noqa: E402
-from workers.ops.experts.grouped import experts_one_by_one  # noqa: E402
-from workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles  # noqa: E402
-from workers.ops.experts.order_triton import block_of_program, max_blocks, order_by_expert  # noqa: E402
-from workers.ops.experts.route import MAX_LISTED, NO_EXPERT, Routed, RouterLogits, Routing, TokenSlots  # noqa: E402  # noqa: E402
-from workers.ops.experts.route import route as route_in_torch  # noqa: E402
-from workers.ops.experts.route_triton import route  # noqa: E402
-from workers.ops.experts.router_gemm_triton import router_gemm, router_tiles  # noqa: E402
-from workers.ops.experts.weights import (  # noqa: E402
+from aerie.attention.fp8 import FP8  # noqa: E402
+from aerie.workers.ops.experts import many_rows_triton as many_row_module  # noqa: E402
+from aerie.workers.ops.experts.few_rows_triton import few_row_experts  # noqa: E402
+from aerie.workers.ops.experts.grouped import experts_one_by_one  # noqa: E402
+from aerie.workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles  # noqa: E402
+from aerie.workers.ops.experts.order_triton import block_of_program, max_blocks, order_by_expert  # noqa: E402
+from aerie.workers.ops.experts.route import MAX_LISTED, NO_EXPERT, Routed, RouterLogits, Routing, TokenSlots  # noqa: E402  # noqa: E402
+from aerie.workers.ops.experts.route import route as route_in_torch  # noqa: E402
+from aerie.workers.ops.experts.route_triton import route  # noqa: E402
+from aerie.workers.ops.experts.router_gemm_triton import router_gemm, router_tiles  # noqa: E402
+from aerie.workers.ops.experts.weights import (  # noqa: E402
     ExpertTiles,
     ExpertWeights,
     ProductTiles,
     few_row_tiles,
     partial_sizes,
 )
-from workers.ops.fp8.rows import Fp8Rows, dequantized_rows  # noqa: E402
-from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
-from workers.ops.gemm.workspace import Workspace  # noqa: E402
-from workers.span import Span  # noqa: E402
+from aerie.workers.ops.fp8.rows import Fp8Rows, dequantized_rows  # noqa: E402
+from aerie.workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
+from aerie.workers.ops.gemm.workspace import Workspace  # noqa: E402
+from aerie.workers.span import Span  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
 pytestmark = MARKS
 HALF = torch.float16 if INTERPRETED else torch.bfloat16

@@ -10,17 +10,17 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
+from aerie.workers.ops.experts import few_row_products_triton as few_row_products  # noqa: E402
+from aerie.workers.ops.experts import many_rows_triton as many_rows  # noqa: E402
+from aerie.workers.ops.experts import order_triton as order  # noqa: E402
+from aerie.workers.ops.experts import route_triton as route  # noqa: E402
+from aerie.workers.ops.experts import short_blocks_triton as short_blocks  # noqa: E402
+from aerie.workers.ops.experts import tall_blocks_triton as tall_blocks  # noqa: E402
+from aerie.workers.ops.experts.weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles  # noqa: E402
+from aerie.workers.ops.gemm.tiles import SHARED_BYTES  # noqa: E402
 from tests.attention.ops.test_pdl import pointers_read  # noqa: E402
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from tests.support.slow import slow  # noqa: E402
-from workers.ops.experts import few_row_products_triton as few_row_products  # noqa: E402
-from workers.ops.experts import many_rows_triton as many_rows  # noqa: E402
-from workers.ops.experts import order_triton as order  # noqa: E402
-from workers.ops.experts import route_triton as route  # noqa: E402
-from workers.ops.experts import short_blocks_triton as short_blocks  # noqa: E402
-from workers.ops.experts import tall_blocks_triton as tall_blocks  # noqa: E402
-from workers.ops.experts.weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles  # noqa: E402
-from workers.ops.gemm.tiles import SHARED_BYTES  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),

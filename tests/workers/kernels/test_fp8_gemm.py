@@ -6,16 +6,15 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.capability import MULTIPROCESSORS  # noqa: E402
-from attention.fp8 import FP8  # noqa: E402
-from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.ops.activation import silu_mul  # noqa: E402
-from workers.ops.fp8.gemm_ahead_triton import fp8_gemm_ahead  # noqa: E402
-from workers.ops.fp8.gemm_triton import fp8_fixed_rows, fp8_gemm  # noqa: E402
-from workers.ops.fp8.gemm_wide_triton import fp8_gemm_wide  # noqa: E402
-from workers.ops.fp8.rows import GROUP, Fp8Rows, dequantized_rows  # noqa: E402
-from workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
-from workers.ops.fp8.tiles import (  # noqa: E402
+from aerie.attention.capability import MULTIPROCESSORS  # noqa: E402
+from aerie.attention.fp8 import FP8  # noqa: E402
+from aerie.workers.ops.activation import silu_mul  # noqa: E402
+from aerie.workers.ops.fp8.gemm_ahead_triton import fp8_gemm_ahead  # noqa: E402
+from aerie.workers.ops.fp8.gemm_triton import fp8_fixed_rows, fp8_gemm  # noqa: E402
+from aerie.workers.ops.fp8.gemm_wide_triton import fp8_gemm_wide  # noqa: E402
+from aerie.workers.ops.fp8.rows import GROUP, Fp8Rows, dequantized_rows  # noqa: E402
+from aerie.workers.ops.fp8.rows_triton import quantize_rows  # noqa: E402
+from aerie.workers.ops.fp8.tiles import (  # noqa: E402
     MAX_AHEAD_ROWS,
     MAX_ROWS,
     SCALE_ROWS,
@@ -27,8 +26,9 @@ from workers.ops.fp8.tiles import (  # noqa: E402
     fp8_wide_tiles,
     fp8_workspace_size,
 )
-from workers.ops.gemm.tiles import SHARED_BYTES  # noqa: E402
-from workers.ops.gemm.workspace import Workspace  # noqa: E402
+from aerie.workers.ops.gemm.tiles import SHARED_BYTES  # noqa: E402
+from aerie.workers.ops.gemm.workspace import Workspace  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
 pytestmark = MARKS
 OUT = torch.float32 if INTERPRETED else torch.bfloat16

@@ -6,12 +6,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.capability import Capability, num_multiprocessors  # noqa: E402
+from aerie.attention.capability import Capability, num_multiprocessors  # noqa: E402
+from aerie.workers.ops.gemm.workspace import Workspace  # noqa: E402
+from aerie.workers.ops.packed.cuda.gated_mlp_cuda import gated_mlp_of  # noqa: E402
+from aerie.workers.ops.packed.cuda.gated_mlp_tiles import MAX_ROWS, gated_mlp_tiles, gated_mlp_words  # noqa: E402
+from aerie.workers.ops.packed.weight import PackedWeight, dequantize  # noqa: E402
 from tests.workers.kernels.test_packed_product import error, weight_of  # noqa: E402
-from workers.ops.gemm.workspace import Workspace  # noqa: E402
-from workers.ops.packed.cuda.gated_mlp_cuda import gated_mlp_of  # noqa: E402
-from workers.ops.packed.cuda.gated_mlp_tiles import MAX_ROWS, gated_mlp_tiles, gated_mlp_words  # noqa: E402
-from workers.ops.packed.weight import PackedWeight, dequantize  # noqa: E402
 
 DEVICE = torch.device("cuda")
 HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.capability import Capability
-from attention.ops import cuda_source
+from aerie.attention.capability import Capability
+from aerie.attention.ops import cuda_source
+from aerie.workers.layers.linear_method import LinearShape
+from aerie.workers.ops.gemm.tiles import SHARED_BYTES
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
+from aerie.workers.ops.packed import product
+from aerie.workers.ops.packed.cuda.gated_mlp_tiles import MAX_ROWS, gated_mlp_tiles, gated_mlp_words
+from aerie.workers.ops.packed.product import PackedProduct, gated_mlp
+from aerie.workers.ops.packed.weight import empty
+from aerie.workers.quantization.packed_linear import PackedLinear
+from aerie.workers.quantization.table import read_quant_method
+from aerie.workers.span import Span
 from tests.attention.ops.test_few_rows_cuda import HOPPER, nvrtc_here
 from tests.support.kernels.cuobjdump import dumped
-from workers.layers.linear_method import LinearShape
-from workers.ops.gemm.tiles import SHARED_BYTES
-from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.ops.packed import product
-from workers.ops.packed.cuda.gated_mlp_tiles import MAX_ROWS, gated_mlp_tiles, gated_mlp_words
-from workers.ops.packed.product import PackedProduct, gated_mlp
-from workers.ops.packed.weight import empty
-from workers.quantization.packed_linear import PackedLinear
-from workers.quantization.table import read_quant_method
-from workers.span import Span
 
 BLOCKS = 132
 CPU = torch.device("cpu")
@@ -96,7 +96,7 @@ def test_a_layer_with_few_bits_calls_the_operation(monkeypatch: pytest.MonkeyPat
         calls.append(arguments)
         return gated_mlp(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("workers.quantization.packed_linear.gated_mlp", counted)
+    monkeypatch.setattr("aerie.workers.quantization.packed_linear.gated_mlp", counted)
     assert gate_up.multiply_mlp(x, down, out) is out and torch.equal(out, two) and len(calls) == 1
 
 
@@ -106,7 +106,7 @@ def test_the_kernel_fits_hopper(rows: int, tmp_path: Path, monkeypatch: pytest.M
     """Nothing is spilled. Before the wait codes and scales are copied to shared memory; nothing else is read, nothing
     written."""
     pytest.importorskip("triton", reason="triton's package has the disassembler")
-    from workers.ops.packed.cuda import gated_mlp_cuda
+    from aerie.workers.ops.packed.cuda import gated_mlp_cuda
 
     monkeypatch.setattr(cuda_source, "nvrtc_path", nvrtc_here)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -21,15 +21,15 @@ triton = pytest.importorskip("triton", reason="the kernels need triton, which is
 
 import triton.language as tl  # noqa: E402
 
-from attention.backend import NewUnderCaptureError  # noqa: E402
+from aerie.attention.backend import NewUnderCaptureError  # noqa: E402
+from aerie.workers.ops import norm_triton  # noqa: E402
+from aerie.workers.ops.gemm import skinny_triton as skinny_gemm  # noqa: E402
+from aerie.workers.ops.vocabulary import largest_triton as argmax  # noqa: E402
+from aerie.workers.ops.vocabulary import topk_log_softmax_triton as topk  # noqa: E402
+from aerie.workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job  # noqa: E402
+from aerie.workers.runner.graphs.compile_processes import CompileProcesses  # noqa: E402
+from aerie.workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels, report_compilations  # noqa: E402
 from tests.support.kernels.triton_driver import Hopper  # noqa: E402
-from workers.ops import norm_triton  # noqa: E402
-from workers.ops.gemm import skinny_triton as skinny_gemm  # noqa: E402
-from workers.ops.vocabulary import largest_triton as argmax  # noqa: E402
-from workers.ops.vocabulary import topk_log_softmax_triton as topk  # noqa: E402
-from workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job  # noqa: E402
-from workers.runner.graphs.compile_processes import CompileProcesses  # noqa: E402
-from workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels, report_compilations  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 
@@ -202,8 +202,8 @@ def test_a_kernel_under_another_key_is_not_compiled(compiled_here: list[str], mo
         compiled_ahead(ended(), launch_two_kernels)
     assert len(jobs) == 2
     assert "its cache key differs" in compile_job(replace(jobs[0], key=jobs[1].key)).error
-    script = "import pickle, sys; from workers.runner.graphs.compile_processes import CompileProcesses"
-    script += "; from workers.runner.graphs.compile_jobs import import_compiler"
+    script = "import pickle, sys; from aerie.workers.runner.graphs.compile_processes import CompileProcesses"
+    script += "; from aerie.workers.runner.graphs.compile_jobs import import_compiler"
     script += "; import_compiler(); jobs = pickle.load(sys.stdin.buffer); processes = CompileProcesses.fork(2)"
     script += "; print([processes.compile(job).error for job in jobs])"
     other = subprocess.run(

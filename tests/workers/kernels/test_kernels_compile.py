@@ -11,31 +11,31 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from attention.ops import move_path_triton  # noqa: E402
-from speculative.ops import (  # noqa: E402
+from aerie.attention.ops import move_path_triton  # noqa: E402
+from aerie.speculative.ops import (  # noqa: E402
     acceptance_triton,
     guides_triton,
     head_input_triton,
     tree_growth_triton,
     tree_read_triton,
 )
+from aerie.workers.ops import norm_triton  # noqa: E402
+from aerie.workers.ops.experts.router_gemm_triton import router_tiles  # noqa: E402
+from aerie.workers.ops.fp8 import gemm_ahead_triton as fp8_gemm_ahead  # noqa: E402
+from aerie.workers.ops.fp8 import gemm_triton as fp8_gemm  # noqa: E402
+from aerie.workers.ops.fp8 import gemm_wide_triton as fp8_gemm_wide  # noqa: E402
+from aerie.workers.ops.fp8 import norm_triton as fp8_norm  # noqa: E402
+from aerie.workers.ops.fp8 import tiles as fp8_tiles  # noqa: E402
+from aerie.workers.ops.gemm import skinny_triton as skinny_gemm  # noqa: E402
+from aerie.workers.ops.latent import expand_latents_triton as latent_expansion  # noqa: E402
+from aerie.workers.ops.latent import head_products_triton as head_products  # noqa: E402
+from aerie.workers.ops.latent import latent_values_triton as latent_values  # noqa: E402
+from aerie.workers.ops.latent import normed_latents_triton as latent  # noqa: E402
+from aerie.workers.ops.slots import commit_triton as commit  # noqa: E402
+from aerie.workers.ops.vocabulary import largest_triton as argmax  # noqa: E402
+from aerie.workers.ops.vocabulary import topk_log_softmax_triton as topk  # noqa: E402
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from tests.support.slow import slow  # noqa: E402
-from workers.ops import norm_triton  # noqa: E402
-from workers.ops.experts.router_gemm_triton import router_tiles  # noqa: E402
-from workers.ops.fp8 import gemm_ahead_triton as fp8_gemm_ahead  # noqa: E402
-from workers.ops.fp8 import gemm_triton as fp8_gemm  # noqa: E402
-from workers.ops.fp8 import gemm_wide_triton as fp8_gemm_wide  # noqa: E402
-from workers.ops.fp8 import norm_triton as fp8_norm  # noqa: E402
-from workers.ops.fp8 import tiles as fp8_tiles  # noqa: E402
-from workers.ops.gemm import skinny_triton as skinny_gemm  # noqa: E402
-from workers.ops.latent import expand_latents_triton as latent_expansion  # noqa: E402
-from workers.ops.latent import head_products_triton as head_products  # noqa: E402
-from workers.ops.latent import latent_values_triton as latent_values  # noqa: E402
-from workers.ops.latent import normed_latents_triton as latent  # noqa: E402
-from workers.ops.slots import commit_triton as commit  # noqa: E402
-from workers.ops.vocabulary import largest_triton as argmax  # noqa: E402
-from workers.ops.vocabulary import topk_log_softmax_triton as topk  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),

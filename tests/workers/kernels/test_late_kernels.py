@@ -58,7 +58,7 @@ def test_the_best_tokens_of_any_number_of_rows_are_found_by_one_kernel(
     """Triton compiles a kernel again for an address that is no multiple of 16, as an odd number of rows gave it."""
     import torch
 
-    from workers.ops.vocabulary import topk_log_softmax_triton as topk
+    from aerie.workers.ops.vocabulary import topk_log_softmax_triton as topk
 
     seen: set[tuple[bool, ...]] = set()
 

@@ -6,24 +6,24 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from aerie.workers.distributed.tp_group import SOLO  # noqa: E402
+from aerie.workers.layers.moe import MixtureOfExperts  # noqa: E402
+from aerie.workers.layers.norm import RMSNorm  # noqa: E402
+from aerie.workers.layers.weighted import WeightedModule  # noqa: E402
+from aerie.workers.ops.experts.norm_route import Norm  # noqa: E402
+from aerie.workers.ops.experts.route import RouterLogits, Routing  # noqa: E402
+from aerie.workers.ops.experts.route_triton import route  # noqa: E402
+from aerie.workers.ops.experts.weights import few_row_tiles  # noqa: E402
+from aerie.workers.ops.gemm.skinny_triton import skinny_gemm, skinny_gemm_gated  # noqa: E402
+from aerie.workers.ops.gemm.tiles import gated_tiles, skinny_gemm_tiles  # noqa: E402
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
+from aerie.workers.ops.packed import experts_triton  # noqa: E402
+from aerie.workers.ops.packed.decode_ptx import decode_asm  # noqa: E402
+from aerie.workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles  # noqa: E402
+from aerie.workers.ops.packed.experts import moved  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from tests.workers.kernels import test_expert_kernels as experts  # noqa: E402
 from tests.workers.kernels import test_packed_experts as few_bits  # noqa: E402
-from workers.distributed.tp_group import SOLO  # noqa: E402
-from workers.layers.moe import MixtureOfExperts  # noqa: E402
-from workers.layers.norm import RMSNorm  # noqa: E402
-from workers.layers.weighted import WeightedModule  # noqa: E402
-from workers.ops.experts.norm_route import Norm  # noqa: E402
-from workers.ops.experts.route import RouterLogits, Routing  # noqa: E402
-from workers.ops.experts.route_triton import route  # noqa: E402
-from workers.ops.experts.weights import few_row_tiles  # noqa: E402
-from workers.ops.gemm.skinny_triton import skinny_gemm, skinny_gemm_gated  # noqa: E402
-from workers.ops.gemm.tiles import gated_tiles, skinny_gemm_tiles  # noqa: E402
-from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
-from workers.ops.packed import experts_triton  # noqa: E402
-from workers.ops.packed.decode_ptx import decode_asm  # noqa: E402
-from workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles  # noqa: E402
-from workers.ops.packed.experts import moved  # noqa: E402
 
 pytestmark = MARKS
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16  # the interpreter's bfloat16 is slow

@@ -10,17 +10,17 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
+from aerie.workers.ops.experts.few_row_products_triton import down_of_one_row  # noqa: E402
+from aerie.workers.ops.experts.norm_route_triton import _norm_route  # noqa: E402
+from aerie.workers.ops.experts.weights import ExpertSizes, few_row_tiles  # noqa: E402
+from aerie.workers.ops.packed.expert_down_triton import down_of_listed  # noqa: E402
+from aerie.workers.ops.packed.expert_gate_up_triton import gate_up_of_blocks  # noqa: E402
+from aerie.workers.ops.packed.expert_tiles import packed_expert_tiles  # noqa: E402
 from tests.attention.ops.test_pdl import pointers_read  # noqa: E402
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from tests.support.slow import slow  # noqa: E402
 from tests.workers.kernels import test_expert_kernels_compile as experts  # noqa: E402
 from tests.workers.kernels import test_packed_experts_compile as few_bits  # noqa: E402
-from workers.ops.experts.few_row_products_triton import down_of_one_row  # noqa: E402
-from workers.ops.experts.norm_route_triton import _norm_route  # noqa: E402
-from workers.ops.experts.weights import ExpertSizes, few_row_tiles  # noqa: E402
-from workers.ops.packed.expert_down_triton import down_of_listed  # noqa: E402
-from workers.ops.packed.expert_gate_up_triton import gate_up_of_blocks  # noqa: E402
-from workers.ops.packed.expert_tiles import packed_expert_tiles  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 QWEN35 = ExpertSizes(256, 1, 8, 2048, 512, step=64)

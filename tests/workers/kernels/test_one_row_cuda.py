@@ -8,18 +8,18 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.capability import Capability, num_multiprocessors  # noqa: E402
+from aerie.attention.capability import Capability, num_multiprocessors  # noqa: E402
+from aerie.workers.ops.experts.gated import GELU_TANH, GPT_OSS, SWIGLU, GatedActivation  # noqa: E402
+from aerie.workers.ops.experts.route import RouterLogits, Routing, TokenSlots  # noqa: E402
+from aerie.workers.ops.gemm.choice import choose_gemm  # noqa: E402
+from aerie.workers.ops.gemm.one_row_cuda import OneRowGEMM, one_row  # noqa: E402
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
+from aerie.workers.ops.packed.cuda.experts_cuda import packed_expert_products as by_cuda  # noqa: E402
+from aerie.workers.ops.packed.cuda.one_row_tiles import one_row_tiles  # noqa: E402
+from aerie.workers.ops.packed.experts import PackedExpertWeights, packed_expert_products, raised  # noqa: E402
+from aerie.workers.ops.packed.weight import dequantize  # noqa: E402
+from aerie.workers.span import Span  # noqa: E402
 from tests.workers.kernels.test_packed_experts import matrix  # noqa: E402
-from workers.ops.experts.gated import GELU_TANH, GPT_OSS, SWIGLU, GatedActivation  # noqa: E402
-from workers.ops.experts.route import RouterLogits, Routing, TokenSlots  # noqa: E402
-from workers.ops.gemm.choice import choose_gemm  # noqa: E402
-from workers.ops.gemm.one_row_cuda import OneRowGEMM, one_row  # noqa: E402
-from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
-from workers.ops.packed.cuda.experts_cuda import packed_expert_products as by_cuda  # noqa: E402
-from workers.ops.packed.cuda.one_row_tiles import one_row_tiles  # noqa: E402
-from workers.ops.packed.experts import PackedExpertWeights, packed_expert_products, raised  # noqa: E402
-from workers.ops.packed.weight import dequantize  # noqa: E402
-from workers.span import Span  # noqa: E402
 
 DEVICE = torch.device("cuda")
 HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")

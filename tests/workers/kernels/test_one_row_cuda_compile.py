@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.capability import Capability
-from attention.ops import cuda_source
+from aerie.attention.capability import Capability
+from aerie.attention.ops import cuda_source
+from aerie.workers.ops.experts.gated import GPT_OSS
+from aerie.workers.ops.experts.route import RouterLogits, Routing
+from aerie.workers.ops.experts.weights import ExpertSizes
+from aerie.workers.ops.gemm import choice
+from aerie.workers.ops.gemm.tiles import SHARED_BYTES, one_row_bytes
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
+from aerie.workers.ops.packed import experts as packed_experts
+from aerie.workers.ops.packed.cuda.one_row_tiles import one_row_tiles
+from aerie.workers.ops.packed.experts import PackedExpertWeights, packed_expert_products
+from aerie.workers.ops.packed.weight import empty
 from tests.attention.ops.test_few_rows_cuda import HOPPER, nvrtc_here
 from tests.support.kernels.cuobjdump import dumped
-from workers.ops.experts.gated import GPT_OSS
-from workers.ops.experts.route import RouterLogits, Routing
-from workers.ops.experts.weights import ExpertSizes
-from workers.ops.gemm import choice
-from workers.ops.gemm.tiles import SHARED_BYTES, one_row_bytes
-from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.ops.packed import experts as packed_experts
-from workers.ops.packed.cuda.one_row_tiles import one_row_tiles
-from workers.ops.packed.experts import PackedExpertWeights, packed_expert_products
-from workers.ops.packed.weight import empty
 
 BLOCKS = 132
 WITH_COMPILER = Capability("cuda", HOPPER, frozenset({"triton", "nvrtc"}))
@@ -103,8 +103,8 @@ def test_kernels_of_one_row_fit_hopper(kernel: str, tmp_path: Path, monkeypatch:
     """Nothing is spilled. Before the wait the experts read nothing, and the product W and the bias: the compiler moves
     reads by pointers that are `const __restrict__` before it."""
     pytest.importorskip("triton", reason="triton's kernels choose the experts")
-    from workers.ops.gemm import one_row_cuda
-    from workers.ops.packed.cuda import experts_cuda
+    from aerie.workers.ops.gemm import one_row_cuda
+    from aerie.workers.ops.packed.cuda import experts_cuda
 
     monkeypatch.setattr(cuda_source, "nvrtc_path", nvrtc_here)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -12,12 +12,9 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 
 import triton.language as tl  # noqa: E402
 
-from tests.attention.ops.test_triton_compile import SHARED_PER_SM, built, compiled  # noqa: E402
-from tests.support.kernels.cuobjdump import dumped  # noqa: E402
-from tests.support.slow import slow  # noqa: E402
-from workers.ops.packed.blocks_triton import _packed_blocks  # noqa: E402
-from workers.ops.packed.stream_triton import _packed_stream  # noqa: E402
-from workers.ops.packed.tiles import (  # noqa: E402
+from aerie.workers.ops.packed.blocks_triton import _packed_blocks  # noqa: E402
+from aerie.workers.ops.packed.stream_triton import _packed_stream  # noqa: E402
+from aerie.workers.ops.packed.tiles import (  # noqa: E402
     BlockPlan,
     BlockTiles,
     StreamTiles,
@@ -26,6 +23,9 @@ from workers.ops.packed.tiles import (  # noqa: E402
     gated_tiles,
     stream_tiles,
 )
+from tests.attention.ops.test_triton_compile import SHARED_PER_SM, built, compiled  # noqa: E402
+from tests.support.kernels.cuobjdump import dumped  # noqa: E402
+from tests.support.slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

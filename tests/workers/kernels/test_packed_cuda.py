@@ -7,16 +7,16 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from attention.capability import Capability  # noqa: E402
+from aerie.attention.capability import Capability  # noqa: E402
+from aerie.workers.ops.activation import silu_mul  # noqa: E402
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
+from aerie.workers.ops.packed.cuda.kernels_cuda import packed_cuda  # noqa: E402
+from aerie.workers.ops.packed.cuda.product_cuda import CudaPackedProduct  # noqa: E402
+from aerie.workers.ops.packed.cuda.tiles import SHARED_SUMS, FewRowsTiles, ManyRowsTiles, Tiles, WideTiles  # noqa: E402
+from aerie.workers.ops.packed.product import choose_product  # noqa: E402
+from aerie.workers.ops.packed.tiles import packed_workspace_size  # noqa: E402
+from aerie.workers.ops.packed.weight import dequantize  # noqa: E402
 from tests.workers.kernels.test_packed_product import BOUND, DENSE_BOUND, LARGE, error, weight_of  # noqa: E402
-from workers.ops.activation import silu_mul  # noqa: E402
-from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
-from workers.ops.packed.cuda.kernels_cuda import packed_cuda  # noqa: E402
-from workers.ops.packed.cuda.product_cuda import CudaPackedProduct  # noqa: E402
-from workers.ops.packed.cuda.tiles import SHARED_SUMS, FewRowsTiles, ManyRowsTiles, Tiles, WideTiles  # noqa: E402
-from workers.ops.packed.product import choose_product  # noqa: E402
-from workers.ops.packed.tiles import packed_workspace_size  # noqa: E402
-from workers.ops.packed.weight import dequantize  # noqa: E402
 
 DEVICE = torch.device("cuda")
 HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from attention.capability import Capability
-from attention.ops import cuda_source
+from aerie.attention.capability import Capability
+from aerie.attention.ops import cuda_source
+from aerie.workers.ops.packed.cuda.kernels_cuda import compile_products, source_of
+from aerie.workers.ops.packed.cuda.tiles import ManyRowsTiles, WideTiles, cuda_tiles
+from aerie.workers.ops.packed.weight import empty
 from tests.attention.ops.test_few_rows_cuda import HOPPER, nvrtc_here
 from tests.support.kernels.cuobjdump import dumped
-from workers.ops.packed.cuda.kernels_cuda import compile_products, source_of
-from workers.ops.packed.cuda.tiles import ManyRowsTiles, WideTiles, cuda_tiles
-from workers.ops.packed.weight import empty
 
 pytestmark = pytest.mark.skipif(nvrtc_here() is None, reason="needs the wheel nvidia-cuda-nvrtc")
 

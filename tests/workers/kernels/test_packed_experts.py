@@ -9,19 +9,19 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from aerie.workers.distributed.tp_group import TPGroup  # noqa: E402
+from aerie.workers.layers.experts import Experts  # noqa: E402
+from aerie.workers.ops.experts.gated import GPT_OSS, SWIGLU  # noqa: E402
+from aerie.workers.ops.experts.route import RouterLogits, Routing  # noqa: E402
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
+from aerie.workers.ops.packed import experts_triton  # noqa: E402
+from aerie.workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, packed_expert_tiles, partial_sizes  # noqa: E402
+from aerie.workers.ops.packed.experts import PackedExpertWeights, raised  # noqa: E402
+from aerie.workers.ops.packed.weight import Code, PackedWeight, dequantize, pack  # noqa: E402
+from aerie.workers.quantization.floats import GPT_OSS_MXFP4  # noqa: E402
+from aerie.workers.quantization.packed_experts import PackedExperts  # noqa: E402
+from aerie.workers.span import Span  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
-from workers.distributed.tp_group import TPGroup  # noqa: E402
-from workers.layers.experts import Experts  # noqa: E402
-from workers.ops.experts.gated import GPT_OSS, SWIGLU  # noqa: E402
-from workers.ops.experts.route import RouterLogits, Routing  # noqa: E402
-from workers.ops.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
-from workers.ops.packed import experts_triton  # noqa: E402
-from workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, packed_expert_tiles, partial_sizes  # noqa: E402
-from workers.ops.packed.experts import PackedExpertWeights, raised  # noqa: E402
-from workers.ops.packed.weight import Code, PackedWeight, dequantize, pack  # noqa: E402
-from workers.quantization.floats import GPT_OSS_MXFP4  # noqa: E402
-from workers.quantization.packed_experts import PackedExperts  # noqa: E402
-from workers.span import Span  # noqa: E402
 
 pytestmark = MARKS
 SIZE, WIDTH = (96, 128) if INTERPRETED else (2880, 320)  # interpreted, 64 does not divide the size

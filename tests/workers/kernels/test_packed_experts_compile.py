@@ -13,14 +13,14 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 import torch  # noqa: E402
 import triton.language as tl  # noqa: E402
 
+from aerie.workers.ops.experts.weights import ExpertSizes  # noqa: E402
+from aerie.workers.ops.packed.expert_down_triton import down_of_blocks, down_of_listed  # noqa: E402
+from aerie.workers.ops.packed.expert_gate_up_triton import gate_up_of_blocks  # noqa: E402
+from aerie.workers.ops.packed.expert_steps_triton import MOVED, RAISED  # noqa: E402
+from aerie.workers.ops.packed.expert_tiles import PackedTiles, lists_experts, packed_expert_tiles  # noqa: E402
+from aerie.workers.ops.packed.weight import empty  # noqa: E402
 from tests.attention.ops.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from tests.support.slow import slow  # noqa: E402
-from workers.ops.experts.weights import ExpertSizes  # noqa: E402
-from workers.ops.packed.expert_down_triton import down_of_blocks, down_of_listed  # noqa: E402
-from workers.ops.packed.expert_gate_up_triton import gate_up_of_blocks  # noqa: E402
-from workers.ops.packed.expert_steps_triton import MOVED, RAISED  # noqa: E402
-from workers.ops.packed.expert_tiles import PackedTiles, lists_experts, packed_expert_tiles  # noqa: E402
-from workers.ops.packed.weight import empty  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 

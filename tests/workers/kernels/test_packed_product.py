@@ -9,15 +9,15 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from aerie.workers.ops.activation import silu_mul  # noqa: E402
+from aerie.workers.ops.gemm.workspace import Workspace  # noqa: E402
+from aerie.workers.ops.packed import product_triton, tiles  # noqa: E402
+from aerie.workers.ops.packed.dequantize_triton import dequantize_rows  # noqa: E402
+from aerie.workers.ops.packed.product_triton import TritonPackedProduct  # noqa: E402
+from aerie.workers.ops.packed.tiles import FIXED_ROWS, MAX_STREAM_ROWS, BlockPlan, packed_workspace_size  # noqa: E402
+from aerie.workers.ops.packed.weight import BITS, Code, PackedWeight, dequantize, pack  # noqa: E402
 from tests.bench.kernels.packed import VARIANTS  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.ops.activation import silu_mul  # noqa: E402
-from workers.ops.gemm.workspace import Workspace  # noqa: E402
-from workers.ops.packed import product_triton, tiles  # noqa: E402
-from workers.ops.packed.dequantize_triton import dequantize_rows  # noqa: E402
-from workers.ops.packed.product_triton import TritonPackedProduct  # noqa: E402
-from workers.ops.packed.tiles import FIXED_ROWS, MAX_STREAM_ROWS, BlockPlan, packed_workspace_size  # noqa: E402
-from workers.ops.packed.weight import BITS, Code, PackedWeight, dequantize, pack  # noqa: E402
 
 pytestmark = MARKS
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.ops.packed import weight as packed
-from workers.ops.packed.product import packed_product
-from workers.ops.packed.weight import BITS, SYMMETRIC_ZERO, Code, dequantize, pack
+from aerie.workers.ops.packed import weight as packed
+from aerie.workers.ops.packed.product import packed_product
+from aerie.workers.ops.packed.weight import BITS, SYMMETRIC_ZERO, Code, dequantize, pack
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 KINDS = [("int4", False), ("int4", True), ("int8", False), ("int8", True), ("e2m1", False)]

@@ -7,11 +7,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from aerie.workers.ops.activation import silu_mul  # noqa: E402
+from aerie.workers.ops.gemm.skinny_triton import fixed_rows, skinny_gemm, skinny_gemm_gated  # noqa: E402
+from aerie.workers.ops.gemm.tiles import MAX_ROWS, fills_tile, gated_tiles, skinny_gemm_tiles  # noqa: E402
+from aerie.workers.ops.gemm.workspace import Workspace  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
-from workers.ops.activation import silu_mul  # noqa: E402
-from workers.ops.gemm.skinny_triton import fixed_rows, skinny_gemm, skinny_gemm_gated  # noqa: E402
-from workers.ops.gemm.tiles import MAX_ROWS, fills_tile, gated_tiles, skinny_gemm_tiles  # noqa: E402
-from workers.ops.gemm.workspace import Workspace  # noqa: E402
 
 pytestmark = MARKS
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attention.fp8 import FP8
+from aerie.attention.fp8 import FP8
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.quantization.floats import FloatQuant, block_scheme, read_fp8
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
 from tests.workers.models.test_targets import check_greedy
-from workers.distributed.tp_group import TPGroup
-from workers.quantization.floats import FloatQuant, block_scheme, read_fp8
 
 BLOCK = (16, 24)  # of which neither divides all sizes
 _QUANTISED = tuple(

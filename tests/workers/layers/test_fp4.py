@@ -11,23 +11,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.experts import Experts
+from aerie.workers.layers.linear_method import LinearShape
+from aerie.workers.models.moe import interleaved_experts
+from aerie.workers.models.name_map import NameMap
+from aerie.workers.models.weights import CheckpointTensor, load_weights
+from aerie.workers.ops.experts.gated import GPT_OSS
+from aerie.workers.ops.experts.route import RouterLogits, Routing
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.quantization.floats import GPT_OSS_MXFP4, FloatQuant, read_mxfp4
+from aerie.workers.quantization.packed_experts import PackedExperts
+from aerie.workers.quantization.table import read_quant_method
+from aerie.workers.span import Span
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import check_speculation, load
 from tests.workers.models.test_targets import check_greedy
-from workers.distributed.tp_group import TPGroup
-from workers.layers.experts import Experts
-from workers.layers.linear_method import LinearShape
-from workers.models.moe import interleaved_experts
-from workers.models.name_map import NameMap
-from workers.models.weights import CheckpointTensor, load_weights
-from workers.ops.experts.gated import GPT_OSS
-from workers.ops.experts.route import RouterLogits, Routing
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.quantization.floats import GPT_OSS_MXFP4, FloatQuant, read_mxfp4
-from workers.quantization.packed_experts import PackedExperts
-from workers.quantization.table import read_quant_method
-from workers.span import Span
 
 # OCP Microscaling Formats 1.0, table 4: code of a positive number, times 8 for a negative one
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

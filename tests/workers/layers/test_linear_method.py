@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.models.decoder import Decoder
+from aerie.workers.models.loading import load_target, read_target_config
+from aerie.workers.quantization.table import QUANT_METHODS
 from tests.support.repository.pages import page_code
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import check_greedy
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.models.decoder import Decoder
-from workers.models.loading import load_target, read_target_config
-from workers.quantization.table import QUANT_METHODS
 
 CPU = torch.device("cpu")
 read_int8 = page_code("add-a-quantisation.md").read_int8

@@ -10,30 +10,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.backends.torch_backend import TorchBackend
-from attention.capability import Capability
-from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.layout import LayerGroup
-from attention.kv_cache.pool import KVPool
-from attention.metadata import Mode, PrefillBatch
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.backends.torch_backend import TorchBackend
+from aerie.attention.capability import Capability
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import Mode, PrefillBatch
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, WorkerConfig
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.layers.forward_context import make_context
+from aerie.workers.layers.linear import finish_weights
+from aerie.workers.layers.moe import MixtureOfExperts
+from aerie.workers.layers.routing import Router
+from aerie.workers.layers.weighted import WeightedModule, WeightKey
+from aerie.workers.models.decoder import Decoder
+from aerie.workers.models.loading import load_target, read_target_config
+from aerie.workers.models.moe import check_experts_device
+from aerie.workers.ops.experts.grouped import experts_one_by_one, grouped_experts
+from aerie.workers.ops.experts.route import Routing, route
+from aerie.workers.runner.deterministic import refusal
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import VOCAB, make_eagle, make_eagle3, make_target
-from workers.config import ModelSource, WorkerConfig
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.forward_context import make_context
-from workers.layers.linear import finish_weights
-from workers.layers.moe import MixtureOfExperts
-from workers.layers.routing import Router
-from workers.layers.weighted import WeightedModule, WeightKey
-from workers.models.decoder import Decoder
-from workers.models.loading import load_target, read_target_config
-from workers.models.moe import check_experts_device
-from workers.ops.experts.grouped import experts_one_by_one, grouped_experts
-from workers.ops.experts.route import Routing, route
-from workers.runner.deterministic import refusal
-from workers.scheduling.plan import SamplingParams
 
 CPU = torch.device("cpu")
 ROUTINGS = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from workers.ops.experts.grouped import experts_one_by_one, grouped_experts
-from workers.ops.experts.route import Routing, route
+from aerie.workers.ops.experts.grouped import experts_one_by_one, grouped_experts
+from aerie.workers.ops.experts.route import Routing, route
 
 pytestmark = pytest.mark.gpu
 

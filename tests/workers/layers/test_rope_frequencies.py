@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from workers.layers.rotary import RopeConfig, frequencies
+from aerie.workers.layers.rotary import RopeConfig, frequencies
 
 HEAD_DIM, LENGTH = 64, 8192
 

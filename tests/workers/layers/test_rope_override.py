@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from aerie.workers.config import ModelSource
+from aerie.workers.layers.rope_override import with_rope_scaling
+from aerie.workers.models.loading import read_target_config
 from tests.support import MODELS
-from workers.config import ModelSource
-from workers.layers.rope_override import with_rope_scaling
-from workers.models.loading import read_target_config
 
 PUBLISHED = Path(__file__).parents[2] / "deploy" / "config" / "published"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}

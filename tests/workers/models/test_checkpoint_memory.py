@@ -36,10 +36,10 @@ SIZES: dict[str, Any] = {
 LOAD = """
 import logging, sys, torch
 from pathlib import Path
-from workers.config import ModelSource
-from workers.distributed.tp_group import TPGroup
-from workers.models.loading import load_target, read_target_config
-from workers.models.weights import num_checkpoint_bytes
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.models.loading import load_target, read_target_config
+from aerie.workers.models.weights import num_checkpoint_bytes
 
 folder, group, ranks, hoards = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True"
 torch.set_num_threads(1)

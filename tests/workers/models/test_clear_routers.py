@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from speculative.build import EngineSpec, local_engine
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.workers.layers import experts_method
 from tests.support.known_models import make_known
 from tests.support.slow import slow
 from tests.support.targets.clear_routers import check_greedy_in_bfloat16, clear_routers
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import GREEDY, prompts, worker_of
-from workers.layers import experts_method
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "mixtral": lambda folder: make_known(folder, "mixtral"),  # by the adapter

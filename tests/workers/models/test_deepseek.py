@@ -8,29 +8,29 @@ from typing import Any
 import pytest
 import torch
 
-from attention.backends.torch_backend import TorchBackend
-from attention.capability import Capability
-from attention.kv_cache.latent import LatentLayout
-from attention.kv_cache.layout import LayerGroup
-from attention.kv_cache.pool import KVPool
-from attention.limits import AttentionUse
-from attention.metadata import Mode, PrefillBatch
-from attention.registry import BACKENDS, Choice, choose_backends, limit
+from aerie.attention.backends.torch_backend import TorchBackend
+from aerie.attention.capability import Capability
+from aerie.attention.kv_cache.latent import LatentLayout
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.limits import AttentionUse
+from aerie.attention.metadata import Mode, PrefillBatch
+from aerie.attention.registry import BACKENDS, Choice, choose_backends, limit
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.experts import Experts
+from aerie.workers.layers.experts_method import UnquantizedExperts
+from aerie.workers.layers.forward_context import make_context
+from aerie.workers.layers.rotary import RotaryTable
+from aerie.workers.layers.shared_experts import with_room
+from aerie.workers.models.deepseek import DeepseekConfig
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.models.registry import family_of
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import check_speculation, load
 from tests.workers.models.test_targets import check_greedy
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.decoder_layer import DecoderLayer
-from workers.layers.experts import Experts
-from workers.layers.experts_method import UnquantizedExperts
-from workers.layers.forward_context import make_context
-from workers.layers.rotary import RotaryTable
-from workers.layers.shared_experts import with_room
-from workers.models.deepseek import DeepseekConfig
-from workers.models.loading import read_target_config
-from workers.models.registry import family_of
 
 CPU = torch.device("cpu")
 V2, V3 = {"architecture": "DeepseekV2"}, {"architecture": "DeepseekV3"}

@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.models.decoder import TargetModel
+from aerie.workers.models.finite import _is_finite
+from aerie.workers.models.loading import _memory_for, load_target, read_target_config
 from tests.support.tiny_models import FAMILY_SETTINGS, VOCAB, make_target
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.models.decoder import TargetModel
-from workers.models.finite import _is_finite
-from workers.models.loading import _memory_for, load_target, read_target_config
 
 CPU = torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_a_load_fills_every_weight_and_checks_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
 ) -> None:
     folder = make_target(tmp_path, architecture=architecture, vocab_size=VOCAB + (architecture != "Gemma4"))
-    monkeypatch.setattr("workers.models.loading._memory_for", _nan_memory)
+    monkeypatch.setattr("aerie.workers.models.loading._memory_for", _nan_memory)
     for group in (SOLO, TPGroup(1, 2)):
         model = load(folder, group)
         assert [name for name, weight in model.named_parameters() if weight.isnan().any()] == []

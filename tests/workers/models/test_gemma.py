@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from aerie.workers.config import ModelSource
+from aerie.workers.models.gemma.gemma3 import GemmaConfig
+from aerie.workers.models.loading import read_target_config
 from tests.support.target_answers import as_text_part, check_chains_and_cached_prefixes, check_trees_on_ranks
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us, check_greedy
-from workers.config import ModelSource
-from workers.models.gemma.gemma3 import GemmaConfig
-from workers.models.loading import read_target_config
 
 KINDS = ["Gemma2", "Gemma3"]  # of windows of 12 tokens; prompts have up to 90
 

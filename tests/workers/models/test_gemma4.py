@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from attention.capability import Capability
-from attention.kv_cache.heads import HeadsLayout
-from attention.metadata import Mode
-from attention.registry import BACKENDS
-from attention.scores import ScoreRule
-from speculative.config import SpeculativeConfig
+from aerie.attention.capability import Capability
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.metadata import Mode
+from aerie.attention.registry import BACKENDS
+from aerie.attention.scores import ScoreRule
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource
+from aerie.workers.models.gemma.gemma4_config import Gemma4Config
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.runner.backends import ModelShape
 from tests.support.target_answers import as_text_part, check_chains_and_cached_prefixes, check_trees_on_ranks
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us, check_greedy, requests_of
-from workers.config import ModelSource
-from workers.models.gemma.gemma4_config import Gemma4Config
-from workers.models.loading import read_target_config
-from workers.runner.backends import ModelShape
 
 PUBLISHED = Path(__file__).parents[2] / "deploy" / "config" / "published"
 EXPERTS: dict[str, Any] = {

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from aerie.workers.config import ModelSource
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.loading import read_target_config
 from tests.support.slow import slow
 from tests.support.target_answers import check_chains_and_cached_prefixes, check_trees_on_ranks
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import check_greedy
-from workers.config import ModelSource
-from workers.models.config import ModelConfig
-from workers.models.loading import read_target_config
 
 AIR = {"use_qk_norm": False, "n_shared_experts": 2, "first_k_dense_replace": 0}  # as GLM-4.5-Air has no norms per head
 KINDS: list[dict[str, Any]] = [

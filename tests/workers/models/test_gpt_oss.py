@@ -9,14 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.models.gpt_oss import GptOssConfig
+from aerie.workers.models.loading import load_target, read_target_config
 from tests.support.target_answers import check_chains_and_cached_prefixes, check_trees_on_ranks
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_fp4 import quantised_matrix
 from tests.workers.models.test_targets import by_transformers, by_us, check_greedy, requests_of
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.models.gpt_oss import GptOssConfig
-from workers.models.loading import load_target, read_target_config
 
 GPT_OSS = {"architecture": "GptOss"}  # of windows of 12 tokens; prompts have up to 90
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attention.capability import Capability
-from speculative.config import SpeculativeConfig
+from aerie.attention.capability import Capability
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, WorkerConfig
+from aerie.workers.models.registry import family_of
+from aerie.workers.runner.deterministic import refusal
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 from tests.support.slow import slow
 from tests.support.tiny_models import add_qwen_mtp, make_target
 from tests.workers.layers.test_block_fp8 import quantised
 from tests.workers.models.test_targets import by_transformers, by_us, check_greedy, requests_of
-from workers.config import ModelSource, WorkerConfig
-from workers.models.registry import family_of
-from workers.runner.deterministic import refusal
 
 KINDS = ("linear_attention", "full_attention")
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attention.config import CacheConfig
-from attention.fp8 import FP8, KVScales
+from aerie.attention.config import CacheConfig
+from aerie.attention.fp8 import FP8, KVScales
+from aerie.workers.config import ModelSource, WorkerConfig
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.layers.kv_scales import kv_scales, warn_of_missing
+from aerie.workers.models.loading import load_target, read_target_config
+from aerie.workers.runner.layout import EnginePlan, plan_engine
 from tests.support.tiny_models import LAYERS, make_target
-from workers.config import ModelSource, WorkerConfig
-from workers.distributed.tp_group import SOLO
-from workers.layers.kv_scales import kv_scales, warn_of_missing
-from workers.models.loading import load_target, read_target_config
-from workers.runner.layout import EnginePlan, plan_engine
 
 CPU = torch.device("cpu")
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculative.config import SpeculativeConfig
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.loading import read_target_config
 from tests.support.known_models import make_known
 from tests.support.slow import slow
 from tests.support.target_answers import CHAIN, TREE, as_text_part, head_for
 from tests.workers.models.test_targets import by_transformers, by_us, check_greedy
-from workers.config import ModelSource
-from workers.models.config import ModelConfig
-from workers.models.loading import read_target_config
 
 SCOUT: dict[str, Any] = {
     "num_local_experts": 4,

@@ -8,8 +8,8 @@ import pytest
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from aerie.workers.models.registry import ARCHITECTURES, family_for
 from tests.support.known_models import known_config
-from workers.models.registry import ARCHITECTURES, family_for
 
 # Models of images, whose text part is a kind of its own.
 OUTER = {"gemma3", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe"}

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from aerie.workers.config import ModelSource
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.models.registry import ARCHITECTURES, ModelFamily, family_of
 from tests.support.repository.pages import page_code
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import check_greedy
-from workers.config import ModelSource
-from workers.models.loading import read_target_config
-from workers.models.registry import ARCHITECTURES, ModelFamily, family_of
 
 
 def test_an_unknown_architecture_names_those_that_exist(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_every_row_of_the_registry_leads_to_a_family() -> None:
 def test_the_family_of_the_page_answers_as_transformers_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/add-a-model.md."""
     page = page_code("add-a-model.md")
-    monkeypatch.setitem(sys.modules, "workers.models.mistral", page)
+    monkeypatch.setitem(sys.modules, "aerie.workers.models.mistral", page)
     monkeypatch.setitem(ARCHITECTURES, "MistralForCausalLM", "mistral")
     target = make_target(tmp_path / "t", architecture="Mistral", num_hidden_layers=2, sliding_window=None)
     check_greedy(target)

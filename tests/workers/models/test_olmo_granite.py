@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from speculative.config import SpeculativeConfig
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.linear import kv_head_span
+from aerie.workers.layers.norm import ProjectionNorm, norm_projections
+from aerie.workers.layers.weighted import WeightKey
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.granite import GraniteConfig
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.models.mistral import LocalRopeConfig
+from aerie.workers.ops.norm import rms_norm
+from aerie.workers.span import Span
 from tests.support.slow import slow
 from tests.support.target_answers import check_chains_and_cached_prefixes, check_trees_on_ranks
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_us, check_greedy
-from workers.config import ModelSource
-from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import kv_head_span
-from workers.layers.norm import ProjectionNorm, norm_projections
-from workers.layers.weighted import WeightKey
-from workers.models.config import ModelConfig
-from workers.models.granite import GraniteConfig
-from workers.models.loading import read_target_config
-from workers.models.mistral import LocalRopeConfig
-from workers.ops.norm import rms_norm
-from workers.span import Span
 
 KINDS: dict[str, dict[str, Any]] = {  # windows of 12 tokens; prompts have up to 90
     "OLMo 2": {"architecture": "Olmo2", "attention_bias": True},

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from attention.recurrent.layout import snapshot_bytes
+from aerie.attention.recurrent.layout import snapshot_bytes
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.deepseek import DeepseekConfig
+from aerie.workers.models.loading import allocate
+from aerie.workers.models.registry import family_of
 from tests.support.slow import one_of_each
-from workers.distributed.tp_group import TPGroup
-from workers.models.config import ModelConfig
-from workers.models.deepseek import DeepseekConfig
-from workers.models.loading import allocate
-from workers.models.registry import family_of
 
 META = torch.device("meta")
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from speculative.config import SpeculativeConfig
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource
+from aerie.workers.models.loading import read_target_config
 from tests.support.slow import slow
 from tests.support.target_answers import CHAIN, head_for
 from tests.support.tiny_models import VOCAB
 from tests.workers.models.test_targets import by_us, prompts
-from workers.config import ModelSource
-from workers.models.loading import read_target_config
 
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.support import MODELS
 from tests.support.embedded import embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.slow import slow
 from tests.support.tiny_models import VOCAB, make_target
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request, RequestOutput
 
 GREEDY = SamplingParams(16, 0.0)
 LLAMA3_ROPE = {

@@ -5,17 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from speculative.build import EngineSpec, local_engine
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import FinishReason
 from tests.speculative.requests.test_not_finite import POISON, outputs, run, target_of
 from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow
 from tests.support.target_answers import CHAIN, TREE, drafted
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, prompts, worker_of
-from workers.engine_layout import EngineLayout
-from workers.runner.worker import Worker
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import FinishReason
 
 WINDOW = 12  # prompts have up to 90 tokens, chunks up to 32
 KINDS: dict[str, dict[str, int]] = {"GptOss": {}, "Mistral": {"sliding_window": WINDOW}}  # in some layers, in all

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from aerie.workers.config import ModelSource
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.loading import read_target_config
 from tests.support.slow import slow
 from tests.support.target_answers import as_text_part, check_chains_and_cached_prefixes, check_trees_on_ranks
 from tests.support.tiny_models import make_target
 from tests.workers.models.test_targets import by_transformers, by_us, check_greedy
-from workers.config import ModelSource
-from workers.models.config import ModelConfig
-from workers.models.loading import read_target_config
 
 WINDOW = {"sliding_window": 12}  # prompts have up to 90 tokens
 KINDS: dict[str, dict[str, Any]] = {

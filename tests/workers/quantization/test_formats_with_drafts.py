@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from speculative.config import SpeculativeConfig
+from aerie.speculative.config import SpeculativeConfig
 from tests.support.int_checkpoints import awq, gptq, int_quantized, pack_quantized, quantise
 from tests.support.target_answers import CHAIN, TREE, drafted
 from tests.support.tiny_models import make_target

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from speculative.build import local_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair
 from tests.support.int_checkpoints import Recipe, awq, gptq, int_quantized, is_linear, pack_quantized, quantise
 from tests.support.tiny_models import VOCAB, add_mtp, add_qwen_mtp, make_eagle, make_eagle3, make_target
 from tests.workers.models.test_targets import check_greedy
-from workers.scheduling.plan import SamplingParams
 
 MOE = {"architecture": "Qwen3Moe", "moe_intermediate_size": 64, "num_hidden_layers": 2}
 LATENT = {"architecture": "DeepseekV3", "kv_lora_rank": 32, "q_lora_rank": 64, "v_head_dim": 24}

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
+from aerie.workers.layers.linear_method import LinearMethod, LinearShape
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.quantization.packed_linear import PackedLinear
+from aerie.workers.quantization.table import read_quant_method
+from aerie.workers.span import Span
 from tests.support.int_checkpoints import Recipe, awq, gptq, pack_quantized
-from workers.layers.linear_method import LinearMethod, LinearShape
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.quantization.packed_linear import PackedLinear
-from workers.quantization.table import read_quant_method
-from workers.span import Span
 
 pytestmark = pytest.mark.gpu
 K, N = 2048, 1024

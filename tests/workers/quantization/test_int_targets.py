@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from aerie.workers.models.weights import checkpoint_tensors
 from tests.support.int_checkpoints import (
     Recipe,
     auto_round,
@@ -22,7 +23,6 @@ from tests.support.int_checkpoints import (
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load
 from tests.workers.models.test_targets import check_greedy
-from workers.models.weights import checkpoint_tensors
 
 RECIPES: dict[str, Recipe] = {
     "awq": awq(),

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch
 
-from deploy.cli import main
+from aerie.deploy.cli import main
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.models.loading import allocate
+from aerie.workers.models.registry import family_of
+from aerie.workers.models.weight_bytes import META, weight_bytes, weight_formats
+from aerie.workers.quantization.integers.scheme import SchemeQuant
+from aerie.workers.quantization.table import read_quant_method
 from tests.support import MODELS
 from tests.support.slow import one_of_each
 from tests.workers.models.test_published_configs import read
 from tests.workers.quantization.published_configs import AUTO_ROUND, AWQ, GPTQMODEL, INT4, PUBLISHED, REFUSED, packed
-from workers.distributed.tp_group import TPGroup
-from workers.models.loading import allocate
-from workers.models.registry import family_of
-from workers.models.weight_bytes import META, weight_bytes, weight_formats
-from workers.quantization.integers.scheme import SchemeQuant
-from workers.quantization.table import read_quant_method
 
 
 def planned(raw: dict[str, Any], ranks: int = 1) -> tuple[str, int]:

@@ -7,15 +7,13 @@ from typing import TypeVar
 import pytest
 import torch
 
-from attention.backend import NewUnderCaptureError
-from tests.support.kernels.eager_graphs import EagerRecorder
-from tests.support.thread_group import on_ranks
-from workers.config import MAX_STEP_TOKENS, PLAIN, GraphCapture, RoundShape, RoundShapes
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.decoding import FillMasks, Passed
-from workers.runner.graphs.cuda_graph import CaptureCost, GraphedDecoding
-from workers.runner.graphs.graph_keys import (
+from aerie.attention.backend import NewUnderCaptureError
+from aerie.workers.config import MAX_STEP_TOKENS, PLAIN, GraphCapture, RoundShape, RoundShapes
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.runner.batch import StepBatch, StepTensors
+from aerie.workers.runner.decoding import FillMasks, Passed
+from aerie.workers.runner.graphs.cuda_graph import CaptureCost, GraphedDecoding
+from aerie.workers.runner.graphs.graph_keys import (
     TOKEN_BUCKETS,
     GraphKey,
     bucket_sizes,
@@ -24,10 +22,12 @@ from workers.runner.graphs.graph_keys import (
     is_always_captured,
     token_buckets,
 )
-from workers.runner.graphs.kernel_compilation import CompileAhead
-from workers.runner.graphs.step_capture import BrokenStepError
-from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
-from workers.slots.slot_table import SlotTable
+from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
+from aerie.workers.runner.graphs.step_capture import BrokenStepError
+from aerie.workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
+from aerie.workers.slots.slot_table import SlotTable
+from tests.support.kernels.eager_graphs import EagerRecorder
+from tests.support.thread_group import on_ranks
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import torch
 
-from attention.capability import Capability
-from attention.config import TargetAttention
-from speculative.build import EngineSpec, plan_engine
+from aerie.attention.capability import Capability
+from aerie.attention.config import TargetAttention
+from aerie.speculative.build import EngineSpec, plan_engine
+from aerie.workers.config import WorkerConfig
+from aerie.workers.runner.deterministic import checked_deterministic
 from tests.support.embedded import embedded_spec
 from tests.support.engine_plans import build_worker
-from workers.config import WorkerConfig
-from workers.runner.deterministic import checked_deterministic
 
 GPU = Capability("cuda", (9, 0))
 

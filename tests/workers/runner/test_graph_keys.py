@@ -2,8 +2,8 @@
 
 import pytest
 
-from workers.config import PLAIN, RoundShape, RoundShapes
-from workers.runner.graphs.graph_keys import (
+from aerie.workers.config import PLAIN, RoundShape, RoundShapes
+from aerie.workers.runner.graphs.graph_keys import (
     CHUNK_NEEDS,
     EXPANDED_SEEN,
     EXPANDED_TOKENS,
@@ -13,7 +13,7 @@ from workers.runner.graphs.graph_keys import (
     bucket_sizes,
     serves,
 )
-from workers.sampling.sampler import SamplingNeeds
+from aerie.workers.sampling.sampler import SamplingNeeds
 
 CHAIN, TREE = RoundShape("3/1/4", 4, 4, 3), RoundShape("5/4/16", 16, 6, 20)
 SHAPES = {

@@ -6,23 +6,23 @@ import sys
 
 import pytest
 
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.runner.layout import plan_engine
+from aerie.workers.runner.local_engine import local_engine
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support import ROOT
 from tests.support.embedded import embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
-from workers.models.loading import read_target_config
-from workers.runner.layout import plan_engine
-from workers.runner.local_engine import local_engine
-from workers.scheduling.plan import SamplingParams
 
 PROGRAM = """
 import json, sys
 import torch
-from attention.config import CacheConfig
-from workers.config import ModelSource, WorkerConfig
-from workers.models.loading import read_target_config
-from workers.runner.layout import plan_engine
-from workers.runner.local_engine import local_engine
-from workers.scheduling.plan import SamplingParams
+from aerie.attention.config import CacheConfig
+from aerie.workers.config import ModelSource, WorkerConfig
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.runner.layout import plan_engine
+from aerie.workers.runner.local_engine import local_engine
+from aerie.workers.scheduling.plan import SamplingParams
 import pytest
 
 torch.set_num_threads(1)

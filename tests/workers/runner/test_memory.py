@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from attention.config import CacheConfig
-from attention.expansion import MAX_TOKENS, pays
-from attention.metadata import ChunkLists
-from speculative.build import EngineSpec, plan_engine
+from aerie.attention.config import CacheConfig
+from aerie.attention.expansion import MAX_TOKENS, pays
+from aerie.attention.metadata import ChunkLists
+from aerie.speculative.build import EngineSpec, plan_engine
+from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.engine_layout import EngineLayout, snapshot_share
+from aerie.workers.runner.device_memory import HostMemory
+from aerie.workers.runner.graphs.warm_up import largest_steps
+from aerie.workers.runner.memory import GRAPH_BYTES, RankMemory, StepPeaks, slots_for, wait_until_free
+from aerie.workers.scheduling.plan import GraphCount, StepPlan, unpack_i32
 from tests.bench.models.configured import write_config
 from tests.support.embedded import TREE, embedded_spec
 from tests.support.thread_group import on_ranks
-from workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.engine_layout import EngineLayout, snapshot_share
-from workers.runner.device_memory import HostMemory
-from workers.runner.graphs.warm_up import largest_steps
-from workers.runner.memory import GRAPH_BYTES, RankMemory, StepPeaks, slots_for, wait_until_free
-from workers.scheduling.plan import GraphCount, StepPlan, unpack_i32
 
 GB = 10**9
 GPU = torch.device("cuda")  # never touched

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from attention.capability import Capability
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, plan_engine, plan_weights
-from speculative.config import SpeculativeConfig
+from aerie.attention.capability import Capability
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, plan_engine, plan_weights
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.engine_layout import EngineLayout
 from tests.speculative.drafts.test_published_heads import flat, layer
 from tests.workers.models.test_published_configs import HYBRID_FP8, LLAMA_8B, QWEN35_27B
 from tests.workers.runner.test_memory import DescribedMemory, settled
-from workers.config import ModelSource, SchedulerConfig, WorkerConfig
-from workers.engine_layout import EngineLayout
 
 H200 = 143_771 * 2**20  # bytes of its memory, as nvidia-smi names them
 CHAIN, TREE = (3, 1, 4), (4, 4, 8)

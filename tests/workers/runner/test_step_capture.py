@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from workers.runner.decoding import Passed
-from workers.runner.graphs.step_capture import StepCapture
+from aerie.workers.runner.decoding import Passed
+from aerie.workers.runner.graphs.step_capture import StepCapture
 
 COUNT = 1 << 17  # of numbers, large enough to be shared
 

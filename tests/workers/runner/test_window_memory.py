@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.config import CacheConfig
-from workers.config import RoundShapes, SchedulerConfig
-from workers.engine_layout import EngineLayout, PageCounts
+from aerie.attention.config import CacheConfig
+from aerie.workers.config import RoundShapes, SchedulerConfig
+from aerie.workers.engine_layout import EngineLayout, PageCounts
 
 GPT_OSS_20B = (24576, 24576, 128)  # bytes of a token in full layers and in windows, tokens of a window; 16 bits
 GEMMA_3_27B = (81920, 425984, 1024)

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.runner.batch import StepBatch, StepTensors
+from aerie.workers.runner.decoding import FillMasks
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
+from aerie.workers.slots import upload
+from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots.upload import upload as upload_columns
 from tests.support.kernels import strict_device
 from tests.support.slots import apply_plan
-from workers.distributed.tp_group import TPGroup
-from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.decoding import FillMasks
-from workers.runner.worker import Worker
-from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
-from workers.slots import upload
-from workers.slots.slot_table import SlotTable
-from workers.slots.upload import upload as upload_columns
 
 CPU = torch.device("cpu")
 SHAPING = SamplingParams(9, 0.7, presence_penalty=0.5, logit_bias={4: 2.0}, stop_token_ids=(3, 8), seed=(1 << 64) - 5)

@@ -4,15 +4,15 @@ over ranks, with all that a choice may need besides."""
 import pytest
 import torch
 
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.layers.vocab import VocabShard
+from aerie.workers.ops.sampling.masks import FREE
+from aerie.workers.sampling.sampler import CAPTURED_NEEDS, Rows, Sampler, SamplingNeeds
+from aerie.workers.scheduling.plan import SamplingParams, SlotInit
+from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.structured_output.mask_table import MaskTable
 from tests.support.slots import enter
 from tests.support.thread_group import on_ranks
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.vocab import VocabShard
-from workers.ops.sampling.masks import FREE
-from workers.sampling.sampler import CAPTURED_NEEDS, Rows, Sampler, SamplingNeeds
-from workers.scheduling.plan import SamplingParams, SlotInit
-from workers.slots.slot_table import SlotTable
-from workers.structured_output.mask_table import MaskTable
 
 CPU = torch.device("cpu")
 VOCAB, WIDTH = 75, 3

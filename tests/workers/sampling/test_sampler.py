@@ -7,14 +7,13 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.support.slots import enter
-from workers.distributed.tp_group import SOLO
-from workers.layers.vocab import VocabShard
-from workers.ops.sampling.draft_scores import DROPPED
-from workers.ops.sampling.filters import MAX_GAP, find_limits, gap_limits, gaps
-from workers.ops.sampling.gumbel import gumbel_noise
-from workers.ops.sampling.penalties import apply_penalties
-from workers.sampling.sampler import (
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.layers.vocab import VocabShard
+from aerie.workers.ops.sampling.draft_scores import DROPPED
+from aerie.workers.ops.sampling.filters import MAX_GAP, find_limits, gap_limits, gaps
+from aerie.workers.ops.sampling.gumbel import gumbel_noise
+from aerie.workers.ops.sampling.penalties import apply_penalties
+from aerie.workers.sampling.sampler import (
     CAPTURED_NEEDS,
     MAX_LOGPROBS,
     Rows,
@@ -22,8 +21,9 @@ from workers.sampling.sampler import (
     SamplingNeeds,
     logprobs_of,
 )
-from workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
-from workers.slots.slot_table import SlotTable
+from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
+from aerie.workers.slots.slot_table import SlotTable
+from tests.support.slots import enter
 
 VOCAB = 23
 CPU = torch.device("cpu")

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.layers.vocab import VocabShard
+from aerie.workers.sampling.sampler import Rows, Sampler, SamplingNeeds
+from aerie.workers.scheduling.plan import SamplingParams, SlotInit
+from aerie.workers.slots.slot_table import SlotTable
 from tests.support.slots import enter
 from tests.support.thread_group import on_ranks
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.vocab import VocabShard
-from workers.sampling.sampler import Rows, Sampler, SamplingNeeds
-from workers.scheduling.plan import SamplingParams, SlotInit
-from workers.slots.slot_table import SlotTable
 
 CPU = torch.device("cpu")
 ROWS = 40

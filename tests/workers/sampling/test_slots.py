@@ -6,18 +6,18 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from attention.config import CacheConfig
-from attention.kv_cache.heads import HeadsLayout
-from attention.kv_cache.layout import LayerGroup
-from attention.kv_cache.pool import bytes_per_page
+from aerie.attention.config import CacheConfig
+from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.pool import bytes_per_page
+from aerie.workers.config import RoundShapes, SchedulerConfig
+from aerie.workers.engine_layout import EngineLayout, PageCounts, pages_asked
+from aerie.workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
+from aerie.workers.slots import upload
+from aerie.workers.slots.slot_table import SlotTable
 from tests.support.kernels import strict_device
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.slots import apply_plan, enter
-from workers.config import RoundShapes, SchedulerConfig
-from workers.engine_layout import EngineLayout, PageCounts, pages_asked
-from workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
-from workers.slots import upload
-from workers.slots.slot_table import SlotTable
 
 CPU = torch.device("cpu")
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from aerie.workers.scheduling.capture_pacing import IDLE_S, CapturePacing
+from aerie.workers.scheduling.plan import GraphCount, StepResult
 from tests.support.simulation.scheduler import Simulation
-from workers.scheduling.capture_pacing import IDLE_S, CapturePacing
-from workers.scheduling.plan import GraphCount, StepResult
 
 
 class Clock:

@@ -2,11 +2,11 @@
 
 import msgspec
 
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.plan import Failure, Grammar, unpack_i32
+from aerie.workers.scheduling.request import FinishReason
 from tests.support.scripted import ScriptedExecutor
 from tests.support.simulation.grammar_engine import GrammarEngine
-from workers.config import RoundShapes
-from workers.scheduling.plan import Failure, Grammar, unpack_i32
-from workers.scheduling.request import FinishReason
 
 FIRST, SECOND = Grammar("regex", "a", (1,)), Grammar("regex", "b", (1,))
 

@@ -2,10 +2,10 @@
 
 import msgspec
 
+from aerie.workers.scheduling.plan import Grammar, StepPlan, StepResult, pack_i32, unpack_i32
+from aerie.workers.scheduling.request import FinishReason, Request
 from tests.support.scripted import scripted_output
 from tests.support.simulation.grammar_engine import GrammarEngine
-from workers.scheduling.plan import Grammar, StepPlan, StepResult, pack_i32, unpack_i32
-from workers.scheduling.request import FinishReason, Request
 
 
 def _without(result: StepResult, plan: StepPlan, late: tuple[int, ...]) -> StepResult:

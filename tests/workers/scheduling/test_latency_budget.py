@@ -8,16 +8,16 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
+from aerie.workers.scheduling.plan import StepPlan, unpack_i32
+from aerie.workers.scheduling.request import Request, RequestState
+from aerie.workers.scheduling.sequence import Sequence
+from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 from tests.support.simulation.integrity import check_queues
 from tests.support.simulation.scheduler import Simulation
-from workers.config import SchedulerConfig
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
-from workers.scheduling.plan import StepPlan, unpack_i32
-from workers.scheduling.request import Request, RequestState
-from workers.scheduling.sequence import Sequence
-from workers.scheduling.timing.step import Step
-from workers.scheduling.timing.step_time import StepTime
 
 QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # other work may slow this machine
 ROUND = RoundCosts(num_requests=(1, 8), ms=(5.0, 6.0), ms_per_kv_token=(0.0, 0.0))

@@ -1,8 +1,8 @@
 """Which requests are suspected if ranks fail in a step, and how these are tried again one at a time."""
 
+from aerie.workers.scheduling.queues.request_queues import PROBATION_STEPS
+from aerie.workers.scheduling.request import Request
 from tests.support.simulation.scheduler import Simulation
-from workers.scheduling.queues.request_queues import PROBATION_STEPS
-from workers.scheduling.request import Request
 
 
 def names(requests: list[Request]) -> list[str]:

@@ -1,12 +1,13 @@
-"""Which prompts `workers.scheduling.prefill` computes first, whom it looks at, and what it tells the latency budget."""
+"""Which prompts `aerie.workers.scheduling.prefill` computes first, whom it looks at, and what it tells the latency
+budget."""
 
 import pytest
 
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.latency_budget import StepBudget, StepRounds
+from aerie.workers.scheduling.plan import StepPlan, unpack_i32
+from aerie.workers.scheduling.request import Request
 from tests.support.simulation.scheduler import Simulation
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.latency_budget import StepBudget, StepRounds
-from workers.scheduling.plan import StepPlan, unpack_i32
-from workers.scheduling.request import Request
 
 
 def chunks(plan: StepPlan) -> list[tuple[int, int]]:

@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
+from aerie.workers.scheduling.plan import SamplingParams, StepResult, unpack_i32
+from aerie.workers.scheduling.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
 from tests.support.simulation.scheduler import TREE, Simulation
-from workers.scheduling.plan import SamplingParams, StepResult, unpack_i32
-from workers.scheduling.request import FinishReason, QueueFullError, Request, RequestState, RequestTooLargeError
 
 
 def rounds(plan):

@@ -2,8 +2,8 @@
 
 import pytest
 
+from aerie.workers.scheduling.request import UnfinishedError
 from tests.support.simulation.scheduler import Simulation
-from workers.scheduling.request import UnfinishedError
 
 
 def test_after_a_flush_nothing_is_found_and_every_page_is_free() -> None:

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from aerie.workers.scheduling.request import FinishReason, Request
 from tests.support.simulation.scheduler import Simulation, random_history, random_prompt
 from tests.support.slow import covering
-from workers.scheduling.request import FinishReason, Request
 
 POOLS = {1: 110, 4: 30, 16: 12, 64: 5}  # pages: the largest request fits, few of them do at once
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from aerie.workers.scheduling import shared_prefixes
+from aerie.workers.scheduling.plan import StepPlan
+from aerie.workers.scheduling.prefill import MAX_PASSED
+from aerie.workers.scheduling.request import Request, RequestState
+from aerie.workers.scheduling.sequence import Sequence
+from aerie.workers.scheduling.shared_prefixes import SharedPrefixes
 from tests.support.simulation.load import Arrival, Policy, simulate
 from tests.support.simulation.scheduler import Simulation
-from workers.scheduling import shared_prefixes
-from workers.scheduling.plan import StepPlan
-from workers.scheduling.prefill import MAX_PASSED
-from workers.scheduling.request import Request, RequestState
-from workers.scheduling.sequence import Sequence
-from workers.scheduling.shared_prefixes import SharedPrefixes
 
 PREFIX = list(range(100, 149))  # twelve pages, and the token that the last one depends on
 LEADER, FOLLOWER = [*PREFIX, *range(200, 210)], [*PREFIX, *range(300, 306)]

@@ -6,10 +6,10 @@ of any shape. There and where rounds take what the device does, after 200 steps.
 
 import pytest
 
+from aerie.workers.config import RoundShapes
 from tests.support.simulation.answers import HOST_MS, Answers, embedded_pair, measured_tree
 from tests.support.simulation.shapes import CHAIN, TREE
 from tests.support.slow import slow
-from workers.config import RoundShapes
 
 
 @pytest.mark.parametrize(

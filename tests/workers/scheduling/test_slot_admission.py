@@ -6,22 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from attention.config import CacheConfig
+from aerie.attention.config import CacheConfig
+from aerie.workers.config import PLAIN, RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.scheduling.latency_budget import LatencyBudget
+from aerie.workers.scheduling.plan import SamplingParams, StepResult
+from aerie.workers.scheduling.queues.admission import MAX_RETRY_AFTER_S, UNKNOWN_S
+from aerie.workers.scheduling.queues.answer_lengths import AnswerLengths
+from aerie.workers.scheduling.queues.wait_forecast import QueueSimulation, StepForecast, Work
+from aerie.workers.scheduling.request import Request, RequestOutput
+from aerie.workers.scheduling.scheduler import Scheduler
+from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 from tests.support.simulation.bursts import ENGINES, Answers, burst
 from tests.support.simulation.load import H200, Policy, poisson_load, replace_struct, simulate
 from tests.support.simulation.scheduler import Clock
 from tests.support.slow import slow
-from workers.config import PLAIN, RoundShapes, SchedulerConfig
-from workers.scheduling.cost_table import CostTable, RoundCosts
-from workers.scheduling.latency_budget import LatencyBudget
-from workers.scheduling.plan import SamplingParams, StepResult
-from workers.scheduling.queues.admission import MAX_RETRY_AFTER_S, UNKNOWN_S
-from workers.scheduling.queues.answer_lengths import AnswerLengths
-from workers.scheduling.queues.wait_forecast import QueueSimulation, StepForecast, Work
-from workers.scheduling.request import Request, RequestOutput
-from workers.scheduling.scheduler import Scheduler
-from workers.scheduling.timing.step import Step
-from workers.scheduling.timing.step_time import StepTime
 
 COSTS = CostTable((RoundCosts((1, 8), (10.0, 10.0), (0.0, 0.0)),), (0, 8), (1, 100), ((1.0, 100.0), (11.0, 110.0)))
 CONFIG = SchedulerConfig(8, 100, itl_target_ms=1000.0)

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
-from attention.kv_cache.prefix_cache import Match, PrefixCache
+from aerie.attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
+from aerie.attention.kv_cache.prefix_cache import Match, PrefixCache
+from aerie.workers.scheduling.plan import unpack_i32
+from aerie.workers.scheduling.slot_lengths import MEAN_GAPS
+from aerie.workers.scheduling.slot_pages import SlotPages
 from tests.support.simulation.integrity import check_slots
-from workers.scheduling.plan import unpack_i32
-from workers.scheduling.slot_lengths import MEAN_GAPS
-from workers.scheduling.slot_pages import SlotPages
 
 PAGE = 4
 TOKENS = np.arange(100, 100 + 3 * PAGE, dtype=np.int32)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attention.kv_cache.window_pages import WindowSizes
+from aerie.attention.kv_cache.window_pages import WindowSizes
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.request import Request
 from tests.support.simulation.scheduler import Simulation, random_history, random_prompt
-from workers.config import RoundShapes
-from workers.scheduling.request import Request
 
 POOLS = {1: 110, 4: 30, 16: 12}  # pages: the largest request fits, few of them do at once
 

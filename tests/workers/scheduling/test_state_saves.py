@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
+from aerie.workers.scheduling.request import FinishReason, Request
 from tests.support.simulation.integrity import check_queues
 from tests.support.simulation.prefix_loads import possible_tokens, prompt_heavy
 from tests.support.simulation.scheduler import Simulation, random_history, random_prompt
 from tests.support.simulation.states import hits
 from tests.support.slow import slow
-from workers.scheduling.request import FinishReason, Request
 
 POOLS = {1: 110, 4: 30, 16: 12}
 

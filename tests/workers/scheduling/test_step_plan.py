@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from workers.scheduling.plan import StepPlan, StepResult
+from aerie.workers.scheduling.plan import StepPlan, StepResult
 
 
 @pytest.mark.parametrize("message", [StepPlan, StepResult])

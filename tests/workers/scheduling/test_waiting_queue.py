@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from attention.config import CacheConfig
+from aerie.attention.config import CacheConfig
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.scheduling.plan import Grammar, SamplingParams, pack_i32
+from aerie.workers.scheduling.queues.waiting_queue import BYTES_PER_TOKEN, REQUEST_BYTES
+from aerie.workers.scheduling.request import QueueFullError, Request
+from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.simulation.scheduler import Clock, Simulation
-from workers.config import SchedulerConfig
-from workers.scheduling.plan import Grammar, SamplingParams, pack_i32
-from workers.scheduling.queues.waiting_queue import BYTES_PER_TOKEN, REQUEST_BYTES
-from workers.scheduling.request import QueueFullError, Request
-from workers.scheduling.scheduler import Scheduler
 
 
 def _scheduler(**config: Any) -> Scheduler:

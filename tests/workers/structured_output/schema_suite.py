@@ -14,13 +14,13 @@ from pathlib import Path
 
 import xgrammar
 
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from aerie.workers.structured_output.json_schema import checked_schema
+from aerie.workers.structured_output.mask_process.trial import try_grammar
+from aerie.workers.structured_output.schema_keywords import UnsupportedSchemaError
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
-from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from workers.structured_output.json_schema import checked_schema
-from workers.structured_output.mask_process.trial import try_grammar
-from workers.structured_output.schema_keywords import UnsupportedSchemaError
 
 TARGET = str(MODELS / "target")
 MAX_DEPTH = 32

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import xgrammar
 
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.compiler import MAX_FAULT_CHARS, GrammarCompiler, Vocabulary
+from aerie.workers.structured_output.faults import InvalidGrammarError
+from aerie.workers.structured_output.mask_process.matcher import Matcher
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
-from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import MAX_FAULT_CHARS, GrammarCompiler, Vocabulary
-from workers.structured_output.faults import InvalidGrammarError
-from workers.structured_output.mask_process.matcher import Matcher
 
 VOCAB, STOPS = 4096, eos_token_ids()
 VOCABULARY = Vocabulary(MODELS / "target", VOCAB)

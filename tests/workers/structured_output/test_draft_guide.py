@@ -7,17 +7,17 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from speculative.ops.guides import begin, follow, forced_or
+from aerie.speculative.ops.guides import begin, follow, forced_or
+from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from aerie.workers.structured_output.guide_table import MAX_STATES, GuideBlock, GuideTable
+from aerie.workers.structured_output.mask_process.draft_guide import Endings, MaskRows, TreeWalk
+from aerie.workers.structured_output.mask_process.matcher import Matcher
+from aerie.workers.structured_output.mask_process.request_grammar import Tree
+from aerie.workers.structured_output.mask_process.token_texts import TokenTexts
+from aerie.workers.structured_output.mask_table import NUM_SPARE, MaskTable
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
 from tests.support.structured_output.sampled import grammar_of
-from workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from workers.structured_output.guide_table import MAX_STATES, GuideBlock, GuideTable
-from workers.structured_output.mask_process.draft_guide import Endings, MaskRows, TreeWalk
-from workers.structured_output.mask_process.matcher import Matcher
-from workers.structured_output.mask_process.request_grammar import Tree
-from workers.structured_output.mask_process.token_texts import TokenTexts
-from workers.structured_output.mask_table import NUM_SPARE, MaskTable
 
 VOCAB, WIDTH, SLOTS = 4096, 4, torch.tensor([0])
 TOKENIZER = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))

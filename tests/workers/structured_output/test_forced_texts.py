@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 import torch
 
-from speculative.ops.guides import begin, forced_or
+from aerie.speculative.ops.guides import begin, forced_or
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from aerie.workers.structured_output.guide_table import GuideBlock
+from aerie.workers.structured_output.mask_process import draft_guide
+from aerie.workers.structured_output.mask_process.draft_guide import MAX_SEARCHES, MaskRows
+from aerie.workers.structured_output.mask_process.grammar_cache import CachedGrammar
+from aerie.workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S
+from aerie.workers.structured_output.mask_process.matcher import Matcher
+from aerie.workers.structured_output.mask_process.request_grammar import RequestGrammar
+from aerie.workers.structured_output.mask_table import NUM_SPARE, MaskTable
+from aerie.workers.structured_output.slot_grammars import MIN_GUIDED_NODES
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
 from tests.support.structured_output.hostile import RECURSIVE
 from tests.support.structured_output.sampled import grammar_of
-from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from workers.structured_output.guide_table import GuideBlock
-from workers.structured_output.mask_process import draft_guide
-from workers.structured_output.mask_process.draft_guide import MAX_SEARCHES, MaskRows
-from workers.structured_output.mask_process.grammar_cache import CachedGrammar
-from workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S
-from workers.structured_output.mask_process.matcher import Matcher
-from workers.structured_output.mask_process.request_grammar import RequestGrammar
-from workers.structured_output.mask_table import NUM_SPARE, MaskTable
-from workers.structured_output.slot_grammars import MIN_GUIDED_NODES
 
 VOCAB = 4096
 LIMIT_S, LIMIT_BYTES = 40, 4 << 30  # of a case's process

@@ -12,15 +12,15 @@ import pytest
 import xgrammar
 from hypothesis import strategies as st
 
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output import schema_patterns
+from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from aerie.workers.structured_output.faults import InvalidGrammarError
+from aerie.workers.structured_output.json_schema import checked_schema
+from aerie.workers.structured_output.mask_process.trial import try_grammar
+from aerie.workers.structured_output.schema_keywords import UnsupportedSchemaError
 from tests.support import MODELS, ROOT
 from tests.support.embedded import eos_token_ids
-from workers.scheduling.plan import Grammar
-from workers.structured_output import schema_patterns
-from workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from workers.structured_output.faults import InvalidGrammarError
-from workers.structured_output.json_schema import checked_schema
-from workers.structured_output.mask_process.trial import try_grammar
-from workers.structured_output.schema_keywords import UnsupportedSchemaError
 
 PAGE = (ROOT / "docs/structured-output.md").read_text()
 REFUSED_WORDS = PAGE.partition("## Schemas are enforced whole or refused")[2].partition("\n## ")[0]

@@ -18,14 +18,14 @@ import pytest
 import xgrammar
 from pydantic import Field
 
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from aerie.workers.structured_output.json_schema import checked_schema
+from aerie.workers.structured_output.mask_process.matcher import Matcher
+from aerie.workers.structured_output.mask_process.trial import try_grammar
+from aerie.workers.structured_output.schema_keywords import UnsupportedSchemaError
 from tests.support import MODELS, ROOT
 from tests.support.embedded import eos_token_ids
-from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from workers.structured_output.json_schema import checked_schema
-from workers.structured_output.mask_process.matcher import Matcher
-from workers.structured_output.mask_process.trial import try_grammar
-from workers.structured_output.schema_keywords import UnsupportedSchemaError
 
 VOCABULARY = Vocabulary(MODELS / "target")
 COMPILER = GrammarCompiler(VOCABULARY)

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+from aerie.workers.scheduling.plan import Grammar, pack_i32
+from aerie.workers.structured_output.compiler import Vocabulary
+from aerie.workers.structured_output.framing import receive, send
+from aerie.workers.structured_output.mask_messages import LATE, Advanced, Deadline, Entered, Fill, Filled, Notice, Order
+from aerie.workers.structured_output.mask_process import mask_jobs
+from aerie.workers.structured_output.mask_process.mask_host import MaskHost
+from aerie.workers.structured_output.mask_process.request_grammar import RequestGrammar
+from aerie.workers.structured_output.mask_process.shared_table import SharedTable
+from aerie.workers.structured_output.mask_table import MaskTable
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
-from workers.scheduling.plan import Grammar, pack_i32
-from workers.structured_output.compiler import Vocabulary
-from workers.structured_output.framing import receive, send
-from workers.structured_output.mask_messages import LATE, Advanced, Deadline, Entered, Fill, Filled, Notice, Order
-from workers.structured_output.mask_process import mask_jobs
-from workers.structured_output.mask_process.mask_host import MaskHost
-from workers.structured_output.mask_process.request_grammar import RequestGrammar
-from workers.structured_output.mask_process.shared_table import SharedTable
-from workers.structured_output.mask_table import MaskTable
 
 VOCAB, SLOTS = 4096, 4
 VOCABULARY = Vocabulary(MODELS / "target", VOCAB)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import xgrammar
 
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from aerie.workers.structured_output.json_schema import checked_schema
+from aerie.workers.structured_output.schema_keywords import UnsupportedSchemaError, pattern_fault
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
-from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from workers.structured_output.json_schema import checked_schema
-from workers.structured_output.schema_keywords import UnsupportedSchemaError, pattern_fault
 
 COMPILER = GrammarCompiler(Vocabulary(MODELS / "target"))
 ATOMS = ("x", "y", "z", "é", "[xy]", "[^x]", "[)(]", "[ -~]", r"\d", r"\S", r"[\D]", r"\(", r"\"", r"\\", ".")

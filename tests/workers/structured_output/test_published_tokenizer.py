@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.http.text.tokenizer import ChatTokenizer
-from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import Vocabulary
-from workers.structured_output.mask_process.trial import try_grammar
-from workers.structured_output.token_bytes import BYTE_OF
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.compiler import Vocabulary
+from aerie.workers.structured_output.mask_process.trial import try_grammar
+from aerie.workers.structured_output.token_bytes import BYTE_OF
 
 pytestmark = pytest.mark.slow
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from aerie.workers.structured_output.mask_process import template_process
+from aerie.workers.structured_output.mask_process.template_process import LOWEST_PRIORITY, Kind, Template, Work
 from tests.support import MODELS, ROOT
-from workers.structured_output.mask_process import template_process
-from workers.structured_output.mask_process.template_process import LOWEST_PRIORITY, Kind, Template, Work
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="niceness is a thread's on Linux alone")
 
@@ -63,7 +63,8 @@ def test_trials_are_behind_ranks_in_the_scheduling_group_of_ranks() -> None:
 def test_a_template_imports_no_transformers_and_leaves_it_to_be_imported() -> None:
     """It would take longer than the compiler itself, in two processes of each server."""
     program = (
-        "import sys; from workers.structured_output.mask_process import template_process; template_process._import(); "
+        "import sys; from aerie.workers.structured_output.mask_process import template_process; "
+        "template_process._import(); "
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'transformers', 'xgrammar'})); "
         "import transformers; print(transformers.__version__)"
     )

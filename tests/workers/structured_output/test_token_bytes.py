@@ -11,7 +11,12 @@ import pytest
 import xgrammar
 from tokenizers import Tokenizer, decoders
 
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from aerie.workers.structured_output.mask_process.matcher import Matcher
+from aerie.workers.structured_output.mask_process.trial import try_grammar
+from aerie.workers.structured_output.token_bytes import BYTE_OF
 from tests.support.structured_output.vocabularies import (
     END,
     KINDS,
@@ -22,11 +27,6 @@ from tests.support.structured_output.vocabularies import (
     sentencepiece_unstripped,
     wordpiece,
 )
-from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from workers.structured_output.mask_process.matcher import Matcher
-from workers.structured_output.mask_process.trial import try_grammar
-from workers.structured_output.token_bytes import BYTE_OF
 
 CHARACTERS = sorted(set("".join(SENTENCES)))
 

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 from torch import Tensor
 
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.compiler import Vocabulary
+from aerie.workers.structured_output.mask_process import trial
+from aerie.workers.structured_output.mask_process.matcher import Matcher
 from tests.support import MODELS
 from tests.support.slow import slow
 from tests.support.structured_output.hostile import STOPS
-from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import Vocabulary
-from workers.structured_output.mask_process import trial
-from workers.structured_output.mask_process.matcher import Matcher
 
 ANYTHING = Grammar("regex", "[ -~\\n]{0,5000}", STOPS)
 PREFERRED = ("longest", "shortest", *(text.decode() for text in trial._REPEATED))  # in the order of the trial

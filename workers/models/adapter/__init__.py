@@ -1,4 +1,4 @@
-"""Serves decoders of transformers for which `workers.models` has no class: their own modules, with Aerie's linear
+"""Serves decoders of transformers for which `aerie.workers.models` has no class: their own modules, with Aerie's linear
 layers, vocabulary and attention put in.
 
 survey     runs a model on the meta device and records its attention calls

@@ -1,7 +1,7 @@
 """Fuses the residual addition and the following norm of decoder layers into one launch.
 
 Such layers are found by comparing results, with narrow stand-ins for a layer's modules, as in
-`workers.models.adapter.matching`.
+`aerie.workers.models.adapter.matching`.
 """
 
 import inspect
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.layers.norm import RMSNorm
-from workers.models.adapter.matching import Mark, RandomNumbers, copied, is_close, tensor_of
+from aerie.workers.layers.norm import RMSNorm
+from aerie.workers.models.adapter.matching import Mark, RandomNumbers, copied, is_close, tensor_of
 
 _WIDTH, _ROWS = 8, 3  # of random inputs
 # Arguments that transformers' models pass to their layers besides the hidden states.

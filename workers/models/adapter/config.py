@@ -13,11 +13,11 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from attention.capability import Capability
-from attention.kv_cache.layout import LayerGroup
-from attention.lazy_import import load
-from attention.scores import ScoreRule
-from workers.models.adapter.names import (
+from aerie.attention.capability import Capability
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.lazy_import import load
+from aerie.attention.scores import ScoreRule
+from aerie.workers.models.adapter.names import (
     TransformersNames,
     conversions,
     expert_names,
@@ -27,10 +27,10 @@ from workers.models.adapter.names import (
     stacked_experts_of,
     unused_tensors,
 )
-from workers.models.adapter.refusals import check_class, check_layers, check_model
-from workers.models.adapter.siblings import Group, groups_of, record_linear_calls
-from workers.models.adapter.streams import path_of_layers, record_shapes
-from workers.models.adapter.survey import (
+from aerie.workers.models.adapter.refusals import check_class, check_layers, check_model
+from aerie.workers.models.adapter.siblings import Group, groups_of, record_linear_calls
+from aerie.workers.models.adapter.streams import path_of_layers, record_shapes
+from aerie.workers.models.adapter.survey import (
     LENGTH_DEPENDENT,
     AttentionCall,
     UnservableError,
@@ -38,11 +38,11 @@ from workers.models.adapter.survey import (
     record_chosen,
     survey,
 )
-from workers.models.config import ModelConfig, check_cuts, dtype_of, head_groups
-from workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, ids_of, number_of, size_of
-from workers.models.moe import check_experts_device, stacked_experts
-from workers.quantization.quant_method import Unquantized
-from workers.quantization.table import read_quant_method
+from aerie.workers.models.config import ModelConfig, check_cuts, dtype_of, head_groups
+from aerie.workers.models.config_fields import MAX_LAYERS, MAX_POSITIONS, architecture_of, ids_of, number_of, size_of
+from aerie.workers.models.moe import check_experts_device, stacked_experts
+from aerie.workers.quantization.quant_method import Unquantized
+from aerie.workers.quantization.table import read_quant_method
 
 KV_PROJECTIONS = ("k_proj", "v_proj")  # projections of which several ranks may have the same outputs
 _NUMBERS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
@@ -58,10 +58,11 @@ class AdapterConfig(ModelConfig):
     plan: transformers' tensor-parallel plan: (pattern of module paths, how ranks share the module).
     cut: (name, size) of the sharded sizes.
     experts_per_token: experts that routers choose for a row; 1 without experts.
-    renamed, experts, parts, unused, prefixes: see `workers.models.adapter.names`.
-    stacked: see `workers.models.adapter.names.stacked_experts_of`; empty if checkpoints have a tensor for each expert.
-    siblings: paths of linear layers with the same input (`workers.models.adapter.siblings`).
-    layers: path of the list of layers that drafts can read (`workers.models.adapter.streams`); None if they cannot.
+    renamed, experts, parts, unused, prefixes: see `aerie.workers.models.adapter.names`.
+    stacked: see `aerie.workers.models.adapter.names.stacked_experts_of`; empty if checkpoints have a tensor for each
+    expert. siblings: paths of linear layers with the same input (`aerie.workers.models.adapter.siblings`).
+    layers: path of the list of layers that drafts can read (`aerie.workers.models.adapter.streams`); None if they
+    cannot.
     """
 
     raw: str
@@ -101,7 +102,7 @@ class AdapterConfig(ModelConfig):
             )
         kv_heads = (call.num_kv_heads for call in self.calls)
         check_cuts(tensor_parallel, source, self.num_heads, dict(self.cut), kv_heads)
-        load("workers.models.adapter.ranks:check_ranks")(self, tensor_parallel, source)  # which runs our model
+        load("aerie.workers.models.adapter.ranks:check_ranks")(self, tensor_parallel, source)  # which runs our model
 
     @property
     def _shares_attention(self) -> bool:

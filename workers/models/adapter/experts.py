@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.experts import Experts
-from workers.layers.experts_method import UnquantizedExperts
-from workers.models.adapter.layers import Leaf, own_tensors
-from workers.ops.experts.gated import GatedActivation
-from workers.ops.experts.route import RouterLogits, Routing
-from workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.experts import Experts
+from aerie.workers.layers.experts_method import UnquantizedExperts
+from aerie.workers.models.adapter.layers import Leaf, own_tensors
+from aerie.workers.ops.experts.gated import GatedActivation
+from aerie.workers.ops.experts.route import RouterLogits, Routing
+from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 _UNLIKELY = -1e30  # logit of an expert that is not chosen; its softmax is 0
 _LEAST_WEIGHT = 1e-30  # minimum weight of a chosen expert
@@ -34,7 +34,7 @@ class _Given:
 
 
 class GivenExperts(Experts):
-    """Experts that the model's own router chooses, or a `workers.models.adapter.routers.MatchedRouter`.
+    """Experts that the model's own router chooses, or a `aerie.workers.models.adapter.routers.MatchedRouter`.
 
     experts: transformers' module with stacked weights, and its `activation`.
     experts_per_token: experts that the router chooses for a row.

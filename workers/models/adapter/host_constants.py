@@ -1,7 +1,7 @@
 """Caches tensors that a transformers model creates from numbers in each pass, as Gemma 3n does with
 `torch.tensor(1e-5)`.
 
-Copying these from the host is not allowed during CUDA graph capture. Used by `workers.models.adapter.model`.
+Copying these from the host is not allowed during CUDA graph capture. Used by `aerie.workers.models.adapter.model`.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attention.backend import NewUnderCaptureError
-from attention.capability import Capability, is_capturing
+from aerie.attention.backend import NewUnderCaptureError
+from aerie.attention.capability import Capability, is_capturing
 
 _MAX_NUMBERS = 64  # size of a host tensor whose copies are cached
 _MAX_KEPT = 4096  # cached tensors; a model may create one for each length of a pass

@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention.rotation import Angles
-from attention.scores import ScoreRule
-from workers.distributed.tp_group import TPGroup
-from workers.layers.forward_context import ForwardContext
-from workers.layers.linear import ColumnParallelLinear, RowParallelLinear, kv_head_span, rank_span
-from workers.layers.linear_method import DenseLinearMethod
-from workers.layers.vocab import LMHead, VocabEmbedding
-from workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
-from workers.models.adapter.survey import AttentionCall
-from workers.ops.experts.route import TokenSlots
-from workers.span import Span
+from aerie.attention.rotation import Angles
+from aerie.attention.scores import ScoreRule
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.linear import ColumnParallelLinear, RowParallelLinear, kv_head_span, rank_span
+from aerie.workers.layers.linear_method import DenseLinearMethod
+from aerie.workers.layers.vocab import LMHead, VocabEmbedding
+from aerie.workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
+from aerie.workers.models.adapter.survey import AttentionCall
+from aerie.workers.ops.experts.route import TokenSlots
+from aerie.workers.span import Span
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of models
 
@@ -127,7 +127,7 @@ def own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class PagedAttention:
-    """Attention of one layer over the pages of a context; see `workers.models.adapter.survey.attend`.
+    """Attention of one layer over the pages of a context; see `aerie.workers.models.adapter.survey.attend`.
 
     layer: index in the KV pool.
     call: sizes are those of the whole model.

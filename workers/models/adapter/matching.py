@@ -1,5 +1,5 @@
 """Finds modules of a transformers model that Aerie's fused operations can replace, by comparing results on random
-inputs, never by class names alone. `workers.models.adapter.fused` has the replacements."""
+inputs, never by class names alone. `aerie.workers.models.adapter.fused` has the replacements."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.layers.norm import FullPrecisionRMSNorm, RMSNorm, ZeroCentredRMSNorm
-from workers.ops.activation import ACTIVATIONS
-from workers.ops.experts.gated import GATED, GatedActivation
-from workers.ops.norm import rms_norm
+from aerie.workers.layers.norm import FullPrecisionRMSNorm, RMSNorm, ZeroCentredRMSNorm
+from aerie.workers.ops.activation import ACTIVATIONS
+from aerie.workers.ops.experts.gated import GATED, GatedActivation
+from aerie.workers.ops.norm import rms_norm
 
 _ROWS, _WIDE, _NARROW = 7, 24, 16  # rows of random inputs, and widths of a small copy of an MLP
 _RTOL, _ATOL = 1e-4, 1e-6  # float32 rounding of sums of `_WIDE` products
@@ -41,7 +41,7 @@ class MLPMatch:
 
     gates: names of the gate and up projections, or of the one projection that has both, gate first.
     down: name of the down projection.
-    activation: one of `workers.ops.activation.ACTIVATIONS`.
+    activation: one of `aerie.workers.ops.activation.ACTIVATIONS`.
     """
 
     gates: tuple[str, ...]
@@ -134,7 +134,7 @@ def _is_gated(
 
 def match_experts(module: nn.Module) -> GatedActivation | None:
     """Return the activation of stacked experts without biases, whose gate rows are above their up rows; None for other
-    modules. `workers.models.adapter.experts.GivenExperts` can replace them."""
+    modules. `aerie.workers.models.adapter.experts.GivenExperts` can replace them."""
     if not gathers_experts(module) or any(getattr(module, name, None) is not value for name, value in _STACKED.items()):
         return None
     with torch.device("cpu"), torch.no_grad():
@@ -157,7 +157,7 @@ def _activations(module: nn.Module) -> Iterator[GatedActivation]:
 
 def gathers_experts(module: nn.Module) -> bool:
     """Return whether the module is experts for which transformers gathers the weights of each row's experts
-    (`workers.models.adapter.survey.make_model`)."""
+    (`aerie.workers.models.adapter.survey.make_model`)."""
     return hasattr(type(module), _APPLY_GATE)
 
 

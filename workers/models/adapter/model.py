@@ -9,22 +9,22 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from attention.capability import Capability
-from workers.distributed.tp_group import TPGroup
-from workers.layers.forward_context import ForwardContext
-from workers.layers.vocab import LMHead, VocabEmbedding
-from workers.layers.weighted import Unweighted
-from workers.models.adapter.blocks import fuse_blocks
-from workers.models.adapter.config import AdapterConfig, read_config, transformers_config, weight_names
-from workers.models.adapter.host_constants import HostConstants
-from workers.models.adapter.layers import Head, PagedAttention, Passing, own_tensors
-from workers.models.adapter.replace import put_layers
-from workers.models.adapter.rotation import rebind
-from workers.models.adapter.streams import capture_streams
-from workers.models.adapter.survey import UnservableError, decoder, keep_angles, make_model
-from workers.models.decoder import DecoderOutput, TargetModel
-from workers.models.registry import ModelFamily
-from workers.ops.gemm.workspace import GEMMOptions
+from aerie.attention.capability import Capability
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.forward_context import ForwardContext
+from aerie.workers.layers.vocab import LMHead, VocabEmbedding
+from aerie.workers.layers.weighted import Unweighted
+from aerie.workers.models.adapter.blocks import fuse_blocks
+from aerie.workers.models.adapter.config import AdapterConfig, read_config, transformers_config, weight_names
+from aerie.workers.models.adapter.host_constants import HostConstants
+from aerie.workers.models.adapter.layers import Head, PagedAttention, Passing, own_tensors
+from aerie.workers.models.adapter.replace import put_layers
+from aerie.workers.models.adapter.rotation import rebind
+from aerie.workers.models.adapter.streams import capture_streams
+from aerie.workers.models.adapter.survey import UnservableError, decoder, keep_angles, make_model
+from aerie.workers.models.decoder import DecoderOutput, TargetModel
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 
 class TransformersModel(TargetModel):

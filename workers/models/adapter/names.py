@@ -11,9 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-from workers.models.adapter.matching import match_experts
-from workers.models.config_fields import MAX_LAYERS
-from workers.models.name_map import NameMap
+from aerie.workers.models.adapter.matching import match_experts
+from aerie.workers.models.config_fields import MAX_LAYERS
+from aerie.workers.models.name_map import NameMap
 
 OURS = "theirs."  # prefix of transformers' module paths in our model
 _NUM_MODULES = ("num_nextn_predict_layers", "num_mtp_layers")  # fields with the number of MTP modules

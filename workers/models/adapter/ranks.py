@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import LinearBase, kv_head_span, rank_span
-from workers.models.adapter.config import AdapterConfig
-from workers.models.adapter.experts import GivenExperts
-from workers.models.adapter.model import TransformersModel
-from workers.models.adapter.survey import NUM_ROWS, AttentionCall, decoder, keep_angles, reason_of
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.linear import LinearBase, kv_head_span, rank_span
+from aerie.workers.models.adapter.config import AdapterConfig
+from aerie.workers.models.adapter.experts import GivenExperts
+from aerie.workers.models.adapter.model import TransformersModel
+from aerie.workers.models.adapter.survey import NUM_ROWS, AttentionCall, decoder, keep_angles, reason_of
 
 
 class _Shapes(TPGroup):

@@ -1,12 +1,12 @@
-"""Checks that raise UnservableError for unsupported models. Called by `workers.models.adapter.config`."""
+"""Checks that raise UnservableError for unsupported models. Called by `aerie.workers.models.adapter.config`."""
 
 from typing import Any
 
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from workers.models.adapter.matching import match_experts
-from workers.models.adapter.survey import AttentionCall, UnservableError, is_plain_embedding
+from aerie.workers.models.adapter.matching import match_experts
+from aerie.workers.models.adapter.survey import AttentionCall, UnservableError, is_plain_embedding
 
 _LAYER_KINDS = {"full_attention", "sliding_attention"}
 _FROM_PADDING = "create_position_ids_from_input_ids"  # method of embeddings that count positions from padding (RoBERTa)
@@ -34,7 +34,7 @@ def check_class(config: PreTrainedConfig) -> None:
 def check_model(model: PreTrainedModel, expert_names: tuple[str, ...] | None) -> None:
     """Refuse modules that Aerie's layers would compute differently, and tensors that a checkpoint does not have.
 
-    expert_names: see `workers.models.adapter.names.expert_names`.
+    expert_names: see `aerie.workers.models.adapter.names.expert_names`.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not is_plain_embedding(embedding):

@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.linear import kv_head_span, rank_span
-from workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
-from workers.models.adapter.experts import GatheringExperts, GivenExperts
-from workers.models.adapter.fused import GatedMLP, Merged, Part, can_merge
-from workers.models.adapter.layers import (
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.linear import kv_head_span, rank_span
+from aerie.workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
+from aerie.workers.models.adapter.experts import GatheringExperts, GivenExperts
+from aerie.workers.models.adapter.fused import GatedMLP, Merged, Part, can_merge
+from aerie.workers.models.adapter.layers import (
     Columns,
     Embedding,
     Leaf,
@@ -20,11 +20,18 @@ from workers.models.adapter.layers import (
     Rows,
     own_tensors,
 )
-from workers.models.adapter.matching import gathers_experts, match_experts, match_gated_mlp, match_norm
-from workers.models.adapter.routers import MatchedRouter, RouterMatch, RouterShell, find_router, hidden_of, traits_of
-from workers.models.adapter.survey import UnservableError, is_plain_embedding
-from workers.quantization.quant_method import Unquantized
-from workers.span import Span
+from aerie.workers.models.adapter.matching import gathers_experts, match_experts, match_gated_mlp, match_norm
+from aerie.workers.models.adapter.routers import (
+    MatchedRouter,
+    RouterMatch,
+    RouterShell,
+    find_router,
+    hidden_of,
+    traits_of,
+)
+from aerie.workers.models.adapter.survey import UnservableError, is_plain_embedding
+from aerie.workers.quantization.quant_method import Unquantized
+from aerie.workers.span import Span
 
 _COLUMNS = ("colwise", "colwise_gather_output")
 _ROWS = ("rowwise", "rowwise_split_input")
@@ -159,4 +166,4 @@ def leaf_kind(module: nn.Module) -> type[Leaf]:
 
 def _is_ours(module: nn.Module) -> bool:
     """Return whether the module has been replaced."""
-    return type(module).__module__.startswith("workers.")
+    return type(module).__module__.startswith("aerie.")

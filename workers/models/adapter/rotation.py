@@ -1,5 +1,5 @@
 """Finds attention modules whose RoPE equals that of Aerie's `rope_store` kernel, by comparing results as in
-`workers.models.adapter.matching`. The kernel then applies RoPE, which saves ten launches per layer."""
+`aerie.workers.models.adapter.matching`. The kernel then applies RoPE, which saves ten launches per layer."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention.rotation import rotate
-from workers.models.adapter.matching import RandomNumbers, result_of
+from aerie.attention.rotation import rotate
+from aerie.workers.models.adapter.matching import RandomNumbers, result_of
 
 _WORD = "rotary"  # in the names of transformers' RoPE functions
 _RTOL, _ATOL = 1e-4, 1e-5  # float32 rounding
@@ -128,7 +128,7 @@ def _has_equal_halves(angles: _Angles) -> bool:
 
 
 def _rotates_alike(call: _Rotation) -> bool:
-    """Return whether the function rotates random heads like `attention.rotation.rotate`."""
+    """Return whether the function rotates random heads like `aerie.attention.rotation.rotate`."""
     q, k, cos, sin = call.given[:4]
     if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)) or (q.dim(), cos.dim(), sin.dim()) != (4, 3, 3):
         return False

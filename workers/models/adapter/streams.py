@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from workers.models.adapter.survey import NUM_ROWS, AttentionCall
+from aerie.workers.models.adapter.survey import NUM_ROWS, AttentionCall
 
 Shape = tuple[int, ...]
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention.scores import ScoreRule
-from workers.models.adapter.host_constants import HostConstants
-from workers.models.adapter.matching import match_experts
-from workers.models.adapter.rotation import RotationRecorder
+from aerie.attention.scores import ScoreRule
+from aerie.workers.models.adapter.host_constants import HostConstants
+from aerie.workers.models.adapter.matching import match_experts
+from aerie.workers.models.adapter.rotation import RotationRecorder
 
 ATTENTION = "aerie"  # the name of our attention among those of transformers
 LENGTH_DEPENDENT = ("dynamic", "longrope")  # kinds of RoPE whose angles depend on the text's length
@@ -38,7 +38,7 @@ class AttentionCall:
     head_dim: size of a head of q and k.
     value_dim: size of a head of v.
     scale, window, soft_cap, sinks: see `ScoreRule`.
-    rotary: the module's RoPE function, if Aerie's kernel can replace it (`workers.models.adapter.rotation`).
+    rotary: the module's RoPE function, if Aerie's kernel can replace it (`aerie.workers.models.adapter.rotation`).
     """
 
     module: str

@@ -4,19 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from attention.scores import ScoreRule
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import SandwichLayer
-from workers.layers.mlp import GatedMLP
-from workers.layers.norm import ZeroCentredRMSNorm
-from workers.layers.rotary import RopeConfig
-from workers.models import llama
-from workers.models.config import rope_of, text_part
-from workers.models.config_fields import architecture_of, flag_of, number_of, size_of
-from workers.models.llama import LlamaForCausalLM, make_attention, text_weight_names
-from workers.models.mistral import FULL, SLIDING, LocalRopeConfig, ropes_of, windows_of
-from workers.models.registry import ModelFamily
-from workers.ops.activation import ACTIVATIONS
+from aerie.attention.scores import ScoreRule
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import SandwichLayer
+from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.norm import ZeroCentredRMSNorm
+from aerie.workers.layers.rotary import RopeConfig
+from aerie.workers.models import llama
+from aerie.workers.models.config import rope_of, text_part
+from aerie.workers.models.config_fields import architecture_of, flag_of, number_of, size_of
+from aerie.workers.models.llama import LlamaForCausalLM, make_attention, text_weight_names
+from aerie.workers.models.mistral import FULL, SLIDING, LocalRopeConfig, ropes_of, windows_of
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.ops.activation import ACTIVATIONS
 
 # transformers' defaults for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {

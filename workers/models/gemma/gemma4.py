@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import torch
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.attention import Attention
-from workers.layers.mlp import GatedMLP
-from workers.layers.norm import FullPrecisionRMSNorm
-from workers.layers.rotary import RotaryTable
-from workers.models import llama
-from workers.models.decoder import Decoder, in_default_dtype
-from workers.models.gemma.gemma4_config import Gemma4Config, read_config
-from workers.models.gemma.gemma4_layer import ExpertsBeside, Gemma4Layer, Gemma4Tail, PerLayerEmbedding
-from workers.models.moe import stacked_experts
-from workers.models.name_map import NameMap
-from workers.models.registry import ModelFamily
-from workers.ops.experts.gated import GATED
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.attention import Attention
+from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.norm import FullPrecisionRMSNorm
+from aerie.workers.layers.rotary import RotaryTable
+from aerie.workers.models import llama
+from aerie.workers.models.decoder import Decoder, in_default_dtype
+from aerie.workers.models.gemma.gemma4_config import Gemma4Config, read_config
+from aerie.workers.models.gemma.gemma4_layer import ExpertsBeside, Gemma4Layer, Gemma4Tail, PerLayerEmbedding
+from aerie.workers.models.moe import stacked_experts
+from aerie.workers.models.name_map import NameMap
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.ops.experts.gated import GATED
 
 
 def make_layer(config: Gemma4Config, layer: int, group: TPGroup) -> Gemma4Layer:

@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-from attention.kv_cache.layout import LayerGroup
-from attention.scores import ScoreRule
-from workers.layers.rotary import RopeConfig
-from workers.models import llama
-from workers.models.config import head_groups, rope_of, text_part
-from workers.models.config_fields import MAX_EXPERTS, architecture_of, flag_of, section_of, size_of
-from workers.models.gemma.gemma3 import activation_of, cap_of
-from workers.models.mistral import FULL, SLIDING, windows_of
-from workers.models.moe import ExpertLayers, LlamaMoeConfig
-from workers.ops.experts.route import Routing
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.scores import ScoreRule
+from aerie.workers.layers.rotary import RopeConfig
+from aerie.workers.models import llama
+from aerie.workers.models.config import head_groups, rope_of, text_part
+from aerie.workers.models.config_fields import MAX_EXPERTS, architecture_of, flag_of, section_of, size_of
+from aerie.workers.models.gemma.gemma3 import activation_of, cap_of
+from aerie.workers.models.mistral import FULL, SLIDING, windows_of
+from aerie.workers.models.moe import ExpertLayers, LlamaMoeConfig
+from aerie.workers.ops.experts.route import Routing
 
 # transformers' defaults for fields that config.json leaves out.
 _COMMON: dict[str, Any] = {
@@ -44,7 +44,7 @@ _PERIOD = 6  # one layer in so many has no window: the last
 class Heads:
     """Heads of the layers of one kind.
 
-    keys_as_values: see `workers.layers.attention.Attention`.
+    keys_as_values: see `aerie.workers.layers.attention.Attention`.
     """
 
     num_kv_heads: int

@@ -1,23 +1,23 @@
 """Parts of a layer of Gemma 4: experts in parallel with the MLP, the tail that changes the residual stream after them,
-and the embedding of each layer (per-layer embedding, PLE). Built by `workers.models.gemma.gemma4`."""
+and the embedding of each layer (per-layer embedding, PLE). Built by `aerie.workers.models.gemma.gemma4`."""
 
 import torch
 from torch import Tensor, nn
 
-from workers.distributed.tp_group import TPGroup
-from workers.layers.decoder_layer import AttentionLayer, FeedForward, LayerInputs, LayerTail, SandwichLayer
-from workers.layers.experts import Experts
-from workers.layers.linear import ReplicatedLinear
-from workers.layers.norm import FullPrecisionRMSNorm
-from workers.layers.routing import Router
-from workers.layers.vocab import VocabEmbedding
-from workers.layers.weighted import Vector, WeightKey
-from workers.models.decoder import in_default_dtype
-from workers.ops.activation import ACTIVATIONS
-from workers.ops.experts.gated import GatedActivation
-from workers.ops.experts.route import Routing, TokenSlots
-from workers.ops.fp8.rows import Fp8Rows
-from workers.span import Span
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import AttentionLayer, FeedForward, LayerInputs, LayerTail, SandwichLayer
+from aerie.workers.layers.experts import Experts
+from aerie.workers.layers.linear import ReplicatedLinear
+from aerie.workers.layers.norm import FullPrecisionRMSNorm
+from aerie.workers.layers.routing import Router
+from aerie.workers.layers.vocab import VocabEmbedding
+from aerie.workers.layers.weighted import Vector, WeightKey
+from aerie.workers.models.decoder import in_default_dtype
+from aerie.workers.ops.activation import ACTIVATIONS
+from aerie.workers.ops.experts.gated import GatedActivation
+from aerie.workers.ops.experts.route import Routing, TokenSlots
+from aerie.workers.ops.fp8.rows import Fp8Rows
+from aerie.workers.span import Span
 
 
 class Gemma4Layer(SandwichLayer):
@@ -62,7 +62,7 @@ class RouterNorm(FullPrecisionRMSNorm):
 class ExpertsBeside(nn.Module):
     """norm(experts(norm(x))) for the residual stream x before the MLP's norm. The router has a norm of its own.
 
-    width: intermediate size of an expert. whole: see `workers.layers.moe.MixtureOfExperts`.
+    width: intermediate size of an expert. whole: see `aerie.workers.layers.moe.MixtureOfExperts`.
     """
 
     def __init__(

@@ -6,23 +6,23 @@ from typing import Any
 
 import torch
 
-from attention.capability import Capability
-from attention.kv_cache.layout import LayerGroup
-from attention.ops.delta_rule.tables import KERNEL_DIMS, TAPS, DeltaHeads
-from attention.recurrent.layout import StateGroup, StateLayout
-from workers.distributed.tp_group import TPGroup
-from workers.layers.attention import Attention
-from workers.layers.decoder_layer import AttentionLayer, DecoderLayer
-from workers.layers.gated_delta_net import GatedDeltaNet, heads_of_rank
-from workers.layers.norm import ZeroCentredRMSNorm
-from workers.models import llama
-from workers.models.config import rotated_dim_of
-from workers.models.config_fields import size_of
-from workers.models.llama import LlamaForCausalLM
-from workers.models.moe import LlamaMoeConfig, make_feed_forward, stacked_experts
-from workers.models.name_map import Packed
-from workers.models.qwen.qwen3_moe import read_experts, shared_layer_rules
-from workers.quantization.quant_method import Unquantized
+from aerie.attention.capability import Capability
+from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.ops.delta_rule.tables import KERNEL_DIMS, TAPS, DeltaHeads
+from aerie.attention.recurrent.layout import StateGroup, StateLayout
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.attention import Attention
+from aerie.workers.layers.decoder_layer import AttentionLayer, DecoderLayer
+from aerie.workers.layers.gated_delta_net import GatedDeltaNet, heads_of_rank
+from aerie.workers.layers.norm import ZeroCentredRMSNorm
+from aerie.workers.models import llama
+from aerie.workers.models.config import rotated_dim_of
+from aerie.workers.models.config_fields import size_of
+from aerie.workers.models.llama import LlamaForCausalLM
+from aerie.workers.models.moe import LlamaMoeConfig, make_feed_forward, stacked_experts
+from aerie.workers.models.name_map import Packed
+from aerie.workers.models.qwen.qwen3_moe import read_experts, shared_layer_rules
+from aerie.workers.quantization.quant_method import Unquantized
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -143,7 +143,7 @@ class HybridForCausalLM(LlamaForCausalLM):
 
 
 def layer_rules(ours: str, theirs: str) -> dict[str, str]:
-    """See `workers.models.llama.layer_rules`. For any layer."""
+    """See `aerie.workers.models.llama.layer_rules`. For any layer."""
     recurrent = {
         f"{ours}.self_attn.in_proj": f"{theirs}.linear_attn.{{part}}",
         f"{ours}.self_attn.gates": f"{theirs}.linear_attn.{{part}}",

@@ -3,12 +3,12 @@ loaded."""
 
 from typing import Any
 
-from workers.models.config import text_part
-from workers.models.name_map import NameMap, Packed, decoder_names, split_rows
-from workers.models.qwen import hybrid
-from workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM, layer_rules, packed_experts
-from workers.models.registry import ModelFamily
-from workers.quantization.integers.format import split_outputs
+from aerie.workers.models.config import text_part
+from aerie.workers.models.name_map import NameMap, Packed, decoder_names, split_rows
+from aerie.workers.models.qwen import hybrid
+from aerie.workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM, layer_rules, packed_experts
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.quantization.integers.format import split_outputs
 
 
 def read_config(config: dict[str, Any], source: str) -> HybridConfig:

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from workers.models import llama
-from workers.models.config_fields import architecture_of, flag_of, ids_of, size_of
-from workers.models.moe import (
+from aerie.workers.models import llama
+from aerie.workers.models.config_fields import architecture_of, flag_of, ids_of, size_of
+from aerie.workers.models.moe import (
     ExpertLayers,
     LlamaMoeConfig,
     LlamaMoeForCausalLM,
@@ -15,9 +15,9 @@ from workers.models.moe import (
     moe_rules,
     num_experts_of,
 )
-from workers.models.name_map import NameMap, decoder_names
-from workers.models.registry import ModelFamily
-from workers.ops.experts.route import Routing
+from aerie.workers.models.name_map import NameMap, decoder_names
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.ops.experts.route import Routing
 
 _SHARED = "shared_expert_intermediate_size"
 
@@ -50,7 +50,7 @@ def read_experts(config: dict[str, Any], source: str, normalise: bool) -> Expert
 
 
 def shared_layer_rules(ours: str, theirs: str) -> dict[str, str]:
-    """See `workers.models.llama.layer_rules`. For a gated shared expert; its gate is a part of the router."""
+    """See `aerie.workers.models.llama.layer_rules`. For a gated shared expert; its gate is a part of the router."""
     return moe_rules(ours, theirs, router="{part}", shared="shared_expert") | llama.layer_rules(ours, theirs)
 
 

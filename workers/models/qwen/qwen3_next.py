@@ -1,16 +1,17 @@
-"""Qwen3-Next: a hybrid (`workers.models.qwen.hybrid`) whose recurrent layers' projections are packed by key heads."""
+"""Qwen3-Next: a hybrid (`aerie.workers.models.qwen.hybrid`) whose recurrent layers' projections are packed by key
+heads."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attention.ops.delta_rule.tables import DeltaHeads
-from workers.layers.weighted import WrongTensorError
-from workers.models.name_map import NameMap, Packed, decoder_names, split_rows
-from workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM, layer_rules, packed_experts, read_config
-from workers.models.registry import ModelFamily
-from workers.quantization.integers.format import split_outputs
+from aerie.attention.ops.delta_rule.tables import DeltaHeads
+from aerie.workers.layers.weighted import WrongTensorError
+from aerie.workers.models.name_map import NameMap, Packed, decoder_names, split_rows
+from aerie.workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM, layer_rules, packed_experts, read_config
+from aerie.workers.models.registry import ModelFamily
+from aerie.workers.quantization.integers.format import split_outputs
 
 
 def _packed_projections(config: HybridConfig, theirs: str) -> tuple[Packed, ...]:

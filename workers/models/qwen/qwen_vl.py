@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from workers.models import llama
-from workers.models.config import text_part
-from workers.models.config_fields import architecture_of
-from workers.models.moe import LlamaMoeConfig, LlamaMoeForCausalLM, outputs_first, stacked_experts
-from workers.models.name_map import NameMap, text_part_names
-from workers.models.qwen import qwen3_moe
-from workers.models.registry import ModelFamily
+from aerie.workers.models import llama
+from aerie.workers.models.config import text_part
+from aerie.workers.models.config_fields import architecture_of
+from aerie.workers.models.moe import LlamaMoeConfig, LlamaMoeForCausalLM, outputs_first, stacked_experts
+from aerie.workers.models.name_map import NameMap, text_part_names
+from aerie.workers.models.qwen import qwen3_moe
+from aerie.workers.models.registry import ModelFamily
 
 _ROPE = ("rope_parameters", "rope_scaling")
 _EXPERTS = "model.layers.{layer}.mlp.experts"
@@ -37,7 +37,7 @@ def read_config(config: dict[str, Any], source: str) -> LlamaMoeConfig:
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """See `is_served` of Llama and of `workers.models.qwen.qwen3_moe`."""
+    """See `is_served` of Llama and of `aerie.workers.models.qwen.qwen3_moe`."""
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
     return qwen3_moe.is_served(text) if _has_experts(architecture_of(config)) else llama.is_served(_with_rope(text))

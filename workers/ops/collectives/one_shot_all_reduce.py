@@ -5,11 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu
-from workers.ops.norm import add_rms_norm
+from aerie.attention.ops.operation import Implementation, on_gpu
+from aerie.workers.ops.norm import add_rms_norm
 
 _WORD_BYTES = 4  # two 16-bit numbers, which kernels load and store together
-ONE_SHOT = Implementation("triton", "workers.ops.collectives.one_shot_all_reduce_triton:one_shot_all_reduce", on_gpu)
+ONE_SHOT = Implementation(
+    "triton", "aerie.workers.ops.collectives.one_shot_all_reduce_triton:one_shot_all_reduce", on_gpu
+)
 
 
 def one_shot_all_reduce(
@@ -27,7 +29,7 @@ def one_shot_all_reduce(
     stream until every rank has made the same call.
 
     x, out, residual  [rows, width], bfloat16 or float16, contiguous; out may be x; residual is written
-    weight            [width] of x's dtype or float32: see `workers.ops.norm.rms_norm`
+    weight            [width] of x's dtype or float32: see `aerie.workers.ops.norm.rms_norm`
     inbox             [2, capacity, ranks, width / 2] int64, this rank's inbox; zero before the first call
     inboxes           [ranks] int64, addresses of the inboxes of all ranks
     epochs            [capacity] int32, written; zero before the first call

@@ -13,7 +13,7 @@ rank, and an inbox is used with one width:
   each peer wrote after its call e - 2 had ended. So no rank still reads the half that is written.
 - A program writes before it polls, and all programs of a launch fit on the GPU together (the caller ensures it), so no
   program waits for one that cannot start. Launched early, it waits for all earlier kernels before it writes
-  (`attention.ops.pdl`).
+  (`aerie.attention.ops.pdl`).
 
 If a rank never calls, the others poll forever, as with NCCL; the supervisor of the worker group kills them.
 """
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.pdl import pdl_wait
+from aerie.attention.ops.pdl import pdl_wait
 
 
 @triton.jit(do_not_specialize=["rank"])  # one compiled kernel for all ranks: the same operations in the same order
@@ -121,7 +121,7 @@ def one_shot_all_reduce(
     out: Tensor,
     norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
-    """`workers.ops.collectives.one_shot_all_reduce`."""
+    """`aerie.workers.ops.collectives.one_shot_all_reduce`."""
     rows, width = x.shape
     world, pairs, capacity = inboxes.shape[0], width // 2, inbox.shape[1]
     residual, weight, eps = norm if norm is not None else (x, x, 0.0)

@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, index, assignment"
-"""Kernels of `workers.ops.experts.few_rows_triton`. Weight tiles are the tensor core's first operand and fill its 64
-rows; input rows are the second operand."""
+"""Kernels of `aerie.workers.ops.experts.few_rows_triton`. Weight tiles are the tensor core's first operand and fill its
+64 rows; input rows are the second operand."""
 
 import triton
 import triton.language as tl
 
-from attention.ops.fp8_triton import to_fp8
-from workers.ops.experts.gate_products_triton import add_gates, scales_of_gates, times_channels
-from workers.ops.fp8.rows_triton import scale_of
-from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.attention.ops.fp8_triton import to_fp8
+from aerie.workers.ops.experts.gate_products_triton import add_gates, scales_of_gates, times_channels
+from aerie.workers.ops.fp8.rows_triton import scale_of
+from aerie.workers.ops.gemm.splits_triton import comes_last, sum_of_splits
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -244,7 +244,7 @@ def down_of_one_row(
     INTERPRETED: tl.constexpr,
 ):
     """`down_of_few_rows` for one row. A program computes one expert and reads all of its weights before the wait. In
-    FP8 the row has one operand column per scale group, as in `workers.ops.fp8.gemm_ahead_triton`."""
+    FP8 the row has one operand column per scale group, as in `aerie.workers.ops.fp8.gemm_ahead_triton`."""
     groups: tl.constexpr = WIDTH // 128 if IN_FP8 else 1
     block, tile = tl.program_id(0), tl.program_id(1)
     n, column, k = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, WIDTH)

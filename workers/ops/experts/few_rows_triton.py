@@ -15,13 +15,13 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.experts.few_row_products_triton import down_of_few_rows, down_of_one_row, gate_up_of_few_rows
-from workers.ops.experts.route import Routed
-from workers.ops.experts.weights import ExpertTiles, ExpertWeights, InnerRows
-from workers.ops.fp8.rows import Fp8Rows
-from workers.ops.gemm.workspace import Workspace
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.experts.few_row_products_triton import down_of_few_rows, down_of_one_row, gate_up_of_few_rows
+from aerie.workers.ops.experts.route import Routed
+from aerie.workers.ops.experts.weights import ExpertTiles, ExpertWeights, InnerRows
+from aerie.workers.ops.fp8.rows import Fp8Rows
+from aerie.workers.ops.gemm.workspace import Workspace
 
 
 def few_row_experts(
@@ -40,7 +40,7 @@ def few_row_experts(
     tiles: from `few_row_tiles` for at least as many rows.
     out: [rows, size] of a 16- or 32-bit dtype, contiguous.
 
-    Reference: `workers.ops.experts.grouped.experts_one_by_one`.
+    Reference: `aerie.workers.ops.experts.grouped.experts_one_by_one`.
     """
     if routed.chosen.shape[0] == 0:
         return out

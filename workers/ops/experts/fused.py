@@ -1,7 +1,7 @@
 """Fused experts: kernels that read only the weights of used experts.
 
 `choose_experts` chooses once per layer, if `fuses` is true. Otherwise the reference is used,
-`workers.ops.experts.grouped.grouped_experts`.
+`aerie.workers.ops.experts.grouped.grouped_experts`.
 """
 
 from abc import ABC, abstractmethod
@@ -9,13 +9,13 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation
-from workers.ops.blocks import largest
-from workers.ops.experts.route import RouterLogits
-from workers.ops.experts.weights import ExpertSizes, ExpertWeights, fits_kernels, workspace_size
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.span import Span
+from aerie.attention.ops.operation import Implementation
+from aerie.workers.ops.blocks import largest
+from aerie.workers.ops.experts.route import RouterLogits
+from aerie.workers.ops.experts.weights import ExpertSizes, ExpertWeights, fits_kernels, workspace_size
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.span import Span
 
 
 class FusedExperts(ABC):
@@ -38,7 +38,9 @@ class FusedExperts(ABC):
         """
 
 
-EXPERTS = Implementation("triton", "workers.ops.experts.fused_triton:TritonExperts", lambda here: here.multiplies_fp8)
+EXPERTS = Implementation(
+    "triton", "aerie.workers.ops.experts.fused_triton:TritonExperts", lambda here: here.multiplies_fp8
+)
 
 
 def fuses(size: int, width: int, options: GEMMOptions) -> bool:

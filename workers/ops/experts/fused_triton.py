@@ -1,4 +1,4 @@
-"""The Triton implementation of `workers.ops.experts.fused`: chooses kernels by the number of rows."""
+"""The Triton implementation of `aerie.workers.ops.experts.fused`: chooses kernels by the number of rows."""
 
 import sys
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.ops.experts.few_rows_triton import few_row_experts
-from workers.ops.experts.fused import FusedExperts
-from workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles
-from workers.ops.experts.route import RouterLogits
-from workers.ops.experts.route_triton import route
-from workers.ops.experts.weights import ExpertWeights, few_row_tiles
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.fp8.rows_triton import quantize_rows
-from workers.ops.gemm.workspace import Workspace
+from aerie.workers.ops.experts.few_rows_triton import few_row_experts
+from aerie.workers.ops.experts.fused import FusedExperts
+from aerie.workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles
+from aerie.workers.ops.experts.route import RouterLogits
+from aerie.workers.ops.experts.route_triton import route
+from aerie.workers.ops.experts.weights import ExpertWeights, few_row_tiles
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.workers.ops.fp8.rows_triton import quantize_rows
+from aerie.workers.ops.gemm.workspace import Workspace
 
 
 @dataclass(frozen=True)

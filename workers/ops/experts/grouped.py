@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.capability import ALIGNED_BYTES
-from workers.ops.activation import silu_mul
-from workers.ops.experts.gated import SWIGLU, GatedActivation
-from workers.ops.experts.route import MAX_LISTED, RouterLogits
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.span import Span
+from aerie.attention.capability import ALIGNED_BYTES
+from aerie.workers.ops.activation import silu_mul
+from aerie.workers.ops.experts.gated import SWIGLU, GatedActivation
+from aerie.workers.ops.experts.route import MAX_LISTED, RouterLogits
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.workers.span import Span
 
 Biases = tuple[Tensor, Tensor]  # of all experts: gate_up [experts, 2 * width], down [experts, size]
 

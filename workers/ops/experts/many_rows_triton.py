@@ -24,15 +24,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.capability import MULTIPROCESSORS
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.experts.order_triton import ExpertOrder, bins_of, order_by_expert
-from workers.ops.experts.route import Routed
-from workers.ops.experts.short_blocks_triton import down_of_short_blocks, gate_up_of_short_blocks
-from workers.ops.experts.tall_blocks_triton import MIN_ROWS as TALL
-from workers.ops.experts.tall_blocks_triton import down_of_tall_blocks, gate_up_of_tall_blocks
-from workers.ops.experts.weights import (
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.experts.order_triton import ExpertOrder, bins_of, order_by_expert
+from aerie.workers.ops.experts.route import Routed
+from aerie.workers.ops.experts.short_blocks_triton import down_of_short_blocks, gate_up_of_short_blocks
+from aerie.workers.ops.experts.tall_blocks_triton import MIN_ROWS as TALL
+from aerie.workers.ops.experts.tall_blocks_triton import down_of_tall_blocks, gate_up_of_tall_blocks
+from aerie.workers.ops.experts.weights import (
     ExpertSizes,
     ExpertTiles,
     ExpertWeights,
@@ -40,8 +40,8 @@ from workers.ops.experts.weights import (
     ProductTiles,
     block_of,
 )
-from workers.ops.fp8.rows import Fp8Rows
-from workers.ops.gemm.tiles import SHARED_BYTES
+from aerie.workers.ops.fp8.rows import Fp8Rows
+from aerie.workers.ops.gemm.tiles import SHARED_BYTES
 
 MAX_PARTIAL_BYTES = 1 << 28  # bound on scratch for the results per row and expert
 _MAX_HELD = 4  # steps of a down projection for which a program keeps its rows in registers
@@ -130,15 +130,15 @@ def many_row_experts(
 ) -> Tensor:
     """Write the weighted sum of each row's experts to `out`; zeros for rows without experts, such as padding.
 
-    x: as in `workers.ops.experts.few_rows_triton.few_row_experts`; scales may have any strides.
-    routed: from `workers.ops.experts.route_triton`.
+    x: as in `aerie.workers.ops.experts.few_rows_triton.few_row_experts`; scales may have any strides.
+    routed: from `aerie.workers.ops.experts.route_triton`.
     tiles: any from `many_row_tiles`.
     out: [rows, size], contiguous.
 
     Scratch: rows * slots results in out's dtype, or as many of their columns as fit in 256 MB; rows * slots inner
     activations, and those of unused rows of blocks.
 
-    Reference: `workers.ops.experts.grouped.experts_one_by_one`.
+    Reference: `aerie.workers.ops.experts.grouped.experts_one_by_one`.
     """
     rows, slots = routed.chosen.shape
     if rows == 0:

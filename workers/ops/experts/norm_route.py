@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
-from workers.ops.experts.route import NO_EXPERT, Routed, RouterLogits, Routing, TokenSlots
-from workers.ops.gemm.workspace import Workspace
-from workers.ops.norm import add_rms_norm
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.workers.ops.experts.route import NO_EXPERT, Routed, RouterLogits, Routing, TokenSlots
+from aerie.workers.ops.gemm.workspace import Workspace
+from aerie.workers.ops.norm import add_rms_norm
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def _check(
 
 
 @operation(
-    Implementation("triton", "workers.ops.experts.norm_route_triton:norm_route", on_gpu, _serves), contract=_check
+    Implementation("triton", "aerie.workers.ops.experts.norm_route_triton:norm_route", on_gpu, _serves), contract=_check
 )
 def norm_route(
     x: Tensor,

@@ -1,19 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `workers.ops.experts.norm_route`. A program computes some outputs of the router from some inputs; it
-reads their weights before the wait. Each program computes the whole row's RMS; the last one routes."""
+"""The kernel of `aerie.workers.ops.experts.norm_route`. A program computes some outputs of the router from some inputs;
+it reads their weights before the wait. Each program computes the whole row's RMS; the last one routes."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.pdl import pdl_wait
-from attention.ops.rms_norm_triton import inverse_rms, scaled_by
-from workers.ops.experts.norm_route import Norm, NormedAndRouted, RouterWeights
-from workers.ops.experts.route import Routed, TokenSlots
-from workers.ops.experts.route_row_triton import route_row
-from workers.ops.gemm.splits_triton import comes_last
-from workers.ops.gemm.workspace import Workspace
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.attention.ops.rms_norm_triton import inverse_rms, scaled_by
+from aerie.workers.ops.experts.norm_route import Norm, NormedAndRouted, RouterWeights
+from aerie.workers.ops.experts.route import Routed, TokenSlots
+from aerie.workers.ops.experts.route_row_triton import route_row
+from aerie.workers.ops.gemm.splits_triton import comes_last
+from aerie.workers.ops.gemm.workspace import Workspace
 
 _SPAN = 128  # inputs per program
 _OUTPUTS = 64  # maximum outputs per program
@@ -111,7 +111,7 @@ def norm_route(
     live: TokenSlots | None,
     workspace: Workspace | None,
 ) -> NormedAndRouted:
-    """`workers.ops.experts.norm_route.norm_route`."""
+    """`aerie.workers.ops.experts.norm_route.norm_route`."""
     assert workspace is not None
     size, routing, device = x.shape[1], router.routing, x.device
     slots = routing.experts_per_token + router.num_shared

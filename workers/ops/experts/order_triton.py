@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.pdl import pdl_wait
-from workers.ops.experts.route import Routed
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.experts.route import Routed
 
 _PAIRS = 256  # per program
 _BLOCKS = 32  # per program
@@ -143,7 +143,7 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 def order_by_expert(routed: Routed, num_experts: int, block_m: int, num_shared: int = 0) -> ExpertOrder:
     """Sort rows by expert, and within an expert by rank.
 
-    routed: from `workers.ops.experts.route_triton`, with counted rows.
+    routed: from `aerie.workers.ops.experts.route_triton`, with counted rows.
     num_shared: shared experts, the last of `num_experts`.
 
     Reference: `torch.sort(routed.chosen.flatten(), stable=True)`, up to the order within an expert.

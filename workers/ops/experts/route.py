@@ -86,7 +86,7 @@ class RouterLogits:
     bias: float32 [num_experts] if the routing has one.
     live: marks padding rows; None without padding, or if it may use any experts.
     expert_scales: float32 [num_experts] if the routing scales experts.
-    routed: the chosen experts, if `workers.ops.experts.norm_route` has chosen them.
+    routed: the chosen experts, if `aerie.workers.ops.experts.norm_route` has chosen them.
     """
 
     values: Tensor

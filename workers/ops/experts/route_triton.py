@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Chooses experts per row in one launch. With few rows it lists the used experts; with more it counts each expert's
-rows. Reference: `workers.ops.experts.route.route`."""
+rows. Reference: `aerie.workers.ops.experts.route.route`."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.pdl import pdl_wait
-from workers.ops.experts.route import MAX_LISTED, Routed, RouterLogits
-from workers.ops.experts.route_row_triton import route_row
-from workers.span import Span
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.experts.route import MAX_LISTED, Routed, RouterLogits
+from aerie.workers.ops.experts.route_row_triton import route_row
+from aerie.workers.span import Span
 
 
 @triton.jit(do_not_specialize=["rows", "most", "first_slot"])
@@ -111,7 +111,7 @@ def route(
         depends on that row alone.
     held: the routed experts on this rank; None: all.
 
-    Reference: `workers.ops.experts.route.route`.
+    Reference: `aerie.workers.ops.experts.route.route`.
     """
     if router.routed is not None:
         return router.routed

@@ -3,8 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.ops.operation import Implementation, operation
-from workers.ops.gemm.workspace import Workspace
+from aerie.attention.ops.operation import Implementation, operation
+from aerie.workers.ops.gemm.workspace import Workspace
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace | None, deterministic: bool) -> None:
@@ -15,7 +15,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace 
 @operation(
     Implementation(
         "triton",
-        "workers.ops.experts.router_gemm_triton:router_gemm",
+        "aerie.workers.ops.experts.router_gemm_triton:router_gemm",
         lambda here: True,
         serves=lambda x, weight, bias, workspace, deterministic: workspace is not None,
         limits="16 bits, K a multiple of 64, with a workspace",

@@ -1,13 +1,13 @@
-"""The Triton implementation of `workers.ops.experts.router_gemm`."""
+"""The Triton implementation of `aerie.workers.ops.experts.router_gemm`."""
 
 import torch
 import triton
 from torch import Tensor
 
-from attention.capability import MULTIPROCESSORS
-from workers.ops.gemm.skinny_triton import skinny_gemm
-from workers.ops.gemm.tiles import FIXED_ROWS, MAX_ROWS, SkinnyGemmTiles
-from workers.ops.gemm.workspace import Workspace
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.workers.ops.gemm.skinny_triton import skinny_gemm
+from aerie.workers.ops.gemm.tiles import FIXED_ROWS, MAX_ROWS, SkinnyGemmTiles
+from aerie.workers.ops.gemm.workspace import Workspace
 
 _MAX_ROWS = 512  # more rows use cuBLAS
 _BLOCK_N, _BLOCK_K = 64, 128  # BLOCK_K is 64 if 128 does not divide K
@@ -31,7 +31,7 @@ def router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
 def router_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace | None, deterministic: bool
 ) -> Tensor:
-    """`workers.ops.experts.router_gemm.router_gemm`."""
+    """`aerie.workers.ops.experts.router_gemm.router_gemm`."""
     assert workspace is not None
     rows, n = x.shape[0], weight.shape[0]
     if rows > _MAX_ROWS and not deterministic:

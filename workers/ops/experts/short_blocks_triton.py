@@ -1,14 +1,14 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GEMMs of `workers.ops.experts.many_rows_triton` with BLOCK_M below 64 (verified batches). Weights are the tensor
-core's first operand, which has at least 64 rows."""
+"""GEMMs of `aerie.workers.ops.experts.many_rows_triton` with BLOCK_M below 64 (verified batches). Weights are the
+tensor core's first operand, which has at least 64 rows."""
 
 import triton
 import triton.language as tl
 
-from attention.ops.fp8_triton import to_fp8
-from workers.ops.experts.gate_products_triton import add_gates, scales_of_gates, times_channels
-from workers.ops.experts.order_triton import block_of_program, clear_counts
-from workers.ops.fp8.rows_triton import scale_of
+from aerie.attention.ops.fp8_triton import to_fp8
+from aerie.workers.ops.experts.gate_products_triton import add_gates, scales_of_gates, times_channels
+from aerie.workers.ops.experts.order_triton import block_of_program, clear_counts
+from aerie.workers.ops.fp8.rows_triton import scale_of
 
 
 @triton.jit(do_not_specialize=["shared", "stride"])

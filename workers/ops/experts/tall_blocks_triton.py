@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GEMMs of `workers.ops.experts.many_rows_triton` with BLOCK_M of at least 64 (prompts). Rows are the tensor core's
-first operand, so a thread has few rows and few scales.
+"""GEMMs of `aerie.workers.ops.experts.many_rows_triton` with BLOCK_M of at least 64 (prompts). Rows are the tensor
+core's first operand, so a thread has few rows and few scales.
 
 A down-projection program computes several blocks of columns for the same rows; the weights of the next block load while
 one block is multiplied and written.
@@ -9,9 +9,9 @@ one block is multiplied and written.
 import triton
 import triton.language as tl
 
-from attention.ops.fp8_triton import to_fp8
-from workers.ops.experts.order_triton import block_of_program, clear_counts
-from workers.ops.fp8.rows_triton import scale_of
+from aerie.attention.ops.fp8_triton import to_fp8
+from aerie.workers.ops.experts.order_triton import block_of_program, clear_counts
+from aerie.workers.ops.fp8.rows_triton import scale_of
 
 MIN_ROWS = 64  # per block
 

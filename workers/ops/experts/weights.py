@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attention.capability import MULTIPROCESSORS
-from attention.fp8 import FP8
-from workers.ops.blocks import largest
-from workers.ops.experts.route import MAX_LISTED
-from workers.ops.fp8.rows import GROUP
-from workers.span import Span
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.attention.fp8 import FP8
+from aerie.workers.ops.blocks import largest
+from aerie.workers.ops.experts.route import MAX_LISTED
+from aerie.workers.ops.fp8.rows import GROUP
+from aerie.workers.span import Span
 
 MAX_FEW_ROWS = MAX_LISTED  # 16: the smallest tile of a tensor core
 
@@ -54,8 +54,8 @@ class ExpertWeights:
 
     gate_up: [experts, 2 * width, size] of a 16-bit dtype or float8_e4m3fn; gate rows, then up rows.
     down: [experts, size, width], same dtype.
-    gate_up_scales, down_scales: None without FP8; else as in `workers.ops.fp8.tiles.Fp8Matrix`, per expert: float32
-        [experts, rows / 64, columns / 128] or [experts, rows, 1].
+    gate_up_scales, down_scales: None without FP8; else as in `aerie.workers.ops.fp8.tiles.Fp8Matrix`, per expert:
+        float32 [experts, rows / 64, columns / 128] or [experts, rows, 1].
     num_shared: shared experts.
     held: the routed experts on this rank; None: all.
     """
@@ -115,7 +115,7 @@ class ProductTiles:
     stages, warps: Triton's num_stages and num_warps.
     blocks: consecutive blocks of `block_n` outputs that a program computes.
     ahead: whether a program computes one expert of one row, and reads all weights before it waits
-        (`attention.ops.pdl`).
+        (`aerie.attention.ops.pdl`).
     """
 
     block_n: int
@@ -157,7 +157,7 @@ def block_of(rows: int) -> int:
 
 
 def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
-    """Return the tiles of `workers.ops.experts.few_rows_triton`, set by sweeps on an H200.
+    """Return the tiles of `aerie.workers.ops.experts.few_rows_triton`, set by sweeps on an H200.
 
     Gate and up projections are split until one program per multiprocessor fills the device; each program has about 140
     KB in flight. For one row, down projections are many small programs, which fit on the device together with the gate

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """y = x W^T for up to 8 rows and an FP8 weight W that fits in the shared memory of all multiprocessors. W is loaded
-before the wait of the early launch (`attention.ops.pdl`).
+before the wait of the early launch (`aerie.attention.ops.pdl`).
 
 `fp8_gemm` reads most of W after its wait, although memory is idle during the short kernels before it; for one row and a
 W of 15 MB it takes twice as long as reading W. Here only x is read after the wait: QKV of one row takes 2.8 us instead
@@ -18,11 +18,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.ops.pdl import pdl_wait
-from workers.ops.fp8.rows import GROUP, Fp8Rows
-from workers.ops.fp8.tiles import SCALE_ROWS, Fp8AheadTiles, Fp8Matrix
-from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.gemm.workspace import Workspace
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.fp8.rows import GROUP, Fp8Rows
+from aerie.workers.ops.fp8.tiles import SCALE_ROWS, Fp8AheadTiles, Fp8Matrix
+from aerie.workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.workers.ops.gemm.workspace import Workspace
 
 
 @triton.jit(do_not_specialize=["rows"])

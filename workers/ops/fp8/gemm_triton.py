@@ -6,8 +6,8 @@ adds its splits in order. The sum of every 128 columns is scaled and added in fl
 and the tensor core adds FP8 products with less precision (arXiv 2412.19437, section 3.3.2).
 
 A separate launch to quantise rows would take as long as a norm. So the operation that computes rows also quantises them
-(`norm`, `workers.ops.latent`, a gated product). For one row, each program of this kernel quantises the columns that it
-reads; several programs write the same bits.
+(`norm`, `aerie.workers.ops.latent`, a gated product). For one row, each program of this kernel quantises the columns
+that it reads; several programs write the same bits.
 
 A row's result depends on the other rows only through the tile size that the table chooses; `fp8_fixed_rows` always uses
 the same size.
@@ -19,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.ops.fp8_triton import to_fp8
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.fp8.rows import GROUP, Fp8Rows
-from workers.ops.fp8.rows_triton import round_columns, scale_of
-from workers.ops.fp8.tiles import Fp8GemmTiles, Fp8Matrix, fp8_gemm_tiles, rounding_columns
-from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.gemm.tiles import FIXED_ROWS
-from workers.ops.gemm.workspace import Workspace
+from aerie.attention.ops.fp8_triton import to_fp8
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.fp8.rows import GROUP, Fp8Rows
+from aerie.workers.ops.fp8.rows_triton import round_columns, scale_of
+from aerie.workers.ops.fp8.tiles import Fp8GemmTiles, Fp8Matrix, fp8_gemm_tiles, rounding_columns
+from aerie.workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.workers.ops.gemm.tiles import FIXED_ROWS
+from aerie.workers.ops.gemm.workspace import Workspace
 
 
 @triton.jit

@@ -8,11 +8,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.ops.pdl import pdl_wait
-from workers.ops.fp8.rows import GROUP, Fp8Rows
-from workers.ops.fp8.tiles import Fp8Matrix, Fp8WideTiles
-from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.gemm.workspace import Workspace
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.fp8.rows import GROUP, Fp8Rows
+from aerie.workers.ops.fp8.tiles import Fp8Matrix, Fp8WideTiles
+from aerie.workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.workers.ops.gemm.workspace import Workspace
 
 _TOGETHER = 8  # tiles of rows that run at the same time, to reuse W's tiles from L2
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
-from workers.ops.fp8.rows import Fp8Rows, quantize_rows
-from workers.ops.norm import add_rms_norm, rms_norm
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.workers.ops.fp8.rows import Fp8Rows, quantize_rows
+from aerie.workers.ops.norm import add_rms_norm, rms_norm
 
 
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> None:
@@ -15,7 +15,7 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: 
         assert each is None or (each.is_contiguous() and each.shape == x.shape and each.dtype == x.dtype)
 
 
-@operation(Implementation("triton", "workers.ops.fp8.norm_triton:fp8_rms_norm", on_gpu), contract=_check)
+@operation(Implementation("triton", "aerie.workers.ops.fp8.norm_triton:fp8_rms_norm", on_gpu), contract=_check)
 def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> Fp8Rows:
     """Return x / rms(x) * weight in FP8. With a residual, add x to it first, and return the norm of the sum.
 
@@ -25,7 +25,7 @@ def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float,
     out       written: from `Fp8Inputs.empty`; `plain`, if not None, receives the norm before rounding to FP8
     ->        out
 
-    The kernel's results are bitwise those of `workers.ops.norm` and `quantize_rows`.
+    The kernel's results are bitwise those of `aerie.workers.ops.norm` and `quantize_rows`.
     """
     normed = (
         rms_norm.reference(x, weight, eps) if residual is None else add_rms_norm.reference(x, residual, weight, eps)

@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `workers.ops.fp8.norm`: one program per row, as in `workers.ops.norm_triton`; stores FP8 values and
-scales."""
+"""The kernel of `aerie.workers.ops.fp8.norm`: one program per row, as in `aerie.workers.ops.norm_triton`; stores FP8
+values and scales."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.fp8.rows import Fp8Rows
-from workers.ops.fp8.rows_triton import store_fp8
-from workers.ops.norm_triton import normed_row, num_warps
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.fp8.rows import Fp8Rows
+from aerie.workers.ops.fp8.rows_triton import store_fp8
+from aerie.workers.ops.norm_triton import normed_row, num_warps
 
 
 @triton.jit
@@ -47,7 +47,7 @@ def _fp8_norm(
 
 
 def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> Fp8Rows:
-    """`workers.ops.fp8.norm.fp8_rms_norm`."""
+    """`aerie.workers.ops.fp8.norm.fp8_rms_norm`."""
     rows, size = out.values.shape
     if rows == 0:
         return out

@@ -9,10 +9,10 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.fp8.tiles import Fp8Matrix
-from workers.ops.gemm.workspace import GEMMOptions
+from aerie.attention.ops.operation import Implementation
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.workers.ops.fp8.tiles import Fp8Matrix
+from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 
 class Fp8Product(ABC):
@@ -40,7 +40,9 @@ class Fp8Product(ABC):
         dtype."""
 
 
-PRODUCT = Implementation("triton", "workers.ops.fp8.product_triton:TritonFp8Product", lambda here: here.multiplies_fp8)
+PRODUCT = Implementation(
+    "triton", "aerie.workers.ops.fp8.product_triton:TritonFp8Product", lambda here: here.multiplies_fp8
+)
 
 
 def choose_product(weight: Fp8Matrix, options: GEMMOptions, dtype: torch.dtype) -> Fp8Product:

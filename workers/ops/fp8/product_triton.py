@@ -1,4 +1,4 @@
-"""The Triton implementation of `workers.ops.fp8.product`: chooses kernels by the number of rows and the kind of
+"""The Triton implementation of `aerie.workers.ops.fp8.product`: chooses kernels by the number of rows and the kind of
 scales."""
 
 import sys
@@ -8,14 +8,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from workers.ops.activation import silu_mul
-from workers.ops.fp8.gemm_ahead_triton import fp8_gemm_ahead
-from workers.ops.fp8.gemm_triton import fp8_fixed_rows, fp8_gemm
-from workers.ops.fp8.gemm_wide_triton import fp8_gemm_wide
-from workers.ops.fp8.product import Fp8Product
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.fp8.rows_triton import quantize_rows
-from workers.ops.fp8.tiles import (
+from aerie.workers.ops.activation import silu_mul
+from aerie.workers.ops.fp8.gemm_ahead_triton import fp8_gemm_ahead
+from aerie.workers.ops.fp8.gemm_triton import fp8_fixed_rows, fp8_gemm
+from aerie.workers.ops.fp8.gemm_wide_triton import fp8_gemm_wide
+from aerie.workers.ops.fp8.product import Fp8Product
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.workers.ops.fp8.rows_triton import quantize_rows
+from aerie.workers.ops.fp8.tiles import (
     MAX_ROWS,
     MIN_WIDE_ROWS,
     Fp8AheadTiles,
@@ -26,12 +26,12 @@ from workers.ops.fp8.tiles import (
     fp8_wide_tiles,
     rounding_columns,
 )
-from workers.ops.gemm.workspace import Workspace
+from aerie.workers.ops.gemm.workspace import Workspace
 
 
 @dataclass(frozen=True)
 class TritonFp8Product(Fp8Product):
-    """`workers.ops.fp8.product`."""
+    """`aerie.workers.ops.fp8.product`."""
 
     weight: Fp8Matrix
     workspace: Workspace

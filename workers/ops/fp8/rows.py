@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.fp8 import FP8, FP8_MAX
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.fp8 import FP8, FP8_MAX
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 GROUP = 128  # columns of a row that share a scale
 SMALLEST = 1e-12  # minimum magnitude for a scale, which keeps rows of zeros zero
@@ -80,7 +80,7 @@ def _check(x: Tensor, by_group: bool, rows_together: bool = False, gated: bool =
     assert not gated or x.shape[1] % 2 == 0
 
 
-@operation(Implementation("triton", "workers.ops.fp8.rows_triton:quantize_rows", on_gpu), contract=_check)
+@operation(Implementation("triton", "aerie.workers.ops.fp8.rows_triton:quantize_rows", on_gpu), contract=_check)
 def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated: bool = False) -> Fp8Rows:
     """Return x in FP8; gated: silu(gate) * up in FP8.
 

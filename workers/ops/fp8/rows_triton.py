@@ -1,16 +1,16 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `workers.ops.fp8.rows`, and functions that other kernels with FP8 output share."""
+"""Kernels of `aerie.workers.ops.fp8.rows`, and functions that other kernels with FP8 output share."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.fp8_triton import FP8_MAX, to_fp8
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.fp8 import rows as reference
-from workers.ops.fp8.rows import Fp8Rows
-from workers.ops.norm_triton import num_warps
+from aerie.attention.ops.fp8_triton import FP8_MAX, to_fp8
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.fp8 import rows as reference
+from aerie.workers.ops.fp8.rows import Fp8Rows
+from aerie.workers.ops.norm_triton import num_warps
 
 _COLUMNS = 1024  # per program
 SMALLEST = tl.constexpr(reference.SMALLEST)
@@ -120,7 +120,7 @@ def _quantize(
 
 
 def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated: bool = False) -> Fp8Rows:
-    """`workers.ops.fp8.rows.quantize_rows`."""
+    """`aerie.workers.ops.fp8.rows.quantize_rows`."""
     rows, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     out = Fp8Rows.empty(rows, size, by_group, rows_together, x.device)
     if rows == 0:

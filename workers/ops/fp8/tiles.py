@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from attention.capability import MULTIPROCESSORS
-from workers.ops.blocks import cdiv, largest, next_power_of_2
-from workers.ops.fp8.rows import GROUP
-from workers.ops.gemm.tiles import MAX_SPLITS, SHARED_BYTES
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.workers.ops.blocks import cdiv, largest, next_power_of_2
+from aerie.workers.ops.fp8.rows import GROUP
+from aerie.workers.ops.gemm.tiles import MAX_SPLITS, SHARED_BYTES
 
-MAX_ROWS = 128  # limit of `workers.ops.fp8.gemm_triton`
-MIN_WIDE_ROWS = 65  # with scales per group, `workers.ops.fp8.gemm_wide_triton` is faster from here on
+MAX_ROWS = 128  # limit of `aerie.workers.ops.fp8.gemm_triton`
+MIN_WIDE_ROWS = 65  # with scales per group, `aerie.workers.ops.fp8.gemm_wide_triton` is faster from here on
 SCALE_ROWS = 64  # rows of W that share a scale; a checkpoint's block of 128 becomes two
-MAX_AHEAD_ROWS = 8  # limit of `workers.ops.fp8.gemm_ahead_triton`
+MAX_AHEAD_ROWS = 8  # limit of `aerie.workers.ops.fp8.gemm_ahead_triton`
 _ROUNDED = 8192  # numbers quantised at once by a program: 64 per thread
 
 

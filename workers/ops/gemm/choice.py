@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.capability import Capability, num_multiprocessors
-from attention.ops.operation import Implementation, on_host
-from workers.ops.activation import silu_mul
-from workers.ops.gemm.tiles import INPUT_STEP, MAX_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
-from workers.ops.gemm.workspace import GEMMOptions
+from aerie.attention.capability import Capability, num_multiprocessors
+from aerie.attention.ops.operation import Implementation, on_host
+from aerie.workers.ops.activation import silu_mul
+from aerie.workers.ops.gemm.tiles import INPUT_STEP, MAX_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
+from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 _ROWS_HINT = 4  # number of rows for which oneDNN optimises its layout
 _MIN_KEPT_WEIGHTS = 1 << 21  # with fewer, shared memory does not limit Triton's kernels
@@ -103,35 +103,35 @@ def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:
 
 GEMMS = (
     Implementation(
-        "triton", "workers.ops.gemm.skinny_triton:FixedRowsGEMM", lambda here: True, _wants(True), "deterministic"
+        "triton", "aerie.workers.ops.gemm.skinny_triton:FixedRowsGEMM", lambda here: True, _wants(True), "deterministic"
     ),
     Implementation(
         "cuda",
-        "workers.ops.gemm.one_row_cuda:OneRowGEMM",
+        "aerie.workers.ops.gemm.one_row_cuda:OneRowGEMM",
         lambda here: here.compiles_cuda,
         _fits_shared_memory,
         "one row, 16 bits; W fits in shared memory",
     ),
     Implementation(
         "cuda",
-        "workers.ops.gemm.gated_rows_cuda:GatedRowsGEMM",
+        "aerie.workers.ops.gemm.gated_rows_cuda:GatedRowsGEMM",
         lambda here: here.compiles_cuda,
         _fills_waves,
         "gated, 241 to 256 rows, 16 bits; fewer or smaller waves",
     ),
     Implementation(
         "cuda",
-        "workers.ops.gemm.split_k_cuda:SplitKGEMM",
+        "aerie.workers.ops.gemm.split_k_cuda:SplitKGEMM",
         lambda here: here.compiles_cuda,
         _fits_one_wave,
         "209 to 256 rows, 16 bits, many inputs; one wave",
     ),
     Implementation(
-        "triton", "workers.ops.gemm.skinny_triton:SkinnyGEMM", lambda here: True, _wants(False), "up to 128 rows"
+        "triton", "aerie.workers.ops.gemm.skinny_triton:SkinnyGEMM", lambda here: True, _wants(False), "up to 128 rows"
     ),
     Implementation(
         "onednn",
-        "workers.ops.gemm.choice:BlockedGEMM",
+        "aerie.workers.ops.gemm.choice:BlockedGEMM",
         on_host,
         _fits_onednn,
         "float32, 2**18 weights or more",

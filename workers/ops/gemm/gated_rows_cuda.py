@@ -1,23 +1,23 @@
 """silu(x G^T) * (x U^T) for 241 to 256 rows, by `gated_rows.cu`, whose tiles fill the multiprocessors' waves. Chosen by
-`workers.ops.gemm.choice` where it is faster than cuBLAS and a kernel for silu (H200, 256 rows: 14,336 outputs of 4,096
-inputs 99.5 instead of 105 us, of 8,192 inputs 175 instead of 186 us)."""
+`aerie.workers.ops.gemm.choice` where it is faster than cuBLAS and a kernel for silu (H200, 256 rows: 14,336 outputs of
+4,096 inputs 99.5 instead of 105 us, of 8,192 inputs 175 instead of 186 us)."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attention.capability import num_multiprocessors
-from attention.ops.cuda_source import tensor_map, tensor_map_of
-from workers.ops.blocks import cdiv
-from workers.ops.gemm.skinny_triton import SkinnyGEMM
-from workers.ops.gemm.tiles import (
+from aerie.attention.capability import num_multiprocessors
+from aerie.attention.ops.cuda_source import tensor_map, tensor_map_of
+from aerie.workers.ops.blocks import cdiv
+from aerie.workers.ops.gemm.skinny_triton import SkinnyGEMM
+from aerie.workers.ops.gemm.tiles import (
     INPUT_STEP,
     MAX_GATED_ROWS,
     MIN_GATED_ROWS,
     gated_width,
 )
-from workers.ops.gemm.wgmma_cuda import WgmmaKernel, fits
+from aerie.workers.ops.gemm.wgmma_cuda import WgmmaKernel, fits
 
 KERNEL, _CLUSTER = WgmmaKernel("gated_rows", MAX_GATED_ROWS), (2, 1)
 
@@ -30,7 +30,7 @@ def gated_rows(x: Tensor, weight: Tensor, width: int, out: Tensor) -> Tensor:
     width: rows of W in a tile, from `gated_width`.
     out: [rows, N] in x's dtype, contiguous.
 
-    Reference: `workers.ops.activation.silu_mul` of `torch.nn.functional.linear`.
+    Reference: `aerie.workers.ops.activation.silu_mul` of `torch.nn.functional.linear`.
     """
     (rows, n), k = out.shape, weight.shape[1]
     assert x.shape == (rows, k) and weight.shape[0] == 2 * n and x.dtype == weight.dtype == out.dtype

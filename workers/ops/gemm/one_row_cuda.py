@@ -1,5 +1,5 @@
 """y = W x + b for one row, by `one_row.cu`: shared memory has all of W before x is computed. Chosen by
-`workers.ops.gemm.choice` for weights that fit."""
+`aerie.workers.ops.gemm.choice` for weights that fit."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention.capability import Capability, num_multiprocessors
-from attention.ops.cuda_source import Kernel, compile_ahead, load
-from workers.ops.blocks import cdiv
-from workers.ops.gemm.skinny_triton import SkinnyGEMM
-from workers.ops.gemm.tiles import one_row_bytes
+from aerie.attention.capability import Capability, num_multiprocessors
+from aerie.attention.ops.cuda_source import Kernel, compile_ahead, load
+from aerie.workers.ops.blocks import cdiv
+from aerie.workers.ops.gemm.skinny_triton import SkinnyGEMM
+from aerie.workers.ops.gemm.tiles import one_row_bytes
 
 _NAME, _THREADS = "one_row", 512
 
@@ -21,7 +21,7 @@ def one_row(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tens
     """Write W x + b to `out`.
 
     x: [1, K] bfloat16 or float16, aligned to 16 bytes.
-    weight: [N, K] in x's dtype, contiguous; see `workers.ops.gemm.choice`.
+    weight: [N, K] in x's dtype, contiguous; see `aerie.workers.ops.gemm.choice`.
     bias: [N] in x's dtype, or None.
     out: [1, N] in x's dtype, contiguous.
 

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, which are bound by reading W. Chosen by
-`workers.ops.gemm.choice`.
+`aerie.workers.ops.gemm.choice`.
 
 Between two cuBLAS GEMMs memory is idle, because the next one starts to read only when the previous kernel has ended.
-These programs start while earlier kernels run (`attention.ops.pdl`). With up to 16 rows, they load the first columns of
-W to shared memory before they wait for x. Tensor maps need no registers, so a multiprocessor's whole shared memory can
-be in flight.
+These programs start while earlier kernels run (`aerie.attention.ops.pdl`). With up to 16 rows, they load the first
+columns of W to shared memory before they wait for x. Tensor maps need no registers, so a multiprocessor's whole shared
+memory can be in flight.
 
 W's tile [BLOCK_N, BLOCK_K] is the tensor core's first operand and fills its 64 rows; x^T of at least 16 rows is the
 second. K is split until programs fill the device. The last program of a tile adds its splits in order, so equal inputs
@@ -21,12 +21,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.gemm.choice import TorchGEMM
-from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.gemm.tiles import FIXED_ROWS, SkinnyGemmTiles, fills_tile, gated_tiles, skinny_gemm_tiles
-from workers.ops.gemm.workspace import Workspace
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.gemm.choice import TorchGEMM
+from aerie.workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.workers.ops.gemm.tiles import FIXED_ROWS, SkinnyGemmTiles, fills_tile, gated_tiles, skinny_gemm_tiles
+from aerie.workers.ops.gemm.workspace import Workspace
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -178,7 +178,7 @@ def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: Sk
 
     tiles: from `gated_tiles`.
 
-    Reference: `workers.ops.activation.silu_mul` of `torch.nn.functional.linear`.
+    Reference: `aerie.workers.ops.activation.silu_mul` of `torch.nn.functional.linear`.
     """
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     _multiply(x, weight, None, workspace, out, tiles, gated=True)

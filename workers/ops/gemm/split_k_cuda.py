@@ -1,23 +1,23 @@
 """y = x W^T + b for 209 to 256 rows, by `split_k.cu`: each of two clusters has half of a tile's inputs (split K), and
-one of them adds both sums; cuBLAS needs a second kernel for that. Chosen by `workers.ops.gemm.choice` for weights of
-many inputs whose tiles fill one wave (H200, 256 rows, 4,096 outputs of 12,288 inputs: 46.4 instead of 48.5 us)."""
+one of them adds both sums; cuBLAS needs a second kernel for that. Chosen by `aerie.workers.ops.gemm.choice` for weights
+of many inputs whose tiles fill one wave (H200, 256 rows, 4,096 outputs of 12,288 inputs: 46.4 instead of 48.5 us)."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attention.ops.cuda_source import tensor_map
-from workers.ops.blocks import cdiv
-from workers.ops.gemm.skinny_triton import SkinnyGEMM
-from workers.ops.gemm.tiles import (
+from aerie.attention.ops.cuda_source import tensor_map
+from aerie.workers.ops.blocks import cdiv
+from aerie.workers.ops.gemm.skinny_triton import SkinnyGEMM
+from aerie.workers.ops.gemm.tiles import (
     INPUT_STEP,
     MAX_GATED_ROWS,
     MIN_SPLIT_ROWS,
     split_width,
 )
-from workers.ops.gemm.wgmma_cuda import WgmmaKernel, fits
-from workers.ops.gemm.workspace import Workspace
+from aerie.workers.ops.gemm.wgmma_cuda import WgmmaKernel, fits
+from aerie.workers.ops.gemm.workspace import Workspace
 
 KERNEL, _CLUSTER = WgmmaKernel("split_k", MAX_GATED_ROWS // 2), (2, 1)
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from attention.capability import MULTIPROCESSORS
-from workers.ops.blocks import cdiv, largest, next_power_of_2
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.workers.ops.blocks import cdiv, largest, next_power_of_2
 
 MAX_ROWS = 128  # with more rows cuBLAS is faster, see tests/bench/RESULTS.md
 MAX_GATED_ROWS = 256  # of `gated_rows_cuda` and `split_k_cuda`

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
-from attention.ops.cuda_source import Kernel, compile_ahead, load
-from workers.ops.gemm.tiles import stage_bytes, wgmma_stages
-from workers.ops.packed.cuda.source import joined, wgmma
+from aerie.attention.capability import Capability
+from aerie.attention.ops.cuda_source import Kernel, compile_ahead, load
+from aerie.workers.ops.gemm.tiles import stage_bytes, wgmma_stages
+from aerie.workers.ops.packed.cuda.source import joined, wgmma
 
 _THREADS = 384
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
-from workers.ops.blocks import largest
-from workers.ops.fp8.tiles import fp8_workspace_size
-from workers.ops.gemm.tiles import workspace_size
+from aerie.attention.capability import Capability
+from aerie.workers.ops.blocks import largest
+from aerie.workers.ops.fp8.tiles import fp8_workspace_size
+from aerie.workers.ops.gemm.tiles import workspace_size
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class GEMMOptions:
     """workspace: shared by all layers of a 16-bit model on a GPU, else None.
     deterministic: a row's result must not depend on other rows (needs the workspace).
     fp8: whether the device multiplies FP8 (needs the workspace).
-    packed: whether the device multiplies 4- and 8-bit weights (`workers.ops.packed`).
+    packed: whether the device multiplies 4- and 8-bit weights (`aerie.workers.ops.packed`).
     """
 
     workspace: Workspace | None = None

@@ -1,11 +1,11 @@
-"""Expands cached latent rows to keys and values per head, for prompt chunks (`attention.expansion`)."""
+"""Expands cached latent rows to keys and values per head, for prompt chunks (`aerie.attention.expansion`)."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from attention.fp8 import FP8
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.fp8 import FP8
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 
 def _check(rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor, scale: float = 1.0) -> None:
@@ -15,7 +15,9 @@ def _check(rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor, scale: fl
     assert ends.dtype == torch.int32 and ends.is_contiguous()
 
 
-@operation(Implementation("triton", "workers.ops.latent.expand_latents_triton:expand_latents", on_gpu), contract=_check)
+@operation(
+    Implementation("triton", "aerie.workers.ops.latent.expand_latents_triton:expand_latents", on_gpu), contract=_check
+)
 def expand_latents(
     rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `workers.ops.latent.expand_latents`.
+"""The kernel of `aerie.workers.ops.latent.expand_latents`.
 
 Only the device knows the number of tokens. A grid that fills the device loops over the tiles, so the time of a captured
 step depends on its actual number of tokens, not on the maximum.
@@ -11,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.capability import MULTIPROCESSORS
-from attention.ops.fp8_triton import widened
-from attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.attention.ops.fp8_triton import widened
+from aerie.attention.ops.interpreter_triton import INTERPRETED
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -63,7 +63,7 @@ def _expand_latents(
 def expand_latents(
     rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """`workers.ops.latent.expand_latents.expand_latents`."""
+    """`aerie.workers.ops.latent.expand_latents.expand_latents`."""
     (n, latent), width = weight.shape, rows.shape[2]
     kv = torch.empty((tokens.shape[0], n), dtype=weight.dtype, device=rows.device)
     k_pe = torch.empty((tokens.shape[0], width - latent), dtype=weight.dtype, device=rows.device)

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
-from attention.rotation import Angles, rotate_pairs
-from workers.ops.fp8.rows import GROUP, Fp8Rows, quantize_rows
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.rotation import Angles, rotate_pairs
+from aerie.workers.ops.fp8.rows import GROUP, Fp8Rows, quantize_rows
 
 
 def _check(x: Tensor, weight: Tensor, out: Tensor | Fp8Rows, angles: Angles | None = None, fixed: bool = False) -> None:
@@ -18,7 +18,9 @@ def _check(x: Tensor, weight: Tensor, out: Tensor | Fp8Rows, angles: Angles | No
         assert out.shape == (rows, heads, n + width - k) and out.stride(2) == 1 and out.dtype == x.dtype
 
 
-@operation(Implementation("triton", "workers.ops.latent.head_products_triton:head_products", on_gpu), contract=_check)
+@operation(
+    Implementation("triton", "aerie.workers.ops.latent.head_products_triton:head_products", on_gpu), contract=_check
+)
 def head_products(
     x: Tensor, weight: Tensor, out: Tensor | Fp8Rows, angles: Angles | None = None, fixed: bool = False
 ) -> None:

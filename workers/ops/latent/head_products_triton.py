@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
-"""The kernel of `workers.ops.latent.head_products`. Some programs rotate q; results may be FP8."""
+"""The kernel of `aerie.workers.ops.latent.head_products`. Some programs rotate q; results may be FP8."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.attend.latent_tile_triton import rotate_pairs
-from attention.ops.fp8_triton import to_fp8
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from attention.rotation import Angles
-from workers.ops.fp8.rows import GROUP, Fp8Rows
-from workers.ops.fp8.rows_triton import scale_of
+from aerie.attention.ops.attend.latent_tile_triton import rotate_pairs
+from aerie.attention.ops.fp8_triton import to_fp8
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.attention.rotation import Angles
+from aerie.workers.ops.fp8.rows import GROUP, Fp8Rows
+from aerie.workers.ops.fp8.rows_triton import scale_of
 
 FEW_ROWS = 16  # maximum rows for narrower tiles, which give more programs
 BATCH_ROWS = 512  # maximum rows (of verified batches) for tiles of 64 rows, which give more programs
@@ -155,7 +155,7 @@ def head_products(
     angles: Angles | None = None,
     fixed: bool = False,
 ) -> None:
-    """`workers.ops.latent.head_products.head_products`."""
+    """`aerie.workers.ops.latent.head_products.head_products`."""
     (rows, heads, width), (_, in_features, out_features) = x.shape, weight.shape
     rotated = width - in_features
     scales = None if isinstance(out, Tensor) else out.scales
@@ -195,7 +195,7 @@ def head_products(
 
 
 def rounded_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool, fixed: bool) -> Fp8Rows:
-    """`workers.ops.latent.latent_values.latent_values` for any number of rows."""
+    """`aerie.workers.ops.latent.latent_values.latent_values` for any number of rows."""
     rows, heads, latent = x.shape
     out = Fp8Rows.empty(rows, heads * GROUP, True, rows_together, x.device)
     head_products(x, weight.view(heads, -1, latent)[:, key_dim:].transpose(1, 2), out, fixed=fixed)

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
-from workers.ops.fp8.rows import GROUP, Fp8Rows
-from workers.ops.latent.head_products import head_products
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.workers.ops.fp8.rows import GROUP, Fp8Rows
+from aerie.workers.ops.latent.head_products import head_products
 
 MAX_ROWS = 16
 _MAX_BYTES = 128 << 10  # maximum size of a head's matrix, which one copy loads to shared memory
@@ -25,14 +25,14 @@ def _check(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool, fixed: 
 @operation(
     Implementation(
         "triton",
-        "workers.ops.latent.latent_values_triton:latent_values",
+        "aerie.workers.ops.latent.latent_values_triton:latent_values",
         on_gpu,
         serves=lambda x, weight, key_dim, rows_together, fixed: (
             not fixed and not rows_together and fits_values(x.shape[0], weight)
         ),
         limits=f"up to {MAX_ROWS} rows, 16 bits, a latent that is a power of two",
     ),
-    Implementation("triton", "workers.ops.latent.head_products_triton:rounded_values", on_gpu),
+    Implementation("triton", "aerie.workers.ops.latent.head_products_triton:rounded_values", on_gpu),
     contract=_check,
 )
 def latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool, fixed: bool) -> Fp8Rows:

@@ -1,18 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `workers.ops.latent.latent_values` for few rows. A tensor map loads a head's matrix to shared memory
-before the wait. From registers, as in `head_products_triton`, it would have to be moved after the wait."""
+"""The kernel of `aerie.workers.ops.latent.latent_values` for few rows. A tensor map loads a head's matrix to shared
+memory before the wait. From registers, as in `head_products_triton`, it would have to be moved after the wait."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.ops.fp8_triton import to_fp8
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.fp8.rows import GROUP, Fp8Rows
-from workers.ops.fp8.rows_triton import scale_of
-from workers.ops.latent.latent_values import MAX_ROWS, fits_values
+from aerie.attention.ops.fp8_triton import to_fp8
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.fp8.rows import GROUP, Fp8Rows
+from aerie.workers.ops.fp8.rows_triton import scale_of
+from aerie.workers.ops.latent.latent_values import MAX_ROWS, fits_values
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -51,7 +51,7 @@ def _latent_values(
 
 
 def latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool = False, fixed: bool = False) -> Fp8Rows:
-    """`workers.ops.latent.latent_values.latent_values`."""
+    """`aerie.workers.ops.latent.latent_values.latent_values`."""
     rows, heads, latent = x.shape
     step = key_dim + GROUP
     assert not rows_together and not fixed

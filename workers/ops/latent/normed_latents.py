@@ -1,19 +1,19 @@
 """Norms of both latents, RoPE of keys and the write of latent rows: the operations of MLA between the projections and
 `head_products`.
 
-RoPE rotates adjacent dimensions, as in DeepSeek's checkpoints (`attention.rotation.rotate_pairs`).
+RoPE rotates adjacent dimensions, as in DeepSeek's checkpoints (`aerie.attention.rotation.rotate_pairs`).
 """
 
 import torch
 from torch import Tensor
 
-from attention.fp8 import write_rows
-from attention.ops.nan_values import without_nan
-from attention.ops.operation import Implementation, on_gpu, operation
-from attention.rotation import Angles, rotate_pairs
-from attention.views import LatentKV
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, quantize_rows
-from workers.ops.norm import rms_norm
+from aerie.attention.fp8 import write_rows
+from aerie.attention.ops.nan_values import without_nan
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.rotation import Angles, rotate_pairs
+from aerie.attention.views import LatentKV
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows, quantize_rows
+from aerie.workers.ops.norm import rms_norm
 
 
 def _check(
@@ -40,7 +40,9 @@ def _check(
     assert angles.cos.is_contiguous() and angles.sin.is_contiguous()
 
 
-@operation(Implementation("triton", "workers.ops.latent.normed_latents_triton:normed_latents", on_gpu), contract=_check)
+@operation(
+    Implementation("triton", "aerie.workers.ops.latent.normed_latents_triton:normed_latents", on_gpu), contract=_check
+)
 def normed_latents(
     both: Tensor,
     q_weight: Tensor | None,
@@ -60,8 +62,8 @@ def normed_latents(
     q_weight      [q]; None if q has no norm
     row_weight    [latent], in the model's dtype
     angles        of the rows
-    kv            written as `attention.fp8.stored`, after rounding to the model's dtype; zeros instead of NaN in the
-                  latent part, and NaN in that row's rotated part (`attention.ops.nan_values`)
+    kv            written as `aerie.attention.fp8.stored`, after rounding to the model's dtype; zeros instead of NaN in
+                  the latent part, and NaN in that row's rotated part (`aerie.attention.ops.nan_values`)
     slot_mapping  [rows] int64 token indices; if rows share an index (padding), any of them is stored
     wanted        FP8 format of the returned q; None: the model's dtype
     fence         see `Prepared.plan`; if false, the next GEMM reads its weight earlier

@@ -1,20 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `workers.ops.latent.normed_latents`: one launch, one program per row and latent."""
+"""The kernel of `aerie.workers.ops.latent.normed_latents`: one launch, one program per row and latent."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.fp8_triton import as_stored
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.nan_values_triton import nan_where, without_nan
-from attention.ops.pdl import pdl_wait
-from attention.rotation import Angles
-from attention.views import LatentKV
-from workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from workers.ops.fp8.rows_triton import store_fp8
-from workers.ops.gemm.splits_triton import sum_of_splits
-from workers.ops.norm_triton import normed, num_warps
+from aerie.attention.ops.fp8_triton import as_stored
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.nan_values_triton import nan_where, without_nan
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.attention.rotation import Angles
+from aerie.attention.views import LatentKV
+from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.workers.ops.fp8.rows_triton import store_fp8
+from aerie.workers.ops.gemm.splits_triton import sum_of_splits
+from aerie.workers.ops.norm_triton import normed, num_warps
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _normed_latents(
         if not FENCE:
             tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if FENCE:  # a fence waits before it triggers: see `attention.ops.pdl`
+        if FENCE:  # a fence waits before it triggers: see `aerie.attention.ops.pdl`
             tl.extra.cuda.gdc_launch_dependents()
     both = both_ptr + row * both_row_stride
     kept = row_weight_ptr.dtype.element_ty
@@ -102,7 +102,7 @@ def normed_latents(
     wanted: Fp8Inputs | None = None,
     fence: bool = True,
 ) -> Tensor | Fp8Rows:
-    """`workers.ops.latent.normed_latents.normed_latents`."""
+    """`aerie.workers.ops.latent.normed_latents.normed_latents`."""
     latent, width = kv.latent, kv.rows.shape[2]
     parts = both if both.dim() == 3 else both.unsqueeze(0)
     rows, q_size, rotated = parts.shape[1], parts.shape[2] - width, width - latent

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from workers.ops.packed.fragments_triton import decode
+from aerie.workers.ops.packed.fragments_triton import decode
 
 
 @triton.jit

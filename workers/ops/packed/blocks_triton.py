@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
 """y = x W^T, or silu(x G^T) * (x U^T), for 9 to 512 rows and a weight of 4 or 8 bits: blocks of 64 outputs by up to 128
-rows. `workers.ops.packed.tiles` chooses between this kernel and `stream_triton`.
+rows. `aerie.workers.ops.packed.tiles` chooses between this kernel and `stream_triton`.
 
 As in `stream_triton`, each lane loads the codes of its own part of a tensor core's first operand, here wgmma's: 64
 outputs over four warps. Tensor maps load rows to shared memory for all warps. Weights are multiplied by their scale and
 rounded to the rows' dtype, as in dequantisation, unless `BlockTiles.scaled_sums` is set.
 
-The order of inputs in an operand differs from that in a row (`workers.ops.packed.weight`). Either `order_rows` first
-reorders the rows, or the kernel reads them in the operand's order, 4 bytes at a time (`BlockTiles.direct`).
+The order of inputs in an operand differs from that in a row (`aerie.workers.ops.packed.weight`). Either `order_rows`
+first reorders the rows, or the kernel reads them in the operand's order, 4 bytes at a time (`BlockTiles.direct`).
 """
 
 import triton
@@ -15,14 +15,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.gemm.workspace import Workspace
-from workers.ops.packed.block_weights_triton import block_weights
-from workers.ops.packed.stream_triton import TL_TYPES
-from workers.ops.packed.tiles import BlockTiles
-from workers.ops.packed.weight import PackedWeight
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.workers.ops.gemm.workspace import Workspace
+from aerie.workers.ops.packed.block_weights_triton import block_weights
+from aerie.workers.ops.packed.stream_triton import TL_TYPES
+from aerie.workers.ops.packed.tiles import BlockTiles
+from aerie.workers.ops.packed.weight import PackedWeight
 
 
 @triton.jit
@@ -220,10 +220,10 @@ def packed_blocks(
     """Write x W^T + b to `out`; gated: silu(x G^T) * (x U^T), where W is G above U.
 
     x: rows of `order_rows`; if `tiles.direct`, rows in their own order, last stride 1, aligned to 16 bytes.
-    weight, out: as for `workers.ops.packed.stream_triton.packed_stream`.
+    weight, out: as for `aerie.workers.ops.packed.stream_triton.packed_stream`.
     tiles: from `block_tiles` for this number of rows; paired if gated.
 
-    Reference: `workers.ops.packed.product.packed_product`.
+    Reference: `aerie.workers.ops.packed.product.packed_product`.
     """
     (rows, n), k = out.shape, weight.in_features
     columns = k if tiles.direct else triton.cdiv(k, 64) * 64

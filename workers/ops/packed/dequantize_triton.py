@@ -1,19 +1,19 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated"
 """Dequantises some outputs of a low-bit weight to 16 bits, for large-batch GEMMs with cuBLAS.
 
-A lane decodes its parts of operands (`workers.ops.packed.fragments_triton`), 8 adjacent inputs of two outputs, and
-stores 16 bytes of each. A number is rounded once; with `row_scale` twice.
+A lane decodes its parts of operands (`aerie.workers.ops.packed.fragments_triton`), 8 adjacent inputs of two outputs,
+and stores 16 bytes of each. A number is rounded once; with `row_scale` twice.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.packed.fragments_triton import decode
-from workers.ops.packed.stream_triton import TL_TYPES
-from workers.ops.packed.weight import TILE, PackedWeight
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.packed.fragments_triton import decode
+from aerie.workers.ops.packed.stream_triton import TL_TYPES
+from aerie.workers.ops.packed.weight import TILE, PackedWeight
 
 WARPS = 4
 
@@ -87,7 +87,7 @@ def dequantize_rows(weight: PackedWeight, first: int, out: Tensor) -> Tensor:
     first: a multiple of 64.
     out: [outputs, in_features] bfloat16 or float16, contiguous.
 
-    Reference: rows of `workers.ops.packed.weight.dequantize`.
+    Reference: rows of `aerie.workers.ops.packed.weight.dequantize`.
     """
     n, k = out.shape
     assert k == weight.in_features and k % 8 == 0 and first % TILE == 0 and out.is_contiguous()

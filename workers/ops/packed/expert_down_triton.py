@@ -1,13 +1,20 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Down projections of `workers.ops.packed.experts_triton`, over the inner activations of `expert_gate_up_triton`, with
-the same blocks and lanes."""
+"""Down projections of `aerie.workers.ops.packed.experts_triton`, over the inner activations of `expert_gate_up_triton`,
+with the same blocks and lanes."""
 
 import triton
 import triton.language as tl
 
-from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.packed.expert_steps_triton import add_products, load_inputs, load_weight, restored, words, zero_sums
-from workers.ops.packed.sums_triton import sums_of_warps
+from aerie.workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.workers.ops.packed.expert_steps_triton import (
+    add_products,
+    load_inputs,
+    load_weight,
+    restored,
+    words,
+    zero_sums,
+)
+from aerie.workers.ops.packed.sums_triton import sums_of_warps
 
 
 @triton.jit
@@ -67,7 +74,7 @@ def down_of_listed(
 ):
     """Write the weighted sum of down projections to out [rows, SIZE], of at most 8 rows. A program computes some
     outputs of every SPLITS-th used expert. It may read its first weights and biases before the wait, because the
-    previous kernel is a fence (`attention.ops.pdl`)."""
+    previous kernel is a fence (`aerie.attention.ops.pdl`)."""
     CHUNKS: tl.constexpr = WIDTH // 64
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1

@@ -1,18 +1,25 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Gate and up projections of `workers.ops.packed.experts_triton`. Each lane loads its own part of the operands, as in
-`workers.ops.packed.stream_triton`. Codes and scales are copied to shared memory some steps ahead.
+"""Gate and up projections of `aerie.workers.ops.packed.experts_triton`. Each lane loads its own part of the operands,
+as in `aerie.workers.ops.packed.stream_triton`. Codes and scales are copied to shared memory some steps ahead.
 
 A block has rows of one expert. Few rows: one block of all rows per used expert (LISTED). More rows: blocks sorted by
-expert (`workers.ops.experts.order_triton`).
+expert (`aerie.workers.ops.experts.order_triton`).
 """
 
 import triton
 import triton.language as tl
 
-from workers.ops.experts.order_triton import clear_counts
-from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.packed.expert_steps_triton import add_products, load_inputs, load_weight, restored, words, zero_sums
-from workers.ops.packed.sums_triton import sums_of_warps
+from aerie.workers.ops.experts.order_triton import clear_counts
+from aerie.workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.workers.ops.packed.expert_steps_triton import (
+    add_products,
+    load_inputs,
+    load_weight,
+    restored,
+    words,
+    zero_sums,
+)
+from aerie.workers.ops.packed.sums_triton import sums_of_warps
 
 
 @triton.jit(do_not_specialize=["rows"])

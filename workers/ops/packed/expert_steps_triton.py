@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Common parts of `expert_gate_up_triton` and `expert_down_triton`: a warp's load of a weight, and its product with
-rows. Tensors have the layout of `workers.ops.packed.fragments_triton`.
+rows. Tensors have the layout of `aerie.workers.ops.packed.fragments_triton`.
 
 Loads of a weight have no masks, so that Triton's pipelined loops copy them to shared memory several steps ahead.
 Indices are clamped instead; inputs after the last are zero in rows, and outputs after the last are not stored.
@@ -9,10 +9,10 @@ Indices are clamped instead; inputs after the last are zero in rows, and outputs
 import triton
 import triton.language as tl
 
-from workers.ops.packed.fragments_triton import add_scaled, decode, multiply, times_power
+from aerie.workers.ops.packed.fragments_triton import add_scaled, decode, multiply, times_power
 
-RAISED = tl.constexpr("e2m1 / 2^126")  # codes of `workers.ops.packed.experts.raised`
-MOVED = tl.constexpr("e2m1 moved")  # the same after `workers.ops.packed.experts.moved`
+RAISED = tl.constexpr("e2m1 / 2^126")  # codes of `aerie.workers.ops.packed.experts.raised`
+MOVED = tl.constexpr("e2m1 moved")  # the same after `aerie.workers.ops.packed.experts.moved`
 
 
 @triton.jit
@@ -48,8 +48,8 @@ def _load_inputs(pointers, there, waits, INTERPRETED: tl.constexpr):
     """Load 16 bytes per lane; zeros unless `there`. Inline PTX, because Triton's pipelined loops would copy its own
     loads to shared memory; L1 serves all warps.
 
-    waits: whether to wait for the previous kernel (`attention.ops.pdl`), equal in all lanes; None: do not wait. Here
-        because pipelined loops would move a `gdc_wait` after the load.
+    waits: whether to wait for the previous kernel (`aerie.attention.ops.pdl`), equal in all lanes; None: do not wait.
+        Here because pipelined loops would move a `gdc_wait` after the load.
     """
     if INTERPRETED:
         return tl.load(pointers, mask=there, other=0)
@@ -167,7 +167,7 @@ def add_products(
 
 @triton.jit
 def restored(sums, CODE: tl.constexpr, ROW_TILES: tl.constexpr):
-    """Return sums without the powers of two of `workers.ops.packed.experts.raised` and `times_power`."""
+    """Return sums without the powers of two of `aerie.workers.ops.packed.experts.raised` and `times_power`."""
     if CODE == MOVED and ROW_TILES == 1:
         return sums * 2.0**-48
     elif CODE == RAISED or CODE == MOVED:  # noqa: SIM109 - not in kernels

@@ -1,12 +1,12 @@
-"""Tile sizes of `workers.ops.packed.experts_triton`."""
+"""Tile sizes of `aerie.workers.ops.packed.experts_triton`."""
 
 from dataclasses import dataclass, replace
 
-from attention.capability import MULTIPROCESSORS
-from workers.ops.blocks import largest
-from workers.ops.experts.weights import ExpertSizes
-from workers.ops.packed.cuda.one_row_tiles import one_row_tiles
-from workers.ops.packed.weight import BITS, TILE, PackedWeight
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.workers.ops.blocks import largest
+from aerie.workers.ops.experts.weights import ExpertSizes
+from aerie.workers.ops.packed.cuda.one_row_tiles import one_row_tiles
+from aerie.workers.ops.packed.weight import BITS, TILE, PackedWeight
 
 MAX_LISTED_ROWS = 1
 _ROWS_OF_ONE_TILE = 6.4  # up to this many rows per expert, one tile of 8 rows is faster than two
@@ -15,7 +15,7 @@ _SMALL_SHARED = 48 << 10  # bytes of shared memory that a program may use withou
 
 
 def _sums_bytes(parts: int, warps: int) -> int:
-    """Return the bytes of shared memory in `workers.ops.packed.sums_triton.sums_of_warps`."""
+    """Return the bytes of shared memory in `aerie.workers.ops.packed.sums_triton.sums_of_warps`."""
     step = 512 * warps
     while parts * step > 32 << 10 and parts > warps:
         parts //= 2

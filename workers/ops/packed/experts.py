@@ -1,4 +1,4 @@
-"""Routed experts with low-bit weights (`workers.ops.packed.weight`)."""
+"""Routed experts with low-bit weights (`aerie.workers.ops.packed.weight`)."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -7,16 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.capability import num_multiprocessors
-from attention.ops.operation import Implementation, on_gpu, operation
-from workers.ops.experts.gated import SWIGLU, GatedActivation
-from workers.ops.experts.grouped import check_experts, local_expert_ids
-from workers.ops.experts.route import RouterLogits
-from workers.ops.experts.weights import ExpertSizes
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.ops.packed.cuda.one_row_tiles import GROUP, one_row_tiles
-from workers.ops.packed.weight import TILE, PackedWeight, dequantize
-from workers.span import Span
+from aerie.attention.capability import num_multiprocessors
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.workers.ops.experts.gated import SWIGLU, GatedActivation
+from aerie.workers.ops.experts.grouped import check_experts, local_expert_ids
+from aerie.workers.ops.experts.route import RouterLogits
+from aerie.workers.ops.experts.weights import ExpertSizes
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.ops.packed.cuda.one_row_tiles import GROUP, one_row_tiles
+from aerie.workers.ops.packed.weight import TILE, PackedWeight, dequantize
+from aerie.workers.span import Span
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ def _check(
 @operation(
     Implementation(
         "cuda",
-        "workers.ops.packed.cuda.experts_cuda:packed_expert_products",
+        "aerie.workers.ops.packed.cuda.experts_cuda:packed_expert_products",
         lambda here: here.compiles_cuda,
         _served_one_row,
         "one row, MXFP4",
     ),
-    Implementation("triton", "workers.ops.packed.experts_triton:packed_expert_products", on_gpu, _served),
+    Implementation("triton", "aerie.workers.ops.packed.experts_triton:packed_expert_products", on_gpu, _served),
     contract=_check,
 )
 def packed_expert_products(

@@ -1,4 +1,4 @@
-"""The Triton implementation of `workers.ops.packed.experts`.
+"""The Triton implementation of `aerie.workers.ops.packed.experts`.
 
 One row, two launches: gate and up projections of each used expert; down projections and their weighted sum. More rows,
 four launches: the sort by expert; gate and up projections of each block; down projections, one result
@@ -11,25 +11,25 @@ import torch
 import triton
 from torch import Tensor
 
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.experts.many_rows_triton import MAX_PARTIAL_BYTES, sum_slots
-from workers.ops.experts.order_triton import bins_of, order_by_expert
-from workers.ops.experts.route import Routed, RouterLogits
-from workers.ops.experts.route_triton import route
-from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.ops.packed.expert_down_triton import down_of_blocks, down_of_listed
-from workers.ops.packed.expert_gate_up_triton import gate_up_of_blocks
-from workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, lists_experts, packed_expert_tiles
-from workers.ops.packed.experts import PackedExpertWeights
-from workers.ops.packed.stream_triton import TL_TYPES
-from workers.ops.packed.weight import TILE, PackedWeight
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.experts.many_rows_triton import MAX_PARTIAL_BYTES, sum_slots
+from aerie.workers.ops.experts.order_triton import bins_of, order_by_expert
+from aerie.workers.ops.experts.route import Routed, RouterLogits
+from aerie.workers.ops.experts.route_triton import route
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
+from aerie.workers.ops.packed.expert_down_triton import down_of_blocks, down_of_listed
+from aerie.workers.ops.packed.expert_gate_up_triton import gate_up_of_blocks
+from aerie.workers.ops.packed.expert_tiles import PackedExpertTiles, PackedTiles, lists_experts, packed_expert_tiles
+from aerie.workers.ops.packed.experts import PackedExpertWeights
+from aerie.workers.ops.packed.stream_triton import TL_TYPES
+from aerie.workers.ops.packed.weight import TILE, PackedWeight
 
 
 def packed_expert_products(
     x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
 ) -> Tensor:
-    """See `workers.ops.packed.experts.packed_expert_products`."""
+    """See `aerie.workers.ops.packed.experts.packed_expert_products`."""
     assert options.workspace is not None, "serves"
     rows = x.shape[0]
     out = torch.empty((rows, weights.size), dtype=x.dtype, device=x.device) if out is None else out
@@ -54,8 +54,8 @@ def listed_experts(
     """Write the weighted sum of each row's experts to `out`; zeros for padding rows.
 
     x: [rows, size] bfloat16, last stride 1; at most `tiles.block_m` rows.
-    routed: from `workers.ops.experts.route_triton`, with listed experts.
-    workspace: at least `workers.ops.packed.expert_tiles.partial_sizes`.
+    routed: from `aerie.workers.ops.experts.route_triton`, with listed experts.
+    workspace: at least `aerie.workers.ops.packed.expert_tiles.partial_sizes`.
     """
     assert routed.used is not None and x.shape[0] <= tiles.block_m
     blocks = routed.used.shape[0] * tiles.block_m
@@ -103,9 +103,9 @@ def ordered_experts(
     """Write the weighted sum of each row's experts to `out`; zeros for rows without experts, such as padding.
 
     x: [rows, size] bfloat16, last stride 1.
-    routed: from `workers.ops.experts.route_triton`, with counted rows.
+    routed: from `aerie.workers.ops.experts.route_triton`, with counted rows.
 
-    Scratch: as in `workers.ops.experts.many_rows_triton.many_row_experts`.
+    Scratch: as in `aerie.workers.ops.experts.many_rows_triton.many_row_experts`.
     """
     rows, slots = routed.chosen.shape
     assert out.is_contiguous() and tiles.gate_up.splits == tiles.down.splits == 1

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
-"""Operands of tensor cores in the layout of `workers.ops.packed.weight`: codes to numbers, products of 16 outputs with
-8 rows, and scaled sums.
+"""Operands of tensor cores in the layout of `aerie.workers.ops.packed.weight`: codes to numbers, products of 16 outputs
+with 8 rows, and scaled sums.
 
 Tensors are one-dimensional. Element 128 w + 4 l + r is register r of lane l of warp w, and lane l = 4 g + t. So the
 inline PTX gets four registers of each tensor at once, and all lanes of a warp run it together. Triton's interpreter
@@ -10,7 +10,7 @@ does not run PTX, so the same is computed there from the registers of all lanes.
 import triton
 import triton.language as tl
 
-from workers.ops.packed.decode_ptx import decode_asm
+from aerie.workers.ops.packed.decode_ptx import decode_asm
 
 
 @triton.jit
@@ -194,7 +194,8 @@ def _decode_interpreted(
 
 @triton.jit
 def _moved_back(word, r):
-    """Return the codes of operand r, in the low bits of each half, from words of `workers.ops.packed.experts.moved`."""
+    """Return the codes of operand r, in the low bits of each half, from words of
+    `aerie.workers.ops.packed.experts.moved`."""
     first = tl.where(r == 0, 6, tl.where(r == 1, 3, tl.where(r == 2, 0, 9)))
     sign = tl.where(r == 0, 15, tl.where(r == 1, 12, tl.where(r == 2, 14, 13)))
     return ((word >> first) & 0x00070007) | ((word >> sign) & 0x00010001) << 3

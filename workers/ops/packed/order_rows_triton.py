@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.pdl import pdl_wait
+from aerie.attention.ops.pdl import pdl_wait
 
 
 @triton.jit

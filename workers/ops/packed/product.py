@@ -1,4 +1,4 @@
-"""y = x W^T + b for a low-bit weight (`workers.ops.packed.weight`); `choose_product` chooses the kernels once per
+"""y = x W^T + b for a low-bit weight (`aerie.workers.ops.packed.weight`); `choose_product` chooses the kernels once per
 layer. `gated_mlp` is an MLP of two such products."""
 
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.capability import Capability, num_multiprocessors
-from attention.ops.operation import Implementation, operation
-from workers.ops.activation import silu_mul
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.ops.packed.cuda.gated_mlp_tiles import GROUP, MAX_ROWS, gated_mlp_tiles
-from workers.ops.packed.cuda.tiles import STEP
-from workers.ops.packed.weight import PackedWeight, dequantize
+from aerie.attention.capability import Capability, num_multiprocessors
+from aerie.attention.ops.operation import Implementation, operation
+from aerie.workers.ops.activation import silu_mul
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.ops.packed.cuda.gated_mlp_tiles import GROUP, MAX_ROWS, gated_mlp_tiles
+from aerie.workers.ops.packed.cuda.tiles import STEP
+from aerie.workers.ops.packed.weight import PackedWeight, dequantize
 
 
 def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -56,7 +56,7 @@ class PackedProduct:
 PRODUCTS = (
     Implementation(
         "cuda",
-        "workers.ops.packed.cuda.product_cuda:CudaPackedProduct",
+        "aerie.workers.ops.packed.cuda.product_cuda:CudaPackedProduct",
         lambda here: here.compiles_cuda,
         lambda weight, options: (
             options.workspace is not None
@@ -70,7 +70,7 @@ PRODUCTS = (
     ),
     Implementation(
         "triton",
-        "workers.ops.packed.product_triton:TritonPackedProduct",
+        "aerie.workers.ops.packed.product_triton:TritonPackedProduct",
         lambda here: here.reaches((8, 0)),
         lambda weight, options: (
             options.workspace is not None and weight.scales.dtype.itemsize == 2 and weight.in_features % 8 == 0
@@ -118,7 +118,7 @@ def _check(
 @operation(
     Implementation(
         "cuda",
-        "workers.ops.packed.cuda.gated_mlp_cuda:gated_mlp",
+        "aerie.workers.ops.packed.cuda.gated_mlp_cuda:gated_mlp",
         lambda here: here.compiles_cuda,
         _served,
         f"up to {MAX_ROWS} rows, bfloat16, int4 in groups of {GROUP}",
@@ -130,7 +130,7 @@ def gated_mlp(
 ) -> Tensor:
     """Return (silu(x G^T) * (x U^T)) D^T: [rows, outputs of `down`] in x's dtype.
 
-    x: [rows, size]; see `workers.ops.packed.product.packed_product`.
+    x: [rows, size]; see `aerie.workers.ops.packed.product.packed_product`.
     gate_up: the product with G above U. down: the product with D.
     options: options of both layers.
     out: contiguous memory for the result; None allocates it.

@@ -1,18 +1,18 @@
-"""The Triton implementation of `workers.ops.packed.product`: chooses kernels by the number of rows."""
+"""The Triton implementation of `aerie.workers.ops.packed.product`: chooses kernels by the number of rows."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from workers.ops.activation import silu_mul
-from workers.ops.gemm.workspace import Workspace
-from workers.ops.packed.blocks_triton import packed_blocks
-from workers.ops.packed.dequantize_triton import dequantize_rows
-from workers.ops.packed.order_rows_triton import order_rows
-from workers.ops.packed.product import PackedProduct
-from workers.ops.packed.stream_triton import packed_stream
-from workers.ops.packed.tiles import (
+from aerie.workers.ops.activation import silu_mul
+from aerie.workers.ops.gemm.workspace import Workspace
+from aerie.workers.ops.packed.blocks_triton import packed_blocks
+from aerie.workers.ops.packed.dequantize_triton import dequantize_rows
+from aerie.workers.ops.packed.order_rows_triton import order_rows
+from aerie.workers.ops.packed.product import PackedProduct
+from aerie.workers.ops.packed.stream_triton import packed_stream
+from aerie.workers.ops.packed.tiles import (
     FIXED_ROWS,
     BlockTiles,
     StreamTiles,

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
-"""One step of `workers.ops.packed.stream_triton`: a lane's loads of codes, scales and rows, and its products."""
+"""One step of `aerie.workers.ops.packed.stream_triton`: a lane's loads of codes, scales and rows, and its products."""
 
 import triton
 import triton.language as tl
 
-from workers.ops.packed.fragments_triton import add_scaled, decode, multiply
+from aerie.workers.ops.packed.fragments_triton import add_scaled, decode, multiply
 
 
 @triton.jit

@@ -2,8 +2,9 @@
 """y = x W^T, or silu(x G^T) * (x U^T), for up to 32 rows and a 4- or 8-bit weight, which is streamed.
 
 A 4-bit weight has a quarter of the bytes of a 16-bit one, so work per byte matters four times as much. Here each lane
-loads 16 bytes of codes, its own part of the tensor cores' operands (`workers.ops.packed.weight`), and 16 bytes of rows.
-Warps use no shared memory and no barrier until the sums are complete. Tensors have the layout of `fragments_triton`.
+loads 16 bytes of codes, its own part of the tensor cores' operands (`aerie.workers.ops.packed.weight`), and 16 bytes of
+rows. Warps use no shared memory and no barrier until the sums are complete. Tensors have the layout of
+`fragments_triton`.
 
 A tensor core multiplies 16 outputs with 8 rows (m16n8k16). A mask and an exponent turn codes into 16-bit numbers, and
 an exact subtraction removes the zero. The sum of a group is multiplied by its scale in float32.
@@ -18,14 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.interpreter_triton import INTERPRETED
-from attention.ops.pdl import pdl_wait
-from workers.ops.gemm.splits_triton import comes_last, sum_of_splits
-from workers.ops.gemm.workspace import Workspace
-from workers.ops.packed.stream_steps_triton import add_products, load_codes, load_inputs, load_scales
-from workers.ops.packed.sums_triton import sums_of_warps
-from workers.ops.packed.tiles import StreamTiles
-from workers.ops.packed.weight import PackedWeight
+from aerie.attention.ops.interpreter_triton import INTERPRETED
+from aerie.attention.ops.pdl import pdl_wait
+from aerie.workers.ops.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.workers.ops.gemm.workspace import Workspace
+from aerie.workers.ops.packed.stream_steps_triton import add_products, load_codes, load_inputs, load_scales
+from aerie.workers.ops.packed.sums_triton import sums_of_warps
+from aerie.workers.ops.packed.tiles import StreamTiles
+from aerie.workers.ops.packed.weight import PackedWeight
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -184,7 +185,7 @@ def packed_stream(
     tiles: from `stream_tiles` or `gated_tiles`, for at least as many rows.
     out: [rows, N] or [rows, N / 2], contiguous, of 16 or 32 bits.
 
-    Reference: `workers.ops.packed.product.packed_product`.
+    Reference: `aerie.workers.ops.packed.product.packed_product`.
     """
     (rows, n), k = out.shape, weight.in_features
     assert x.shape == (rows, k) and x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % 8 == 0

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from attention.capability import MULTIPROCESSORS
-from workers.ops.blocks import cdiv, next_power_of_2
-from workers.ops.packed.cuda.tiles import SHARED_SUMS
-from workers.ops.packed.weight import TILE
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.workers.ops.blocks import cdiv, next_power_of_2
+from aerie.workers.ops.packed.cuda.tiles import SHARED_SUMS
+from aerie.workers.ops.packed.weight import TILE
 
 MAX_STREAM_ROWS = 32
 MAX_BLOCK_ROWS = 512  # with more, dequantising and cuBLAS are faster
@@ -17,7 +17,7 @@ _MAX_CELLS = 16 << 20  # 16-bit numbers dequantised at once; they stay in L2
 
 @dataclass(frozen=True)
 class StreamTiles:
-    """Tiles of `workers.ops.packed.stream_triton`.
+    """Tiles of `aerie.workers.ops.packed.stream_triton`.
 
     row_tiles: tiles of 8 rows.
     warps_n: warps with different outputs, 64 each; 2 for a gated product (gate and up).
@@ -44,7 +44,7 @@ class StreamTiles:
 
 @dataclass(frozen=True)
 class BlockTiles:
-    """Tiles of `workers.ops.packed.blocks_triton`: 64 outputs by `block_m` rows.
+    """Tiles of `aerie.workers.ops.packed.blocks_triton`: 64 outputs by `block_m` rows.
 
     paired: twice as many outputs, for gate and up projections.
     splits: programs that share a sum (split K).
@@ -150,7 +150,7 @@ def product_tiles(
 ) -> StreamTiles | BlockTiles | None:
     """Return tiles for a weight [n, k]; None if it is to be dequantised, or if a gated product does not fit.
 
-    code, group: see `workers.ops.packed.weight.PackedWeight`.
+    code, group: see `aerie.workers.ops.packed.weight.PackedWeight`.
     """
     bucket = max(8, next_power_of_2(rows))
     form = "gated" if gated else "more outputs" if n > k else "more inputs" if k > n else "as many"

@@ -6,11 +6,11 @@ argmax(logits / temperature + Gumbel noise) is an exact sample of the softmax (t
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, operation
-from workers.ops.sampling.filters import Limits, gaps
-from workers.ops.sampling.gumbel import Draws
-from workers.ops.vocabulary.largest import finite_choice
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.workers.ops.sampling.filters import Limits, gaps
+from aerie.workers.ops.sampling.gumbel import Draws
+from aerie.workers.ops.vocabulary.largest import finite_choice
 
 
 def _check(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> None:
@@ -20,7 +20,7 @@ def _check(logits: Tensor, draws: Draws, first: int, limits: Limits | None = Non
         assert each.shape == logits.shape[:1] and each.is_contiguous()
 
 
-@operation(Implementation("triton", "workers.ops.sampling.choose_triton:choose", on_gpu), contract=_check)
+@operation(Implementation("triton", "aerie.workers.ops.sampling.choose_triton:choose", on_gpu), contract=_check)
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
     """Return each row's largest perturbed logit and its column; the largest logit for greedy rows.
 

@@ -1,17 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `workers.ops.sampling.choose`: one pass over the logits; scratch is two numbers per part."""
+"""The kernel of `aerie.workers.ops.sampling.choose`: one pass over the logits; scratch is two numbers per part."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.ops.sampling.filters import Limits
-from workers.ops.sampling.filters_triton import gap_of
-from workers.ops.sampling.gumbel import Draws
-from workers.ops.sampling.gumbel_triton import draw_of_row, noisy
-from workers.ops.vocabulary.largest import NOT_FINITE
-from workers.ops.vocabulary.largest_triton import combine
+from aerie.workers.ops.sampling.filters import Limits
+from aerie.workers.ops.sampling.filters_triton import gap_of
+from aerie.workers.ops.sampling.gumbel import Draws
+from aerie.workers.ops.sampling.gumbel_triton import draw_of_row, noisy
+from aerie.workers.ops.vocabulary.largest import NOT_FINITE
+from aerie.workers.ops.vocabulary.largest_triton import combine
 
 TILE = 1024
 
@@ -78,7 +78,7 @@ def _choose(
 
 
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
-    """`workers.ops.sampling.choose.choose`."""
+    """`aerie.workers.ops.sampling.choose.choose`."""
     rows, size = logits.shape
     # with few rows, small parts fill the device; results do not depend on the size
     part = 4 * TILE if rows > 8 else TILE

@@ -9,11 +9,11 @@ top-p counts every token of a level with the lowest mass of that level. Min-p is
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, operation
-from attention.scores import LOG2_E
-from workers.ops.sampling.filters import Filters, check_rows
-from workers.ops.sampling.gumbel import Draws
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.scores import LOG2_E
+from aerie.workers.ops.sampling.filters import Filters, check_rows
+from aerie.workers.ops.sampling.gumbel import Draws
 
 LEVELS = 32  # from the best token down to 2^-31 of its probability
 DROPPED = 1024.0  # subtracted from the scores of filtered tokens; does not change their order
@@ -28,7 +28,7 @@ def _check_scores(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, s
 
 
 @operation(
-    Implementation("triton", "workers.ops.sampling.draft_scores_triton:count_levels", on_gpu), contract=check_rows
+    Implementation("triton", "aerie.workers.ops.sampling.draft_scores_triton:count_levels", on_gpu), contract=check_rows
 )
 def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
     """Summarise the parts of a vocabulary shard.
@@ -50,7 +50,9 @@ def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
     return torch.cat((peak, counts[..., :LEVELS]), dim=2)
 
 
-@operation(Implementation("triton", "workers.ops.sampling.draft_scores_triton:perturb", on_gpu), contract=_check_scores)
+@operation(
+    Implementation("triton", "aerie.workers.ops.sampling.draft_scores_triton:perturb", on_gpu), contract=_check_scores
+)
 def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
     """Return logits / temperature + noise, with filtered tokens below all others; greedy rows unchanged.
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `workers.ops.sampling.draft_scores`.
+"""Kernels of `aerie.workers.ops.sampling.draft_scores`.
 
 With filters a draft step has one more launch, which counts the levels of each part. The programs that add noise sum the
 counts over the parts of their row.
@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention import scores
-from workers.ops.sampling import draft_scores
-from workers.ops.sampling.filters import Filters
-from workers.ops.sampling.filters_triton import is_filtered
-from workers.ops.sampling.gumbel import Draws
-from workers.ops.sampling.gumbel_triton import draw_of_row, noisy
+from aerie.attention import scores
+from aerie.workers.ops.sampling import draft_scores
+from aerie.workers.ops.sampling.filters import Filters
+from aerie.workers.ops.sampling.filters_triton import is_filtered
+from aerie.workers.ops.sampling.gumbel import Draws
+from aerie.workers.ops.sampling.gumbel_triton import draw_of_row, noisy
 
 LEVELS = tl.constexpr(draft_scores.LEVELS)
 LOG2_E = tl.constexpr(scores.LOG2_E)
@@ -106,7 +106,7 @@ def _lowest_kept(
 
 
 def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
-    """`workers.ops.sampling.draft_scores.count_levels`."""
+    """`aerie.workers.ops.sampling.draft_scores.count_levels`."""
     rows, size = logits.shape
     parts = triton.cdiv(size, PART)
     summary = torch.empty((rows, parts, SUMMARY), dtype=torch.float32, device=logits.device)
@@ -193,7 +193,7 @@ def _perturb(
 
 
 def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
-    """`workers.ops.sampling.draft_scores.perturb`."""
+    """`aerie.workers.ops.sampling.draft_scores.perturb`."""
     rows, size = logits.shape
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
     filtered = summary is not None

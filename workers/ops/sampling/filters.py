@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 UNITS = 262144.0  # units of a gap per nat; a power of two adds no rounding
 MAX_GAP = (1 << 24) - 1  # exact in float32
@@ -74,7 +74,9 @@ def check_rows(logits: Tensor, slots: Tensor, *rest: object) -> None:
     assert logits.shape[0] % max(slots.shape[0], 1) == 0
 
 
-@operation(Implementation("triton", "workers.ops.sampling.filters_triton:find_limits", on_gpu), contract=check_rows)
+@operation(
+    Implementation("triton", "aerie.workers.ops.sampling.filters_triton:find_limits", on_gpu), contract=check_rows
+)
 def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
     """Return the limits of each row. They do not depend on other rows of the batch.
 

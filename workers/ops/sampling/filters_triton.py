@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `workers.ops.sampling.filters`: a search over gaps instead of a sort.
+"""Kernels of `aerie.workers.ops.sampling.filters`: a search over gaps instead of a sort.
 
 A gap has 24 bits. Each pass counts the tokens (top-k) or sums the masses (top-p) within seven limits, which determines
 three bits, so a search has eight passes. The split of a row into parts depends only on its size, and parts are summed
@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.ops.sampling import filters as reference
-from workers.ops.sampling.filters import Filters, Limits
-from workers.ops.sampling.gumbel_triton import log
+from aerie.workers.ops.sampling import filters as reference
+from aerie.workers.ops.sampling.filters import Filters, Limits
+from aerie.workers.ops.sampling.gumbel_triton import log
 
 UNITS = tl.constexpr(reference.UNITS)
 MAX_GAP = tl.constexpr(reference.MAX_GAP)
@@ -34,7 +34,7 @@ def is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k
 
 @triton.jit
 def gap_of(x, peak, temperature):
-    """Return the gaps of x, int32, bitwise equal to `workers.ops.sampling.filters.gaps`."""
+    """Return the gaps of x, int32, bitwise equal to `aerie.workers.ops.sampling.filters.gaps`."""
     return tl.minimum((peak - x) * tl.div_rn(UNITS, temperature), MAX_GAP * 1.0).to(tl.int32)
 
 
@@ -209,7 +209,7 @@ def _limits(
 
 
 def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
-    """`workers.ops.sampling.filters.find_limits`."""
+    """`aerie.workers.ops.sampling.filters.find_limits`."""
     rows, size = logits.shape
     device, parts = logits.device, triton.cdiv(size, PART)
     temperature, top_p, min_p, *top_k = filters.arguments()

@@ -3,14 +3,16 @@
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 
 def _check(logits: Tensor, k: int) -> None:
     assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point() and k <= logits.shape[1]
 
 
-@operation(Implementation("triton", "workers.ops.sampling.logprobs_triton:norms_and_top", on_gpu), contract=_check)
+@operation(
+    Implementation("triton", "aerie.workers.ops.sampling.logprobs_triton:norms_and_top", on_gpu), contract=_check
+)
 def norms_and_top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return logsumexp, the k largest logits in descending order, and their columns.
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `workers.ops.sampling.logprobs`: one pass over the logits, then one over a few blocks.
+"""Kernels of `aerie.workers.ops.sampling.logprobs`: one pass over the logits, then one over a few blocks.
 
 The k largest logits of a row are in the k blocks with the largest maxima. So `topk` runs over one number per block, and
 then over k blocks.
@@ -32,7 +32,7 @@ def _summarize(x_ptr, x_stride, size, norm_ptr, peak_ptr, PART: tl.constexpr, BL
 
 
 def norms_and_top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`workers.ops.sampling.logprobs.norms_and_top`."""
+    """`aerie.workers.ops.sampling.logprobs.norms_and_top`."""
     rows, size = logits.shape
     parts, blocks = triton.cdiv(size, PART), triton.cdiv(size, BLOCK)
     norms = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

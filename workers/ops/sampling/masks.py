@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
-from workers.ops.sampling.filters import check_rows
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.workers.ops.sampling.filters import check_rows
 
 FREE = -1  # `index` of slots without a grammar
 
@@ -14,7 +14,7 @@ def _check(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: i
     assert index.dtype == words.dtype == torch.int32 and index.is_contiguous() and words.is_contiguous()
 
 
-@operation(Implementation("triton", "workers.ops.sampling.masks_triton:apply_masks", on_gpu), contract=_check)
+@operation(Implementation("triton", "aerie.workers.ops.sampling.masks_triton:apply_masks", on_gpu), contract=_check)
 def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
     """Set the logits of forbidden tokens to minus infinity.
 

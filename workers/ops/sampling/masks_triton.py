@@ -1,11 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `workers.ops.sampling.masks`."""
+"""The kernel of `aerie.workers.ops.sampling.masks`."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.ops.sampling.masks import FREE
+from aerie.workers.ops.sampling.masks import FREE
 
 BLOCK = 4096
 
@@ -38,7 +38,7 @@ def _apply_masks(
 
 
 def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
-    """`workers.ops.sampling.masks.apply_masks`."""
+    """`aerie.workers.ops.sampling.masks.apply_masks`."""
     rows, size = logits.shape
     _apply_masks[(rows, triton.cdiv(size, BLOCK))](
         logits,

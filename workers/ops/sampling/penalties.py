@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
-from workers.ops.sampling.filters import check_rows
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.workers.ops.sampling.filters import check_rows
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ def _check(
     assert positions.dtype == torch.int64 and positions.numel() == logits.shape[0]
 
 
-@operation(Implementation("triton", "workers.ops.sampling.penalties_triton:apply_penalties", on_gpu), contract=_check)
+@operation(
+    Implementation("triton", "aerie.workers.ops.sampling.penalties_triton:apply_penalties", on_gpu), contract=_check
+)
 def apply_penalties(
     logits: Tensor,
     slots: Tensor,

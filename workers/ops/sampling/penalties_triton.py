@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `workers.ops.sampling.penalties`: one pass over the logits."""
+"""The kernel of `aerie.workers.ops.sampling.penalties`: one pass over the logits."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.ops.sampling.penalties import PenaltyTables
+from aerie.workers.ops.sampling.penalties import PenaltyTables
 
 BLOCK = 1024
 
@@ -73,7 +73,7 @@ def apply_penalties(
     path: Tensor | None = None,
     path_tokens: Tensor | None = None,
 ) -> Tensor:
-    """`workers.ops.sampling.penalties.apply_penalties`."""
+    """`aerie.workers.ops.sampling.penalties.apply_penalties`."""
     rows, size = logits.shape
     counts, prompt, bias = tables.output_counts, tables.in_prompt, tables.bias
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.ops.contracts import check_slots
-from attention.ops.operation import Implementation, on_gpu, operation
-from workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
+from aerie.attention.ops.contracts import check_slots
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
+from aerie.workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def _check(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) 
 @operation(
     Implementation(
         "triton",
-        "workers.ops.slots.commit_triton:commit_one",
+        "aerie.workers.ops.slots.commit_triton:commit_one",
         on_gpu,
         serves=lambda slots, tokens, counts, tables: tokens.shape[1] == 1,
         limits="one token a request; `speculative` commits accepted paths in its own kernel",

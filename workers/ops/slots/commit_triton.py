@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""The kernel of `workers.ops.slots.commit`: one launch; the reference has about thirty. Acceptance
-(`speculative.ops.acceptance_triton`) shares its functions."""
+"""The kernel of `aerie.workers.ops.slots.commit`: one launch; the reference has about thirty. Acceptance
+(`aerie.speculative.ops.acceptance_triton`) shares its functions."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.ops.slots.commit import CommitTables
-from workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
+from aerie.workers.ops.slots.commit import CommitTables
+from aerie.workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
 
 
 @triton.jit
@@ -120,7 +120,7 @@ def _commit_one(
 
 
 def commit_one(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) -> tuple[Tensor, Tensor]:
-    """`workers.ops.slots.commit.commit` for one token per request."""
+    """`aerie.workers.ops.slots.commit.commit` for one token per request."""
     counts, finish = torch.empty((2, slots.shape[0]), dtype=torch.int64, device=slots.device).unbind(0)
     flags = tables.finished.view(torch.int8)
     _commit_one[(slots.shape[0],)](

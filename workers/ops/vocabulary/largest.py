@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 NOT_FINITE = -(1 << 40)  # column of a row whose largest logit is NaN or plus infinity
 
@@ -12,7 +12,7 @@ def _check(logits: Tensor, checked: bool = False) -> None:
     assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point()
 
 
-@operation(Implementation("triton", "workers.ops.vocabulary.largest_triton:largest", on_gpu), contract=_check)
+@operation(Implementation("triton", "aerie.workers.ops.vocabulary.largest_triton:largest", on_gpu), contract=_check)
 def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
     """Return each row's largest logit and its column, the smallest among equals.
 

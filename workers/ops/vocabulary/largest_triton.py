@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `workers.ops.vocabulary.largest`, which split rows over programs. torch's argmax takes 36 us for one row
-of 128,256."""
+"""Kernels of `aerie.workers.ops.vocabulary.largest`, which split rows over programs. torch's argmax takes 36 us for one
+row of 128,256."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.ops.vocabulary.largest import NOT_FINITE
+from aerie.workers.ops.vocabulary.largest import NOT_FINITE
 
 BLOCK = 4096
 
@@ -56,7 +56,7 @@ def combine(values: Tensor, indices: Tensor, size: int, broken: int) -> tuple[Te
 
 
 def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
-    """`workers.ops.vocabulary.largest.largest`."""
+    """`aerie.workers.ops.vocabulary.largest.largest`."""
     rows, size = logits.shape
     parts = triton.cdiv(size, BLOCK)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attention.ops.operation import Implementation, on_gpu, operation
+from aerie.attention.ops.operation import Implementation, on_gpu, operation
 
 MAX_K = 16  # the kernel finds the tokens one by one
 
@@ -15,7 +15,7 @@ def _check(logits: Tensor, k: int) -> None:
 @operation(
     Implementation(
         "triton",
-        "workers.ops.vocabulary.topk_log_softmax_triton:topk_log_softmax",
+        "aerie.workers.ops.vocabulary.topk_log_softmax_triton:topk_log_softmax",
         on_gpu,
         serves=lambda logits, k: k <= MAX_K,
         limits=f"k up to {MAX_K}",

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `workers.ops.vocabulary.topk_log_softmax`: two launches. torch's topk and logsumexp take a dozen launches
-and 80 us for one row."""
+"""Kernels of `aerie.workers.ops.vocabulary.topk_log_softmax`: two launches. torch's topk and logsumexp take a dozen
+launches and 80 us for one row."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.ops.vocabulary.topk_log_softmax import MAX_K
+from aerie.workers.ops.vocabulary.topk_log_softmax import MAX_K
 
 BLOCK = 4096
 ALIGNED = 4  # float32 numbers in 16 bytes
@@ -71,7 +71,7 @@ def _combine(
 
 
 def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`workers.ops.vocabulary.topk_log_softmax.topk_log_softmax`."""
+    """`aerie.workers.ops.vocabulary.topk_log_softmax.topk_log_softmax`."""
     rows, size = logits.shape
     assert k <= MAX_K
     parts, device = triton.cdiv(size, BLOCK), logits.device

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workers.quantization.integers.awq import UNQUANTISED, awq_scheme
-from workers.quantization.integers.gptq import gptq_scheme
-from workers.quantization.integers.scheme import IntScheme, SchemeQuant
-from workers.quantization.module_lists import bits_of, check_pattern, contains, flag_in, group_of, only, refuse
-from workers.quantization.quant_method import QuantMethod
+from aerie.workers.quantization.integers.awq import UNQUANTISED, awq_scheme
+from aerie.workers.quantization.integers.gptq import gptq_scheme
+from aerie.workers.quantization.integers.scheme import IntScheme, SchemeQuant
+from aerie.workers.quantization.module_lists import bits_of, check_pattern, contains, flag_in, group_of, only, refuse
+from aerie.workers.quantization.quant_method import QuantMethod
 
 _PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
 _PLAIN_BITS = 16
@@ -38,7 +38,7 @@ class AutoRound(SchemeQuant):
 
 
 def read_auto_round(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """See `workers.quantization.table.QuantReader`."""
+    """See `aerie.workers.quantization.table.QuantReader`."""
     only(quantization, source, "packing_format", *_PACKINGS)
     only(quantization, source, "data_type", "int", "int_sym", "int_asym")
     only(quantization, source, "act_bits", 16, 32)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workers.quantization.integers.scheme import IntScheme, SchemeQuant
-from workers.quantization.module_lists import bits_of, contains, flag_in, group_of, only
-from workers.quantization.quant_method import QuantMethod, list_of_names
+from aerie.workers.quantization.integers.scheme import IntScheme, SchemeQuant
+from aerie.workers.quantization.module_lists import bits_of, contains, flag_in, group_of, only
+from aerie.workers.quantization.quant_method import QuantMethod, list_of_names
 
 # Not quantised by default: the vocabulary head, and projections of drafts.
 UNQUANTISED = ("lm_head", "shared_head.head", "eh_proj", "fc")
@@ -28,7 +28,7 @@ def awq_scheme(group: int | None, symmetric: bool) -> IntScheme:
 
 
 def read_awq(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """See `workers.quantization.table.QuantReader`."""
+    """See `aerie.workers.quantization.table.QuantReader`."""
     bits_of(quantization, source, "bits", "w_bit", supported=(4,))
     only(quantization, source, "version", "gemm")
     only(quantization, source, "checkpoint_format", "gemm")

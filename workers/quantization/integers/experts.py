@@ -1,7 +1,7 @@
 """Stacked experts with 4- or 8-bit integer weights.
 
-`workers.quantization.packed_experts` packs them, unless their inputs are in groups out of order: that order differs
-between experts, so each expert would need its own gathered rows."""
+`aerie.workers.quantization.packed_experts` packs them, unless their inputs are in groups out of order: that order
+differs between experts, so each expert would need its own gathered rows."""
 
 import logging
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from workers.layers.experts_method import DenseExperts, ExpertsShape
-from workers.layers.linear_method import LinearShape, Part
-from workers.ops.gemm.workspace import GEMMOptions
-from workers.ops.packed.weight import Code
-from workers.quantization.integers.format import IntFormat
-from workers.quantization.integers.packing import pack_parts
-from workers.quantization.integers.stored import StoredInt, fill_dummy
-from workers.quantization.packed_scheme import MatrixCodes, PackedScheme
+from aerie.workers.layers.experts_method import DenseExperts, ExpertsShape
+from aerie.workers.layers.linear_method import LinearShape, Part
+from aerie.workers.ops.gemm.workspace import GEMMOptions
+from aerie.workers.ops.packed.weight import Code
+from aerie.workers.quantization.integers.format import IntFormat
+from aerie.workers.quantization.integers.packing import pack_parts
+from aerie.workers.quantization.integers.stored import StoredInt, fill_dummy
+from aerie.workers.quantization.packed_scheme import MatrixCodes, PackedScheme
 
 logger = logging.getLogger(__name__)
 

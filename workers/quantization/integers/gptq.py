@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from workers.quantization.integers.awq import UNQUANTISED
-from workers.quantization.integers.scheme import IntScheme, SchemeQuant
-from workers.quantization.module_lists import bits_of, check_pattern, contains, flag_in, group_of, only, refuse
-from workers.quantization.quant_method import QuantMethod
+from aerie.workers.quantization.integers.awq import UNQUANTISED
+from aerie.workers.quantization.integers.scheme import IntScheme, SchemeQuant
+from aerie.workers.quantization.module_lists import bits_of, check_pattern, contains, flag_in, group_of, only, refuse
+from aerie.workers.quantization.quant_method import QuantMethod
 
 _OVERRIDES = ("bits", "group_size", "desc_act", "sym")
 
@@ -50,7 +50,7 @@ def gptq_scheme(bits: int, group: int | None, symmetric: bool, ordered: bool = F
 
 
 def read_gptq(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """See `workers.quantization.table.QuantReader`."""
+    """See `aerie.workers.quantization.table.QuantReader`."""
     for key in ("checkpoint_format", "format"):
         only(quantization, source, key, "gptq", "gptq_v2")
     only(quantization, source, "is_marlin_format", False)

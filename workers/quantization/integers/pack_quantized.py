@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from workers.quantization.integers.format import Layout
-from workers.quantization.integers.scheme import IntScheme, SchemeQuant
-from workers.quantization.module_lists import bits_of, check_pattern, flag_in, group_of, matches, refuse
-from workers.quantization.quant_method import QuantMethod, list_of_names
+from aerie.workers.quantization.integers.format import Layout
+from aerie.workers.quantization.integers.scheme import IntScheme, SchemeQuant
+from aerie.workers.quantization.module_lists import bits_of, check_pattern, flag_in, group_of, matches, refuse
+from aerie.workers.quantization.quant_method import QuantMethod, list_of_names
 
 _PACKED: Layout = "pack-quantized"
 _W8A8: Layout = "int-quantized"
@@ -47,7 +47,7 @@ class PackQuantized(SchemeQuant):
 
 
 def read_pack_quantized(quantization: Mapping[str, Any], source: str) -> QuantMethod | None:
-    """Read integer weights; None if there are none. See `workers.quantization.table.QuantReader`."""
+    """Read integer weights; None if there are none. See `aerie.workers.quantization.table.QuantReader`."""
     given = quantization.get("config_groups")
     groups = {name: _expanded(name, group) for name, group in given.items()} if isinstance(given, dict) else {}
     if not any(_weights(group).get("type", "int") == "int" for group in groups.values()):

@@ -8,18 +8,18 @@ from typing import Self
 
 import torch
 
-from attention.capability import Capability
-from workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
-from workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
-from workers.quantization.integers.experts import IntMatrix, UnorderedIntExperts
-from workers.quantization.integers.format import IntFormat
-from workers.quantization.integers.packing import max_inputs, pack_parts, packed_bytes
-from workers.quantization.integers.stored import StoredInt
-from workers.quantization.packed_experts import PackedExperts
-from workers.quantization.packed_linear import LinearLayout, PackedLinear, PackedPart, StoredMatrix
-from workers.quantization.quant_method import QuantMethod
-from workers.quantization.separate_parts import SeparateParts
-from workers.span import Span
+from aerie.attention.capability import Capability
+from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
+from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
+from aerie.workers.quantization.integers.experts import IntMatrix, UnorderedIntExperts
+from aerie.workers.quantization.integers.format import IntFormat
+from aerie.workers.quantization.integers.packing import max_inputs, pack_parts, packed_bytes
+from aerie.workers.quantization.integers.stored import StoredInt
+from aerie.workers.quantization.packed_experts import PackedExperts
+from aerie.workers.quantization.packed_linear import LinearLayout, PackedLinear, PackedPart, StoredMatrix
+from aerie.workers.quantization.quant_method import QuantMethod
+from aerie.workers.quantization.separate_parts import SeparateParts
+from aerie.workers.span import Span
 
 
 @dataclass(frozen=True)

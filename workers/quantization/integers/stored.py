@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from workers.layers.linear_method import Part
-from workers.quantization.integers.format import IntFormat
-from workers.quantization.packed_linear import StoredMatrix
+from aerie.workers.layers.linear_method import Part
+from aerie.workers.quantization.integers.format import IntFormat
+from aerie.workers.quantization.packed_linear import StoredMatrix
 
 _DEVIATION = {4: 4.61, 8: 73.9}  # standard deviation of uniformly distributed codes, by bits
 

@@ -4,9 +4,9 @@ times."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from workers.config import RoundShapes
-from workers.runner.graphs.graph_keys import bucket_sizes, powers_of_two
-from workers.scheduling.cost_table import TARGET_CHUNK_TOKENS
+from aerie.workers.config import RoundShapes
+from aerie.workers.runner.graphs.graph_keys import bucket_sizes, powers_of_two
+from aerie.workers.scheduling.cost_table import TARGET_CHUNK_TOKENS
 
 SMALLEST_CHUNK = 16  # prompt tokens
 CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 2048)  # prompt tokens of measured mixed batches, besides the smallest

@@ -1,5 +1,5 @@
 """Measures the times of real steps, after captures and warm-up and before the first request. Used by
-`workers.runner.build`; the scheduler gets the table.
+`aerie.workers.runner.build`; the scheduler gets the table.
 
 Steps run on slots without requests, which have dummy lengths and pages and are marked as finished, so that commits do
 not change them. Their tokens differ, so that rows choose different experts. Their KV goes to free pages, because rows
@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attention.capability import Capability
-from attention.metadata import PrefillBatch
-from attention.recurrent.pool import StatePool
-from workers.distributed.tp_group import TPGroup
-from workers.engine_layout import EngineLayout
-from workers.runner.batch import PromptChunks, StepBatch
-from workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, expected_ms, wanted
-from workers.runner.costs.measured_table import table_of
-from workers.runner.decoding import DecodingStrategy
-from workers.sampling.sampler import SamplingNeeds
-from workers.scheduling.cost_table import CostTable
-from workers.slots.slot_table import SlotTable
+from aerie.attention.capability import Capability
+from aerie.attention.metadata import PrefillBatch
+from aerie.attention.recurrent.pool import StatePool
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.batch import PromptChunks, StepBatch
+from aerie.workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, expected_ms, wanted
+from aerie.workers.runner.costs.measured_table import table_of
+from aerie.workers.runner.decoding import DecodingStrategy
+from aerie.workers.sampling.sampler import SamplingNeeds
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.slots.slot_table import SlotTable
 
 LIMIT_S = {"cuda": 2.0, "cpu": 0.6}  # time of all measurements
 GROWTH = {"cuda": 2, "cpu": 8}  # factor between measured batch sizes

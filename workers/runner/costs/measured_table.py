@@ -5,8 +5,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from workers.runner.costs.cost_points import Point, ProbeExtent
-from workers.scheduling.cost_table import CostTable, RoundCosts
+from aerie.workers.runner.costs.cost_points import Point, ProbeExtent
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 
 
 def table_of(found: Mapping[Point, float], extent: ProbeExtent) -> CostTable:

@@ -1,4 +1,4 @@
-"""The order in which steps are captured. Used by `workers.runner.graphs.cuda_graph`.
+"""The order in which steps are captured. Used by `aerie.workers.runner.graphs.cuda_graph`.
 
 Pure, with the same results on all ranks, because all ranks must have the same graphs: steps run collectives.
 """
@@ -6,8 +6,8 @@ Pure, with the same results on all ranks, because all ranks must have the same g
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from workers.config import GraphCapture
-from workers.runner.graphs.graph_keys import CHUNK_NEEDS, GraphKey, is_always_captured
+from aerie.workers.config import GraphCapture
+from aerie.workers.runner.graphs.graph_keys import CHUNK_NEEDS, GraphKey, is_always_captured
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
-from workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job, import_compiler
+from aerie.workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job, import_compiler
 
 MAX_AT_ONCE = 16  # processes; an engine has about 100 kernels of about one core-second each
 _NICENESS = 10  # there may be one process per core, and these must not delay the other processes of a start

@@ -2,13 +2,13 @@
 
 The state of requests is in device tensors, by slot. A captured round therefore has only two inputs, the slots that run
 and the slots that draft. Each replay writes the same output tensors. A start captures some graphs; plans request the
-others (`workers.scheduling.capture_pacing`). A step whose graph is not captured yet is padded to a larger graph. A step
-runs eagerly if there is no larger graph, and in these cases:
+others (`aerie.workers.scheduling.capture_pacing`). A step whose graph is not captured yet is padded to a larger graph.
+A step runs eagerly if there is no larger graph, and in these cases:
 
 - more prompt tokens or chunks than any graph has;
 - mixed batches with penalties or log-probabilities;
 - chunks with log-probabilities of the prompt;
-- graphs that would exceed the memory limit of `workers.config.GraphCapture`.
+- graphs that would exceed the memory limit of `aerie.workers.config.GraphCapture`.
 """
 
 import logging
@@ -19,18 +19,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.config import GraphCapture, RoundShapes
-from workers.distributed.tp_group import TPGroup
-from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.decoding import CuttableStrategy, FillMasks
-from workers.runner.graphs.capture_queue import CaptureCost, CaptureQueue
-from workers.runner.graphs.graph_keys import GraphKey, GraphKeys, is_always_captured
-from workers.runner.graphs.kernel_compilation import CompileAhead
-from workers.runner.graphs.recorder import Recorder
-from workers.runner.graphs.step_capture import BrokenStepError, CapturedStep, StepCapture, on_any_rank
-from workers.sampling.sampler import Logprobs
-from workers.scheduling.plan import GraphCount
-from workers.slots.slot_table import SlotTable
+from aerie.workers.config import GraphCapture, RoundShapes
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.runner.batch import StepBatch, StepTensors
+from aerie.workers.runner.decoding import CuttableStrategy, FillMasks
+from aerie.workers.runner.graphs.capture_queue import CaptureCost, CaptureQueue
+from aerie.workers.runner.graphs.graph_keys import GraphKey, GraphKeys, is_always_captured
+from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
+from aerie.workers.runner.graphs.recorder import Recorder
+from aerie.workers.runner.graphs.step_capture import BrokenStepError, CapturedStep, StepCapture, on_any_rank
+from aerie.workers.sampling.sampler import Logprobs
+from aerie.workers.scheduling.plan import GraphCount
+from aerie.workers.slots.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 

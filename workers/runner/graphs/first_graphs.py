@@ -1,22 +1,22 @@
-"""Chooses the graphs that a start captures, and compiles their kernels ahead. Used by `workers.runner.build`."""
+"""Chooses the graphs that a start captures, and compiles their kernels ahead. Used by `aerie.workers.runner.build`."""
 
 import logging
 
 import torch
 
-from attention.capability import Capability
-from workers.config import WorkerConfig
-from workers.distributed.tp_group import TPGroup
-from workers.engine_layout import EngineLayout
-from workers.runner.costs.cost_points import measured_steps
-from workers.runner.costs.cost_probe import probe_extent
-from workers.runner.decoding import CuttableStrategy
-from workers.runner.graphs.compile_processes import CompileProcesses
-from workers.runner.graphs.cuda_graph import GraphedDecoding
-from workers.runner.graphs.graph_keys import GraphKey, bucket_sizes, token_buckets
-from workers.runner.graphs.kernel_compilation import CompileAhead, report_compilations
-from workers.runner.graphs.recorder import Recorder
-from workers.slots.slot_table import SlotTable
+from aerie.attention.capability import Capability
+from aerie.workers.config import WorkerConfig
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.costs.cost_points import measured_steps
+from aerie.workers.runner.costs.cost_probe import probe_extent
+from aerie.workers.runner.decoding import CuttableStrategy
+from aerie.workers.runner.graphs.compile_processes import CompileProcesses
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.runner.graphs.graph_keys import GraphKey, bucket_sizes, token_buckets
+from aerie.workers.runner.graphs.kernel_compilation import CompileAhead, report_compilations
+from aerie.workers.runner.graphs.recorder import Recorder
+from aerie.workers.slots.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 

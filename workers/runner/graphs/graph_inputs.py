@@ -6,10 +6,10 @@ Unused entries are padding: the padding slot, chunks without rows on the dummy p
 import torch
 from torch import Tensor
 
-from attention.metadata import PrefillBatch
-from workers.runner.batch import PromptChunks, StepBatch
-from workers.sampling.sampler import SamplingNeeds
-from workers.slots.slot_table import SlotTable
+from aerie.attention.metadata import PrefillBatch
+from aerie.workers.runner.batch import PromptChunks, StepBatch
+from aerie.workers.sampling.sampler import SamplingNeeds
+from aerie.workers.slots.slot_table import SlotTable
 
 MAX_CHUNKS = 8  # prompt chunks of a captured step; each adds a row to the vocabulary head and to every draft step
 

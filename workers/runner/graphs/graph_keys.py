@@ -1,8 +1,8 @@
 """Defines which steps are captured as CUDA graphs, and which graph runs a batch. Pure; used by `cuda_graph`.
 
 A graph drafts the tree shape that it verifies. A round may verify a tree of another shape than was drafted
-(`speculative.tree_table`). So changes of shape need no graphs of their own: S shapes take S graphs per batch size and
-kind of sampling, not S squared.
+(`aerie.speculative.tree_table`). So changes of shape need no graphs of their own: S shapes take S graphs per batch size
+and kind of sampling, not S squared.
 
 Shapes other than the default and non-speculative decoding (`RoundShapes.unrestricted`) have fewer graphs:
 - Batches are padded to powers of two.
@@ -17,16 +17,16 @@ non-speculative decoding  43 (21)    36 (8)
 the default shape         43 (21) 72 (16); 78 with the chain that replaces a tree in large batches
 any other shape           14         -
 
-Graphs for many prompt tokens expand the latent rows of MLA models (`attention.expansion`).
+Graphs for many prompt tokens expand the latent rows of MLA models (`aerie.attention.expansion`).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from workers.config import FEW_REQUESTS, RoundShapes
-from workers.runner.batch import StepBatch
-from workers.runner.graphs.graph_inputs import MAX_CHUNKS
-from workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
+from aerie.workers.config import FEW_REQUESTS, RoundShapes
+from aerie.workers.runner.batch import StepBatch
+from aerie.workers.runner.graphs.graph_inputs import MAX_CHUNKS
+from aerie.workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)  # prompt tokens; see `token_buckets`
 # Minimum prompt tokens of graphs with expansion, from which on it is estimated to be faster (in a prompt's first chunk,

@@ -1,4 +1,4 @@
-"""Copies a step's output to the host. Used by `workers.runner.worker`."""
+"""Copies a step's output to the host. Used by `aerie.workers.runner.worker`."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
-from workers.runner.batch import StepTensors
-from workers.sampling.prompt_logprobs import PromptRanking
-from workers.sampling.sampler import Logprobs
+from aerie.attention.capability import Capability
+from aerie.workers.runner.batch import StepTensors
+from aerie.workers.sampling.prompt_logprobs import PromptRanking
+from aerie.workers.sampling.sampler import Logprobs
 
 
 @dataclass(frozen=True)

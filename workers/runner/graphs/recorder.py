@@ -1,4 +1,5 @@
-"""Records steps as CUDA graphs. Used by `workers.runner.graphs.cuda_graph`; tests use recorders that need no GPU."""
+"""Records steps as CUDA graphs. Used by `aerie.workers.runner.graphs.cuda_graph`; tests use recorders that need no
+GPU."""
 
 import contextlib
 import gc
@@ -8,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from attention.backend import NewUnderCaptureError
-from workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels
+from aerie.attention.backend import NewUnderCaptureError
+from aerie.workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels
 
 MAX_DRY_RUNS = 8  # maximum dry runs of one step; each except the last stops at a missing workspace
 

@@ -1,4 +1,4 @@
-"""Captures one step as a CUDA graph, with a batch of padding. Used by `workers.runner.graphs.cuda_graph`.
+"""Captures one step as a CUDA graph, with a batch of padding. Used by `aerie.workers.runner.graphs.cuda_graph`.
 
 A step with grammars is two graphs, split after the target's pass, because the host fills masks during that pass. Small
 outputs of the first graph stay in its memory; large ones are copied to memory that all such graphs share.
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.backend import NewUnderCaptureError
-from workers.distributed.tp_group import TPGroup
-from workers.runner.batch import StepBatch, StepTensors
-from workers.runner.decoding import CuttableStrategy
-from workers.runner.graphs.graph_inputs import StepInput
-from workers.runner.graphs.graph_keys import GraphKey
-from workers.runner.graphs.kernel_compilation import CompileAhead
-from workers.runner.graphs.recorder import Recorder
-from workers.slots.slot_table import SlotTable
+from aerie.attention.backend import NewUnderCaptureError
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.runner.batch import StepBatch, StepTensors
+from aerie.workers.runner.decoding import CuttableStrategy
+from aerie.workers.runner.graphs.graph_inputs import StepInput
+from aerie.workers.runner.graphs.graph_keys import GraphKey
+from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
+from aerie.workers.runner.graphs.recorder import Recorder
+from aerie.workers.slots.slot_table import SlotTable
 
 logger = logging.getLogger(__name__)
 

@@ -1,13 +1,13 @@
-"""Steps that a rank runs before its first request: one of each kind, for `workers.runner.build`, and the largest, whose
-memory `workers.runner.memory` measures."""
+"""Steps that a rank runs before its first request: one of each kind, for `aerie.workers.runner.build`, and the largest,
+whose memory `aerie.workers.runner.memory` measures."""
 
 from collections.abc import Iterable
 
-from attention.expansion import MAX_TOKENS
-from workers.engine_layout import EngineLayout
-from workers.runner.worker import Worker
-from workers.sampling.sampler import MAX_LOGPROBS
-from workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
+from aerie.attention.expansion import MAX_TOKENS
+from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.runner.worker import Worker
+from aerie.workers.sampling.sampler import MAX_LOGPROBS
+from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 
 WARM_UP_TOKENS = 16
 

@@ -8,8 +8,8 @@ without drafts count, too, because ranks propose tokens anyway and report how ma
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import RoundShapes
-from workers.scheduling.acceptance.survival import ENGINE_WINDOW, MARGIN, Bools, Floats, Ints, odds_and_bounds
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.acceptance.survival import ENGINE_WINDOW, MARGIN, Bools, Floats, Ints, odds_and_bounds
 
 CLASS_STARTS = (1, 3, 6, 12)  # match lengths, in tokens, at which classes begin; class 0: no match
 NUM_LENGTHS = len(CLASS_STARTS) + 1

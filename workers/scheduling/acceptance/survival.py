@@ -1,7 +1,7 @@
 """Estimates the acceptance of drafted tokens by request, depth and tree shape.
 
-`workers.scheduling.shape_choice` reports each round's accepted drafts and reads the estimates every few steps. Pure;
-arrays are indexed by slot. Knows neither time nor costs.
+`aerie.workers.scheduling.shape_choice` reports each round's accepted drafts and reads the estimates every few steps.
+Pure; arrays are indexed by slot. Knows neither time nor costs.
 """
 
 import itertools
@@ -11,9 +11,9 @@ import operator
 import numpy as np
 import numpy.typing as npt
 
-from workers.config import RoundShapes
-from workers.scheduling.acceptance.difficulty import Difficulty
-from workers.scheduling.acceptance.request_odds import RequestOdds, kept_and_added
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.acceptance.difficulty import Difficulty
+from aerie.workers.scheduling.acceptance.request_odds import RequestOdds, kept_and_added
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -1,13 +1,13 @@
-"""Accepts or refuses requests. Used by `workers.scheduling.scheduler`."""
+"""Accepts or refuses requests. Used by `aerie.workers.scheduling.scheduler`."""
 
 import math
 from collections.abc import Callable
 
-from workers.config import RoundShapes, SchedulerConfig
-from workers.scheduling.acceptance.survival import Survival
-from workers.scheduling.queues.expected_wait import ExpectedWait
-from workers.scheduling.queues.request_queues import RequestQueues
-from workers.scheduling.request import QueueFullError, Request, RequestTooLargeError
+from aerie.workers.config import RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.acceptance.survival import Survival
+from aerie.workers.scheduling.queues.expected_wait import ExpectedWait
+from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.request import QueueFullError, Request, RequestTooLargeError
 
 UNKNOWN_S = 5.0  # Retry-After before costs are known
 MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore longer values

@@ -1,5 +1,5 @@
 """Estimates how many tokens answers will have, from those that have ended and those that run. Used by
-`workers.scheduling.queues.admission`; pure.
+`aerie.workers.scheduling.queues.admission`; pure.
 
 Answers that reach `max_tokens` show only that they would have been longer, and so do running ones. So the estimate is a
 rate of stops per token, by the length so far (as `acceptance.survival` does for drafts; Kaplan and Meier, 1958).

@@ -1,5 +1,5 @@
 """Estimates when a new request would start, from the requests that run and wait. Used by
-`workers.scheduling.queues.admission`.
+`aerie.workers.scheduling.queues.admission`.
 
 Everything is charged at the batch that will run, never at the last step's: batch sizes, tree shapes and step times
 follow from the queue (`wait_forecast`), lengths of answers and tokens per round from finished rounds and requests.
@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from workers.config import RoundShapes
-from workers.scheduling.acceptance.survival import FIRST_CHANCE, Survival
-from workers.scheduling.latency_budget import LatencyBudget
-from workers.scheduling.queues.answer_lengths import AnswerLengths, LengthForecast
-from workers.scheduling.queues.request_queues import RequestQueues
-from workers.scheduling.queues.wait_forecast import QueueSimulation, StepForecast, Work
-from workers.scheduling.sequence import Sequence as RequestSequence
-from workers.scheduling.timing.step import Step
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.acceptance.survival import FIRST_CHANCE, Survival
+from aerie.workers.scheduling.latency_budget import LatencyBudget
+from aerie.workers.scheduling.queues.answer_lengths import AnswerLengths, LengthForecast
+from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.queues.wait_forecast import QueueSimulation, StepForecast, Work
+from aerie.workers.scheduling.sequence import Sequence as RequestSequence
+from aerie.workers.scheduling.timing.step import Step
 
 REFRESH_S = 0.25  # age at which a simulation is repeated; one takes a millisecond or two of the host
 REFRESH_SHARE = 1 / 16  # change of the queue's length, as a share of it, at which it is repeated

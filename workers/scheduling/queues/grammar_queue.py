@@ -5,8 +5,8 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from itertools import islice
 
-from workers.scheduling.plan import Grammar
-from workers.scheduling.sequence import Sequence
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.scheduling.sequence import Sequence
 
 LOOK_AHEAD = 16  # number of waiting requests whose grammars are compiled ahead
 MAX_KNOWN = 1024  # grammars remembered; others are announced again

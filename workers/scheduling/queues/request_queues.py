@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from attention.kv_cache.prefix_cache import Match
-from workers.scheduling.plan import SlotInit, pack_i32
-from workers.scheduling.queues.grammar_queue import GrammarQueue
-from workers.scheduling.queues.waiting_queue import WaitingQueue
-from workers.scheduling.request import FinishReason, Request, RequestState
-from workers.scheduling.sequence import PlanBuilder, Sequence
-from workers.scheduling.slot_pages import SlotPages
-from workers.scheduling.stats import SchedulerStats
+from aerie.attention.kv_cache.prefix_cache import Match
+from aerie.workers.scheduling.plan import SlotInit, pack_i32
+from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
+from aerie.workers.scheduling.queues.waiting_queue import WaitingQueue
+from aerie.workers.scheduling.request import FinishReason, Request, RequestState
+from aerie.workers.scheduling.sequence import PlanBuilder, Sequence
+from aerie.workers.scheduling.slot_pages import SlotPages
+from aerie.workers.scheduling.stats import SchedulerStats
 
 PROBATION_STEPS = 3  # steps with new tokens
 

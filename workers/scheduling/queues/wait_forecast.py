@@ -1,4 +1,5 @@
-"""Simulates the queue to estimate when a new request would start. Used by `workers.scheduling.queues.admission`; pure.
+"""Simulates the queue to estimate when a new request would start. Used by `aerie.workers.scheduling.queues.admission`;
+pure.
 
 The simulation admits requests, computes prompts, runs rounds and preempts as the scheduler does, but many steps at a
 time: until the next prompt is computed, the next answer ends, or the pages run out.
@@ -11,9 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from workers.config import RoundShapes
-from workers.scheduling.latency_budget import LatencyBudget, StepRounds
-from workers.scheduling.timing.step import Step
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.latency_budget import LatencyBudget, StepRounds
+from aerie.workers.scheduling.timing.step import Step
 
 # Rounds in which a finished request keeps its slot: half a round for tokens beyond its end, and the round that was
 # planned before its last result.

@@ -1,5 +1,5 @@
 """Requests that wait for a slot, in the order of admission, and their totals. Owned by
-`workers.scheduling.queues.request_queues`.
+`aerie.workers.scheduling.queues.request_queues`.
 
 Every step and every arrival reads the totals, and ten thousand requests may wait. So the totals are updated with each
 change.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from workers.scheduling.sequence import Sequence
+from aerie.workers.scheduling.sequence import Sequence
 
 # Bytes of one waiting request without its prompt: request, sampling parameters, sequence and stream (measured in
 # `tests/workers/scheduling/test_waiting_queue.py`).

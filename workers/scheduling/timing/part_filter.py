@@ -1,4 +1,4 @@
-"""A Kalman filter over the parts of log(time / table) (`workers.scheduling.timing.parts`)."""
+"""A Kalman filter over the parts of log(time / table) (`aerie.workers.scheduling.timing.parts`)."""
 
 import functools
 import math
@@ -6,7 +6,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.scheduling.timing.parts import PACE
+from aerie.workers.scheduling.timing.parts import PACE
 
 # variance added per second of steps, so that a kind of step that no longer runs becomes uncertain again
 MIN_PACE_DRIFT, MAX_PACE_DRIFT = 0.0003, 0.05  # for gradual changes; `StepTime` detects sudden ones

@@ -10,7 +10,7 @@ The logarithm is a sum of parts:
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.timing.step import Step
 
 PACE = 0  # index of the pace
 # prior standard deviations

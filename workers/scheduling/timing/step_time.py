@@ -1,7 +1,7 @@
 """Predicts the milliseconds of a step: the table measured at the start, corrected by every step that ran.
 
-`workers.scheduling.step_results` reports finished steps to `observe`; the scheduler and `PlanTiming` read predictions.
-Pure: its clock is the sum of the reported milliseconds.
+`aerie.workers.scheduling.step_results` reports finished steps to `observe`; the scheduler and `PlanTiming` read
+predictions. Pure: its clock is the sum of the reported milliseconds.
 """
 
 import math
@@ -10,10 +10,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from workers.scheduling.cost_table import CostTable, default_itl_target_ms, largest_within
-from workers.scheduling.timing.part_filter import PartFilter, bounded, deviation
-from workers.scheduling.timing.parts import StepParts
-from workers.scheduling.timing.step import Prediction, Step
+from aerie.workers.scheduling.cost_table import CostTable, default_itl_target_ms, largest_within
+from aerie.workers.scheduling.timing.part_filter import PartFilter, bounded, deviation
+from aerie.workers.scheduling.timing.parts import StepParts
+from aerie.workers.scheduling.timing.step import Prediction, Step
 
 FIRST_NOISE = 0.1  # initial standard deviation of one step's relative time around its mean
 FIRST_LAUNCH = 1.3  # ignore the first rounds of a shape and batch size if slower than this times the prediction

@@ -1,15 +1,15 @@
 """Fills the masks of a draft tree, and writes the guide for the drafts after it.
 
 The device drafts the next tree right after acceptance, before the host knows the accepted tokens. So the host writes a
-guide in advance (`workers.structured_output.guide_table`), with a state for every node at which acceptance may end.
-There are two kinds of states:
+guide in advance (`aerie.workers.structured_output.guide_table`), with a state for every node at which acceptance may
+end. There are two kinds of states:
 
 - In a text that the grammar forces, a state has the next token.
 - Elsewhere, such as in a string or a number, a state has the mask of the allowed tokens. Edges lead to forced texts,
   for tokens that may end the string or number: all allowed tokens if they are few, else those that ended one before.
 
 A guide never affects which token is chosen; a wrong or incomplete guide only lowers acceptance. Called by
-`workers.structured_output.mask_process.request_grammar`.
+`aerie.workers.structured_output.mask_process.request_grammar`.
 """
 
 import time
@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from workers.scheduling.plan import Grammar
-from workers.structured_output.guide_table import NOWHERE, GuideBlock
-from workers.structured_output.mask_process.token_texts import TextStates, TokenTexts
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.guide_table import NOWHERE, GuideBlock
+from aerie.workers.structured_output.mask_process.token_texts import TextStates, TokenTexts
 
 if TYPE_CHECKING:
-    from workers.structured_output.mask_process.matcher import Matcher
+    from aerie.workers.structured_output.mask_process.matcher import Matcher
 
 FEW_TOKENS = 6  # up to this many allowed tokens get an edge each
 MAX_ENDINGS = 6  # tokens remembered because a forced text followed them

@@ -1,5 +1,5 @@
 """Compiles and caches the grammars of the process that fills masks, in threads. Used by
-`workers.structured_output.mask_process.mask_host`."""
+`aerie.workers.structured_output.mask_process.mask_host`."""
 
 import os
 from collections import OrderedDict
@@ -7,14 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from workers.scheduling.plan import Grammar
-from workers.structured_output.mask_process.draft_guide import Endings
-from workers.structured_output.mask_process.token_texts import TokenTexts
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.mask_process.draft_guide import Endings
+from aerie.workers.structured_output.mask_process.token_texts import TokenTexts
 
 if TYPE_CHECKING:
     import xgrammar
 
-    from workers.structured_output.compiler import GrammarCompiler, Vocabulary
+    from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
 
 COMPILER_NICENESS = 10
 MAX_THREADS = 4  # so that a grammar that takes seconds does not delay others
@@ -63,7 +63,7 @@ class GrammarCache:
         return found
 
     def _compile(self, grammar: Grammar) -> "xgrammar.CompiledGrammar":
-        from workers.structured_output.compiler import GrammarCompiler
+        from aerie.workers.structured_output.compiler import GrammarCompiler
 
         if self._compiler is None:
             # few threads, because the machine runs other work

@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from workers.scheduling.plan import Failure
-from workers.structured_output.framing import receive, send
-from workers.structured_output.mask_messages import LATE, Begin, Deadline, Fill, Filled, Notice, Order
-from workers.structured_output.mask_process.draft_guide import MaskRows, StepClosedError
-from workers.structured_output.mask_process.grammar_cache import GrammarCache
-from workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S, Job, Step
-from workers.structured_output.mask_process.request_grammar import (
+from aerie.workers.scheduling.plan import Failure
+from aerie.workers.structured_output.framing import receive, send
+from aerie.workers.structured_output.mask_messages import LATE, Begin, Deadline, Fill, Filled, Notice, Order
+from aerie.workers.structured_output.mask_process.draft_guide import MaskRows, StepClosedError
+from aerie.workers.structured_output.mask_process.grammar_cache import GrammarCache
+from aerie.workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S, Job, Step
+from aerie.workers.structured_output.mask_process.request_grammar import (
     RequestGrammar,
     RequestGrammars,
     failure_of,
     scratch_of,
 )
-from workers.structured_output.mask_process.shared_table import FillBuffers, SharedTable
-from workers.structured_output.mask_table import NUM_SPARE, TableShape
+from aerie.workers.structured_output.mask_process.shared_table import FillBuffers, SharedTable
+from aerie.workers.structured_output.mask_table import NUM_SPARE, TableShape
 
 if TYPE_CHECKING:
-    from workers.structured_output.compiler import Vocabulary
+    from aerie.workers.structured_output.compiler import Vocabulary
 
 logger = logging.getLogger(__name__)
 

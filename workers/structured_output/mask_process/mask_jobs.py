@@ -1,5 +1,5 @@
 """Masks that are being filled, and the steps that wait for them. Used by
-`workers.structured_output.mask_process.mask_host`."""
+`aerie.workers.structured_output.mask_process.mask_host`."""
 
 import contextlib
 import os
@@ -8,9 +8,9 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from workers.scheduling.plan import Failure
-from workers.structured_output.mask_messages import Order
-from workers.structured_output.mask_process.request_grammar import RequestGrammar
+from aerie.workers.scheduling.plan import Failure
+from aerie.workers.structured_output.mask_messages import Order
+from aerie.workers.structured_output.mask_process.request_grammar import RequestGrammar
 
 LATE_NICENESS = 19  # niceness of threads that fill late masks
 MASK_LIMIT_S = 1.0  # CPU time for one mask

@@ -1,6 +1,6 @@
 """The state of each request's grammar in the process that fills masks: matcher, emitted tokens and draft tree.
 
-Used by `workers.structured_output.mask_process.mask_host`. Only one thread at a time uses a request.
+Used by `aerie.workers.structured_output.mask_process.mask_host`. Only one thread at a time uses a request.
 """
 
 import logging
@@ -13,16 +13,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from workers.scheduling.plan import Failure, unpack_i32
-from workers.structured_output.faults import InvalidGrammarError
-from workers.structured_output.guide_table import GuideBlock
-from workers.structured_output.mask_messages import Advanced, Entered
-from workers.structured_output.mask_process.draft_guide import MAX_SEARCHES, MaskRows, TreeWalk, may_jump
-from workers.structured_output.mask_process.grammar_cache import CachedGrammar, GrammarCache
-from workers.structured_output.mask_process.token_texts import TokenTexts
+from aerie.workers.scheduling.plan import Failure, unpack_i32
+from aerie.workers.structured_output.faults import InvalidGrammarError
+from aerie.workers.structured_output.guide_table import GuideBlock
+from aerie.workers.structured_output.mask_messages import Advanced, Entered
+from aerie.workers.structured_output.mask_process.draft_guide import MAX_SEARCHES, MaskRows, TreeWalk, may_jump
+from aerie.workers.structured_output.mask_process.grammar_cache import CachedGrammar, GrammarCache
+from aerie.workers.structured_output.mask_process.token_texts import TokenTexts
 
 if TYPE_CHECKING:
-    from workers.structured_output.mask_process.matcher import Matcher
+    from aerie.workers.structured_output.mask_process.matcher import Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class RequestGrammar:
         """Return the matcher after all emitted tokens. Waits for the compiler. Raises RequestFailedError, and
         InvalidGrammarError, although the trial should have found that."""
         if self._matcher is None:
-            from workers.structured_output.mask_process.matcher import Matcher
+            from aerie.workers.structured_output.mask_process.matcher import Matcher
 
             self._matcher = Matcher(self.cached.compiled.result())
         matcher = self._matcher

@@ -1,5 +1,5 @@
 """Masks and guides of a step in the process that fills them, in memory shared with the rank. Used by
-`workers.structured_output.mask_process.mask_host`."""
+`aerie.workers.structured_output.mask_process.mask_host`."""
 
 import mmap
 
@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from workers.structured_output.guide_table import GuideBlock
-from workers.structured_output.mask_process.mask_jobs import Thread
-from workers.structured_output.mask_process.request_grammar import scratch_of
-from workers.structured_output.mask_table import MAX_RUNNING, TableShape
+from aerie.workers.structured_output.guide_table import GuideBlock
+from aerie.workers.structured_output.mask_process.mask_jobs import Thread
+from aerie.workers.structured_output.mask_process.request_grammar import scratch_of
+from aerie.workers.structured_output.mask_table import MAX_RUNNING, TableShape
 
 
 class SharedTable:

@@ -2,8 +2,8 @@
 
 Grammars come from clients. Compiling one or filling its masks may take minutes or all memory, or crash, and a thread
 cannot interrupt the compiler, which is C++ code. So it runs in processes that may be killed at any time; a fork starts
-another one in milliseconds. Used by `workers.structured_output.host_link` (the masks of a rank's requests)
-and `cluster.http.requests.grammar_checker` (the trial of a grammar).
+another one in milliseconds. Used by `aerie.workers.structured_output.host_link` (the masks of a rank's requests)
+and `aerie.cluster.http.requests.grammar_checker` (the trial of a grammar).
 """
 
 import atexit
@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import msgspec
 
-from workers.structured_output.faults import VocabularyError
+from aerie.workers.structured_output.faults import VocabularyError
 
 if TYPE_CHECKING:
-    from workers.structured_output.compiler import Vocabulary
+    from aerie.workers.structured_output.compiler import Vocabulary
 
 T = TypeVar("T")
 
@@ -120,7 +120,7 @@ class Template:
         program = (
             "import os; os.environ.update(TOKENIZERS_PARALLELISM='false', OMP_NUM_THREADS='1'); "
             f"import sys; sys.path[:] = {sys.path!r}; "
-            "from workers.structured_output.mask_process.template_process import main; "
+            "from aerie.workers.structured_output.mask_process.template_process import main; "
             f"main({theirs.fileno()}, {os.getpid()}, {self._kind!r})"
         )
         self._process = subprocess.Popen(
@@ -215,8 +215,8 @@ def main(descriptor: int, parent: int, kind: Kind) -> None:
 def _import() -> None:
     with _without_transformers():
         import xgrammar  # noqa: F401
-    import workers.structured_output.mask_process.mask_host
-    import workers.structured_output.mask_process.trial  # noqa: F401
+    import aerie.workers.structured_output.mask_process.mask_host
+    import aerie.workers.structured_output.mask_process.trial  # noqa: F401
 
 
 @contextlib.contextmanager
@@ -270,11 +270,11 @@ def _fork(kind: Kind, work: Work, files: list[int], own: socket.socket) -> _Fork
 
 def _run(kind: Kind, files: list[int], vocabulary: "Vocabulary") -> None:
     if kind == "masks":
-        from workers.structured_output.mask_process.mask_host import run_host
+        from aerie.workers.structured_output.mask_process.mask_host import run_host
 
         run_host(files, vocabulary)
     else:
-        from workers.structured_output.mask_process.trial import run_trial
+        from aerie.workers.structured_output.mask_process.trial import run_trial
 
         run_trial(files, vocabulary)
 
@@ -292,6 +292,6 @@ def _prepared(folder: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> "
 
 @functools.cache
 def _vocabulary(folder: str, vocab_size: int) -> "Vocabulary":
-    from workers.structured_output.compiler import Vocabulary
+    from aerie.workers.structured_output.compiler import Vocabulary
 
     return Vocabulary(folder, vocab_size)

@@ -1,7 +1,7 @@
 """Tries a grammar before its request runs: whether it compiles, and the time of masks of sample answers.
 
-Each trial runs in a process of its own (`workers.structured_output.mask_process.template_process`).
-`cluster.http.requests.grammar_checker` starts it, and kills it if it takes too long.
+Each trial runs in a process of its own (`aerie.workers.structured_output.mask_process.template_process`).
+`aerie.cluster.http.requests.grammar_checker` starts it, and kills it if it takes too long.
 """
 
 import os
@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from workers.scheduling.plan import Grammar
-from workers.structured_output.faults import InvalidGrammarError, VocabularyError
-from workers.structured_output.framing import receive, send
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.faults import InvalidGrammarError, VocabularyError
+from aerie.workers.structured_output.framing import receive, send
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import xgrammar
 
-    from workers.structured_output.compiler import Vocabulary
+    from aerie.workers.structured_output.compiler import Vocabulary
 
 TOKEN_LIMIT_S = 0.2  # CPU time for one token of an answer; the rank's process allows five times as much
 WALK_LIMIT_S = 2.0  # CPU time for all sample answers
@@ -72,7 +72,7 @@ def try_grammar(
     grammar: Grammar, vocabulary: "Vocabulary", on_compiled: Callable[[], None] = lambda: None
 ) -> TrialResult:
     """Compile a grammar and try sample answers. on_compiled: called in between."""
-    from workers.structured_output.mask_process.draft_guide import may_jump
+    from aerie.workers.structured_output.mask_process.draft_guide import may_jump
 
     try:
         compiled = _compile(grammar, vocabulary)
@@ -92,7 +92,7 @@ def try_grammar(
 def _compile(grammar: Grammar, vocabulary: "Vocabulary") -> "xgrammar.CompiledGrammar":
     """Compile a grammar. Raises InvalidGrammarError, also for the library's warnings, because it ignores parts with
     warnings."""
-    from workers.structured_output.compiler import GrammarCompiler
+    from aerie.workers.structured_output.compiler import GrammarCompiler
 
     with tempfile.TemporaryFile() as said:
         own = os.dup(2)
@@ -158,7 +158,7 @@ def _answer(
     import numpy as np
     import xgrammar
 
-    from workers.structured_output.mask_process.matcher import Matcher
+    from aerie.workers.structured_output.mask_process.matcher import Matcher
 
     words, text = xgrammar.allocate_token_bitmask(1, len(lengths)), b""
     matcher, shortest = Matcher(compiled), np.where(lengths > 0, 1_000_000 - lengths, 0)

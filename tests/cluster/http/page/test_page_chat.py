@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.http.text.chat_template import ChatTemplate
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.http.text.chat_template import ChatTemplate
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.stats import SchedulerStats
 from tests.support.clients.browser import CHROMIUM, Tab, browser_tab
 from tests.support.clients.chat_page import (
     ANSWER,
@@ -26,8 +28,6 @@ from tests.support.clients.chat_page import (
 )
 from tests.support.edge_client import served, until
 from tests.support.fake_engine import CHATML, EOS, FakeEngine, Step, small_tokenizer
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.stats import SchedulerStats
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium (apt-get install chromium)")
 KEY = "sesame-open"

@@ -2,7 +2,7 @@
 
 import re
 
-from cluster.http.page.files import PAGE_ROUTES
+from aerie.cluster.http.page.files import PAGE_ROUTES
 from tests.support import ROOT
 from tests.support.edge_client import CHAT, HELLO, in_process
 from tests.support.fake_engine import FakeEngine, says

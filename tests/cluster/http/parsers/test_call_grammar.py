@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import xgrammar
 
-from cluster.http.answer import Piece
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.table import parser_of
-from cluster.http.text.chat_template import ChatTemplate
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.table import parser_of
+from aerie.cluster.http.text.chat_template import ChatTemplate
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.compiler import MAX_WHITESPACE, compiled
 from tests.cluster.http.parsers.test_parsers import Request
 from tests.cluster.http.parsers.test_tools import TIME, WEATHER
 from tests.support.edge_client import CHAT, HELLO, in_process
 from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
-from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import MAX_WHITESPACE, compiled
 
 BERN = '{"place": "Bern"}'
 # How one call and a second one are written, in the form of each parser.

@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer
 
-from cluster.http.answer import Answer
-from cluster.http.config import OutputParserName
-from cluster.http.text.detokenizer import PrefixDetokenizer
-from cluster.http.text.json_text import nesting, parsed, parsed_repaired, repaired
-from cluster.http.text.stop_strings import StopMatcher
-from cluster.http.text.user_text import ControlTexts
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.http.answer import Answer
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.text.detokenizer import PrefixDetokenizer
+from aerie.cluster.http.text.json_text import nesting, parsed, parsed_repaired, repaired
+from aerie.cluster.http.text.stop_strings import StopMatcher
+from aerie.cluster.http.text.user_text import ControlTexts
+from aerie.cluster.transport.messages import TokenDelta
 from tests.fuzz_calls import MAX_RATIO, Repeated, case, check, check_time, ratio, repeated
 from tests.support.fake_engine import small_tokenizer
 

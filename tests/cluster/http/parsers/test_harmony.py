@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.http.answer import Answer
-from cluster.http.parsers.families import FAMILIES
-from cluster.http.parsers.harmony import MARKS, HarmonyParser
-from cluster.http.parsers.output_parser import joined_deltas
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.http.answer import Answer
+from aerie.cluster.http.parsers.families import FAMILIES
+from aerie.cluster.http.parsers.harmony import MARKS, HarmonyParser
+from aerie.cluster.http.parsers.output_parser import joined_deltas
+from aerie.cluster.transport.messages import TokenDelta
 from tests.support.harmony import harmony_chat_tokenizer, harmony_tokenizer
 
 TOKENIZER = harmony_tokenizer()

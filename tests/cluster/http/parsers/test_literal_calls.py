@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.http.answer import Piece
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.output_parser import joined_deltas
-from cluster.http.parsers.table import parser_of
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.output_parser import joined_deltas
+from aerie.cluster.http.parsers.table import parser_of
 from tests.cluster.http.parsers.test_parsers import Request
 from tests.support.fake_engine import chat_tokenizer
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from cluster.http.answer import EndReason, Piece
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.output_parser import joined_deltas
-from cluster.http.parsers.table import parser_of
+from aerie.cluster.http.answer import EndReason, Piece
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.output_parser import joined_deltas
+from aerie.cluster.http.parsers.table import parser_of
 from tests.cluster.http.parsers.test_parsers import Request
 from tests.cluster.http.parsers.test_tools import WITH_TOOLS, in_process, tool_tokenizer
 from tests.support.edge_client import CHAT

@@ -5,12 +5,12 @@ from typing import Any, get_args
 import openai
 import pytest
 
-from cluster.http.answer import Piece
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.families import FAMILIES, Family
-from cluster.http.parsers.output_parser import ReplyDelta, TextParser, joined_deltas
-from cluster.http.parsers.table import PARSERS
-from cluster.http.schema.completions import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.families import FAMILIES, Family
+from aerie.cluster.http.parsers.output_parser import ReplyDelta, TextParser, joined_deltas
+from aerie.cluster.http.parsers.table import PARSERS
+from aerie.cluster.http.schema.completions import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process, served
 from tests.support.fake_engine import FakeEngine, says
 

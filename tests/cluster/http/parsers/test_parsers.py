@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from cluster.http.answer import Piece
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.families import FAMILIES, detect_family
-from cluster.http.parsers.output_parser import joined_deltas
-from cluster.http.parsers.table import parser_of
+from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.families import FAMILIES, detect_family
+from aerie.cluster.http.parsers.output_parser import joined_deltas
+from aerie.cluster.http.parsers.table import parser_of
 from tests.support.fake_engine import chat_tokenizer
 from tests.support.slow import slow
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster.http.parsers.self_check import chat_lines, check_parser, chosen_parser, findings
-from cluster.http.text.chat_template import ChatTemplate
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.parsers.self_check import chat_lines, check_parser, chosen_parser, findings
+from aerie.cluster.http.text.chat_template import ChatTemplate
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.fake_engine import EOS, small_tokenizer
 
 TOOLS = "{% if tools %}{{ tools | tojson }} <tool_call> arguments\n{% endif %}"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.transport.messages import TokenDelta
 from tests.cluster.http.parsers.test_tools import tool_tokenizer
 from tests.support.edge_client import CHAT, HELLO, events, in_process
 from tests.support.fake_engine import EOS, FakeEngine, Step, logprobs_of, small_tokenizer

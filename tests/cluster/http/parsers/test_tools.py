@@ -7,8 +7,8 @@ import httpx
 import openai
 import pytest
 
-from cluster.http.text.chat_template import ChatTemplate
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.chat_template import ChatTemplate
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.edge_client import CHAT, HELLO, MODEL, events, served
 from tests.support.edge_client import in_process as any_length
 from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer

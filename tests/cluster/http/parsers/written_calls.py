@@ -4,8 +4,8 @@ import json
 import random
 from typing import Any
 
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.families import FAMILIES
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.families import FAMILIES
 
 
 class Words:

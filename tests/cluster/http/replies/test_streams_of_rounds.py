@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from cluster.http.config import OutputParserName
-from cluster.http.parsers.families import FAMILIES
+from aerie.cluster.http.config import OutputParserName
+from aerie.cluster.http.parsers.families import FAMILIES
 from tests.cluster.http.parsers.test_parsers import ARGUMENTS, CALLS, FORMS
 from tests.cluster.http.parsers.test_tools import tool_tokenizer
 from tests.support.clients.streams import by_type, chat_message, data_of, in_rounds, message_blocks, response_items

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.http.schema.request import REFUSED
+from aerie.cluster.http.schema.request import REFUSED
 from tests.support.edge_client import CHAT, HELLO, JSON, MODEL, PROMPT, TEXT, in_process
 from tests.support.fake_engine import FakeEngine, says
 

@@ -8,7 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from cluster.http.text.json_text import Repaired, call_arguments
+from aerie.cluster.http.text.json_text import Repaired, call_arguments
 from tests.cluster.http.parsers.test_tools import in_process, tool_tokenizer
 from tests.support.edge_client import CHAT, MODEL, RESPONSES
 from tests.support.fake_engine import FakeEngine, says, small_tokenizer

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.http.text.tokenizer import MAX_LONG_ENCODES, ChatTokenizer
-from cluster.http.text.user_text import ChatText
+from aerie.cluster.http.text.tokenizer import MAX_LONG_ENCODES, ChatTokenizer
+from aerie.cluster.http.text.user_text import ChatText
 from tests.support.edge_client import CHAT, HELLO, JSON, PROMPT, RESPONSES, TEXT, in_process
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.http.errors import ApiError
-from cluster.http.requests import grammar_checker
-from cluster.http.requests.grammar_checker import ProcessChecker
+from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.requests import grammar_checker
+from aerie.cluster.http.requests.grammar_checker import ProcessChecker
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.mask_process import template_process
 from tests.support.embedded import embedded_spec
-from workers.scheduling.plan import Grammar
-from workers.structured_output.mask_process import template_process
 
 DIGITS = Grammar("regex", "[0-9]+", (0,))
 BROKEN = Grammar("regex", "(", (0,))

@@ -8,8 +8,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from cluster.http.schema.body import MAX_CONTAINERS
-from cluster.http.text.json_text import MAX_NESTING, nesting, parsed, parsed_repaired, repaired
+from aerie.cluster.http.schema.body import MAX_CONTAINERS
+from aerie.cluster.http.text.json_text import MAX_NESTING, nesting, parsed, parsed_repaired, repaired
 from tests.cluster.http.parsers.test_parsers import FORMS
 from tests.cluster.http.parsers.test_tools import WEATHER, tool_tokenizer
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, RESPONSES, TEXT, in_process

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from cluster.http.text.chat_template import ChatTemplate
-from cluster.http.text.tokenizer import ChatTokenizer
-from deploy.checks import _check_tokenizer
+from aerie.cluster.http.text.chat_template import ChatTemplate
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.deploy.checks import _check_tokenizer
+from aerie.workers.scheduling.plan import Grammar
+from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
+from aerie.workers.structured_output.mask_process.matcher import Matcher
+from aerie.workers.structured_output.mask_process.trial import try_grammar
 from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, in_process
 from tests.support.fake_engine import CHATML, EOS, FakeEngine, says, small_tokenizer
-from workers.scheduling.plan import Grammar
-from workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from workers.structured_output.mask_process.matcher import Matcher
-from workers.structured_output.mask_process.trial import try_grammar
 
 KNOWN = max(small_tokenizer().get_vocab().values()) + 1
 IDS = KNOWN + 10  # of the model

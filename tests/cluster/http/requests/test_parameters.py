@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from cluster.http.requests.parameters import choice_seed
+from aerie.cluster.http.requests.parameters import choice_seed
+from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, in_process
 from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
-from workers.scheduling.plan import MAX_STOP_TOKEN_IDS, SamplingParams
 
 EOS_ID = small_tokenizer().token_to_id(EOS)
 NAN = float("nan")

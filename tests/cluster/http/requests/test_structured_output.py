@@ -9,12 +9,12 @@ import openai
 import pydantic
 import pytest
 
-from cluster.http.app import build_app
-from cluster.http.errors import unsupported
-from cluster.http.requests.grammar_checker import GrammarChecker
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.errors import unsupported
+from aerie.cluster.http.requests.grammar_checker import GrammarChecker
+from aerie.workers.scheduling.plan import Grammar
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, edge_config, in_process, served
 from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
-from workers.scheduling.plan import Grammar
 
 END = (small_tokenizer().token_to_id(EOS),)
 PERSON = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

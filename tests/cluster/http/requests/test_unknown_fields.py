@@ -7,12 +7,12 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from cluster.http.endpoint import ignored_header
-from cluster.http.errors import ApiError
-from cluster.http.schema.body import Schema, parse_body
-from cluster.http.schema.messages import MessagesRequest
-from cluster.http.schema.request import BatchRequest, ChatCompletionRequest, CompletionRequest, Invocation
-from cluster.http.schema.responses import ResponsesRequest
+from aerie.cluster.http.endpoint import ignored_header
+from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.schema.body import Schema, parse_body
+from aerie.cluster.http.schema.messages import MessagesRequest
+from aerie.cluster.http.schema.request import BatchRequest, ChatCompletionRequest, CompletionRequest, Invocation
+from aerie.cluster.http.schema.responses import ResponsesRequest
 from tests.cluster.http.parsers.test_tools import CALL as HERMES_CALL
 from tests.cluster.http.parsers.test_tools import WEATHER, tool_tokenizer
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, RESPONSES, TEXT, in_process

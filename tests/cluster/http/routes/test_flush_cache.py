@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.transport.messages import FlushOutcome
+from aerie.cluster.transport.messages import FlushOutcome
 from tests.support.cluster import TestBed, until
 from tests.support.edge_client import PROMPT, TEXT, in_process
 from tests.support.edge_client import until as until_async

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from cluster.transport.messages import SpeculationStats, TokenDelta
+from aerie.cluster.transport.messages import SpeculationStats, TokenDelta
+from aerie.workers.scheduling.plan import TokenLogprobs
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, events, in_process, streamed, streamed_text
 from tests.support.fake_engine import EOS, FakeEngine, Step, says, small_tokenizer, small_tokens
-from workers.scheduling.plan import TokenLogprobs
 
 STATS = SpeculationStats(num_rounds=4, histogram=(1, 1, 2), num_draft_tokens=2, num_drafted=8)
 METRICS = {

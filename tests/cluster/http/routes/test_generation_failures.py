@@ -6,10 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http.app import build_app
-from cluster.http.config import EdgeConfig
-from cluster.http.engine_client import EngineRefused
-from cluster.transport.messages import Refusal, TokenDelta
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.engine_client import EngineRefused
+from aerie.cluster.transport.messages import Refusal, TokenDelta
+from aerie.workers.scheduling.plan import NOT_FINITE
 from tests.support.edge_client import (
     CHAT,
     HELLO,
@@ -23,7 +24,6 @@ from tests.support.edge_client import (
     until,
 )
 from tests.support.fake_engine import FakeEngine, Step, chat_tokenizer, refuses, says, small_tokens
-from workers.scheduling.plan import NOT_FINITE
 
 REFUSALS = [
     ("too_large", 400, "context_length_exceeded", False),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.transport.messages import TokenDelta
 from tests.cluster.http.parsers.test_tools import TIME, WEATHER
 from tests.support.edge_client import CHAT, HELLO, MODEL, RESPONSES, TEXT, events, in_process
 from tests.support.fake_engine import FakeEngine

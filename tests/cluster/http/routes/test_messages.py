@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.transport.messages import TokenDelta
 from tests.cluster.http.parsers.test_tools import CALL, tool_tokenizer
 from tests.support.edge_client import MODEL, in_process
 from tests.support.fake_engine import FakeEngine, refuses, says, small_tokenizer

@@ -5,12 +5,12 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.http.app import build_app
-from cluster.http.errors import ApiError
-from cluster.transport.messages import SpeculationStats
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.errors import ApiError
+from aerie.cluster.transport.messages import SpeculationStats
+from aerie.workers.scheduling.plan import Grammar
 from tests.support.edge_client import CHAT, HELLO, MODEL, edge_config, events, in_process
 from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
-from workers.scheduling.plan import Grammar
 
 END = small_tokenizer().token_to_id(EOS)
 

@@ -6,10 +6,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from cluster.http.app import build_app
-from cluster.http.middleware import OPEN_ROUTES
-from cluster.http.page.files import PAGE_ROUTES
-from cluster.transport.messages import EngineStats, FlushOutcome, SpeculationStats
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.middleware import OPEN_ROUTES
+from aerie.cluster.http.page.files import PAGE_ROUTES
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome, SpeculationStats
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, edge_config, events, in_process
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 

@@ -6,11 +6,11 @@ import logging
 import httpx
 import pytest
 
-from cluster.http.app import build_app
-from cluster.http.routes import status
-from cluster.http.text.chat_template import ChatTemplate
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.transport.messages import EngineStats
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.routes import status
+from aerie.cluster.http.text.chat_template import ChatTemplate
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.transport.messages import EngineStats
 from tests.support.edge_client import CHAT, HELLO, MODEL, edge_config, in_process
 from tests.support.fake_engine import CHATML, EOS, FakeEngine, chat_tokenizer, says, small_tokenizer
 
@@ -231,7 +231,7 @@ async def test_bug_in_a_route_is_500_without_internals_and_logged_with_the_reque
     def bug(*_: object) -> bytes:
         raise RuntimeError("/secret")
 
-    monkeypatch.setattr("cluster.http.routes.status.prometheus_text", bug)
+    monkeypatch.setattr("aerie.cluster.http.routes.status.prometheus_text", bug)
     with caplog.at_level(logging.ERROR):
         async with in_process(FakeEngine(says("a"))) as client:
             reply = await client.get("/metrics", headers={"x-request-id": "trace-1"})

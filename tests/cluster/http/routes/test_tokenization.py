@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.text.chat_template import ChatTemplate
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.chat_template import ChatTemplate
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.edge_client import CHAT, MODEL, in_process
 from tests.support.fake_engine import EOS, FakeEngine, says, small_tokenizer
 

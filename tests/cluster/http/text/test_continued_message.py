@@ -8,9 +8,9 @@ import pytest
 from tokenizers import Tokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cluster.http.text.chat_template import ChatTemplate, ContinuationError
-from cluster.http.text.harmony_prompt import HarmonyPrompt
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.chat_template import ChatTemplate, ContinuationError
+from aerie.cluster.http.text.harmony_prompt import HarmonyPrompt
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.fake_engine import CHATML, EOS, small_tokenizer
 
 TRIMMED = CHATML.replace("message['content']", "message['content'] | trim")

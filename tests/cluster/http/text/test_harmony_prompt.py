@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
-from cluster.http.text.harmony_prompt import HarmonyPrompt, type_text
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
+from aerie.cluster.http.text.harmony_prompt import HarmonyPrompt, type_text
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.harmony import DAY, SOURCE, harmony_chat_tokenizer, harmony_tokenizer
 
 PROMPT = HarmonyPrompt(SOURCE, {}, lambda: DAY)

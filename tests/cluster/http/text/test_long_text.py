@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.http.text import long_text
-from cluster.http.text.long_text import TooManyTokensError, Truncation
-from cluster.http.text.user_text import ChatText
+from aerie.cluster.http.text import long_text
+from aerie.cluster.http.text.long_text import TooManyTokensError, Truncation
+from aerie.cluster.http.text.user_text import ChatText
 from tests.support.edge_client import CHAT, MODEL, TEXT, in_process
 from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says
 

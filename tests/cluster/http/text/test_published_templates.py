@@ -13,9 +13,9 @@ import jinja2
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from cluster.http.parsers.self_check import chosen_parser, findings
-from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.parsers.self_check import chosen_parser, findings
+from aerie.cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.fake_engine import EOS, small_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.http.answer import Answer, EngineFailedError, Piece, joined
-from cluster.http.text.stop_strings import StopMatch, StopMatcher
-from cluster.transport.messages import TokenDelta
+from aerie.cluster.http.answer import Answer, EngineFailedError, Piece, joined
+from aerie.cluster.http.text.stop_strings import StopMatch, StopMatcher
+from aerie.cluster.transport.messages import TokenDelta
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.fake_engine import EOS, chat_tokenizer, logprobs_of, small_tokenizer
 from tests.support.slow import covering
-from workers.scheduling.plan import SamplingParams
 
 
 def _run(stops: list[str], parts: list[str]) -> tuple[str, str | None]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
+from aerie.cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
 from tests.cluster.http.parsers.test_tools import tool_tokenizer
 from tests.support.edge_client import MODEL, RESPONSES, in_process
 from tests.support.fake_engine import FakeEngine, says, small_tokenizer

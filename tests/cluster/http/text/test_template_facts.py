@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.http.text.chat_template import ChatTemplate
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.chat_template import ChatTemplate
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.cluster.http.parsers.test_tools import TEMPLATE, WEATHER, tool_tokenizer
 from tests.support.edge_client import CHAT, HELLO, MODEL, RESPONSES, in_process
 from tests.support.fake_engine import FakeEngine, says, small_tokenizer

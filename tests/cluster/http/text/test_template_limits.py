@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from cluster.http.text import template_limits
-from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError
-from cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text import template_limits
+from aerie.cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.edge_client import CHAT, MODEL, in_process
 from tests.support.fake_engine import FakeEngine, says, small_tokenizer
 

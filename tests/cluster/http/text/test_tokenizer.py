@@ -13,9 +13,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
-from cluster.http.text.detokenizer import MAX_HELD_TOKENS, PrefixDetokenizer
-from cluster.http.text.tokenizer import LONG_TEXT, ChatTokenizer
+from aerie.cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
+from aerie.cluster.http.text.detokenizer import MAX_HELD_TOKENS, PrefixDetokenizer
+from aerie.cluster.http.text.tokenizer import LONG_TEXT, ChatTokenizer
 from tests.support.fake_engine import CHATML, EOS, chat_tokenizer, small_tokenizer
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def test_end_of_sequence_ids_are_the_generation_configs_and_the_tokenizers_own(f
 
 
 def test_ingress_process_does_not_import_torch() -> None:
-    code = "import sys, cluster.http.app; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, aerie.cluster.http.app; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

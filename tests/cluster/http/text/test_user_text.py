@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
-from cluster.http.text.tokenizer import ChatTokenizer
-from cluster.http.text.user_text import MARKS, ChatText, ControlTexts, marked, unmarked
+from aerie.cluster.http.text.chat_template import ChatTemplate, ChatTemplateError
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.user_text import MARKS, ChatText, ControlTexts, marked, unmarked
 from tests.support.edge_client import CHAT, MODEL, in_process
 from tests.support.fake_engine import CHATML, EOS, FakeEngine, says, small_tokenizer
 

@@ -10,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attention.config import CacheConfig
-from speculative.build import EngineSpec, local_engine
-from speculative.config import SpeculativeConfig
-from speculative.tree.shape import TreeShape
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.tree.shape import TreeShape
+from aerie.workers.config import PLAIN, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
 from tests.speculative import test_backends
 from tests.speculative.conftest import Pair
 from tests.speculative.test_decoding import GREEDY, accepted_share, run
@@ -21,9 +24,6 @@ from tests.support.drafts.block_reference import BlockHead, BlockReference, head
 from tests.support.drafts.oracle import Case, Oracle, run_case
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
-from workers.config import PLAIN, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
-from workers.scheduling.plan import SamplingParams
-from workers.scheduling.request import Request
 
 BLOCK = 8
 

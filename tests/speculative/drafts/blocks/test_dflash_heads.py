@@ -9,32 +9,32 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attention.capability import Capability
-from attention.config import DraftAttention
-from attention.kv_cache.pool import KVPool
-from attention.metadata import PrefillBatch
-from attention.registry import choose_backends
-from speculative.build import plan_engine
-from speculative.config import SpeculativeConfig
-from speculative.drafts.blocks.config import LayerView, algorithm
-from speculative.drafts.blocks.dflash import Block, DFlash
-from speculative.drafts.blocks.drafter import block_states
-from speculative.drafts.drafter import DraftRunner
-from speculative.drafts.loading import load_draft
-from speculative.drafts.registry import read_draft
-from speculative.speculation import draft_choices
+from aerie.attention.capability import Capability
+from aerie.attention.config import DraftAttention
+from aerie.attention.kv_cache.pool import KVPool
+from aerie.attention.metadata import PrefillBatch
+from aerie.attention.registry import choose_backends
+from aerie.speculative.build import plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.speculative.drafts.blocks.config import LayerView, algorithm
+from aerie.speculative.drafts.blocks.dflash import Block, DFlash
+from aerie.speculative.drafts.blocks.drafter import block_states
+from aerie.speculative.drafts.drafter import DraftRunner
+from aerie.speculative.drafts.loading import load_draft
+from aerie.speculative.drafts.registry import read_draft
+from aerie.speculative.speculation import draft_choices
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.layers.forward_context import Attending
+from aerie.workers.models.config import read_config_json
+from aerie.workers.models.loading import load_target, read_target_config
+from aerie.workers.runner.backends import ModelShape
 from tests.speculative.conftest import Pair
 from tests.support.drafts.block_reference import BlockHead, BlockReference, deepspec, speculators, z_lab
 from tests.support.drafts.eagle3_reference import save_head
 from tests.support.slow import slow
 from tests.support.thread_group import on_ranks
 from tests.support.tiny_models import VOCAB, make_target
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO, TPGroup
-from workers.layers.forward_context import Attending
-from workers.models.config import read_config_json
-from workers.models.loading import load_target, read_target_config
-from workers.runner.backends import ModelShape
 
 CPU = torch.device("cpu")
 LENGTH, PAGE_SIZE, NUM_PAGES = 83, 4, 30

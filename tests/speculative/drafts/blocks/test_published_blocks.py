@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from speculative.drafts import loading
-from speculative.drafts.blocks.dflash import DFlash
-from speculative.drafts.registry import METHODS, read_draft
+from aerie.speculative.drafts import loading
+from aerie.speculative.drafts.blocks.dflash import DFlash
+from aerie.speculative.drafts.registry import METHODS, read_draft
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.models.llama import LlamaConfig, LlamaForCausalLM, read_config, weight_names
+from aerie.workers.models.loading import allocate
+from aerie.workers.models.weights import CheckpointTensor
+from aerie.workers.quantization.table import Unquantized
 from tests.support.drafts.published_blocks import BLOCKS, META, PublishedBlock
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.models.llama import LlamaConfig, LlamaForCausalLM, read_config, weight_names
-from workers.models.loading import allocate
-from workers.models.weights import CheckpointTensor
-from workers.quantization.table import Unquantized
 
 LAYERS = {"Qwen3-8B": 36, "Qwen3.6-27B": 64, "Qwen3.6-35B-A3B": 40, "gemma-4-31B-it": 60}
 
@@ -31,7 +31,7 @@ def target_of(head: PublishedBlock) -> LlamaConfig:
 def test_published_block_heads_load_as_they_are(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = BLOCKS[name]
     config = target_of(head)
-    monkeypatch.setattr("speculative.drafts.registry.read_config_json", lambda path: dict(head.config))
+    monkeypatch.setattr("aerie.speculative.drafts.registry.read_config_json", lambda path: dict(head.config))
     method = read_draft(head.method, str(tmp_path), "target", config)
     assert isinstance(method, DFlash)
     assert [kind for kind, classes in METHODS.items() if any(each.recognises(head.config) for each in classes)] == [

@@ -11,9 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attention.scores import ScoreRule
-from speculative.build import EngineSpec, check_weights, plan_engine
-from speculative.config import SpeculativeConfig
+from aerie.attention.scores import ScoreRule
+from aerie.speculative.build import EngineSpec, check_weights, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, WorkerConfig
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.vocab import VocabShard
+from aerie.workers.models.adapter.experts import logits_of
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.ops.experts.route import Routing
 from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
@@ -21,13 +28,6 @@ from tests.support.target_answers import check_logprobs, head_for
 from tests.support.tiny_models import make_eagle3
 from tests.workers.layers.test_block_fp8 import quantised
 from tests.workers.models.test_targets import by_us, check_greedy, worker_of
-from workers.config import ModelSource, WorkerConfig
-from workers.distributed.tp_group import TPGroup
-from workers.layers.vocab import VocabShard
-from workers.models.adapter.experts import logits_of
-from workers.models.config import ModelConfig
-from workers.models.loading import read_target_config
-from workers.ops.experts.route import Routing
 
 # Each shows something that the others do not have. So do those of the next tests: cohere (attention and MLP side by
 # side, scaled logits, LayerNorm), olmo2 (norms over all heads) and phi3 (qkv in one matrix).
@@ -378,4 +378,4 @@ def test_tokens_beyond_a_second_embedding_have_its_first_row(tmp_path: Path) -> 
 @pytest.fixture
 def without_families(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also what has a family of ours is served as if it had none."""
-    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})

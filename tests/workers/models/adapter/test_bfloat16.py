@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from speculative.config import SpeculativeConfig
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.models.loading import read_target_config
 from tests.support.target_answers import TREE, head_for, served_answers
 from tests.workers.models.adapter.test_every_decoder import EQUAL, NO_STREAMS, OUTCOMES, make
 from tests.workers.models.test_targets import worker_of
-from workers.models.loading import read_target_config
 
 QUICK = ("gemma",)  # it computes a part in float32
 
@@ -28,7 +28,7 @@ QUICK = ("gemma",)  # it computes a part in float32
 )
 def test_a_decoder_is_served_in_bfloat16(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain, and with trees of an EAGLE-3 head."""
-    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})
     make(tmp_path, kind)
     worker = worker_of(tmp_path)
     worker = replace(worker, model=replace(worker.model, dtype="bfloat16"))

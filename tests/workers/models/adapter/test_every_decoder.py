@@ -13,16 +13,16 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from speculative.build import EngineSpec, check_weights, plan_engine
-from speculative.config import SpeculativeConfig
+from aerie.speculative.build import EngineSpec, check_weights, plan_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource
+from aerie.workers.models.adapter.config import AdapterConfig, transformers_config
+from aerie.workers.models.adapter.streams import capture_streams
+from aerie.workers.models.adapter.survey import decoder
+from aerie.workers.models.loading import read_target_config
 from tests.support.known_models import known_config, make_known
 from tests.support.target_answers import TREE, as_text_part, check_logprobs, head_for
 from tests.workers.models.test_targets import worker_of
-from workers.config import ModelSource
-from workers.models.adapter.config import AdapterConfig, transformers_config
-from workers.models.adapter.streams import capture_streams
-from workers.models.adapter.survey import decoder
-from workers.models.loading import read_target_config
 
 EQUAL = "answers are equal"
 ENCODER = "has an encoder and a decoder"
@@ -136,7 +136,7 @@ def test_a_decoder_is_served_with_equal_answers_or_refused(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank: plain, with suffix drafts, with a tree of an EAGLE-3 head. On two ranks, where its plan fits."""
-    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})
     make(tmp_path, kind)
     source = ModelSource(path=str(tmp_path), device="cpu")
     if BY_KIND[kind] != EQUAL:
@@ -168,7 +168,7 @@ def test_captured_streams_are_the_hidden_states_between_layers(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In transformers' own model. Copies, since a model might add to a stream in place afterwards."""
-    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})
     known_config(kind).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     named = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]}

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from transformers.models.granitemoe_swa.modeling_granitemoe_swa import GraniteMoeSWAExperts
 
-from attention.capability import Capability
+from aerie.attention.capability import Capability
+from aerie.workers.models.adapter import experts
+from aerie.workers.models.adapter.experts import GatheringExperts, GivenExperts
+from aerie.workers.models.adapter.matching import match_experts
+from aerie.workers.models.adapter.survey import make_model
+from aerie.workers.ops.experts.gated import GELU_TANH, GPT_OSS, SWIGLU, GatedActivation
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
 from tests.support.target_answers import check_logprobs
 from tests.workers.models.adapter.test_fused import made
-from workers.models.adapter import experts
-from workers.models.adapter.experts import GatheringExperts, GivenExperts
-from workers.models.adapter.matching import match_experts
-from workers.models.adapter.survey import make_model
-from workers.ops.experts.gated import GELU_TANH, GPT_OSS, SWIGLU, GatedActivation
 
 LIMITED = GatedActivation(alpha=1.5, limit=300.0, shift=1.0)
 
@@ -71,7 +71,7 @@ def test_experts_of_other_kinds_of_checkpoints_are_not_gathered(
     tmp_path: Path, kind: str, options: dict[str, Any], tensor_parallel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stacked in one tensor, or with another activation than SiLU."""
-    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})
     _, model = made(tmp_path / "config", kind, **options)
     assert sum(isinstance(module, GivenExperts) for module in model.modules()) == 4
     assert not any(isinstance(module, GatheringExperts) for module in model.modules())
@@ -80,7 +80,7 @@ def test_experts_of_other_kinds_of_checkpoints_are_not_gathered(
 
 def test_rows_of_gathering_experts_are_computed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part has 4 rows, each of 2 experts, whose 3 matrices have 64 x 96 float32 numbers."""
-    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})
     monkeypatch.setattr(experts, "_MAX_GATHERED_BYTES", 4 * 2 * 3 * 64 * 96 * 4)
     target = make_known(tmp_path, "granitemoe_swa", hidden_act="gelu")
     rows: list[int] = []

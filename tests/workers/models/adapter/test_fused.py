@@ -11,28 +11,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from speculative.build import EngineSpec, local_engine
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.layers.linear import finish_weights
+from aerie.workers.layers.norm import FullPrecisionRMSNorm, RMSNorm, ZeroCentredRMSNorm
+from aerie.workers.models.adapter.blocks import match_block
+from aerie.workers.models.adapter.config import AdapterConfig
+from aerie.workers.models.adapter.fused import GatedMLP, Merged, Part, can_merge
+from aerie.workers.models.adapter.matching import match_gated_mlp, match_norm
+from aerie.workers.models.adapter.model import TransformersModel
+from aerie.workers.models.adapter.rotation import RotationRecorder
+from aerie.workers.models.decoder import Decoder
+from aerie.workers.models.loading import _default_dtype as default_dtype
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.span import Span
 from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.kernels.launches import counted_launches
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
 from tests.workers.models.adapter.test_adapter import architecture_of, set_field
 from tests.workers.models.test_targets import check_greedy, prompts, worker_of
-from workers.config import ModelSource
-from workers.distributed.tp_group import SOLO
-from workers.layers.linear import finish_weights
-from workers.layers.norm import FullPrecisionRMSNorm, RMSNorm, ZeroCentredRMSNorm
-from workers.models.adapter.blocks import match_block
-from workers.models.adapter.config import AdapterConfig
-from workers.models.adapter.fused import GatedMLP, Merged, Part, can_merge
-from workers.models.adapter.matching import match_gated_mlp, match_norm
-from workers.models.adapter.model import TransformersModel
-from workers.models.adapter.rotation import RotationRecorder
-from workers.models.decoder import Decoder
-from workers.models.loading import _default_dtype as default_dtype
-from workers.models.loading import read_target_config
-from workers.scheduling.plan import SamplingParams
-from workers.span import Span
 
 CPU = torch.device("cpu")
 

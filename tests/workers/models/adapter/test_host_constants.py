@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attention.backend import NewUnderCaptureError
-from workers.models.adapter.host_constants import HostConstants
+from aerie.attention.backend import NewUnderCaptureError
+from aerie.workers.models.adapter.host_constants import HostConstants
 
 META = torch.device("meta")
 
@@ -78,7 +78,7 @@ def test_moved_tensors_differ_by_their_numbers() -> None:
 
 def test_a_capture_waits_for_a_new_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = True
-    monkeypatch.setattr("workers.models.adapter.host_constants.is_capturing", lambda device: capturing)
+    monkeypatch.setattr("aerie.workers.models.adapter.host_constants.is_capturing", lambda device: capturing)
     constants = HostConstants(META)
     with pytest.raises(NewUnderCaptureError) as error:
         passes(lambda: torch.tensor(0.5), constants, 1)

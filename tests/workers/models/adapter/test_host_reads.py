@@ -13,10 +13,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from aerie.workers.models.adapter.model import TransformersModel, _Head
 from tests.support.target_answers import served_answers
 from tests.workers.models.adapter.test_every_decoder import EQUAL, OUTCOMES, make
 from tests.workers.models.test_targets import worker_of
-from workers.models.adapter.model import TransformersModel, _Head
 
 QUICK = ("mixtral",)  # attention as every model's, and experts
 _READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.bincount", "aten.masked_select", "aten._unique")
@@ -64,7 +64,7 @@ def refuse_reads(monkeypatch: pytest.MonkeyPatch, owner: type, passes: list[str]
     [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in OUTCOMES[EQUAL].split() if each not in QUICK)],
 )
 def test_a_pass_reads_nothing_on_the_host(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})
     make(tmp_path, kind)
     passes: list[str] = []
     for owner in (TransformersModel, _Head):

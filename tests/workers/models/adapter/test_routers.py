@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from aerie.workers.layers.experts_method import UnquantizedExperts
+from aerie.workers.models.adapter.experts import GivenExperts
+from aerie.workers.models.adapter.routers import MatchedRouter, RouterMatch, find_router, match_router
+from aerie.workers.models.adapter.survey import make_model
+from aerie.workers.ops.experts.route import RouterLogits, Routing
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
 from tests.workers.models.adapter.test_fused import made
 from tests.workers.models.test_targets import check_greedy
-from workers.layers.experts_method import UnquantizedExperts
-from workers.models.adapter.experts import GivenExperts
-from workers.models.adapter.routers import MatchedRouter, RouterMatch, find_router, match_router
-from workers.models.adapter.survey import make_model
-from workers.ops.experts.route import RouterLogits, Routing
 
 GROUPED: dict[str, Any] = {"n_routed_experts": 8, "num_local_experts": 8, "num_experts": 8}
 GROUPED |= {"n_group": 4, "topk_group": 2}
@@ -104,7 +104,7 @@ def test_answers_are_those_of_transformers(
     tmp_path: Path, kind: str, options: dict[str, Any], tensor_parallel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call of experts gets logits of Aerie's router, and marks of padding rows."""
-    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})
     if tensor_parallel > 1 and kind == "afmoe":
         pytest.skip("transformers has no plan for it")
     target = make_known(tmp_path, kind, **options)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from aerie.workers.config import ModelSource
+from aerie.workers.models.loading import read_target_config
 from tests.support.known_models import known_config
 from tests.support.slow import slow
 from tests.workers.models.test_qwen_vl import tokens_of
 from tests.workers.models.test_targets import by_us
-from workers.config import ModelSource
-from workers.models.loading import read_target_config
 
 KINDS = ("aya_vision", "cohere2_vision", "deepseek_vl_hybrid", "exaone4_5", "idefics2", "lfm2_vl", "lighton_ocr")
 
@@ -20,7 +20,7 @@ KINDS = ("aya_vision", "cohere2_vision", "deepseek_vl_hybrid", "exaone4_5", "ide
 def test_the_text_part_is_served(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForImageTextToText
 
-    monkeypatch.setattr("workers.models.registry.ARCHITECTURES", {})
+    monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})
     torch.manual_seed(3)
     model = AutoModelForImageTextToText.from_config(
         known_config(kind), dtype=torch.float32, attn_implementation="eager"

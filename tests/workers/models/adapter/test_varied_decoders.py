@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from speculative.config import SpeculativeConfig
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource
+from aerie.workers.models.loading import read_target_config
+from aerie.workers.scheduling.request import Request
 from tests.support.known_models import can_be_set, make_known
 from tests.support.target_answers import CHAIN, FEW_PAGES, TREE, check_answers, check_bfloat16, head_for, served_answers
 from tests.workers.models.test_targets import worker_of
-from workers.config import ModelSource
-from workers.models.loading import read_target_config
-from workers.scheduling.request import Request
 
 # What transformers calls them; each shows something that the others do not have. Of the rest some sixty were tried
 # once, with three to six configurations each.

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aerie.workers.scheduling.acceptance.difficulty import MAX_LOG_ODDS, MAX_SLOPE, SLOPE, Difficulty
 from tests.support.simulation.streams import Stream, in_orders
 from tests.support.simulation.texts import DRAFTS, costs_of, recorded
 from tests.support.slow import slow
-from workers.scheduling.acceptance.difficulty import MAX_LOG_ODDS, MAX_SLOPE, SLOPE, Difficulty
 
 NAN = float("nan")
 

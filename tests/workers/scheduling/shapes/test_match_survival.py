@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from speculative.tree.shape import suffix_shapes
+from aerie.speculative.tree.shape import suffix_shapes
+from aerie.workers.scheduling.acceptance.match_survival import CLASS_STARTS, MatchSurvival
+from aerie.workers.scheduling.shape_choice import Load, ShapeChoice
+from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 from tests.support.simulation.shapes import CHAIN_MS, CPU_PLAIN_MS, PLAIN_MS, between, table
-from workers.scheduling.acceptance.match_survival import CLASS_STARTS, MatchSurvival
-from workers.scheduling.shape_choice import Load, ShapeChoice
-from workers.scheduling.timing.step import Step
-from workers.scheduling.timing.step_time import StepTime
 
 SHAPES = suffix_shapes(15, adaptive=True)
 WIDE_MS = (5.6, 8.5, 17.0, 30.0, 56.0, 108.0)  # 16 rows of a request, as estimated for Qwen3-8B on an H200

@@ -10,11 +10,11 @@ import itertools
 
 import pytest
 
-from speculative.config import SpeculativeConfig
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from tests.support.simulation.shapes import Engine, chances_of, misread
 from tests.support.slow import slow
-from workers.config import RoundShapes
-from workers.scheduling.cost_table import CostTable, RoundCosts
 
 BATCHES = (1, 8, 32)
 PLAIN, CHAIN = (1.9, 5.6, 13.0), (4.6, 14.0, 22.0)

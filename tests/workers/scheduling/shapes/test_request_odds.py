@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from aerie.workers.scheduling.acceptance.survival import Survival
 from tests.support.simulation.streams import Stream, in_orders, static_rounds
 from tests.support.simulation.texts import DRAFTS, Answer, costs_of, recorded
 from tests.support.slow import slow
-from workers.scheduling.acceptance.survival import Survival
 
 CHAIN = 2  # of DFlash2: 4/1/5
 SHAPES = DRAFTS["dflash2"].shapes

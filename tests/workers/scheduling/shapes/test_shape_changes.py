@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from aerie.workers.scheduling.shape_choice import EVALUATION_MS, ShapeChoice
+from aerie.workers.scheduling.shape_rates import Rates, verified_shape
 from tests.support.simulation.shapes import CPU, TREE, Engine, chances_of
-from workers.scheduling.shape_choice import EVALUATION_MS, ShapeChoice
-from workers.scheduling.shape_rates import Rates, verified_shape
 
 EAGER = replace(TREE, eager=True)
 

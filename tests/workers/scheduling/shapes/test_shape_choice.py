@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.shape_choice import Load, Reason, ShapeChoice
+from aerie.workers.scheduling.timing.step_time import StepTime
 from tests.support.simulation.shapes import CHAIN, GPU, TREE, Engine, Ints, chances_of
-from workers.config import RoundShapes
-from workers.scheduling.shape_choice import Load, Reason, ShapeChoice
-from workers.scheduling.timing.step_time import StepTime
 
 BATCHES = (1, 4, 16, 32, 64, 128, 256)
 CASES = tuple(itertools.product((1024, 8192, 32768), (1.3, 2.0, 3.0, 4.5)))

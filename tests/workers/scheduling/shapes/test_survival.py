@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from speculative.tree.shape import TreeShape
-from workers.config import PLAIN, RoundShapes
-from workers.scheduling.acceptance.survival import Survival
+from aerie.speculative.tree.shape import TreeShape
+from aerie.workers.config import PLAIN, RoundShapes
+from aerie.workers.scheduling.acceptance.survival import Survival
 
 ONE, CHAIN, TREE = 1, 2, 3
 SHAPES = RoundShapes(

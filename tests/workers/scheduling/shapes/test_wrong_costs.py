@@ -9,10 +9,10 @@ import itertools
 import numpy as np
 import pytest
 
+from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.shape_choice import Reason
 from tests.support.simulation.shapes import CHAIN, CPU, GPU, TREE, Engine, chances_of, misread
-from workers.config import RoundShapes
-from workers.scheduling.cost_table import CostTable
-from workers.scheduling.shape_choice import Reason
 
 TRUE = (1.0,) * 6
 SLOW = pytest.mark.slow

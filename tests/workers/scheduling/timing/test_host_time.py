@@ -4,10 +4,10 @@ import statistics
 
 import pytest
 
+from aerie.workers.config import RoundShapes
 from tests.support.simulation.host_time import host_us, num_calls
 from tests.support.simulation.shapes import CHAIN, TREE
 from tests.support.slow import slow
-from workers.config import RoundShapes
 
 
 @pytest.mark.parametrize("shapes", [*slow(CHAIN), TREE], ids=["chain", "tree"])

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.timing.step_time import StepTime
 from tests.support.simulation.shapes import CPU, GPU, TREE
 from tests.support.slow import slow
-from workers.scheduling.timing.step import Step
-from workers.scheduling.timing.step_time import StepTime
 
 COSTS = GPU[TREE]
 PLAIN, CHAIN, HALF, WHOLE = range(4)

@@ -1,4 +1,4 @@
-"""Products with low-bit weights on Hopper, with CUDA C++ kernels (`attention.ops.cuda_source`).
+"""Products with low-bit weights on Hopper, with CUDA C++ kernels (`aerie.attention.ops.cuda_source`).
 
 product_cuda  chooses between these kernels and Triton's
 tiles         tile sizes, by the number of rows

@@ -6,15 +6,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention.capability import num_multiprocessors
-from attention.ops.cuda_source import Kernel, load
-from workers.ops.experts.gated import GatedActivation
-from workers.ops.experts.route import Routed, RouterLogits
-from workers.ops.experts.route_triton import route
-from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.ops.packed.cuda.one_row_tiles import OneRowTiles, one_row_tiles
-from workers.ops.packed.cuda.source import joined
-from workers.ops.packed.experts import PackedExpertWeights
+from aerie.attention.capability import num_multiprocessors
+from aerie.attention.ops.cuda_source import Kernel, load
+from aerie.workers.ops.experts.gated import GatedActivation
+from aerie.workers.ops.experts.route import Routed, RouterLogits
+from aerie.workers.ops.experts.route_triton import route
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
+from aerie.workers.ops.packed.cuda.one_row_tiles import OneRowTiles, one_row_tiles
+from aerie.workers.ops.packed.cuda.source import joined
+from aerie.workers.ops.packed.experts import PackedExpertWeights
 
 _NAME = "one_row_experts"
 
@@ -22,7 +22,7 @@ _NAME = "one_row_experts"
 def packed_expert_products(
     x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
 ) -> Tensor:
-    """See `workers.ops.packed.experts.packed_expert_products`; for one row."""
+    """See `aerie.workers.ops.packed.experts.packed_expert_products`; for one row."""
     assert options.workspace is not None, "serves"
     out = torch.empty((1, weights.size), dtype=x.dtype, device=x.device) if out is None else out
     routed = route(router, 0, options.workspace.tickets, True, weights.held)
@@ -38,7 +38,7 @@ def one_row_experts(
 
     x: [1, size] bfloat16, contiguous, aligned to 16 bytes.
     routed: with listed experts.
-    weights: MXFP4 with moved bits (`workers.ops.packed.experts.moved`).
+    weights: MXFP4 with moved bits (`aerie.workers.ops.packed.experts.moved`).
     workspace: at least `tiles.workspace`.
     out: [1, size] bfloat16, contiguous.
     """

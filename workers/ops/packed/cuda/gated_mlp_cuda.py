@@ -6,13 +6,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention.capability import num_multiprocessors
-from attention.ops.cuda_source import Kernel, load
-from workers.ops.gemm.workspace import GEMMOptions, Workspace
-from workers.ops.packed.cuda.gated_mlp_tiles import GROUP, GatedMLPTiles, gated_mlp_tiles
-from workers.ops.packed.cuda.source import joined
-from workers.ops.packed.product import PackedProduct
-from workers.ops.packed.weight import PackedWeight
+from aerie.attention.capability import num_multiprocessors
+from aerie.attention.ops.cuda_source import Kernel, load
+from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
+from aerie.workers.ops.packed.cuda.gated_mlp_tiles import GROUP, GatedMLPTiles, gated_mlp_tiles
+from aerie.workers.ops.packed.cuda.source import joined
+from aerie.workers.ops.packed.product import PackedProduct
+from aerie.workers.ops.packed.weight import PackedWeight
 
 _NAME = "gated_mlp"
 
@@ -20,7 +20,7 @@ _NAME = "gated_mlp"
 def gated_mlp(
     x: Tensor, gate_up: PackedProduct, down: PackedProduct, options: GEMMOptions, out: Tensor | None = None
 ) -> Tensor:
-    """See `workers.ops.packed.product.gated_mlp`; for few rows."""
+    """See `aerie.workers.ops.packed.product.gated_mlp`; for few rows."""
     assert options.workspace is not None, "serves"
     tiles = gated_mlp_tiles(x.shape[1], down.weight.in_features, x.shape[0], num_multiprocessors(x.device))
     assert tiles is not None, "serves"

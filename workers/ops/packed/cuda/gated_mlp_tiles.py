@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from functools import cache
 
-from workers.ops.blocks import cdiv
-from workers.ops.gemm.tiles import SHARED_BYTES
+from aerie.workers.ops.blocks import cdiv
+from aerie.workers.ops.gemm.tiles import SHARED_BYTES
 
 GROUP = 128  # inputs that share a scale
 MAX_ROWS = 4  # with 8, two launches are faster

@@ -5,12 +5,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from attention.capability import Capability
-from attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map
-from workers.ops.blocks import cdiv
-from workers.ops.gemm.workspace import Workspace
-from workers.ops.packed.cuda.source import joined, wgmma
-from workers.ops.packed.cuda.tiles import (
+from aerie.attention.capability import Capability
+from aerie.attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map
+from aerie.workers.ops.blocks import cdiv
+from aerie.workers.ops.gemm.workspace import Workspace
+from aerie.workers.ops.packed.cuda.source import joined, wgmma
+from aerie.workers.ops.packed.cuda.tiles import (
     MAX_ROWS,
     SHARED_SUMS,
     STEP,
@@ -20,7 +20,7 @@ from workers.ops.packed.cuda.tiles import (
     WideTiles,
     cuda_tiles,
 )
-from workers.ops.packed.weight import TILE, PackedWeight
+from aerie.workers.ops.packed.weight import TILE, PackedWeight
 
 _NAMES = {FewRowsTiles: "few_rows", WideTiles: "wide", ManyRowsTiles: "many_rows"}  # names of kernels and their files
 
@@ -51,7 +51,7 @@ def packed_cuda(
     workspace: at least `SHARED_SUMS`, which `ManyRowsTiles` need.
     out: [rows, N] or [rows, N / 2] in x's dtype, contiguous.
 
-    Reference: `workers.ops.packed.product.packed_product`.
+    Reference: `aerie.workers.ops.packed.product.packed_product`.
     """
     (rows, n), k = out.shape, weight.in_features
     assert x.shape == (rows, k) and x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % STEP == 0

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from functools import cache
 
-from workers.ops.blocks import cdiv
-from workers.ops.experts.gated import GatedActivation
-from workers.ops.experts.weights import ExpertSizes
-from workers.ops.gemm.tiles import SHARED_BYTES
-from workers.ops.packed.weight import TILE
+from aerie.workers.ops.blocks import cdiv
+from aerie.workers.ops.experts.gated import GatedActivation
+from aerie.workers.ops.experts.weights import ExpertSizes
+from aerie.workers.ops.gemm.tiles import SHARED_BYTES
+from aerie.workers.ops.packed.weight import TILE
 
 GROUP = 32  # inputs that share a scale
 _CODES, _SCALES = 2048, 256  # bytes of 64 outputs by 64 inputs

@@ -1,14 +1,14 @@
-"""The implementation of `workers.ops.packed.product` by CUDA C++ kernels for Hopper (`kernels_cuda`). Triton kernels
-compute the other cases."""
+"""The implementation of `aerie.workers.ops.packed.product` by CUDA C++ kernels for Hopper (`kernels_cuda`). Triton
+kernels compute the other cases."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from workers.ops.packed.cuda.kernels_cuda import compile_products, packed_cuda
-from workers.ops.packed.cuda.tiles import Tiles, cuda_tiles
-from workers.ops.packed.product_triton import TritonPackedProduct, aligned
+from aerie.workers.ops.packed.cuda.kernels_cuda import compile_products, packed_cuda
+from aerie.workers.ops.packed.cuda.tiles import Tiles, cuda_tiles
+from aerie.workers.ops.packed.product_triton import TritonPackedProduct, aligned
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from attention.capability import MULTIPROCESSORS
-from workers.ops.blocks import cdiv, next_power_of_2
-from workers.ops.packed.weight import TILE
+from aerie.attention.capability import MULTIPROCESSORS
+from aerie.workers.ops.blocks import cdiv, next_power_of_2
+from aerie.workers.ops.packed.weight import TILE
 
 STEP = 128  # inputs of a stage
 _MAX_CLUSTER = 8  # portable cluster size on Hopper
