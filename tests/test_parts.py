@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import yaml
@@ -44,3 +45,44 @@ def test_constraints_leave_triton_to_torch() -> None:
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert "torch" in pinned and "triton" not in pinned
     assert "triton==" in (ROOT / "Makefile").read_text()
+
+
+WORKFLOWS = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+
+
+def _runs(workflow: str) -> list[str]:
+    return [step["run"] for job in WORKFLOWS[workflow]["jobs"].values() for step in job["steps"] if "run" in step]
+
+
+def test_workflows_call_what_exists() -> None:
+    for run in (run for workflow in WORKFLOWS for run in _runs(workflow)):
+        words = shlex.split(run)
+        if words[0] == "make":
+            assert words[-1] in TARGETS | {".venv/.installed-test"}, run
+        if words[0].startswith(".ci/"):
+            assert (ROOT / words[0]).stat().st_mode & 0o111, run
+
+
+def test_every_declared_python_is_tested_and_served_before_a_release() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [name[len(PYTHON) :] for name in project["classifiers"] if re.fullmatch(rf"{PYTHON}3\.\d+", name)]
+    assert declared[0] == project["requires-python"].removeprefix(">=")
+    for jobs, name in ((CI, "rooms"), (CI, "clusters"), (RELEASE, "serve"), (RELEASE, "resolve")):
+        assert jobs[name]["strategy"]["matrix"]["python"] == declared, name
+
+
+def test_a_release_is_served_from_before_it_is_published() -> None:
+    assert set(RELEASE["release"]["needs"]) == {"serve", "resolve"} and RELEASE["publish"]["needs"] == "release"
+    assert RELEASE["publish"]["environment"] == "pypi"  # which the owner approves
+    assert RELEASE["publish"]["permissions"] == {"id-token": "write"}
+
+
+def test_the_newest_of_every_bounded_package_is_tried() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    bounded = {re.match(r"[\w-]+", each)[0] for each in project["dependencies"] if "<" in each}  # type: ignore[index]
+    tried = WORKFLOWS["newest"]["jobs"]["newest"]["strategy"]["matrix"]["packages"]
+    assert bounded <= {name.partition("[")[0] for each in tried for name in each.split()}
+
+
+RELEASE = WORKFLOWS["release"]["jobs"]
+PYTHON = "Programming Language :: Python :: "

@@ -12,5 +12,6 @@ latent_attention multi-head latent attention (MLA), absorbed
 forward_context  the inputs that all layers of a pass share: positions, KV slots, attention batches
 gated_delta_net  a recurrent layer in place of attention
 rotary, norm     rotary angles; RMSNorm with the residual addition
+rope_override    RoPE settings in place of config.json's
 vocab            embedding, logits and reductions over vocabulary shards
 """
