@@ -4,6 +4,7 @@ cli       the command `aerie`; arguments: options of every command; command_line
           run_command: runs a command, reports errors in one line
 serve     `aerie serve`: one server from start to end
 start     `aerie start`: a Ray node; stop: `aerie stop`
+status    `aerie status`; access: how commands reach a Ray, its token, `aerie env`
 checks    `aerie plan`, and checks without a cluster; nodes: resources of the machines
 doctor    `aerie doctor`: checks this machine
 bench, chat  commands that talk to a server; client: its HTTP API

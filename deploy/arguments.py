@@ -39,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     stop.add_argument("--port", type=int, help="of HTTP, or of the cluster's head (default: every one)")
     stop.add_argument("--now", action="store_true", help="do not wait for running requests")
     stop.set_defaults(run="aerie.deploy.stop:run")
+    _add_status(commands)
     plan = commands.add_parser(
         "plan", help="check what `serve` with these arguments would start, and print it", usage=USAGE
     )
@@ -89,6 +90,22 @@ def _add_start(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     start.add_argument("--object-store-mb", type=int, default=150, help="of Ray's shared memory (default: 150)")
     start.add_argument("--block", action="store_true", help="stay in the foreground, as a supervisor wants it")
     start.set_defaults(run="aerie.deploy.start:run")
+
+
+def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    status = commands.add_parser("status", help="applications, engines and what waits for room, without a dashboard")
+    status.add_argument("--json", action="store_true", help="print one JSON object")
+    status.add_argument("--name", help="only of the application of this name")
+    status.set_defaults(run="aerie.deploy.status.command:run")
+    env = commands.add_parser(
+        "env",
+        help="print the variables by which commands of Ray and Serve reach a server's Ray",
+        description='For a shell: eval "$(aerie env)", then for instance `ray status`.',
+    )
+    env.set_defaults(run="aerie.deploy.access.reach:run_env")
+    for parser in (status, env):
+        parser.add_argument("--port", type=int, help="of HTTP, or of the cluster's head, if several run here")
+        parser.add_argument("--address", help="of another Ray, HOST:PORT (default: the one here, or RAY_ADDRESS)")
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

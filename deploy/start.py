@@ -17,12 +17,13 @@ from pathlib import Path
 
 from aerie.cluster.config import ConfigError
 from aerie.cluster.linux import address_of_interface, raise_open_files
+from aerie.deploy.access.ray_token import ensure_token, token_path
+from aerie.deploy.access.reach import variables
 from aerie.deploy.haproxy.process import max_connections
 from aerie.deploy.processes.server_record import VARIABLE, Record, begin
 from aerie.deploy.serve import python_proxy
 from aerie.deploy.serve.console import log_path
 from aerie.deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
-from aerie.deploy.serve.ray_start import keep_to_owner, token_path
 
 # The head checks every host once a second, and gives it up after three silent seconds: Ray 2.60's default settings
 # notice a host without power after half a minute.
@@ -31,9 +32,9 @@ NODE_ENVIRONMENT = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "3",
-    "RAY_raylet_start_wait_time_s": "120",  # the default of 30 s is too short on a busy machine
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
+    "RAY_raylet_start_wait_time_s": "120",  # the default of 30 s is too short on a busy machine
 }
 
 
@@ -67,15 +68,18 @@ def run(arguments: argparse.Namespace) -> int:
 def start(wanted: NodeStart) -> int:
     """Run `ray start`; returns its exit code, with --block once the node has ended. Raises ConfigError."""
     environment = dict(os.environ) | node_environment(os.environ)
-    keep_to_owner(environment)
+    os.umask(0o077)  # Ray's files are this user's alone
     raise_open_files()
-    ensure_token(environment, is_head=not wanted.address)
+    if warning := ensure_token(environment, is_head=not wanted.address):
+        print(warning, file=sys.stderr)
     command = ray_command(wanted, address_of)
     port = int(wanted.address.rpartition(":")[2]) if wanted.address else wanted.port
     log = log_path(f"start-{port}")
     print(f"{' '.join(command)}\nwhat Ray writes: {log}", flush=True)
-    environment[VARIABLE] = str(begin(Record("node", port=port)))
-    steps = next_steps(wanted, own_address(wanted, address_of))
+    own = own_address(wanted, address_of)
+    reach = variables(wanted.address or f"{own}:{port}", environment)
+    environment[VARIABLE] = str(begin(Record("node", port=port, ray=reach)))
+    steps = next_steps(wanted, own, token_path(environment))
     executable = _command("ray")
     with log.open("w") as output:
         if wanted.block:
@@ -125,29 +129,6 @@ def ray_command(wanted: NodeStart, find_address: Callable[[str], str]) -> list[s
     return [*command, "--block"] if wanted.block else command
 
 
-def ensure_token(environment: Mapping[str, str], is_head: bool) -> None:
-    """On a head, create the token if it is missing. Raises ConfigError on a joining host without a token."""
-    if environment["RAY_AUTH_MODE"].lower() != "token" or environment.get("RAY_AUTH_TOKEN"):
-        return
-    path = token_path(environment)
-    if path.exists():
-        return
-    if not is_head:
-        raise ConfigError(
-            f"RAY_AUTH_TOKEN is not set and {path} does not exist: a host joins with the head's token; copy the file "
-            "from there (`aerie start --head` made it), or set RAY_AUTH_MODE=disabled on all hosts of a private network"
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(os.urandom(32).hex())
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: the cluster's token cannot be written there ({error.strerror}); set HOME, or RAY_AUTH_TOKEN_PATH "
-            "to a file that can be, on all hosts"
-        ) from None
-
-
 def address_of(interface: str) -> str:
     """Return the IPv4 address of a network interface of this host. Raises ConfigError."""
     address = address_of_interface(interface)
@@ -180,18 +161,21 @@ def own_address(wanted: NodeStart, find_address: Callable[[str], str]) -> str:
     return address
 
 
-def next_steps(wanted: NodeStart, own: str) -> str:
-    """Return the commands to run once the node has started. own: address of this host."""
+def next_steps(wanted: NodeStart, own: str, token: Path) -> str:
+    """Return the commands to run once the node has started. own: address of this host. token: path of the cluster's
+    token."""
     if wanted.address:
         return (
             f"this host joins the cluster of {wanted.address}\n"
             f"serve there:        aerie serve FILE --address {wanted.address}\n"
+            "look at it:         aerie status\n"
             f"leave:              aerie stop --port {wanted.address.rpartition(':')[2]}"
         )
     head = f"{own}:{wanted.port}"
     return (
         f"this host is the head of a cluster at {head}\n"
-        f"another host joins: aerie start --address {head}    (with a copy of {token_path(os.environ)} from here)\n"
+        f"another host joins: aerie start --address {head}    (with a copy of {token} from here)\n"
         f"serve:              aerie serve FILE --address {head}\n"
+        'look at it:         aerie status; for commands of Ray and Serve first: eval "$(aerie env)"\n'
         f"end it:             aerie stop --port {wanted.port}"
     )

@@ -14,7 +14,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from aerie.cluster.transport import folders
@@ -23,6 +23,7 @@ VARIABLE = "AERIE_SERVER"
 _RECORD, _PROCESSES = "server.json", "processes.json"
 _END_LIMIT_S = 5.0
 _SESSION_OPTIONS = ("--session-dir=", "--session_dir=")  # of Ray's own processes
+_ADDRESS_OPTIONS = ("--gcs-address=",)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Record:
     session: session folder of the Ray that it started; "" if unknown.
     beside: its private folder outside of the temporary folder; "" for none.
     is_kept: it ended by a fault, so Ray's logs are kept.
+    ray: variables by which other commands reach its Ray (`aerie.deploy.access.reach`); empty until Ray runs.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Record:
     session: str = ""
     beside: str = ""
     is_kept: bool = False
+    ray: dict[str, str] = field(default_factory=dict)
 
 
 def begin(record: Record) -> Path:
@@ -132,13 +135,20 @@ def is_alive(folder: Path, record: Record, owner: Mapping[str, object]) -> bool:
 
 def sessions_of(pids: Iterable[int]) -> set[str]:
     """Return Ray's session folders named on the command lines of these processes."""
+    return _values(pids, _SESSION_OPTIONS)
+
+
+def addresses_of(pids: Iterable[int]) -> set[str]:
+    """Return the addresses of Ray's GCS, HOST:PORT, named on the command lines of these processes."""
+    return _values(pids, _ADDRESS_OPTIONS)
+
+
+def _values(pids: Iterable[int], options: Iterable[str]) -> set[str]:
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for word in Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0"):
-                for option in _SESSION_OPTIONS:
-                    if word.startswith(option):
-                        found.add(word.removeprefix(option))
+                found |= {word.removeprefix(option) for option in options if word.startswith(option)}
     return found
 
 

@@ -7,7 +7,7 @@ python_proxy   removes headers that Serve's Python proxy cannot read
 guest          our applications on a cluster that others use too
 drain          the end: running requests finish, new ones are refused
 check_process  checks the checkpoints while Ray starts, then starts the ranks
-ray_start      joins a Ray cluster or starts one; its session folder and token; without a home folder
+ray_start      joins a Ray cluster or starts one; its session folder; without a home folder
 address        the HTTP address, and the line printed when the server is ready
 console        terminal output and the log
 watches        HAProxy and Ray, stopped processes, starts that cannot succeed

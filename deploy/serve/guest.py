@@ -83,7 +83,7 @@ class Guest:
             except Exception as error:  # Serve's own, without a common class
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
                 raise ConfigError(
-                    f"the cluster refuses application {name} at {prefix}: {reason}; `serve status` lists what runs"
+                    f"the cluster refuses application {name} at {prefix}: {reason}; `aerie status` lists what runs"
                 ) from None
         threading.Event().wait()
 

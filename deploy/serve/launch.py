@@ -22,6 +22,8 @@ from aerie.cluster.logs import MARK
 from aerie.cluster.plan import resolve
 from aerie.cluster.start_log import StartLog, process_began_s
 from aerie.cluster.transport.folders import temporary_folder
+from aerie.deploy.access.ray_token import make_own_token, token_path, use_token
+from aerie.deploy.access.reach import note_ray
 from aerie.deploy.config.files import locate
 from aerie.deploy.config.hub import with_downloads
 from aerie.deploy.config.model import chosen_config
@@ -37,7 +39,7 @@ from aerie.deploy.serve.console import Console, log_path, show_ray_lines
 from aerie.deploy.serve.drain import END_LIMIT_S, run_until_signal
 from aerie.deploy.serve.environment import FAULT_ENVIRONMENT, silence_limit_s, use_haproxy
 from aerie.deploy.serve.guest import Guest
-from aerie.deploy.serve.ray_start import check_room, do_without_home, join_ray, start_own_ray, use_token
+from aerie.deploy.serve.ray_start import check_room, do_without_home, join_ray, start_own_ray
 from aerie.deploy.serve.watches import ProcessWatch, RayWatch, StartWatch, Watch, end_at_once
 
 STOP_MARGIN_S = 15.0  # of `aerie stop`, beyond draining and END_LIMIT_S
@@ -54,7 +56,7 @@ def run(
     check = CheckProcess()
     try:
         if arguments.address:
-            use_token()
+            use_token(os.environ)
         with temporary_folder() as scratch:
             began_s = process_began_s() if began_s is None else began_s
             return serve(chosen_config(arguments, scratch), check, arguments, began_s, ends_by_itself)
@@ -90,8 +92,10 @@ def serve(
         empty.mkdir()
         if not server.joins:
             do_without_home(os.environ, folder, console.say)
+            make_own_token(os.environ, folder)
         with contextlib.chdir(empty), _ended_by_refusal(check, console), _explained(server.joins, log):
             watches += _enter_ray(server, wanted, console)
+        note_ray()
         guest = Guest(server.content, wanted.replace) if server.joins else None
         address = server.address
         if guest is not None:
@@ -242,7 +246,8 @@ def _explained(joins: bool, log: Path | None) -> Iterator[None]:
         traceback.print_exc()
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason'}"
         if joins:
-            remedy = "check --address (or RAY_ADDRESS), that `aerie start --head` runs there, and its ~/.ray/auth_token"
+            token = token_path(os.environ)
+            remedy = f"check --address (or RAY_ADDRESS), that `aerie start --head` runs there, and its token in {token}"
         else:
             remedy = "free memory or disk, or raise limits (ulimit -v, a container's memory); `aerie doctor` looks"
         where = "" if log is None else f"; more in {log}"

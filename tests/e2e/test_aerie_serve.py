@@ -1,10 +1,13 @@
 """`aerie serve` as an operator runs it who has installed the wheel: a configuration made from the packaged one, served
 from a folder that is no checkout, HAProxy where its wheel is installed, Ctrl-C at the end."""
 
+import contextlib
 import itertools
+import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -23,11 +26,13 @@ import yaml
 from aerie.cluster.replica.rank_process import NAME
 from tests.e2e.serving import free_port
 from tests.support import ROOT
+from tests.support.repository.printed import printed_commands, run_printed
 from tests.support.repository.wheel import environment
 
 pytestmark = pytest.mark.ray
 # As the installed script does it.
 AERIE = [sys.executable, "-P", "-c", "import sys; from aerie.command import main; sys.exit(main())"]
+USERS_TOKEN = "the user's own, for another Ray"
 READY_LIMIT_S = 120.0  # twice what a laptop may take
 OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 FEW_OPEN_FILES = ("sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh")  # the soft limit that shells and systemd have
@@ -75,12 +80,21 @@ def running(tmp_path: Path, installed: Path) -> Iterator[tuple[subprocess.Popen[
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(COUNTING)
+    scripts, home = tmp_path / "bin", tmp_path / "home"
+    for place in (scripts, home / ".ray"):
+        place.mkdir(parents=True)
+    (home / ".ray" / "auth_token").write_text(USERS_TOKEN)
+    (scripts / "aerie").write_text(f'#!/bin/sh\nexec {shlex.join(AERIE)} "$@"\n')
+    (scripts / "aerie").chmod(0o755)
     variables = environment(installed, "", str(tmp_path / "hook")) | {
         "AERIE_TEST_COUNTS": str(tmp_path / "counts"),
         "RAY_TMPDIR": folder,
         "XDG_STATE_HOME": str(tmp_path),
-        "RAY_AUTH_MODE": "disabled",
+        "HOME": str(home),
+        "PATH": os.pathsep.join((str(scripts), str(Path(sys.executable).parent), os.environ["PATH"])),
     }
+    variables.pop("RAY_AUTH_MODE", None)
+    (tmp_path / "variables").write_text(json.dumps(variables))
     printed = subprocess.run([*AERIE, "config"], cwd=work, env=variables, stdout=subprocess.PIPE, check=True).stdout
     content = yaml.safe_load(printed)
     content["applications"][0]["args"]["engine"]["drain_timeout_s"] = 90  # for a stream of 400 tokens
@@ -92,7 +106,8 @@ def running(tmp_path: Path, installed: Path) -> Iterator[tuple[subprocess.Popen[
     yield process, f"http://127.0.0.1:{port}", log
     if process.poll() is None:
         for child in psutil.Process(process.pid).children(recursive=True):
-            child.kill()
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                child.kill()
         process.kill()
         process.wait()
     shutil.rmtree(folder, ignore_errors=True)
@@ -122,6 +137,13 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert "pens" in subprocess.run(example, capture_output=True, text=True, check=True, timeout=60).stdout
     missing = httpx.get(f"{url}/no/such/route", timeout=10)
     assert missing.status_code == 404 and "error" in missing.json()
+    variables = json.loads((log.parent / "variables").read_text())
+    for command in printed_commands():
+        if not command.startswith("serve run"):  # replaces the engine: `test_printed_commands`
+            said = run_printed(command, variables, log.parent)
+            assert command != "aerie status" or re.search(
+                r"aerie at /: RUNNING\n(.*\n)*  engine [\w.]+: ready", said
+            ), said
 
     children = psutil.Process(process.pid).children(recursive=True)
     ranks = [child for child in children if child.name().startswith(NAME)]
@@ -147,6 +169,8 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert process.wait(timeout=90) == 0
     _, alive = psutil.wait_procs(children, timeout=15)
     assert not alive
+    token = log.parent / "home" / ".ray" / "auth_token"
+    assert token.read_text() == USERS_TOKEN and os.listdir(token.parent) == [token.name]
     console = log.read_text()
     assert f"target      {installed}/aerie/deploy/models/target" in console
     for phase in ("placed, imported", "target loaded", "rank  node"):

@@ -68,7 +68,7 @@ def test_no_file_and_no_process_shows_a_key_to_others(tmp_path: Path, folders: P
         assert _with_key(folders) == [], "not even files of this user's alone"
         readable = [path for path in folders.rglob("*") if path.is_file() and _others_can_read(path, folders)]
         assert readable == [], "logs, sockets, configurations"
-        assert (tmp_path / "home" / ".ray" / "auth_token").stat().st_mode & 0o077 == 0
+        assert (tmp_path / "home" / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o644, "the user's own, unused"
         assert httpx.post(url, json=body(3), headers={"x-api-key": "another-key-of-ours"}, timeout=60).is_success
         for process in [psutil.Process(server.process.pid), *server.below()]:
             for name in ("cmdline", "environ"):

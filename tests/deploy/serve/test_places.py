@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -14,10 +13,10 @@ import pytest
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy import cli
+from aerie.deploy.access.ray_token import ensure_token
 from aerie.deploy.serve import launch
 from aerie.deploy.serve.console import log_path
 from aerie.deploy.serve.ray_start import can_be_written, do_without_home
-from aerie.deploy.start import ensure_token
 from tests.support import ROOT
 
 NOWHERE = "/dev/null/home"  # cannot be made by root either
@@ -70,15 +69,14 @@ def test_other_errors_of_the_system_keep_their_traceback(monkeypatch: pytest.Mon
         cli.main(["config"])
 
 
-def test_a_server_without_a_home_keeps_token_and_kernels_in_its_own_folder(tmp_path: Path) -> None:
-    environment = {"RAY_AUTH_TOKEN_PATH": f"{NOWHERE}/.ray/auth_token", "TRITON_CACHE_DIR": f"{NOWHERE}/.triton"}
+def test_a_server_without_a_home_keeps_kernels_in_its_own_folder(tmp_path: Path) -> None:
+    environment = {"TRITON_CACHE_DIR": f"{NOWHERE}/.triton"}
     said: list[str] = []
     do_without_home(environment, tmp_path, said.append)
-    token, kernels = Path(environment["RAY_AUTH_TOKEN_PATH"]), Path(environment["TRITON_CACHE_DIR"])
-    assert token.parent == kernels.parent == tmp_path and kernels.is_dir()
-    assert stat.S_IMODE(token.stat().st_mode) == 0o600 and len(token.read_text()) == 64
+    kernels = Path(environment["TRITON_CACHE_DIR"])
+    assert kernels.parent == tmp_path and kernels.is_dir()
     (line,) = said
-    assert line.startswith(f"{NOWHERE}/.ray/auth_token, {NOWHERE}/.triton: cannot be written") and "set HOME" in line
+    assert line.startswith(f"{NOWHERE}/.triton: cannot be written") and "set HOME" in line
 
 
 def test_a_user_whom_the_system_does_not_know_gets_the_servers_folder_as_home(
@@ -93,9 +91,9 @@ def test_a_user_whom_the_system_does_not_know_gets_the_servers_folder_as_home(
     environment, said = dict[str, str](), list[str]()
     do_without_home(environment, tmp_path, said.append)
     assert environment["HOME"] == str(tmp_path)
-    assert Path(environment["RAY_AUTH_TOKEN_PATH"]).parent == Path(environment["TRITON_CACHE_DIR"]).parent == tmp_path
+    assert Path(environment["TRITON_CACHE_DIR"]).parent == tmp_path
     (line,) = said
-    assert line.startswith("/dev/null/home/.ray/auth_token") and "set HOME" in line
+    assert line.startswith("/dev/null/home/.triton/cache") and "set HOME" in line
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -104,7 +102,7 @@ def test_a_user_whom_the_system_does_not_know_gets_the_servers_folder_as_home(
 
 
 def test_a_home_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
-    environment = {"RAY_AUTH_TOKEN_PATH": f"{tmp_path}/a/b/token", "TRITON_CACHE_DIR": f"{tmp_path}/kernels"}
+    environment = {"TRITON_CACHE_DIR": f"{tmp_path}/kernels"}
     before, said = dict(environment), list[str]()
     do_without_home(environment, tmp_path, said.append)
     assert environment == before and not said and not list(tmp_path.iterdir())

@@ -1,0 +1,97 @@
+"""Asks the Ray that this process has joined: the GCS, Serve's controller and the coordinators, never the dashboard.
+Imported once Ray's variables are set, because importing Ray reads them."""
+
+from collections.abc import Mapping
+
+import msgspec
+import ray
+from ray import serve
+from ray._private.state import available_resources_per_node
+from ray.serve.context import _get_global_client
+
+from aerie.cluster.transport.discovery import find_coordinators
+from aerie.cluster.transport.messages import EngineStats
+from aerie.deploy.status.missing import NodeRoom, written
+from aerie.deploy.status.report import (
+    ApplicationStatus,
+    DeploymentStatus,
+    EngineStatus,
+    NodeStatus,
+    Report,
+    waiting_groups,
+)
+
+_STATS_LIMIT_S = 5.0
+
+
+def read_report(address: str, name: str | None) -> Report:
+    """Ask the Ray that this process has joined. name: of the only application to report; None: all."""
+    free = available_resources_per_node()
+    nodes, rooms = [], []
+    for node in ray.nodes():
+        here = NodeStatus(node["NodeManagerAddress"], node["Alive"])
+        if node["Alive"]:
+            room = NodeRoom(_countable(node["Resources"]), _countable(free.get(node["NodeID"], {})))
+            rooms.append(room)
+            everything = {kind: room.free.get(kind, 0.0) for kind in room.total}
+            here = NodeStatus(here.address, True, written(everything), written(room.total))
+        nodes.append(here)
+    applications = [
+        ApplicationStatus(
+            each,
+            str(found.status.value),
+            found.message,
+            _prefix(each),
+            [
+                DeploymentStatus(
+                    deployment, str(one.status.value), one.message, {str(k): v for k, v in one.replica_states.items()}
+                )
+                for deployment, one in found.deployments.items()
+            ],
+            _engines(each),
+        )
+        for each, found in serve.status().applications.items()
+        if name in (None, each)
+    ]
+    waiting = [
+        group for group in waiting_groups(ray.util.placement_group_table(), rooms) if name in (None, group.application)
+    ]
+    return Report(address, nodes, applications, waiting)
+
+
+def _engines(application: str) -> list[EngineStatus]:
+    asked = {
+        each: coordinator.stats.remote() for each, coordinator in sorted(find_coordinators(application, {}).items())
+    }
+    if asked:
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STATS_LIMIT_S)
+    return [_engine(engine_id, reference) for engine_id, reference in asked.items()]
+
+
+def _engine(engine_id: str, reference: object) -> EngineStatus:
+    try:
+        stats = msgspec.msgpack.decode(ray.get(reference, timeout=0), type=EngineStats)
+    except ray.exceptions.RayError as error:  # it has died, or has not answered
+        return EngineStatus(engine_id, "silent", type(error).__name__)
+    return EngineStatus(
+        engine_id,
+        stats.status,
+        stats.detail,
+        stats.num_running,
+        stats.num_waiting,
+        stats.kv_usage,
+        len(stats.heartbeat_age_s),
+        stats.num_worker_restarts,
+    )
+
+
+def _prefix(application: str) -> str | None:
+    """Return an application's route prefix, which `serve.status` leaves out (Ray 2.60)."""
+    details = _get_global_client().get_serve_details()["applications"]
+    prefix: str | None = details.get(application, {}).get("route_prefix")
+    return prefix
+
+
+def _countable(resources: Mapping[str, float]) -> dict[str, float]:
+    """Leave out memory, which Ray counts in bytes, and the names of nodes."""
+    return {name: count for name, count in resources.items() if "memory" not in name and ":" not in name}
