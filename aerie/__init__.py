@@ -5,6 +5,8 @@
     with LLM("eagle") as llm:
         print(llm.chat([{"role": "user", "content": "Hello!"}])[0].outputs[0].text)
 
+`RequestError` is what Serve's handles raise (`docs/serve-handles.md`).
+
 Names are imported at their first use, because that imports torch. The server's code is in `aerie.attention`,
 `aerie.workers`, `aerie.speculative`, `aerie.cluster` and `aerie.deploy`: in a checkout, links to the folders beside it.
 
@@ -15,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aerie.cluster.http.errors import RequestError as RequestError
     from aerie.deploy.offline.async_llm import AsyncLLM as AsyncLLM
     from aerie.deploy.offline.engine import AsyncEngineArgs as AsyncEngineArgs
     from aerie.deploy.offline.engine import EngineArgs as EngineArgs
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_MODULES = {
+_OFFLINE = {
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "AsyncEngineArgs": "engine",
@@ -55,6 +58,9 @@ _MODULES = {
     "StructuredOutputsParams": "sampling_params",
 }
 
+_MODULES = {name: f"aerie.deploy.offline.{module}" for name, module in _OFFLINE.items()}
+_MODULES["RequestError"] = "aerie.cluster.http.errors"
+
 __all__ = [*_MODULES, "__version__"]  # noqa: PLE0604
 
 
@@ -66,7 +72,7 @@ def __getattr__(name: str) -> Any:
         from aerie.attention.distribution import version
 
         return version()
-    return getattr(importlib.import_module(f"aerie.deploy.offline.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

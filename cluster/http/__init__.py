@@ -16,6 +16,7 @@ requests       a checked body as prompts, sampling parameters and a grammar
 text           text to tokens and back
 serving        runs one generation request
 tasks          its tasks
+calls          calls of the application without HTTP, for Serve's handles
 engine_client  the interface to engines
 thinking_budget  ends an answer's thinking after a number of tokens
 answer         turns token deltas into text, cut at stop strings

@@ -1,5 +1,5 @@
 """Every error that a client can get, in OpenAI's format: {"error": {message, type, param, code}}. Handlers raise them
-as `ApiError`; `aerie.cluster.http.app` converts them to replies."""
+as `ApiError`; `aerie.cluster.http.app` converts them to replies. Callers without HTTP get `RequestError`."""
 
 import math
 
@@ -43,6 +43,33 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         return Response(self.body(), self.status, {**JSON_HEADERS, **self.headers})
+
+
+class RequestError(Exception):
+    """An error reply as callers in Python get it (`aerie.cluster.http.calls`). Can be pickled.
+
+    status: HTTP status; None if the stream had begun.
+    kind, param, code: as in the reply's `error`.
+    retry_after_s: when to try again, if that helps.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int | None = None,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
 
 
 def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:

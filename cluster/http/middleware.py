@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from aerie.cluster.http.calls import CALLER
 from aerie.cluster.http.endpoint import IGNORED, IGNORED_HEADER, ignored_header, route_path
 from aerie.cluster.http.errors import ApiError, internal, invalid, unauthorized
 from aerie.cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
@@ -100,14 +101,17 @@ class EdgeMiddleware:
             request_id.reset(former)
 
     def _open(self, scope: Scope, route: str) -> None:
-        """Read the client's id, and check its key or origin. Raises ApiError."""
+        """Read the client's id, and check its key or origin, unless the call is from the cluster. Raises ApiError."""
         headers = Headers(scope=scope)
         given = headers.get("x-request-id")
         if given is not None:
             if REQUEST_ID.fullmatch(given) is None:
                 raise invalid("X-Request-Id", "X-Request-Id must be 1 to 128 printable ASCII characters without spaces")
             scope["state"]["request_id"] = given
-        if self._tenants.named and route not in OPEN_ROUTES:
+        caller = scope["state"].get(CALLER)
+        if caller is not None:
+            set_tenant(scope, self._tenants.of_name(caller))
+        elif self._tenants.named and route not in OPEN_ROUTES:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if not key:  # Anthropic's clients send it so
                 scheme, key = "bearer", headers.get("x-api-key", "")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from starlette.types import Scope
 
 from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.errors import invalid
 from aerie.cluster.http.keys import KeyConfig, matches, named
 
 _KEY = "tenant"
@@ -44,6 +45,14 @@ class Tenants:
         """Return the tenant of a client's key. Takes the same time for every key."""
         found = [tenant for tenant in self.named if matches(key, tenant.digests)]
         return found[0] if found else None
+
+    def of_name(self, name: str) -> Tenant:
+        """Return the tenant of a call without a key; "" is anonymous. Raises ApiError."""
+        found = [tenant for tenant in (self.anonymous, *self.named) if tenant.name == name]
+        if not found:
+            names = ", ".join(tenant.name for tenant in self.named) or "none"
+            raise invalid("tenant", f"tenant={name[:100]}: no entry of ingress.api_keys has this name; names: {names}")
+        return found[0]
 
 
 def set_tenant(scope: Scope, tenant: Tenant) -> None:

@@ -4,6 +4,7 @@
 import asyncio
 import dataclasses
 import logging
+from collections.abc import AsyncGenerator
 
 import zmq
 from fastapi import FastAPI
@@ -11,6 +12,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from aerie.cluster.http.app import build_app
+from aerie.cluster.http.calls import Body, Calls, Reply
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.parsers.self_check import chat_lines, chosen_parser
 from aerie.cluster.http.requests.grammar_checker import ProcessChecker
@@ -37,7 +39,9 @@ READY_PERIOD_S = 1.0  # between checks whether an engine is ready
 
 @serve.ingress()
 class Ingress:
-    """One replica: the HTTP application in front of all engines of its Serve application.
+    """One replica: the HTTP application in front of all engines of its Serve application, and the same for calls by
+    Serve's handles (`docs/serve-handles.md`): each method takes the body of its route, and optionally `request_id` and
+    `tenant`, and returns or streams as `aerie.cluster.http.calls.Calls.call` does.
 
     engine: unused, because the ingress finds engines itself; it makes Serve deploy both together.
     """
@@ -66,7 +70,37 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve itself adds the header X-Request-ID to every response
-        return build_app(self._edge, self._tokenizer, self._engines, False, self._grammars, self._tracing)
+        app = build_app(self._edge, self._tokenizer, self._engines, False, self._grammars, self._tracing)
+        self._calls = Calls(app)
+        return app
+
+    async def chat(self, body: Body, **options: str) -> Reply | AsyncGenerator[Reply, None]:
+        """/v1/chat/completions."""
+        return await self._calls.call("/v1/chat/completions", body, **options)
+
+    async def completions(self, body: Body, **options: str) -> Reply | AsyncGenerator[Reply, None]:
+        """/v1/completions."""
+        return await self._calls.call("/v1/completions", body, **options)
+
+    async def responses(self, body: Body, **options: str) -> Reply | AsyncGenerator[Reply, None]:
+        """/v1/responses."""
+        return await self._calls.call("/v1/responses", body, **options)
+
+    async def messages(self, body: Body, **options: str) -> Reply | AsyncGenerator[Reply, None]:
+        """/v1/messages."""
+        return await self._calls.call("/v1/messages", body, **options)
+
+    async def generate(self, body: Body, **options: str) -> Reply | AsyncGenerator[Reply, None]:
+        """/generate."""
+        return await self._calls.call("/generate", body, **options)
+
+    async def tokenize(self, body: Body, **options: str) -> Reply | AsyncGenerator[Reply, None]:
+        """/tokenize."""
+        return await self._calls.call("/tokenize", body, **options)
+
+    async def detokenize(self, body: Body, **options: str) -> Reply | AsyncGenerator[Reply, None]:
+        """/detokenize."""
+        return await self._calls.call("/detokenize", body, **options)
 
     async def _begin_grammars(self) -> None:
         """Start the grammar process once an engine is ready. Until then the engine needs the cores of this machine."""

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 import psutil
 
+from aerie.cluster.transport.discovery import coordinator_prefix
 from aerie.cluster.transport.messages import EngineStats
 from aerie.deploy.serve.environment import FAULT_ENVIRONMENT
 from aerie.workers.distributed.ports import free_port
@@ -32,14 +33,15 @@ RAY_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Server:
-    """Where it listens, and its model's name."""
+    """Where it listens, its model's name, and the path of its application."""
 
     port: int
     model: str
+    prefix: str = ""
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://127.0.0.1:{self.port}{self.prefix}"
 
     def health(self) -> tuple[int, dict[str, Any]]:
         answer = httpx.get(f"{self.url}/health", timeout=10)
@@ -86,7 +88,9 @@ def ray_cluster(num_cpus: int = 6) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def serving(port: int, args: dict[str, Any], base: Path, scripted: bool = False) -> Iterator[Server]:
+def serving(
+    port: int, args: dict[str, Any], base: Path, scripted: bool = False, name: str = "aerie", prefix: str = ""
+) -> Iterator[Server]:
     """One application on a running Serve. scripted: its ranks have no model, see `tests.e2e.scripted_rank`."""
     from ray import serve
 
@@ -97,41 +101,42 @@ def serving(port: int, args: dict[str, Any], base: Path, scripted: bool = False)
     from tests.e2e.scripted_rank import ScriptedEngine
 
     plan = planned(args, cluster_nodes(), base)
-    serve.run(application(plan, ScriptedEngine if scripted else Engine), name="aerie", route_prefix="/")
-    server = Server(port, plan.ingress.config.served_model_name)
+    serve.run(application(plan, ScriptedEngine if scripted else Engine), name=name, route_prefix=prefix or "/")
+    server = Server(port, plan.ingress.config.served_model_name, prefix)
     try:
         server.wait_healthy()
         yield server
     finally:
-        serve.delete("aerie")
+        serve.delete(name)
         deadline = time.monotonic() + END_LIMIT_S
-        while left := _coordinators():
+        while left := _coordinators(name):
             assert time.monotonic() < deadline, f"left behind: {left}"
             time.sleep(0.05)
 
 
-def _coordinators() -> list[str]:
+def _coordinators(application: str) -> list[str]:
     """Their actors' names."""
     import ray
 
     named = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in named if actor["namespace"] == "aerie"]
+    names = [actor["name"] for actor in named if actor["namespace"] == "aerie"]
+    return [name for name in names if name.startswith(coordinator_prefix(application))]
 
 
-def engine_stats() -> list[EngineStats]:
+def engine_stats(application: str = "aerie") -> list[EngineStats]:
     """Return what every coordinator of the application says, asked directly."""
     import ray
 
-    names = _coordinators()
+    names = _coordinators(application)
     raw = ray.get([ray.get_actor(name, namespace="aerie").stats.remote() for name in names], timeout=10)
     return [msgspec.msgpack.decode(each, type=EngineStats) for each in raw]
 
 
-def wait_idle(limit_s: float = 30.0) -> EngineStats:
+def wait_idle(limit_s: float = 30.0, application: str = "aerie") -> EngineStats:
     """The one engine's statistics once nothing runs, waits or holds a page."""
     deadline = time.monotonic() + limit_s
     while True:
-        (stats,) = engine_stats()
+        (stats,) = engine_stats(application)
         if not (stats.num_running or stats.num_waiting or stats.kv_usage):
             return stats
         assert time.monotonic() < deadline, f"still busy after {limit_s} s: {stats}"
