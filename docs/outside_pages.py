@@ -23,6 +23,8 @@ OUTSIDE = {  # page of the repository -> page of the site
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "deploy/models/README.md": "embedded-models.md",
     "tests/bench/RESULTS.md": "figures.md",
     "tests/bench/EXPERIMENTS.md": "experiments.md",

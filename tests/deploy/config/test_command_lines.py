@@ -165,7 +165,7 @@ def test_help_shows_groups_and_examples(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     shown = capsys.readouterr().out
-    for text in ("parallelism:", "speculation:", "examples:", "--max-model-len N", "--chat-template FILE", "--draft"):
+    for text in ("parallelism:", "speculation:", "examples:", "--max-model-len", "--chat-template FILE", "--draft"):
         assert text in shown
     assert "--moe-backend" not in shown and "--enable-lora" not in shown
 
