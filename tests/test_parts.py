@@ -84,5 +84,16 @@ def test_the_newest_of_every_bounded_package_is_tried() -> None:
     assert bounded <= {name.partition("[")[0] for each in tried for name in each.split()}
 
 
+def test_pages_and_manifests_name_the_present_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    named = re.compile(r"(?:aerie_serve-|\baerie:|newTag: )(\d+\.\d+\.\d+)")
+    pages = [path for folder in ("docs", "deploy", "examples") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    texts = {
+        path: path.read_text() for path in pages if path.suffix in (".md", ".yaml", "") and "models" not in path.parts
+    }
+    found = {(path.name, each) for path, text in texts.items() for each in named.findall(text)}
+    assert len(found) > 6 and {each for _, each in found} == {version}
+
+
 RELEASE = WORKFLOWS["release"]["jobs"]
 PYTHON = "Programming Language :: Python :: "

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from aerie.attention import distribution
 from aerie.attention.distribution import NAME, install_command, pip
 from tests.support import ROOT
 
-WHEEL = f"{NAME.replace('-', '_')}-0.1.0-py3-none-any.whl"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+WHEEL = f"{NAME.replace('-', '_')}-{VERSION}-py3-none-any.whl"
 REQUIRES = ["torch>=2.11", 'accelerate>=1.1; extra == "train"', "opentelemetry-sdk>=1.39; extra == 'tracing'"]
 
 

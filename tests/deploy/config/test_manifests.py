@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from aerie.deploy.start import NODE_ENVIRONMENT
 from tests.support import ROOT
 
 DEPLOY = ROOT / "deploy"
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 MANIFEST = DEPLOY / "kuberay" / "rayservice.yaml"
 
 
@@ -83,7 +85,7 @@ def test_kustomize_renders_the_base_and_its_options(tmp_path: Path) -> None:
         "images": [{"name": "aerie", "newName": "registry.example/aerie", "newTag": "9"}],
     }
     (tmp_path / "own" / "kustomization.yaml").write_text(yaml.safe_dump(overlay))
-    for source, tag in ((folder, "aerie:0.1.0"), (tmp_path / "own", "registry.example/aerie:9")):
+    for source, tag in ((folder, f"aerie:{VERSION}"), (tmp_path / "own", "registry.example/aerie:9")):
         done = subprocess.run(["kubectl", "kustomize", str(source)], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         found = {each["kind"]: each["spec"] for each in yaml.safe_load_all(done.stdout)}
