@@ -155,7 +155,7 @@ class SpeculativeDecoding(CuttableStrategy):
             min_entropies = self._sampler.min_entropies(of_rounds[:: shape.width])
         sampled = self._chosen(of_rounds, batch, rows)
         synthetic = self._synthetic_acceptance_length if shape.width > 1 else None
-        done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots, shape.depth, synthetic)
+        done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots.commit_tables, shape.depth, synthetic)
         self._target.commit(batch.slots, done.accepted.path, done.commit.counts)
         features = passed.round_features
         # a chain's path is its nodes in order; rows after the last accepted one are unused

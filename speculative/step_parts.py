@@ -8,10 +8,10 @@ from torch import Tensor
 
 from aerie.speculative.ops.acceptance import Committed
 from aerie.speculative.tree.nodes import RoundRows
+from aerie.workers.ops.slots.commit import Commit
 from aerie.workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
 from aerie.workers.sampling.prompt_logprobs import PromptRanking
 from aerie.workers.sampling.sampler import Logprobs, Sampled, logprobs_of
-from aerie.workers.slots.slot_table import Commit
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from torch import Tensor
 from aerie.speculative.ops.suffix_match import MatchLimits, attach_chains, find_matches, record_tokens
 from aerie.speculative.tree.nodes import NO_TOKEN
 from aerie.speculative.tree_table import TreeTable
-from aerie.workers.slots.slot_table import Commit, SlotTable
+from aerie.workers.ops.slots.commit import Commit
+from aerie.workers.slots.slot_table import SlotTable
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 CUDA C++ is for kernels that Triton cannot express. NVRTC comes with torch's CUDA wheels; without it
 (`Capability.compiles_cuda`) operations use their Triton kernels. Sources include no headers. Compiled kernels are
-stored in Triton's disk cache.
+stored in Triton's disk cache. `joined` makes one source of several files.
 """
 
 import ctypes
@@ -48,6 +48,35 @@ class _Config(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("num_attributes", ctypes.c_uint),
     ]
+
+
+def joined(*paths: Path, generated: str = "") -> str:
+    """Return `device.cuh`, which is beside this module, and the files, in this order.
+
+    generated: further device functions, between `device.cuh` and the rest.
+    """
+    shared = Path(__file__).with_name("device.cuh").read_text()
+    return shared + generated + "".join(path.read_text() for path in paths)
+
+
+def wgmma(columns: int, half: bool, in_registers: bool = True) -> str:
+    """Return the device function `wgmma`, which adds the products of 16 inputs to 64 x `columns` sums.
+
+    in_registers: whether the first operand is in registers; else in shared memory, like the second one.
+    """
+    number, count = "f16" if half else "bf16", columns // 2
+    held = range(4 if in_registers else 1)
+    sums = ", ".join(f"%{r}" for r in range(count))
+    first = ", ".join(f"%{count + r}" for r in held)
+    name = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{number}.{number}"
+    outputs = ", ".join(f'"+f"(d[{r}])' for r in range(count))
+    inputs = ", ".join(f'"r"(a[{r}])' for r in held) if in_registers else '"l"(a)'
+    operand = f"{{{first}}}" if in_registers else first
+    majors = "0" if in_registers else "0, 0"  # of the operands in shared memory, whose inputs are adjacent
+    kind = "const u32 (&a)[4]" if in_registers else "u64 a"
+    head = f"__device__ __forceinline__ void wgmma(float (&d)[{count}], {kind}, u64 b)"
+    code = f"{name} {{{sums}}}, {operand}, %{count + len(held)}, 1, 1, 1, {majors};"
+    return f'{head} {{\n    asm volatile("{code}" : {outputs} : {inputs}, "l"(b));\n}}\n'
 
 
 @dataclass(frozen=True)

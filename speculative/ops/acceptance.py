@@ -19,7 +19,7 @@ from aerie.attention.ops.contracts import check_slots
 from aerie.attention.ops.operation import Implementation, on_gpu, operation
 from aerie.speculative.tree.nodes import NO_TOKEN, Tree
 from aerie.workers.ops.sampling.gumbel import gumbel_noise
-from aerie.workers.slots.slot_table import Commit, SlotTable
+from aerie.workers.ops.slots.commit import Commit, CommitTables, commit
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,12 @@ class Committed:
 
 
 def _check(
-    slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
+    slots: Tensor,
+    tree: Tree,
+    chosen: Tensor,
+    tables: CommitTables,
+    max_depth: int,
+    synthetic_length: float | None = None,
 ) -> None:
     assert chosen.dim() == 2 and chosen.dtype == torch.int64 and chosen.is_contiguous() and chosen.shape[1] <= 63
     check_slots(slots)
@@ -69,36 +74,42 @@ def _check(
 
 @operation(Implementation("triton", "aerie.speculative.ops.acceptance_triton:accept_commit", on_gpu), contract=_check)
 def accept_commit(
-    slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
+    slots: Tensor,
+    tree: Tree,
+    chosen: Tensor,
+    tables: CommitTables,
+    max_depth: int,
+    synthetic_length: float | None = None,
 ) -> Committed:
     """Accept the path of nodes that the target chose, and commit its tokens to the slots.
 
     slots             [B] int64; padding rows have the padding slot
     tree              [B, W] per field, W <= 63, no deeper than max_depth
     chosen            [B, W] int64, the target's token after each node, contiguous; below 0: its logits are not finite
-    table             seq_len, bonus, finished and output_counts of `slots` are written
+    tables            seq_len, bonus, finished and output_counts of `slots` are written
     synthetic_length  None, or the mean length of rounds (`accept_synthetic`)
     ->                [B, max_depth + 1] of the paths
     """
     if chosen.shape[1] == 1 and max_depth == 0:
-        return _commit_roots(slots, chosen, table)
-    running, length = ~table.finished[slots], table.seq_len[slots]
+        return _commit_roots(slots, chosen, tables)
+    running, length = ~tables.finished[slots], tables.seq_len[slots]
     if synthetic_length is None:
         accepted = accept(tree, chosen, running, max_depth)
     else:
-        seed = table.seed[slots]
+        seed = tables.seed[slots]
         accepted = accept_synthetic(tree, chosen, running, max_depth, synthetic_length, seed, length.long())
-    commit = table.commit(slots, accepted.tokens, accepted.num_drafts + 1)
-    return committed(tree, replace(accepted, tokens=commit.tokens), commit, length)
+    done = Commit(accepted.tokens, *commit(slots, accepted.tokens, accepted.num_drafts + 1, tables))
+    return committed(tree, replace(accepted, tokens=done.tokens), done, length)
 
 
-def _commit_roots(slots: Tensor, chosen: Tensor, table: SlotTable) -> Committed:
+def _commit_roots(slots: Tensor, chosen: Tensor, tables: CommitTables) -> Committed:
     """Do `accept_commit` for rounds without drafts: chosen is [B, 1], and nothing is compared."""
-    length, nothing = table.seq_len[slots], torch.zeros_like(chosen)
-    commit = table.commit(slots, chosen.clone(), torch.ones_like(slots))
+    length, nothing = tables.seq_len[slots], torch.zeros_like(chosen)
+    tokens = chosen.clone()
+    done = Commit(tokens, *commit(slots, tokens, torch.ones_like(slots), tables))
     row, num_drafts = torch.arange(slots.shape[0], device=slots.device), nothing[:, 0]
-    accepted = Accepted(nothing, num_drafts, commit.tokens)
-    return Committed(accepted, commit, row.unsqueeze(1), row, length, torch.full_like(slots, -1))
+    accepted = Accepted(nothing, num_drafts, tokens)
+    return Committed(accepted, done, row.unsqueeze(1), row, length, torch.full_like(slots, -1))
 
 
 def has_drafts(tree: Tree) -> Tensor:
@@ -108,16 +119,16 @@ def has_drafts(tree: Tree) -> Tensor:
     return tree.tokens[:, 1] != NO_TOKEN
 
 
-def committed(tree: Tree, accepted: Accepted, commit: Commit, length: Tensor) -> Committed:
+def committed(tree: Tree, accepted: Accepted, done: Commit, length: Tensor) -> Committed:
     """Return the committed path. length: [B] int32, committed KV tokens before this round."""
     batch, columns = accepted.path.shape
     row = torch.arange(batch, device=length.device)
-    verified = has_drafts(tree) & (commit.counts > 0)
+    verified = has_drafts(tree) & (done.counts > 0)
     width = tree.tokens.shape[1]
-    depth = (commit.counts - 1).clamp_min(0)
+    depth = (done.counts - 1).clamp_min(0)
     return Committed(
         accepted,
-        commit,
+        done,
         accepted.path + width * row.unsqueeze(1),
         row * columns + depth,
         (length + depth).int(),

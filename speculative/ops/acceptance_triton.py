@@ -9,9 +9,9 @@ from torch import Tensor
 from aerie.speculative.ops.acceptance import Accepted, Committed
 from aerie.speculative.tree.nodes import Tree
 from aerie.workers.ops.sampling.gumbel_triton import mix
+from aerie.workers.ops.slots.commit import Commit, CommitTables
 from aerie.workers.ops.slots.commit_triton import count_output, counting_arguments, settle
-from aerie.workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
-from aerie.workers.slots.slot_table import Commit, SlotTable
+from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
 
 
 @triton.jit
@@ -142,7 +142,12 @@ def _accept_commit(
 
 
 def accept_commit(
-    slots: Tensor, tree: Tree, chosen: Tensor, table: SlotTable, max_depth: int, synthetic_length: float | None = None
+    slots: Tensor,
+    tree: Tree,
+    chosen: Tensor,
+    tables: CommitTables,
+    max_depth: int,
+    synthetic_length: float | None = None,
 ) -> Committed:
     """`aerie.speculative.ops.acceptance.accept_commit`."""
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
@@ -153,23 +158,23 @@ def accept_commit(
     position = torch.empty(batch, dtype=torch.int32, device=chosen.device)
     certain = int(synthetic_length - 1) if synthetic_length is not None else 0
     share = synthetic_length - 1 - certain if synthetic_length is not None else 0.0
-    finished = table.finished.view(torch.int8)
+    finished = tables.finished.view(torch.int8)
     _accept_commit[(batch,)](
         *fields,
         fields[0].stride(0),
         chosen,
         slots,
-        table.seq_len,
-        table.bonus,
-        table.bonus.stride(0),
-        table.max_len,
-        table.max_len.stride(0),
+        tables.seq_len,
+        tables.bonus,
+        tables.bonus.stride(0),
+        tables.max_len,
+        tables.max_len.stride(0),
         finished,
         finished.stride(0),
-        table.stop_ids,
-        *counting_arguments(table.output_counts, table.shapes_logits),
-        table.seed,
-        table.seed.stride(0),
+        tables.stop_ids,
+        *counting_arguments(tables.output_counts, tables.shapes_logits),
+        tables.seed,
+        tables.seed.stride(0),
         certain,
         share,
         path,
@@ -184,7 +189,7 @@ def accept_commit(
         W=width,
         W_PADDED=triton.next_power_of_2(width),
         COLUMNS=columns,
-        STOPS=table.stop_ids.shape[1],
+        STOPS=tables.stop_ids.shape[1],
         STOP=FINISH_STOP,
         LENGTH=FINISH_LENGTH,
         NOT_FINITE=FINISH_NOT_FINITE,

@@ -1,4 +1,4 @@
-"""Drafting under grammars: advances each request's guide (`aerie.workers.structured_output.guide_table`) by drafted
+"""Drafting under grammars: advances each request's guide (`aerie.workers.ops.guide_table`) by drafted
 tokens, and applies it to the draft's scores and proposals.
 
 State `NOWHERE` drafts freely; slots without a guide are always in it.
@@ -10,7 +10,7 @@ from torch import Tensor
 from aerie.attention.ops.contracts import check_slots
 from aerie.attention.ops.operation import Implementation, on_gpu, operation
 from aerie.speculative.tree.nodes import Children, Level
-from aerie.workers.structured_output.guide_table import NOWHERE, GuideTable
+from aerie.workers.ops.guide_table import NOWHERE, GuideTable
 
 
 def _check_guides(guides: GuideTable, slots: Tensor) -> None:

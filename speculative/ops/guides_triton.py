@@ -7,8 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from aerie.speculative.tree.nodes import Children, Level
-from aerie.workers.structured_output import guide_table
-from aerie.workers.structured_output.guide_table import MAX_EDGES, MAX_STATES, GuideTable
+from aerie.workers.ops import guide_table
+from aerie.workers.ops.guide_table import MAX_EDGES, MAX_STATES, GuideTable
 
 BLOCK = 4096
 NOWHERE = tl.constexpr(guide_table.NOWHERE)

@@ -55,7 +55,14 @@ def _case(top_k: int, steps: int, width: int, turn: int, synthetic: float | None
         chosen, slots = _chosen(tree, turn), torch.arange(BATCH)
         padded = Tree(*(torch.cat((f, f[:2])).to(device) for f in tree.fields))
         slots = torch.cat((slots, torch.full((2,), BATCH + 2))).to(device)
-        return slots, padded, torch.cat((chosen, chosen[:2])).to(device), _table(turn, device), steps, synthetic
+        return (
+            slots,
+            padded,
+            torch.cat((chosen, chosen[:2])).to(device),
+            _table(turn, device).commit_tables,
+            steps,
+            synthetic,
+        )
 
     name = f"{top_k}/{steps}/{width}-{turn}-{'real' if synthetic is None else synthetic}"
     quick = turn == 1 and width < 60 and (synthetic is None or width == 4) or (width, turn) == (12, 3)

@@ -5,7 +5,7 @@ import torch
 
 from aerie.speculative.ops import guides
 from aerie.speculative.tree.nodes import Level
-from aerie.workers.structured_output.guide_table import GuideTable, block_size
+from aerie.workers.ops.guide_table import GuideTable, block_size
 from aerie.workers.structured_output.mask_table import MaskTable
 from tests.ops.case import Case
 from tests.ops.tree_growth_cases import proposals

@@ -77,7 +77,7 @@ def test_a_pass_writes_many_rounds_but_no_more_rows_than_are_kept(num_requests: 
     for token in range(100):
         chosen, length = torch.full((num_requests, 1), token), table.seq_len[slots]
         tree = Tree(*(each.contiguous() for each in root_only_trees(chosen[:, 0], 1).fields))
-        done = accept_commit(slots, tree, chosen, table, 0)
+        done = accept_commit(slots, tree, chosen, table.commit_tables, 0)
         waiting.add(slots, Rounds(length, table.page_table[slots], Sampled(chosen, None), done, chosen.float()), 400)
     waiting.write()
     assert written == expected

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
+from aerie.attention.capability import Capability
 from aerie.workers.distributed.tp_group import TPGroup, shard_size
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from aerie.workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
 from aerie.workers.ops.blocks import largest
 from aerie.workers.ops.fp8.rows import Fp8Rows
+from aerie.workers.ops.fp8.tiles import fp8_workspace_size
 from aerie.workers.ops.gemm.tiles import workspace_size
 from aerie.workers.ops.gemm.workspace import GEMMOptions
 from aerie.workers.span import Span
@@ -201,13 +203,12 @@ def finish_weights(model: nn.Module, deterministic: bool = False) -> None:
     """
     modules = [module for module in model.modules() if isinstance(module, WeightedModule)]
     layers = [module for module in modules if isinstance(module, LinearBase)]
-    options = GEMMOptions.of(
-        [(layer.shape.out_features, layer.shape.in_features) for layer in layers],
-        [module.workspace_size() for module in modules],
-        layers[0].method.dtype,
-        next(model.parameters()).device,
-        deterministic,
-    )
+    shapes = [(layer.shape.out_features, layer.shape.in_features) for layer in layers]
+    device = next(model.parameters()).device
+    others = [module.workspace_size() for module in modules]
+    if Capability.of(device).multiplies_fp8:
+        others.append(fp8_workspace_size(shapes))
+    options = GEMMOptions.of(shapes, others, layers[0].method.dtype, device, deterministic)
     for module in modules:
         if not module.finished:
             module.finish(options)

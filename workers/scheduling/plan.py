@@ -12,8 +12,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-FINISH_NONE, FINISH_STOP, FINISH_LENGTH = 0, 1, 2
-FINISH_NOT_FINITE = 3  # NaN or infinite logits; the rank turns it into a `Failure`
 MAX_STOP_TOKEN_IDS = 64  # per request, including end-of-sequence ids; the size of a device tensor's row
 
 
@@ -263,7 +261,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     counts: int32 [n], tokens emitted per entry; 0 for a slot that had already finished, a request with a late mask, and
         a request whose parameters failed on any rank.
     tokens: int32, ragged by counts.
-    finish: uint8 [n], FINISH_*.
+    finish: uint8 [n], codes of `aerie.workers.ops.slots.finish`.
     accepted: int32 [n], draft tokens accepted before truncation by a stop; -1 if the entry did not verify drafts. ->
         `Survival`, statistics
     logprobs: per entry, one per emitted token; only for requests with log-probabilities.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from aerie.workers.ops.sampling.filters import Filters
 from aerie.workers.ops.sampling.penalties import PenaltyTables
-from aerie.workers.ops.slots.commit import CommitTables, commit
+from aerie.workers.ops.slots.commit import Commit, CommitTables, commit
 from aerie.workers.scheduling.plan import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
@@ -52,19 +52,6 @@ class SlotFacts:
         """Whether the request changes logits before sampling: penalties, biases, or min_tokens."""
         s = self.sampling
         return s.needs_token_counts or bool(s.logit_bias) or s.min_tokens > 0
-
-
-@dataclass(frozen=True)
-class Commit:
-    """Tokens that a commit emitted.
-
-    tokens: [B, M] int64; the first `counts` of a row are valid.
-    counts, finish: [B] int64; finish is one of FINISH_*.
-    """
-
-    tokens: Tensor
-    counts: Tensor
-    finish: Tensor
 
 
 class SlotTable:
@@ -110,6 +97,7 @@ class SlotTable:
             self.shapes_logits,
             self.stop_ids,
             self.output_counts,
+            self.seed,
         )
         self.penalty_tables = PenaltyTables(
             self.output_counts,

@@ -9,7 +9,7 @@ schema_references  the targets of $ref
 schema_unions    whether the cases of oneOf exclude each other
 compiler         compiles a grammar for a model's vocabulary
 mask_table       grammar masks of a step: the allowed tokens of each row, on the device
-guide_table      automata on the device that propose draft tokens under a grammar
+guide_block      writes the automata that propose draft tokens under a grammar
 slot_grammars    masks and guides of the requests in a rank's slots; makes all ranks agree on them
 held_requests    requests that wait because another rank's mask was late
 host_link        connection to the process that fills the rank's masks

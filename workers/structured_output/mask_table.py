@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from aerie.attention.capability import ALIGNED_BYTES, Capability
+from aerie.workers.ops.guide_table import NOWHERE, GuideTable, block_size
 from aerie.workers.ops.sampling.masks import FREE
-from aerie.workers.structured_output.guide_table import NOWHERE, GuideTable, block_size
 
 logger = logging.getLogger(__name__)
 

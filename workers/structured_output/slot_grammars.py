@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.ops.guide_table import NOWHERE
 from aerie.workers.ops.sampling.masks import FREE
-from aerie.workers.scheduling.plan import FINISH_NONE, Failure, Grammar, StepPlan, pack_i32, unpack_i32
-from aerie.workers.structured_output.guide_table import NOWHERE
+from aerie.workers.ops.slots.finish import FINISH_NONE
+from aerie.workers.scheduling.plan import Failure, Grammar, StepPlan, pack_i32, unpack_i32
 from aerie.workers.structured_output.held_requests import GrammarRequest, HeldRequests, HostOutput
 from aerie.workers.structured_output.host_link import HostLink
 from aerie.workers.structured_output.mask_messages import LATE, Advanced, Entered, Fill, Filled, Order

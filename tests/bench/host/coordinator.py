@@ -24,16 +24,9 @@ from aerie.cluster.transport.messages import GenerateRequest, TokenBatch
 from aerie.cluster.transport.sockets import Transport
 from aerie.deploy.bench.table import table
 from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from aerie.workers.ops.slots.finish import FINISH_LENGTH
 from aerie.workers.scheduling.cost_table import CostTable
-from aerie.workers.scheduling.plan import (
-    FINISH_LENGTH,
-    GraphCount,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    pack_i32,
-    unpack_i32,
-)
+from aerie.workers.scheduling.plan import GraphCount, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.request import RequestOutput
 from aerie.workers.scheduling.scheduler import Scheduler
 from tests.bench.host.finding import Finding, Report

@@ -14,10 +14,10 @@ import torch
 
 from aerie.attention.capability import Capability
 from aerie.speculative.build import check_device, plan_engine
+from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_STOP
 from aerie.workers.runner.decoding import StepTensors
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.graphs.graph_keys import bucket_sizes, is_always_captured, powers_of_two
-from aerie.workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP
 from tests.support.replay import Round, Runner, Twins, as_built, padded_eager
 from tests.support.replica import Arm, Dimensions, Replica, build_replica, write_config
 from tests.support.slow import slow

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from aerie.speculative.build import local_engine
 from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.ops.guide_table import NOWHERE
 from aerie.workers.ops.sampling.masks import FREE
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.plan import Grammar, SamplingParams
 from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput
 from aerie.workers.slots.slot_table import SlotTable
-from aerie.workers.structured_output.guide_table import NOWHERE
 from aerie.workers.structured_output.host_link import HostLink
 from aerie.workers.structured_output.mask_messages import Filled, Order
 from aerie.workers.structured_output.mask_table import HELD, MaskTable

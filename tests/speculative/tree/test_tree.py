@@ -29,7 +29,10 @@ def test_a_root_is_committed_in_a_third_of_the_operations_of_a_comparison() -> N
         tree = root_only_trees(torch.tensor([1, 2]), width)
         choice = chosen.expand(2, width).contiguous()
         commit = num_operations(lambda: table.commit(slots, choice.clone(), torch.ones_like(slots)))
-        return num_operations(lambda: accept_commit.reference(slots, tree, choice, table, width - 1)) - commit
+        return (
+            num_operations(lambda: accept_commit.reference(slots, tree, choice, table.commit_tables, width - 1))
+            - commit
+        )
 
     assert 3 * operations(1) <= operations(2), (operations(1), operations(2))
 
@@ -131,7 +134,7 @@ def test_a_commit_says_which_rows_hold_the_path_and_its_newest_token() -> None:
     table.finished[2] = True
     slots = torch.tensor([0, 1, 2, 3, 4, 5, 6])  # 6 is padding
     expected = {2: 0, 3: 1, 4: 1, 6: 0}
-    found = accept_commit(slots, tree, chosen, table, steps)
+    found = accept_commit(slots, tree, chosen, table.commit_tables, steps)
     for b, (path, tokens) in enumerate(walks):
         count = expected.get(b, len(tokens))
         assert found.commit.counts[b] == count and found.commit.tokens[b, :count].tolist() == tokens[:count]
@@ -143,7 +146,9 @@ def test_a_commit_says_which_rows_hold_the_path_and_its_newest_token() -> None:
         length = before if b < 6 else 0
         assert found.newest_position[b] == length + depth and table.seq_len[b] == length + count
     assert max(len(tokens) for _, tokens in walks) == steps + 1 and int(found.newest_position.dtype == torch.int32)
-    alone = accept_commit(slots[:1], root_only_trees(torch.tensor([7]), 1), torch.tensor([[8]]), table, steps)
+    alone = accept_commit(
+        slots[:1], root_only_trees(torch.tensor([7]), 1), torch.tensor([[8]]), table.commit_tables, steps
+    )
     assert alone.reported.tolist() == [-1] and alone.commit.tokens[0, 0] == 8
 
 

@@ -21,20 +21,11 @@ import numpy as np
 from aerie.attention.config import CacheConfig
 from aerie.cluster.coordinator.plan_timing import PlanTiming
 from aerie.workers.config import PLAIN, GraphCapture, RoundShape, RoundShapes, SchedulerConfig
+from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from aerie.workers.runner.graphs.graph_keys import TOKEN_BUCKETS
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.latency_budget import LatencyBudget
-from aerie.workers.scheduling.plan import (
-    FINISH_LENGTH,
-    FINISH_NONE,
-    FINISH_STOP,
-    GraphCount,
-    SamplingParams,
-    StepPlan,
-    StepResult,
-    pack_i32,
-    unpack_i32,
-)
+from aerie.workers.scheduling.plan import GraphCount, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.request import Request, RequestOutput
 from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.simulation.graphs import CAPTURE_MS, SimulatedGraphs

@@ -24,10 +24,10 @@ from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.ops import acceptance
 from aerie.speculative.ops.acceptance import Accepted, Committed
 from aerie.speculative.tree.nodes import Tree
+from aerie.workers.ops.slots.commit import Commit
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request, RequestOutput
-from aerie.workers.slots.slot_table import Commit
 from tests.bench.quality.draft_methods import texts
 from tests.support.embedded import eos_token_ids, measured_spec
 from tests.support.simulation.texts import DIGITS, DRAFTS, PER_NAT, RECORDED

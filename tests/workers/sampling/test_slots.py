@@ -12,7 +12,8 @@ from aerie.attention.kv_cache.layout import LayerGroup
 from aerie.attention.kv_cache.pool import bytes_per_page
 from aerie.workers.config import RoundShapes, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout, PageCounts, pages_asked
-from aerie.workers.scheduling.plan import FINISH_LENGTH, FINISH_STOP, SamplingParams, SlotInit, StepPlan, pack_i32
+from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_STOP
+from aerie.workers.scheduling.plan import SamplingParams, SlotInit, StepPlan, pack_i32
 from aerie.workers.slots import upload
 from aerie.workers.slots.slot_table import SlotTable
 from tests.support.kernels import strict_device

@@ -8,8 +8,9 @@ import torch
 from tokenizers import Tokenizer
 
 from aerie.speculative.ops.guides import begin, follow, forced_or
+from aerie.workers.ops.guide_table import MAX_STATES, GuideTable
 from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from aerie.workers.structured_output.guide_table import MAX_STATES, GuideBlock, GuideTable
+from aerie.workers.structured_output.guide_block import GuideBlock
 from aerie.workers.structured_output.mask_process.draft_guide import Endings, MaskRows, TreeWalk
 from aerie.workers.structured_output.mask_process.matcher import Matcher
 from aerie.workers.structured_output.mask_process.request_grammar import Tree

@@ -16,7 +16,7 @@ import torch
 from aerie.speculative.ops.guides import begin, forced_or
 from aerie.workers.scheduling.plan import Grammar
 from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from aerie.workers.structured_output.guide_table import GuideBlock
+from aerie.workers.structured_output.guide_block import GuideBlock
 from aerie.workers.structured_output.mask_process import draft_guide
 from aerie.workers.structured_output.mask_process.draft_guide import MAX_SEARCHES, MaskRows
 from aerie.workers.structured_output.mask_process.grammar_cache import CachedGrammar

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from aerie.attention.capability import Capability
-from aerie.attention.ops.cuda_source import Kernel, compile_ahead, load
+from aerie.attention.ops.cuda_source import Kernel, compile_ahead, joined, load, wgmma
 from aerie.workers.ops.gemm.tiles import stage_bytes, wgmma_stages
-from aerie.workers.ops.packed.cuda.source import joined, wgmma
 
 _THREADS = 384
 

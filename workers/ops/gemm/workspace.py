@@ -8,7 +8,6 @@ from torch import Tensor
 
 from aerie.attention.capability import Capability
 from aerie.workers.ops.blocks import largest
-from aerie.workers.ops.fp8.tiles import fp8_workspace_size
 from aerie.workers.ops.gemm.tiles import workspace_size
 
 
@@ -60,13 +59,11 @@ class GEMMOptions:
         """Return the options for the layers of a model, which run one after another on one stream.
 
         shapes: [N, K] of their weights.
-        others: cells and tickets of the workspace that other operations need.
+        others: cells and tickets of the workspace that other operations need, such as FP8 products
+            (`aerie.workers.ops.fp8.tiles.fp8_workspace_size`).
         """
         here = Capability.of(device)
         if not here.is_gpu or dtype.itemsize != 2:
             return GEMMOptions(packed=here.is_gpu)
-        sizes = [workspace_size(shapes), *others]
-        if here.multiplies_fp8:
-            sizes.append(fp8_workspace_size(shapes))
-        workspace = Workspace.of_size(*largest(sizes), device)
+        workspace = Workspace.of_size(*largest([workspace_size(shapes), *others]), device)
         return GEMMOptions(workspace, deterministic, here.multiplies_fp8, packed=True)

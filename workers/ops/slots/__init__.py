@@ -1,4 +1,5 @@
 """Operations on the slot table.
 
 commit  appends tokens to slots
+finish  finish codes, without torch
 """

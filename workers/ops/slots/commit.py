@@ -7,12 +7,12 @@ from torch import Tensor
 
 from aerie.attention.ops.contracts import check_slots
 from aerie.attention.ops.operation import Implementation, on_gpu, operation
-from aerie.workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
+from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
 
 
 @dataclass(frozen=True)
 class CommitTables:
-    """The columns of a slot table that `commit` reads and writes, for S slots.
+    """The columns of a slot table that commits read and write, for S slots.
 
     seq_len        [S] int32, written: committed tokens, without the bonus token
     bonus          [S] int64, written: the last emitted token, whose KV is not computed yet
@@ -21,6 +21,7 @@ class CommitTables:
     shapes_logits  [S] bool: requests whose output is counted
     stop_ids       [S, n] int64
     output_counts  [S, vocab] int32, written
+    seed           [S] int64, for `aerie.speculative.ops.acceptance.accept_synthetic`
     """
 
     seq_len: Tensor
@@ -30,6 +31,20 @@ class CommitTables:
     shapes_logits: Tensor
     stop_ids: Tensor
     output_counts: Tensor
+    seed: Tensor
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Tokens that a commit emitted.
+
+    tokens: [B, M] int64; the first `counts` of a row are valid.
+    counts, finish: [B] int64; finish is one of FINISH_*.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    finish: Tensor
 
 
 def _check(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) -> None:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aerie.workers.ops.slots.commit import CommitTables
-from aerie.workers.scheduling.plan import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
+from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_NOT_FINITE, FINISH_STOP
 
 
 @triton.jit

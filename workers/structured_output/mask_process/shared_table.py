@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aerie.workers.structured_output.guide_table import GuideBlock
+from aerie.workers.structured_output.guide_block import GuideBlock
 from aerie.workers.structured_output.mask_process.mask_jobs import Thread
 from aerie.workers.structured_output.mask_process.request_grammar import scratch_of
 from aerie.workers.structured_output.mask_table import MAX_RUNNING, TableShape

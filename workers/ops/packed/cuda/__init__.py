@@ -2,8 +2,7 @@
 
 product_cuda  chooses between these kernels and Triton's
 tiles         tile sizes, by the number of rows
-kernels_cuda  launches few_rows.cu (up to 32 rows, mma), wide.cu (17 to 32) and many_rows.cu (wgmma), with packed.cuh
+kernels_cuda  launches few_rows.cu (up to 32 rows, mma), wide.cu (17 to 32) and many_rows.cu (wgmma)
 gated_mlp_cuda  launches gated_mlp.cu: gate, up and down projections of few rows; gated_mlp_tiles: its sizes
-source        joins packed.cuh and a kernel's files to one source for NVRTC
 experts_cuda  launches one_row_experts.cu: MXFP4 experts of one row; one_row_tiles: its sizes
 """

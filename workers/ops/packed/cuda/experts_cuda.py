@@ -2,18 +2,18 @@
 multiplies gate and up."""
 
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from aerie.attention.capability import num_multiprocessors
-from aerie.attention.ops.cuda_source import Kernel, load
+from aerie.attention.ops.cuda_source import Kernel, joined, load
 from aerie.workers.ops.experts.gated import GatedActivation
 from aerie.workers.ops.experts.route import Routed, RouterLogits
 from aerie.workers.ops.experts.route_triton import route
 from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
 from aerie.workers.ops.packed.cuda.one_row_tiles import OneRowTiles, one_row_tiles
-from aerie.workers.ops.packed.cuda.source import joined
 from aerie.workers.ops.packed.experts import PackedExpertWeights
 
 _NAME = "one_row_experts"
@@ -61,7 +61,7 @@ def one_row_experts(
 
 @cache
 def source() -> str:
-    return joined("one_row_units.cuh", f"{_NAME}.cu")
+    return joined(*(Path(__file__).with_name(name) for name in ("one_row_units.cuh", f"{_NAME}.cu")))
 
 
 @cache

@@ -2,15 +2,15 @@
 multiplies gate and up."""
 
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from aerie.attention.capability import num_multiprocessors
-from aerie.attention.ops.cuda_source import Kernel, load
+from aerie.attention.ops.cuda_source import Kernel, joined, load
 from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
 from aerie.workers.ops.packed.cuda.gated_mlp_tiles import GROUP, GatedMLPTiles, gated_mlp_tiles
-from aerie.workers.ops.packed.cuda.source import joined
 from aerie.workers.ops.packed.product import PackedProduct
 from aerie.workers.ops.packed.weight import PackedWeight
 
@@ -57,7 +57,7 @@ def gated_mlp_of(
 
 @cache
 def source() -> str:
-    return joined("gated_mlp_units.cuh", f"{_NAME}.cu")
+    return joined(*(Path(__file__).with_name(name) for name in ("gated_mlp_units.cuh", f"{_NAME}.cu")))
 
 
 @cache

@@ -1,15 +1,15 @@
 """Products with int4 weights by `few_rows.cu` (up to 32 rows), `wide.cu` (17 to 32) and `many_rows.cu` (more)."""
 
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from aerie.attention.capability import Capability
-from aerie.attention.ops.cuda_source import Kernel, compile_ahead, load, tensor_map
+from aerie.attention.ops.cuda_source import Kernel, compile_ahead, joined, load, tensor_map, wgmma
 from aerie.workers.ops.blocks import cdiv
 from aerie.workers.ops.gemm.workspace import Workspace
-from aerie.workers.ops.packed.cuda.source import joined, wgmma
 from aerie.workers.ops.packed.cuda.tiles import (
     MAX_ROWS,
     SHARED_SUMS,
@@ -29,7 +29,7 @@ _NAMES = {FewRowsTiles: "few_rows", WideTiles: "wide", ManyRowsTiles: "many_rows
 def source_of(tiles: Tiles, half: bool) -> str:
     """Return the source of the kernel for these tiles, including the functions that both kernels use."""
     generated = "" if isinstance(tiles, FewRowsTiles) else wgmma(tiles.block_m, half)
-    return joined(f"{_NAMES[type(tiles)]}.cu", generated=generated)
+    return joined(Path(__file__).with_name(f"{_NAMES[type(tiles)]}.cu"), generated=generated)
 
 
 def packed_cuda(

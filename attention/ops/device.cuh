@@ -1,4 +1,4 @@
-// Device functions of all kernels in this folder and of `workers/ops/gemm`: barriers, copies, shared memory, decoding.
+// Device functions of the kernels in CUDA C++ of `gemm` and `packed`: barriers, copies, shared memory, decoding.
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef unsigned short u16;
