@@ -50,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     plan.set_defaults(run="aerie.deploy.checks:run", shows_config=True)
     doctor = commands.add_parser("doctor", help="what is needed next on this machine, a line per finding")
     _add_config(doctor)
+    bundle = "also write versions, configuration, plan, status and recent logs, without secrets, into this .tar.gz"
+    doctor.add_argument("--bundle", type=Path, metavar="FILE", help=bundle)
     doctor.set_defaults(run="aerie.deploy.doctor.findings:run")
     config = commands.add_parser("config", help="print a packaged config file to start from, or the keys of any")
     config.add_argument("name", nargs="?", default=DEFAULT_CONFIG, help=f"default: {DEFAULT_CONFIG}")

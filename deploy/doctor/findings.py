@@ -3,9 +3,11 @@
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from aerie.attention.distribution import STRANGER, install_command, pip
+from aerie.attention.lazy_import import load
 from aerie.cluster.config import ConfigError
 from aerie.cluster.placement import place
 from aerie.deploy.config.files import find_config
@@ -195,15 +197,18 @@ def _hub(machine: Machine) -> Finding:
 
 def run(arguments: argparse.Namespace) -> int:
     """`aerie doctor`; see `run_doctor`."""
-    return run_doctor(arguments.config)
+    return run_doctor(arguments.config, arguments.bundle)
 
 
-def run_doctor(given: str) -> int:
-    """Print the findings; return 1 if one prevents a start."""
-    failed = False
+def run_doctor(given: str, bundle: Path | None = None) -> int:
+    """Print the findings; return 1 if one prevents a start. bundle: file for `write_bundle`."""
+    failed, lines = False, []
     for finding in (*findings(read_machine()), _configuration(given)):
         failed = failed or finding.level == "FAIL"
-        print(f"{finding.level:4}  {finding.name}: {finding.text}", flush=True)
+        lines.append(f"{finding.level:4}  {finding.name}: {finding.text}")
+        print(lines[-1], flush=True)
+    if bundle is not None:
+        load("aerie.deploy.status.bundle:write_bundle")(bundle, given, lines)
     return 1 if failed else 0
 
 

@@ -241,13 +241,18 @@ _FOLLOWING = {
 }
 
 
-def log_path(name: str) -> Path:
-    """Create an empty log file of this name and return its path; rename a former one to .1. The folder is the user's
-    state folder, or the temporary one if that is not writable. Raises OSError."""
+def log_folders() -> list[Path]:
+    """Return the folders in which logs may be: the user's state folder, and the one for where it is not writable."""
     import tempfile
 
     state = os.environ.get("XDG_STATE_HOME") or home_folder(os.environ) / ".local" / "state"
-    folders = [Path(state) / "aerie", Path(tempfile.gettempdir()) / f"aerie-logs-{os.getuid()}"]
+    return [Path(state) / "aerie", Path(tempfile.gettempdir()) / f"aerie-logs-{os.getuid()}"]
+
+
+def log_path(name: str) -> Path:
+    """Create an empty log file of this name and return its path; rename a former one to .1. The folder is the
+    first of `log_folders` that is writable. Raises OSError."""
+    folders = log_folders()
     for number, folder in enumerate(folders):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,0 +1,163 @@
+"""`aerie doctor --bundle FILE`: versions, findings, configuration, plan, status and recent logs in one archive, for
+somebody who helps. Secrets are removed (`aerie.deploy.status.redaction`)."""
+
+import contextlib
+import io
+import os
+import platform
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import distributions
+from pathlib import Path
+
+import yaml
+
+from aerie.attention.distribution import version
+from aerie.cluster.config import ConfigError
+from aerie.deploy.access.ray_token import token_path
+from aerie.deploy.config.files import find_config
+from aerie.deploy.processes.server_record import processes, records, sessions_of
+from aerie.deploy.serve.console import log_folders
+from aerie.deploy.status.redaction import REMOVED, is_secret_name, redacted, secrets_of, without_secrets
+
+MAX_LOG_BYTES = 1 << 20  # of the end of each log
+MAX_ALL_BYTES = 64 << 20  # of all logs together; the newest ones are taken
+_RECENT_S = 7 * 24 * 3600.0
+_STATUS_LIMIT_S = 60.0
+_LOGS = (".log", ".out", ".err", ".log.1", ".json")
+_VARIABLES = (
+    "RAY_",
+    "AERIE_",
+    "NCCL_",
+    "GLOO_",
+    "CUDA_",
+    "NVIDIA_",
+    "HF_",
+    "TORCH",
+    "TRITON_",
+    "OMP_",
+    "MKL_",
+    "TMPDIR",
+)
+
+
+def write_bundle(file: Path, given: str, findings: Sequence[str]) -> None:
+    """Write the archive, readable for this user alone, and print what it contains.
+
+    given: the configuration's file or packaged name.
+    findings: lines of `aerie doctor`.
+    Raises OSError."""
+    content = _content(given)
+    secrets = [*secrets_of(content), *_secret_values(os.environ), *_token(os.environ)]
+    parts = {
+        "versions.txt": _versions(),
+        "findings.txt": "\n".join(findings),
+        "environment.txt": _environment(os.environ),
+        "config.yaml": content if isinstance(content, str) else yaml.safe_dump(without_secrets(content)),
+        "plan.txt": _output("plan", given),
+        "status.json": _output("status", "--json"),
+    }
+    began_s = time.time()
+    with (
+        open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as raw,
+        tarfile.open(fileobj=raw, mode="w:gz") as archive,
+    ):
+        os.fchmod(raw.fileno(), 0o600)
+        for name, text in [*parts.items(), *_logs(began_s)]:
+            data = redacted(text, secrets).encode()
+            entry = tarfile.TarInfo(f"aerie-doctor/{name}")
+            entry.size, entry.mtime, entry.mode = len(data), int(began_s), 0o600
+            archive.addfile(entry, io.BytesIO(data))
+            print(f"      {name}: {len(data)} bytes")
+    print(f"wrote {file}: secrets are removed, but read it before you send it; logs may name files and requests")
+
+
+def _content(given: str) -> object:
+    """Return the configuration as written, or why it cannot be read."""
+    try:
+        return yaml.safe_load(find_config(given).read_text())
+    except (ConfigError, OSError, ValueError, yaml.YAMLError) as error:
+        return f"cannot be read: {error}"
+
+
+def _secret_values(environment: Mapping[str, str]) -> Iterator[str]:
+    return (value for name, value in environment.items() if is_secret_name(name) and not os.path.exists(value))
+
+
+def _token(environment: Mapping[str, str]) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        yield token_path(environment).read_text().strip()
+    for _, record, _ in records():
+        with contextlib.suppress(OSError, KeyError):
+            yield Path(record.ray["RAY_AUTH_TOKEN_PATH"]).read_text().strip()
+
+
+def _environment(environment: Mapping[str, str]) -> str:
+    shown = {name: value for name, value in environment.items() if name.startswith(_VARIABLES)}
+    return "\n".join(f"{name}={REMOVED if is_secret_name(name) else value}" for name, value in sorted(shown.items()))
+
+
+def _versions() -> str:
+    packages = sorted({f"{each.name} {each.version}" for each in distributions()}, key=str.lower)
+    return "\n".join((f"aerie {version()}", f"Python {sys.version}", platform.platform(), *packages))
+
+
+def _output(*words: str) -> str:
+    """Return what a command of `aerie` prints, and its exit status."""
+    command = [sys.executable, "-P", "-c", "import sys; from aerie.command import main; sys.exit(main())", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_STATUS_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"`aerie {words[0]}` did not end within {_STATUS_LIMIT_S:g} s"
+    end = "" if done.returncode == 0 else f"\nexit status {done.returncode}"
+    return f"{done.stdout}{done.stderr}{end}"
+
+
+def _logs(now_s: float) -> Iterator[tuple[str, str]]:
+    """Yield name and end of each recent log: Aerie's own, then those of Ray's sessions, the newest first."""
+    left = MAX_ALL_BYTES
+    places: list[tuple[str, Path, Iterable[Path]]] = []
+    for folder in log_folders():
+        places.append(("logs/aerie", folder, folder.glob("*.log*")))
+    for session in _sessions():
+        places.append((f"logs/ray/{session.name}", session / "logs", (session / "logs").rglob("*")))
+    for place, root, paths in places:
+        for path in _newest(paths, now_s):
+            text = _end(path, min(MAX_LOG_BYTES, left))
+            left -= len(text)
+            if text:
+                yield f"{place}/{path.relative_to(root)}", text
+
+
+def _sessions() -> list[Path]:
+    """Return the session folders of this user's Rays that run, or ended by a fault."""
+    found = set()
+    for folder, record, _ in records():
+        found |= {record.session, *sessions_of(processes(folder))} - {""}
+    return [Path(each) for each in sorted(found)]
+
+
+def _newest(paths: Iterable[Path], now_s: float) -> list[Path]:
+    changed: dict[Path, float] = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if path.name.endswith(_LOGS) and path.is_file() and not path.is_symlink():
+                changed[path] = path.stat().st_mtime
+    recent = [path for path, at_s in changed.items() if now_s - at_s < _RECENT_S]
+    return sorted(recent, key=lambda path: -changed[path])
+
+
+def _end(path: Path, limit: int) -> str:
+    """Return the last `limit` bytes of a file, from the beginning of a line."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - limit))
+            data = file.read(limit)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    text = data.decode(errors="replace")
+    return text if size <= limit else text.partition("\n")[2]
