@@ -24,6 +24,7 @@ from aerie.deploy.processes.server_record import VARIABLE, Record, begin
 from aerie.deploy.serve import python_proxy
 from aerie.deploy.serve.console import log_path
 from aerie.deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
+from aerie.deploy.serve.ray_start import PATIENCE
 
 # The head checks every host once a second, and gives it up after three silent seconds: Ray 2.60's default settings
 # notice a host without power after half a minute.
@@ -34,8 +35,8 @@ NODE_ENVIRONMENT = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
-    "RAY_raylet_start_wait_time_s": "120",  # the default of 30 s is too short on a busy machine
-}
+    "RAY_START_HOOK": "aerie.deploy.serve.raylet_start.hook",
+} | PATIENCE
 
 
 @dataclass(frozen=True)

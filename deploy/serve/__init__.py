@@ -8,6 +8,7 @@ guest          our applications on a cluster that others use too
 drain          the end: running requests finish, new ones are refused
 check_process  checks the checkpoints while Ray starts, then starts the ranks
 ray_start      joins a Ray cluster or starts one; its session folder; without a home folder
+raylet_start   a raylet that a busy machine does not end, and that is started again
 address        the HTTP address, and the line printed when the server is ready
 console        terminal output and the log
 watches        HAProxy and Ray, stopped processes, starts that cannot succeed

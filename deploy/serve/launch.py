@@ -40,6 +40,7 @@ from aerie.deploy.serve.drain import END_LIMIT_S, run_until_signal
 from aerie.deploy.serve.environment import FAULT_ENVIRONMENT, silence_limit_s, use_haproxy
 from aerie.deploy.serve.guest import Guest
 from aerie.deploy.serve.ray_start import check_room, do_without_home, join_ray, start_own_ray
+from aerie.deploy.serve.raylet_start import RayletEndedError
 from aerie.deploy.serve.watches import ProcessWatch, RayWatch, StartWatch, Watch, end_at_once
 
 STOP_MARGIN_S = 15.0  # of `aerie stop`, beyond draining and END_LIMIT_S
@@ -205,7 +206,7 @@ def _enter_ray(server: _Server, wanted: argparse.Namespace, console: Console) ->
     if server.joins:
         join_ray(wanted.address)
         return []
-    node = start_own_ray(wanted.object_store_mb, server.config.parallel.tensor_parallel)
+    node = start_own_ray(wanted.object_store_mb, server.config.parallel.tensor_parallel, console.say)
     return [RayWatch(node, console)]
 
 
@@ -244,6 +245,8 @@ def _explained(joins: bool, log: Path | None) -> Iterator[None]:
         yield
     except Exception as error:  # OSError, ValueError, RuntimeError, Ray's own
         traceback.print_exc()
+        if isinstance(error, RayletEndedError):
+            raise ConfigError(f"Ray cannot be started: {error}{'' if log is None else f'; more in {log}'}") from None
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no reason'}"
         if joins:
             token = token_path(os.environ)

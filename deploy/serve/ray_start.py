@@ -12,6 +12,7 @@ from typing import Any
 from aerie.cluster.config import ConfigError
 from aerie.cluster.linux import NO_HOME, home_folder
 from aerie.deploy.processes import server_record
+from aerie.deploy.serve.raylet_start import watch_raylets
 
 # Processes of a small application: controller, two proxies, the task that builds the application, two ingresses, an
 # engine's replica and its coordinator. Ray starts them in sequence, and each imports for seconds.
@@ -25,6 +26,14 @@ SERVING_MODULES = (
 CORES_TO_PREPARE = 8  # minimum cores to start processes before they are needed
 
 
+# Limits of Ray 2.60 that are too short on a busy machine.
+PATIENCE = {
+    "RAY_raylet_start_wait_time_s": "120",  # until a raylet has registered; 30 s
+    "RAY_gcs_server_port_wait_time_s": "120",  # until the GCS has a port; 30 s
+    "RAY_agent_register_timeout_ms": "120000",  # of a raylet for its agent of runtime environments; 30 s
+}
+
+
 def join_ray(address: str | None) -> None:
     """Join a cluster. address: None for RAY_ADDRESS."""
     import ray
@@ -32,20 +41,21 @@ def join_ray(address: str | None) -> None:
     ray.init(address, namespace="serve")
 
 
-def start_own_ray(object_store_mb: int, num_ranks: int) -> Any:
-    """Run `start_ray` with files private to this user, which are removed when the server has ended."""
+def start_own_ray(object_store_mb: int, num_ranks: int, say: Callable[[str], None]) -> Any:
+    """Run `start_ray` with files private to this user, which are removed when the server has ended. say: prints a
+    line."""
     os.umask(stat.S_IRWXG | stat.S_IRWXO)
-    node = start_ray(object_store_mb, num_ranks)
+    node = start_ray(object_store_mb, num_ranks, say)
     session = node.get_session_dir_path()
     os.chmod(session, 0o700)  # Ray opens it to all users
     server_record.note(session=session)
     return node
 
 
-def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
+def start_ray(object_store_mb: int, num_ranks: int = 1, say: Callable[[str], None] = print) -> Any:
     """Start a minimal Ray on this machine: no dashboard, a small object store. With enough cores, the processes of
-    Serve and of an engine with `num_ranks` start at once and import in parallel. Return Ray's record of its
-    processes."""
+    Serve and of an engine with `num_ranks` start at once and import in parallel. A raylet that ends meanwhile is
+    started again, and `say` prints why. Return Ray's record of its processes."""
     if (os.cpu_count() or 1) >= CORES_TO_PREPARE:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "1")
         # Ray 2.60 starts as many as there are cores, and never more at once than this.
@@ -54,9 +64,11 @@ def start_ray(object_store_mb: int, num_ranks: int = 1) -> Any:
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")  # the default of 30 s is too short on a busy machine
+    for name, value in PATIENCE.items():
+        os.environ.setdefault(name, value)
     import ray
 
+    watch_raylets(say)
     # "local": by default Ray would join a cluster that this host is a node of.
     ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
     return ray._private.worker._global_node

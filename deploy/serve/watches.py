@@ -17,6 +17,7 @@ from aerie.deploy.haproxy.process import LAST, PID, STAND_IN, living
 from aerie.deploy.processes.guard import FAULT, end_descendants, process_tree
 from aerie.deploy.processes.server_record import note, note_processes, sessions_of
 from aerie.deploy.serve.console import Console
+from aerie.deploy.serve.raylet_start import cause
 
 _STARTED_S = 1.0  # a HAProxy that has run this long has the port
 
@@ -102,7 +103,8 @@ class RayWatch(Watch):
         for name, process in self._node.dead_processes():
             if name in ("raylet", "gcs_server"):
                 ended = f"Ray's {name} (pid {process.pid}) ended with {process.returncode}"
-                end_at_once(self._console, f"aerie serve: {ended}: nothing works without it")
+                why = cause(Path(self._node.get_logs_dir_path()), name, process.returncode)
+                end_at_once(self._console, f"aerie serve: {ended}: nothing works without it ({why})")
 
 
 def end_at_once(console: Console, reason: str, status: int = FAULT) -> None:

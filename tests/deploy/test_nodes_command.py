@@ -99,8 +99,6 @@ def test_where_there_are_cores_processes_begin_before_they_are_wanted(monkeypatc
     assert found["RAY_worker_maximum_startup_concurrency"] == "10", "Serve's, an engine's, and two ranks'"
     names = found["RAY_preload_python_modules"].split(",")
     assert names == list(SERVING_MODULES) and all(importlib.util.find_spec(name) for name in names)
-    root, *others = found["PYTHONPATH"].split(os.pathsep)
-    assert (Path(root) / "deploy" / "app.py").is_file() and others == ["/some/where"]
 
 
 @pytest.fixture
