@@ -1,27 +1,39 @@
-"""Entry points of Serve's config files. `build` builds an application from a configuration (`serve run
-deploy/eagle.yaml`), `build_planned` from a plan of `aerie serve`."""
+"""Entry points of Serve's config files and commands. `build` builds an application from a configuration (`serve run
+deploy/eagle.yaml`), `build_planned` from a plan of `aerie serve`. Each packaged configuration is an attribute,
+for `serve build`."""
 
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
+from aerie.cluster.config import read_args
 from aerie.cluster.ingress.deployment import Ingress
 from aerie.cluster.parallel import ReplicasConfig
 from aerie.cluster.placement import ENGINE_CPUS
 from aerie.cluster.plan import Plan
 from aerie.cluster.replica.engine import Engine
 from aerie.cluster.replica.scaling import desired_replicas
-from aerie.deploy.nodes import cluster_nodes
+from aerie.deploy.config.files import find_config, packaged_names
+from aerie.deploy.nodes import cluster_nodes, local_nodes
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Called by Serve in a Ray process. Relative paths in `args` start at this folder, because Serve does not report
-    the file's folder. Raises ConfigError, which Serve prints as the cause."""
+    """Called by Serve in a Ray process, and by programs (`docs/serve-handles.md`). Relative paths in `args` start at
+    this folder, because Serve does not report the file's folder. Without Ray, as in `serve build`, this machine stands
+    for the cluster. Raises ConfigError, which Serve prints as the cause."""
     from aerie.deploy.checks import planned  # imports torch, which `build_planned` does not need
 
-    return application(planned(args, cluster_nodes()))
+    return application(planned(args, cluster_nodes() if ray.is_initialized() else local_nodes(1, None, None)))
+
+
+def __getattr__(name: str) -> Application:
+    """Return the application of the packaged configuration `name`."""
+    if name not in packaged_names():
+        raise AttributeError(f"module {__name__} has no attribute {name}, and no packaged configuration has this name")
+    return build(read_args(find_config(name)))
 
 
 def build_planned(args: dict[str, Any]) -> Application:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,7 @@ def _cluster(folder: str) -> Iterator[tuple[str, dict[str, str]]]:
         _, alive = psutil.wait_procs([psutil.Process(head.pid), *children], timeout=20)
         for process in alive:
             process.kill()
+        head.wait()
 
 
 def _wait(condition: Any, process: "subprocess.Popen[Any]", log: Path) -> None:
@@ -108,12 +110,42 @@ def _wait(condition: Any, process: "subprocess.Popen[Any]", log: Path) -> None:
         time.sleep(0.2)
 
 
+class Asking(threading.Thread):
+    """Asks another team's application again and again until the `with` ends. wrong: what it answered instead."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._over = threading.Event()
+        self.num_right = 0
+        self.wrong: list[str] = []
+
+    def run(self) -> None:
+        while not self._over.wait(0.05):
+            try:
+                text = httpx.get(self._url, timeout=30).text
+            except httpx.HTTPError as error:
+                text = repr(error)
+            if text == "another team's":
+                self.num_right += 1
+            else:
+                self.wrong.append(text)
+
+    def __enter__(self) -> "Asking":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self.join()
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-def test_others_applications_answer_through_start_refusal_and_ctrl_c(tmp_path: Path) -> None:
-    """One of them is broken for good: that ends nothing of ours."""
+def test_others_applications_answer_through_start_refusal_crash_update_and_ctrl_c(tmp_path: Path) -> None:
+    """One of them is broken for good: that ends nothing of ours. Ours outlives its command, and is replaced."""
     folder, port = tempfile.mkdtemp(prefix="gu", dir="/tmp"), free_port()
-    url = f"http://127.0.0.1:{port}"
+    models = f"http://127.0.0.1:{port}/v1/models"
     content = read_config_file(ROOT / "deploy" / "eagle.yaml")
     content["http_options"]["port"] = port
     args = content["applications"][0]["args"]
@@ -121,9 +153,6 @@ def test_others_applications_answer_through_start_refusal_and_ctrl_c(tmp_path: P
     for section, name in (("model", "target"), ("speculative", "dspark")):
         args[section]["path"] = str(ROOT / "deploy" / "models" / name)
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(content))
-
-    def others() -> str:
-        return httpx.get(f"{url}/other", timeout=30).text
 
     try:
         with _cluster(folder) as (address, environment):
@@ -137,16 +166,27 @@ def test_others_applications_answer_through_start_refusal_and_ctrl_c(tmp_path: P
             )
             assert "deployed" in deployed.stdout, deployed.stderr[-3000:]
             command = [BIN / "aerie", "serve", tmp_path / "own.yaml", "--address", address, "--no-haproxy"]
-            log = tmp_path / "own.log"
-            with log.open("w") as output:
-                own = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-            _wait(lambda: "is ready after" in log.read_text(), own, log)
-            assert httpx.get(f"{url}/v1/models", timeout=30).json()["data"] and others() == "another team's"
-            second = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-            assert second.returncode == 2 and "is on this cluster already" in second.stderr, second.stderr
-            own.send_signal(signal.SIGINT)
-            own.wait(60)
-            assert others() == "another team's", log.read_text()
-            assert httpx.get(f"{url}/v1/models", timeout=30).status_code == 404
+
+            def started(number: int, *more: str) -> "subprocess.Popen[Any]":
+                log = tmp_path / f"own-{number}.log"
+                with log.open("w") as output:
+                    own = subprocess.Popen([*command, *more], env=environment, stdout=output, stderr=output)
+                _wait(lambda: "is ready after" in log.read_text(), own, log)
+                assert httpx.get(models, timeout=30).json()["data"]
+                return own
+
+            with Asking(f"http://127.0.0.1:{port}/other") as others:
+                own = started(1)
+                for process in [*psutil.Process(own.pid).children(recursive=True), psutil.Process(own.pid)]:
+                    process.kill()
+                own.wait(60)
+                again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+                assert again.returncode == 2 and "is on this cluster already" in again.stderr, again.stderr
+                assert httpx.get(models, timeout=30).json()["data"]
+                own = started(2, "--replace")
+                own.send_signal(signal.SIGINT)
+                own.wait(60)
+                assert httpx.get(models, timeout=30).status_code == 404
+            assert not others.wrong and others.num_right > 50, (others.num_right, others.wrong[:3])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
