@@ -22,38 +22,41 @@ WITHOUT_EFFECT = Names(
     abort-on-priority-when-disabled aggregate-engine-logging allow-credentials allow-deprecated-quantization
     async-scheduling calculate-kv-scales cohere-is-reasoning-model cudagraph-metrics dcp-q-replicate
     dcp-replicate-q-proj debug-cuda-graph delete-ckpt-after-loading disable-aiter-allreduce-fusion-in-decode
-    disable-aiter-allreduce-fusion-in-prefill disable-async-output-proc disable-attn-tp-gather disable-cascade-attn
-    disable-chunked-mm-input disable-chunked-prefix-cache disable-cuda-graph disable-cuda-graph-padding
-    disable-custom-all-reduce disable-decode-cuda-graph disable-disk-cache disable-fast-image-processor
-    disable-fastapi-docs disable-flashinfer disable-flashinfer-autotune disable-flashinfer-cutlass-moe-fp4-allgather
-    disable-frontend-multiprocessing disable-hybrid-kv-cache-manager disable-hybrid-swa-memory disable-jump-forward
-    disable-log-requests disable-log-stats disable-mla disable-mm-preprocessor-cache
-    disable-nccl-for-dp-synchronization disable-outlines-disk-cache disable-overlap-schedule
-    disable-piecewise-cuda-graph disable-prefill-cuda-graph disable-priority-preemption disable-regex-jump-forward
-    disable-shared-experts-fusion disable-tokenizer-batch-decode disable-uvicorn-access-log
-    enable-aiter-allreduce-fusion enable-amd-monokernel enable-attn-tp-input-scattered enable-auto-tool-choice
-    enable-batch-sharded-sampling enable-beta-spec enable-broadcast-mm-inputs-process enable-cache-report
-    enable-chunked-prefill enable-cp-decode-attn-tp enable-cudagraph-gc enable-cumem-allocator enable-dbo
+    disable-aiter-allreduce-fusion-in-prefill disable-async-output-proc disable-attn-tp-gather
+    disable-cascade-attn disable-chunked-mm-input disable-chunked-prefix-cache disable-cuda-graph
+    disable-cuda-graph-padding disable-custom-all-reduce disable-decode-cuda-graph disable-disk-cache
+    disable-fast-image-processor disable-fastapi-docs disable-flashinfer disable-flashinfer-autotune
+    disable-flashinfer-cutlass-moe-fp4-allgather disable-frontend-multiprocessing
+    disable-hybrid-kv-cache-manager disable-hybrid-swa-memory disable-jump-forward disable-log-requests
+    disable-log-stats disable-mla disable-mm-preprocessor-cache disable-nccl-for-dp-synchronization
+    disable-outlines-disk-cache disable-overlap-schedule disable-piecewise-cuda-graph disable-prefill-cuda-graph
+    disable-priority-preemption disable-regex-jump-forward disable-shared-experts-fusion
+    disable-tokenizer-batch-decode disable-uvicorn-access-log enable-aiter-allreduce-fusion
+    enable-amd-monokernel enable-attn-tp-input-scattered enable-auto-tool-choice enable-batch-sharded-sampling
+    enable-beta-spec enable-broadcast-mm-inputs-process enable-cache-report enable-chunked-prefill
+    enable-cp-decode-attn-tp enable-cudagraph-gc enable-cumem-allocator enable-dbo
     enable-decoder-swa-bounded-replay enable-deepep-moe enable-deepseek-v4-fp4-indexer enable-dense-mlp-attn-tp
     enable-dp-attention-local-control-broadcast enable-dp-lm-head enable-dsa-cache-layer-split
     enable-dsa-fused-indexer enable-dynamic-batch-tokenizer enable-dynamic-chunking enable-elastic-expert-backup
     enable-encoder-swa-bounded-replay enable-ep-moe enable-ep-weight-filter enable-eplb enable-flashinfer
     enable-flashinfer-allreduce-fusion enable-flashinfer-autotune enable-flashinfer-cutlass-moe
-    enable-flashinfer-mla enable-flashinfer-trtllm-moe enable-flexkv enable-forward-pass-metrics enable-fp32-lm-head
-    enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope enable-hc-sp enable-hierarchical-cache/enable-hicache
-    enable-hisparse enable-http-worker-reuseport enable-int8-mamba-checkpoint enable-kv-cache-sharding
-    enable-layernorm-sp enable-layerwise-nvtx-marker enable-layerwise-nvtx-tracing enable-lean-attention
-    enable-linear-replayssm enable-linear-replayssm-spec enable-linker-mla-dedup enable-lmcache enable-log-deltas
-    enable-log-outputs enable-log-requests enable-logging-iteration-details enable-mamba-cache-stochastic-rounding
+    enable-flashinfer-mla enable-flashinfer-trtllm-moe enable-flexkv enable-forward-pass-metrics
+    enable-fp32-lm-head enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope enable-hc-sp
+    enable-hierarchical-cache/enable-hicache enable-hisparse enable-http-worker-reuseport
+    enable-int8-mamba-checkpoint enable-kv-cache-sharding enable-layernorm-sp enable-layerwise-nvtx-marker
+    enable-layerwise-nvtx-tracing enable-lean-attention enable-linear-replayssm enable-linear-replayssm-spec
+    enable-linker-mla-dedup enable-lmcache enable-log-deltas enable-log-outputs enable-log-requests
+    enable-logging-iteration-details enable-mamba-cache-stochastic-rounding
     enable-mamba-shared-prefix-checkpoint enable-megamoe-for-layernorm-sp enable-metrics
-    enable-metrics-for-all-schedulers enable-mfu-metrics enable-mixed-chunk enable-mm-embeds enable-mm-global-cache
-    enable-mscclpp enable-multi-layer-eagle enable-multimodal enable-multimodal-encoder-data-parallel
-    enable-nan-detection enable-nccl-nvls enable-nsa-prefill-context-parallel enable-nvidia-megakernel
-    enable-offline-docs enable-p2p-check enable-page-major-kv-layout enable-per-request-metrics
-    enable-piecewise-cuda-graph enable-precise-embedding-interpolation enable-prefill-cp enable-prefill-delayer
-    enable-prefix-mm-cache enable-priority-scheduling enable-profile-cuda-graph enable-prompt-tokens-details
-    enable-reasoning enable-request-id-headers enable-request-time-stats-logging enable-response-store
-    enable-scattered-sconv enable-server-load-tracking enable-shared-experts-attn-tp enable-shm-tensor-arena
+    enable-metrics-for-all-schedulers enable-mfu-metrics enable-mixed-chunk enable-mm-embeds
+    enable-mm-global-cache enable-mscclpp enable-multi-layer-eagle enable-multimodal
+    enable-multimodal-encoder-data-parallel enable-nan-detection enable-nccl-nvls
+    enable-nsa-prefill-context-parallel enable-nvidia-megakernel enable-offline-docs enable-p2p-check
+    enable-page-major-kv-layout enable-per-request-metrics enable-piecewise-cuda-graph
+    enable-precise-embedding-interpolation enable-prefill-cp enable-prefill-delayer enable-prefix-mm-cache
+    enable-priority-scheduling enable-profile-cuda-graph enable-prompt-tokens-details enable-reasoning
+    enable-request-id-headers enable-request-time-stats-logging enable-response-store enable-scattered-sconv
+    enable-server-load-tracking enable-session-radix-cache enable-shared-experts-attn-tp enable-shm-tensor-arena
     enable-single-batch-overlap enable-symm-mem enable-tf32-matmul enable-tokenizer-batch-encode
     enable-tokenizer-info-endpoint enable-torch-compile enable-torch-compile-debug-mode enable-torch-symm-mem
     enable-tp-lm-head-all-to-all enable-trace enable-trace-replay enable-two-batch-overlap
@@ -62,14 +65,14 @@ WITHOUT_EFFECT = Names(
     exclude-tools-when-tool-choice-none export-metrics-to-file fail-on-environ-validation
     flashinfer-mla-disable-ragged interleave-mm-strings jit-monitor-verbose keep-mm-feature-on-device
     kv-cache-metrics kv-sharing-fast-prefill language-model-only language-only log-error-stack log-requests
-    long-prefill-token-threshold-adaptive mlx-enable-sampling mm-device-do-normalize mm-enable-dp-encoder monokernel
-    multi-step-stream-outputs numa-bind pre-warm-nccl prefill-only-disable-kv-cache ray-workers-use-nsight
-    schedule-low-priority-values-first scheduler-reserve-full-isl show-time-cost skip-mm-profiling
-    skip-server-warmup sleep-on-idle speculative-dspark-align-verify-tokens-to-graph-tier
+    long-prefill-token-threshold-adaptive mlx-enable-sampling mm-device-do-normalize mm-enable-dp-encoder
+    monokernel multi-step-stream-outputs numa-bind pre-warm-nccl prefill-only-disable-kv-cache
+    ray-workers-use-nsight schedule-low-priority-values-first scheduler-reserve-full-isl show-time-cost
+    skip-mm-profiling skip-server-warmup sleep-on-idle speculative-dspark-align-verify-tokens-to-graph-tier
     speculative-use-block-verification speculative-use-rejection-sampling stream-output strip-thinking-cache
-    swa-bounded-replay triton-attention-reduce-in-fp32 trust-mm-content-hashes use-fp64-gumbel use-ray use-replayssm
-    use-tqdm-on-load use-v2-block-manager weight-loader-disable-mmap weight-loader-drop-cache-after-load
-    weight-loader-prefetch-checkpoints worker-use-ray
+    swa-bounded-replay triton-attention-reduce-in-fp32 trust-mm-content-hashes use-fp64-gumbel use-ray
+    use-replayssm use-tqdm-on-load use-v2-block-manager weight-loader-disable-mmap
+    weight-loader-drop-cache-after-load weight-loader-prefetch-checkpoints worker-use-ray
     """,
     values="""
     additional-config all2all-backend allowed-local-media-path anthropic-disabled-thinking-effort
@@ -177,7 +180,7 @@ REFUSED: dict[str, Names] = {
     ),
     "a server's setting that Aerie lacks: send it with requests (docs/http-api.md), or leave it out": Names(
         flags="""
-        allow-auto-truncate constrained-json-disable-any-whitespace enable-prompt-embeds enable-session-radix-cache
+        allow-auto-truncate constrained-json-disable-any-whitespace enable-prompt-embeds
         enable-streaming-session enable-strict-thinking enable-watermark skip-tokenizer-init trust-request-chat-template
         trust-request-mm-kwargs
         """,

@@ -35,6 +35,7 @@ from aerie.deploy.config.vllm_values import (
     sampling_defaults,
     served_names,
     speculative,
+    step_tokens,
     to_key,
     whole_number,
 )
@@ -142,13 +143,13 @@ _SET: Sequence[Option] = (
     Option(("--enable-prefix-caching",), _flag("cache.prefix_cache"), 0, group="memory", help="cache.prefix_cache"),
     Option(("--disable-radix-cache",), _flag("cache.prefix_cache", False), 0),
     _key("--max-num-seqs --max-running-requests", "scheduler.max_running", whole_number, "memory", "N"),
-    _key(
-        "--max-num-batched-tokens --chunked-prefill-size",
-        "scheduler.max_step_tokens",
-        whole_number,
-        "memory",
-        "N",
-        "prompt tokens of a step, beside those of running requests",
+    Option(
+        ("--max-num-batched-tokens", "--chunked-prefill-size"),
+        step_tokens,
+        note="prompt tokens of a step, beside those of running requests",
+        group="memory",
+        help="scheduler.max_step_tokens",
+        metavar="N",
     ),
     _key("--max-num-queued-reqs --max-queued-requests", "scheduler.max_waiting", whole_number, "memory", "N"),
     _key("--tensor-parallel-size -tp --tp-size --tp", "parallel.tensor_parallel", whole_number, "ranks", "N"),

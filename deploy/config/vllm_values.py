@@ -56,6 +56,11 @@ def page_size(value: Any) -> Changes:
     return {"cache.page_size": size} if size in (1, 2, 4, 8, 16, 32, 64) else {}
 
 
+def step_tokens(value: Any) -> Changes:
+    """Parse the prompt tokens of a step. SGLang's -1, prompts in one piece, leaves Aerie's own limit."""
+    return {} if str(value) == "-1" else {"scheduler.max_step_tokens": whole_number(value)}
+
+
 def model_length(value: Any) -> Changes:
     """Parse the length; `auto` and -1 are the model's own."""
     return {} if str(value) in ("auto", "-1") else {"model.max_model_len": whole_number(value)}
