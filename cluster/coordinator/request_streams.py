@@ -26,6 +26,7 @@ from aerie.cluster.transport.messages import (
 from aerie.cluster.transport.reactor import Reactor
 from aerie.cluster.transport.sockets import Transport
 from aerie.workers.scheduling.plan import unpack_i32
+from aerie.workers.scheduling.queues.tenants import Tenant
 from aerie.workers.scheduling.request import FinishReason, QueueFullError, Request, RequestOutput
 from aerie.workers.scheduling.scheduler import Scheduler
 
@@ -135,9 +136,11 @@ class RequestStreams:
                 continue
             if self._streams.pop(stream.request_id, None) is None:
                 continue  # its ingress was lost during another refusal
-            self._scheduler.abort(stream.request_id, FinishReason.ERROR)
+            request = self._scheduler.abort(stream.request_id, FinishReason.ERROR)
+            assert request is not None, "a stream has a request until its end"
+            tenant = self._scheduler.queues.tenants.of(request.owner)
             message = f"waited {self._queue_timeout_s:g} s in the queue (engine.queue_timeout_s)"
-            self._send(stream.ingress, Refused(stream.request_id, self._queue_full(message)))
+            self._send(stream.ingress, Refused(stream.request_id, self._queue_full(message, tenant)))
 
     def close(self, linger_ms: int) -> None:
         """Close the inbox; queued messages are sent for up to `linger_ms`."""
@@ -175,10 +178,12 @@ class RequestStreams:
         """Queue or refuse a request. No content of a request may end the loop."""
         if self.is_draining:
             return Refusal("leaving" if self.is_leaving else "not_ready", "the engine is draining")
-        wait_s = None if message.resumed else self._scheduler.admission.wait_s()
+        tenant = self._scheduler.queues.tenants.of(message.owner)
+        wait_s = None if message.resumed else self._scheduler.admission.wait_s(tenant)
         if wait_s is not None and wait_s > self._queue_timeout_s:
             return self._queue_full(
-                f"a new request would wait {wait_s:.0f} s, more than engine.queue_timeout_s={self._queue_timeout_s:g}"
+                f"a new request would wait {wait_s:.0f} s, more than engine.queue_timeout_s={self._queue_timeout_s:g}",
+                tenant,
             )
         try:
             request = Request(
@@ -186,11 +191,12 @@ class RequestStreams:
                 array("i", message.prompt),
                 message.sampling,
                 output=unpack_i32(message.output).tolist(),
+                owner=message.owner,
             )
             self._scheduler.submit(request, resumed=message.resumed)
             self._scheduler.stats.num_resumed += message.resumed or bool(request.output)
         except QueueFullError as error:
-            return self._queue_full(str(error))
+            return self._queue_full(str(error), tenant)
         except ValueError as error:  # such as RequestTooLargeError
             return Refusal("too_large", str(error))
         except Exception as error:
@@ -218,8 +224,8 @@ class RequestStreams:
         wait_s, speed = scheduler.admission.wait_s(), scheduler.prefill_tokens_per_s()
         return max(0.0, wait_s - scheduler.backlog_tokens / speed) if wait_s is not None and speed else 0.0
 
-    def _queue_full(self, message: str) -> Refusal:
-        return Refusal("queue_full", message, self._scheduler.admission.retry_after_s(self._queue_timeout_s))
+    def _queue_full(self, message: str, tenant: Tenant) -> Refusal:
+        return Refusal("queue_full", message, self._scheduler.admission.retry_after_s(tenant, self._queue_timeout_s))
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> None:
         """End a request in any state. Unknown ones have ended already."""

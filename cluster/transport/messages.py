@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from aerie.workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
+from aerie.workers.scheduling.request import Owner
 from aerie.workers.scheduling.stats import Metric, SchedulerStats
 
 MAX_CRASHES = 1  # maximum hung or crashed steps of a request that is resumed
@@ -26,6 +27,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_crashes: steps with it that hung or crashed on other engines.
     running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
     token_origins: report for every token whether it was drafted.
+    owner: whose request it is.
     """
 
     request_id: str
@@ -36,6 +38,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     token_origins: bool = False
     resumed: bool = False
     num_crashes: int = 0
+    owner: Owner = Owner()
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):

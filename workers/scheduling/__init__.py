@@ -9,6 +9,7 @@ In the order of one step:
    scheduler        builds a plan with the parts below; applies its result one step later
    rounds           chooses the requests that decode, their tree shape and pages
    prefill          chooses prompt chunks, and the requests that get a slot
+   tenant_turns     what gives way to the tenant whose turn it is
    shared_prefixes  lets prompts wait for a common prefix that another prompt computes
    slot_lengths     host-side lengths of each slot's request
    slot_pages       slots, their page tables, and the pages that steps in flight may write

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from itertools import islice
-from operator import attrgetter
 
 from aerie.attention.kv_cache.prefix_cache import Match, PrefixCache
 from aerie.workers.config import RoundShape, RoundShapes
@@ -10,15 +9,17 @@ from aerie.workers.scheduling.latency_budget import LatencyBudget, StepBudget, S
 from aerie.workers.scheduling.plan import Chunk, pack_i32
 from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.queues.tenants import PRIORITY_S
 from aerie.workers.scheduling.sequence import PlanBuilder, Sequence
 from aerie.workers.scheduling.shared_prefixes import SharedPrefixes
+from aerie.workers.scheduling.slot_lengths import Slots
 from aerie.workers.scheduling.stats import SchedulerStats
+from aerie.workers.scheduling.tenant_turns import AdmittedPrompts, TenantTurns
 from aerie.workers.scheduling.timing.step import Prediction, Step
 
 MAX_PASSED = 64  # waiting requests that a step examines for admission
 MAX_ASKED = 8  # waiting requests whose common prefixes get saved states in a step of a hybrid model
 MASK_WAIT_MS = 250.0  # used without costs
-_ORDER = attrgetter("order")
 
 
 class PrefillPlanner:
@@ -33,6 +34,9 @@ class PrefillPlanner:
     has room for its whole prompt in addition to all promised pages, and pages are taken from the youngest, so the
     oldest admitted request can take every page and finish. The oldest waiting request is admitted once running requests
     end, because later arrivals cannot pass its deadline.
+
+    With several tenants, the one with the least weighted tokens comes first, also among admitted prompts
+    (`tenant_turns`).
 
     A numeric ITL target also limits the growth of the batch (`LatencyBudget.growth_limit_ms`).
 
@@ -57,21 +61,30 @@ class PrefillPlanner:
         self._round_pages = queues.slot_pages.pages_for(shapes.max_new_tokens)
         self._grammars = grammars
         self.shared = SharedPrefixes(queues)
+        self._turns = TenantTurns(queues, grammars, stats, clock)
         self.budget: LatencyBudget | None = None
 
     def deadline_s(self, sequence: Sequence) -> float:
         """Return the time by which the prompt should be computed. Sets `num_cached`; cached tokens take no time."""
+        begin_s = sequence.submitted_s + PRIORITY_S * sequence.request.owner.priority
         if self.budget is None:
-            return sequence.submitted_s
+            return begin_s
         cache = self._cache_for(sequence)
         salt = sequence.request.sampling.cache_salt
         sequence.num_cached = 0 if cache is None else cache.num_cached(sequence.tokens, salt)
         num_tokens = len(sequence.tokens) - sequence.num_cached
-        return sequence.submitted_s + self.budget.patience_s(num_tokens, self._queues.backlog_tokens)
+        return begin_s + self.budget.patience_s(num_tokens, self._queues.backlog_tokens)
 
     def mask_wait_ms(self, expected: Prediction | None) -> float:
         """Return the milliseconds that a step may wait for grammar masks. expected: its predicted time."""
         return MASK_WAIT_MS if self.budget is None or expected is None else self.budget.mask_wait_ms(expected.ms)
+
+    def give_way(self, builder: PlanBuilder) -> tuple[Slots, Slots]:
+        """Begin a plan: preempt for the tenant whose turn it is, if it lacks room. Return the slots whose rounds run in
+        this step, and all slots that could run one."""
+        self._turns.make_room(builder, self.promised_pages)
+        slots = self._slot_pages.round_slots()
+        return slots if self.budget is None else self._turns.running(slots, self.budget), slots
 
     def plan(
         self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds, usual_shape: int | None = None
@@ -84,21 +97,23 @@ class PrefillPlanner:
         """
         queues, budget = self._queues, self._step_budget(rounds)
         usual = rounds if usual_shape is None else rounds._replace(shape=usual_shape)
-        admitted = sorted(queues.prefilling.values(), key=_ORDER, reverse=True)
+        admitted, turns = AdmittedPrompts(queues.prefilling.values(), self._turns.only), self._turns
         self.shared.begin()
         while budget.room(1, 0):
-            first = admitted[-1] if admitted else None
+            first = admitted.first()
             waiting = self._next_waiting(first, builder, rounds) if self._can_admit(builder) else None
+            if waiting is not None and turns.only not in (None, waiting.tenant):
+                waiting = None
             if waiting is not None:
                 builder.admits = self._may_grow(waiting, builder, usual) and self._admit(waiting, builder, budget)
                 if builder.admits:
                     self.shared.admitted(waiting)
                     count = self._plan_chunk(waiting, budget, builder, drafted)
                     assert count > 0, "a request was admitted without room for its first chunk"
-            elif admitted:
-                sequence = admitted.pop()
-                if sequence.slot >= 0:
-                    self._plan_chunk(sequence, budget, builder, drafted)
+            elif first is not None:
+                admitted.remove(first)
+                if first.slot >= 0:
+                    self._plan_chunk(first, budget, builder, drafted)
             else:
                 break
         if self._slot_pages.saves is not None:
@@ -116,7 +131,7 @@ class PrefillPlanner:
         whose prefix this plan computes for another request.
         """
         for sequence in islice(filter(self._queues.may_be_admitted, self._queues.waiting), MAX_PASSED):
-            if admitted is not None and admitted.order < sequence.order:
+            if admitted is not None and admitted.precedes(sequence):
                 return None
             if rounds.num_requests and not self._grammars.is_ready(sequence):
                 continue
@@ -153,6 +168,8 @@ class PrefillPlanner:
         """Return the uncomputed prompt tokens of requests that have a slot or could get one now, and the mean number of
         tokens before them that need not be computed."""
         queues = self._queues
+        if self._turns.only is None and self._turns.is_shared():
+            return 0, 0.0  # a short step, so that another tenant's next request finds one
         prompts = [(len(sequence.tokens), sequence.computed) for sequence in queues.prefilling.values()]
         for sequence in islice(queues.waiting, self._slot_pages.num_free_slots):
             prompts.append((len(sequence.tokens), sequence.num_cached))
@@ -186,6 +203,7 @@ class PrefillPlanner:
         builder.num_planned[sequence.slot] = count
         sequence.computed = end
         self._slot_pages.committed[sequence.slot] = end
+        sequence.tenant.charge(count)
         self._stats.prompt_tokens += count
         if is_last:
             builder.last_chunks.append(sequence)
@@ -216,7 +234,7 @@ class PrefillPlanner:
             return False  # results from before its preemption are still in flight
         slot_pages, request = self._slot_pages, sequence.request
         allocator, cache = slot_pages.allocator, self._cache_for(sequence)
-        room = allocator.num_available - self._promised_pages()
+        room = allocator.num_available - self.promised_pages()
         insertions = 0 if cache is None else cache.num_insertions
         if self._queues.active and sequence.pages_missing[0] == insertions and sequence.pages_missing[1] > room:
             return False
@@ -236,6 +254,7 @@ class PrefillPlanner:
             allocator.release(match.pages)
             return False
         builder.inits.append(self._queues.admit(sequence, match))
+        self._turns.admitted(sequence)
         if not sequence.was_admitted:
             sequence.was_admitted = True
             request.cached_tokens = min(sequence.computed, len(request.prompt))
@@ -250,7 +269,7 @@ class PrefillPlanner:
         prompt."""
         return None if sequence.request.wants_prompt_logprobs else self._slot_pages.cache
 
-    def _promised_pages(self) -> int:
+    def promised_pages(self) -> int:
         """Return the pages that running requests may need for their next round, and that admitted prompts still
         lack."""
         num_decoding = len(self._queues.active) - len(self._queues.prefilling)

@@ -24,12 +24,26 @@ class FinishReason(StrEnum):
     INVALID = "invalid"  # the request turned out to be impossible while it ran
 
 
+class Owner(msgspec.Struct, frozen=True, array_like=True):
+    """Whose request it is, and how urgent (`aerie.workers.scheduling.queues.tenants`).
+
+    tenant: name of the API key; "": none.
+    weight: the tenant's share of the engine, relative to other tenants.
+    priority: of this request; lower is more urgent.
+    """
+
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+
+
 @dataclass
 class Request:
     """One request.
 
     prompt: token ids; from another process an `array("i")`, which takes a tenth of a list's memory.
     output: token ids so far.
+    owner: whose request it is.
     cached_tokens: prompt tokens found in the prefix cache at its first admission.
     num_rounds: rounds that verified drafts.
     acceptance_histogram: [k] rounds that accepted k draft tokens.
@@ -41,6 +55,7 @@ class Request:
     sampling: SamplingParams
     state: RequestState = RequestState.WAITING
     output: list[int] = field(default_factory=list)
+    owner: Owner = Owner()  # noqa: RUF009 - immutable
     cached_tokens: int = 0
     num_rounds: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)

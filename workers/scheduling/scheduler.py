@@ -209,12 +209,13 @@ class Scheduler:
         slot_pages = self.slot_pages
         slot_pages.slide()
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
-        slots = slot_pages.round_slots()
-        kv_tokens = self.rounds.kv_tokens(slots)
-        shape, next_shape = self.rounds.shapes(slots, kv_tokens, self.step_time, self._prefill.budget)
-        slots, ends = self.rounds.reserve(builder, slots, shape, next_shape)
-        rounds = self.rounds.load(slots, shape, next_shape, None if builder.preempted else kv_tokens)
+        running, all_slots = self._prefill.give_way(builder)
+        planned = self.rounds.plan(builder, running, self.step_time, self._prefill.budget)
+        shape, next_shape, slots, ends, rounds = planned
         budget = self._prefill.plan(builder, self._shapes[next_shape], rounds, self.rounds.usual(next_shape))
+        if len(running) < len(all_slots) and not builder.chunks:  # the prompt to which they gave way has no room
+            planned = self.rounds.plan(builder, slot_pages.round_slots(), self.step_time, self._prefill.budget)
+            shape, next_shape, slots, ends, rounds = planned
         if builder.preempted and len(slots):  # a chunk of an older request may have preempted a younger one
             alive = slot_pages.decoding[slots]
             slots, ends = slots[alive], ends[alive]

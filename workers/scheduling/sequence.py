@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aerie.workers.scheduling.plan import Chunk, SlotInit
+from aerie.workers.scheduling.queues.tenants import PRIORITY_TOKENS, Tenant
 from aerie.workers.scheduling.request import Request
 from aerie.workers.scheduling.timing.step import Prediction, Step
 
@@ -17,6 +18,9 @@ class Sequence:
     """A request's state.
 
     number: order of arrival; its priority for pages.
+    tenant: whose request it is.
+    turn: its tenant's counter when its prompt was begun, by which the whole prompt is ranked; None while it waits, or
+        if no tenant ran more requests then.
     deadline_s: its priority among prompts (`aerie.workers.scheduling.prefill`).
     num_cached: tokens found in the prefix cache on arrival; 0 without costs.
     computed: tokens that are cached or in planned chunks.
@@ -29,11 +33,13 @@ class Sequence:
     request: Request
     number: int
     submitted_s: float
+    tenant: Tenant
     deadline_s: float = field(init=False)
     prompt: npt.NDArray[np.int32] = field(init=False)
     tokens: npt.NDArray[np.int32] = field(init=False)  # prompt and output at its last admission
     max_len: int = field(init=False)
     slot: int = -1
+    turn: float | None = None
     num_cached: int = 0
     computed: int = 0
     kept: int = 0
@@ -52,8 +58,19 @@ class Sequence:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Priority among prompts: deadline, then arrival."""
+        """Priority among a tenant's prompts: deadline, then arrival."""
         return self.deadline_s, self.number
+
+    def rank(self, served: float) -> tuple[float, ...]:
+        """Return its priority among those of other tenants. served: its tenant's counter."""
+        turn = served if self.turn is None else self.turn
+        return turn + PRIORITY_TOKENS * self.request.owner.priority, self.deadline_s, self.number
+
+    def precedes(self, other: "Sequence") -> bool:
+        """Whether its prompt is computed first."""
+        if self.tenant is other.tenant:
+            return self.order < other.order
+        return self.rank(self.tenant.served) < other.rank(other.tenant.served)
 
     def known_tokens(self) -> npt.NDArray[np.int32]:
         """Prompt and output, int32."""

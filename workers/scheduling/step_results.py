@@ -78,6 +78,7 @@ class StepResults:
                 continue
             request = sequence.request
             request.output += new
+            sequence.tenant.charge(count)
             if awaits_tokens:
                 self._queues.has_new_tokens(sequence)
             if num_accepted >= 0:

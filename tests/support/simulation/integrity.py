@@ -27,8 +27,11 @@ def check_queues(queues: RequestQueues) -> None:
 
 def check_waiting(waiting: WaitingQueue) -> None:
     """Order and totals."""
-    sequences = waiting._sequences
-    assert sequences == sorted(sequences, key=lambda sequence: sequence.order), "the queue is out of order"
+    for tenant, of_tenant in waiting.by_tenant().items():
+        assert of_tenant == sorted(of_tenant, key=lambda each: each.order) != [], "the queue is out of order"
+        assert {each.tenant for each in of_tenant} == {tenant}
+    sequences = list(waiting)
+    assert {*sequences} == {each for of_tenant in waiting.by_tenant().values() for each in of_tenant}
     assert waiting._backlog.keys() == {sequence.number for sequence in sequences}
     assert waiting.load == (
         len(sequences),

@@ -26,7 +26,7 @@ from aerie.workers.runner.graphs.graph_keys import TOKEN_BUCKETS
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.latency_budget import LatencyBudget
 from aerie.workers.scheduling.plan import GraphCount, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
-from aerie.workers.scheduling.request import Request, RequestOutput
+from aerie.workers.scheduling.request import Owner, Request, RequestOutput
 from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.simulation.graphs import CAPTURE_MS, SimulatedGraphs
 from tests.support.simulation.scheduler import Clock
@@ -143,13 +143,16 @@ def eager_ms(tokens: int) -> float:
 @dataclass(frozen=True)
 class Arrival:
     """A request that comes at `at_s` whatever the server does. prompt: its tokens, if others may share some of them.
-    answer: tokens after which it stops; 0: `max_tokens`."""
+    answer: tokens after which it stops; 0: `max_tokens`. tenant, weight, priority: see `Owner`."""
 
     at_s: float
     prompt_len: int
     max_tokens: int
     prompt: tuple[int, ...] = ()
     answer: int = 0
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
 
 
 def poisson_load(
@@ -255,10 +258,11 @@ class SimulatedRank:
 
 @dataclass
 class Served:
-    """When a request came and when its tokens did."""
+    """When a request came and when its tokens did. tokens: of each event."""
 
     arrival: Arrival
     times_s: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     num_tokens: int = 0
 
 
@@ -395,7 +399,12 @@ def simulate(
         while coming and coming[0][1].at_s <= clock.now:
             number, arrival = coming.popleft()
             prompt = list(arrival.prompt) or [1] * arrival.prompt_len
-            request = Request(str(number), prompt, SamplingParams(arrival.max_tokens))
+            request = Request(
+                str(number),
+                prompt,
+                SamplingParams(arrival.max_tokens),
+                owner=Owner(arrival.tenant, arrival.weight, arrival.priority),
+            )
             later_s = again_s(scheduler, request)
             if later_s is not None:
                 insort(coming, (number, replace(arrival, at_s=clock.now + later_s)), key=lambda entry: entry[1].at_s)
@@ -425,6 +434,7 @@ def _count(outputs: Iterable[RequestOutput], served: list[Served], now: float) -
     for output in outputs:
         request = served[int(output.request.request_id)]
         request.times_s.append(now)
+        request.tokens.append(len(output.tokens))
         request.num_tokens += len(output.tokens)
 
 

@@ -12,6 +12,7 @@ from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import SamplingParams, StepPlan, unpack_i32
 from aerie.workers.scheduling.request import (
     FinishReason,
+    Owner,
     QueueFullError,
     Request,
     RequestOutput,
@@ -100,6 +101,7 @@ class Simulation:
         max_tokens: int = 10,
         output: list[int] | None = None,
         seed_of: Request | None = None,
+        owner: Owner = Owner(),  # noqa: B008 - immutable
         **sampling: object,
     ) -> Request:
         """Queue a request; its seed is its number, or that of another request with the same prompt."""
@@ -110,6 +112,7 @@ class Simulation:
             prompt,
             SamplingParams(max_tokens=max_tokens, seed=seed, **sampling),  # type: ignore[arg-type]
             output=list(output or []),
+            owner=owner,
         )
         self.scheduler.submit(request)
         self.prompts[seed] = prompt

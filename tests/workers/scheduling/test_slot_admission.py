@@ -13,6 +13,7 @@ from aerie.workers.scheduling.latency_budget import LatencyBudget
 from aerie.workers.scheduling.plan import SamplingParams, StepResult
 from aerie.workers.scheduling.queues.admission import MAX_RETRY_AFTER_S, UNKNOWN_S
 from aerie.workers.scheduling.queues.answer_lengths import AnswerLengths
+from aerie.workers.scheduling.queues.tenants import Tenant
 from aerie.workers.scheduling.queues.wait_forecast import QueueSimulation, StepForecast, Work
 from aerie.workers.scheduling.request import Request, RequestOutput
 from aerie.workers.scheduling.scheduler import Scheduler
@@ -42,7 +43,7 @@ def test_the_wait_is_charged_at_the_batch_that_will_run_and_not_at_the_last_one(
     """64 answers of 101 tokens need eight batches of eight, whatever ran before: one request, as at a load's end."""
     clock = Clock()
     scheduler = _scheduler(clock)
-    assert scheduler.admission.wait_s() is None and scheduler.admission.retry_after_s() == UNKNOWN_S
+    assert scheduler.admission.wait_s() is None and scheduler.admission.retry_after_s(Tenant()) == UNKNOWN_S
     scheduler.use_costs(COSTS)
     assert scheduler.admission.wait_s() == 0.0
     expected = scheduler.admission.expected
@@ -51,7 +52,7 @@ def test_the_wait_is_charged_at_the_batch_that_will_run_and_not_at_the_last_one(
     _submit(scheduler, 64, 10, 101)
     wait_s = scheduler.admission.wait_s()
     assert wait_s == pytest.approx(64 * 0.010 + 8 * 1.0, rel=0.15)
-    assert type(wait_s) is type(scheduler.admission.retry_after_s(5.0)) is float, "as messages encode it"
+    assert type(wait_s) is type(scheduler.admission.retry_after_s(Tenant(), 5.0)) is float, "as messages encode it"
 
 
 def test_pages_bound_the_batch() -> None:
@@ -153,13 +154,13 @@ def test_who_comes_again_after_retry_after_is_taken() -> None:
     policy = replace(ENGINES["70B"], config=SchedulerConfig(16, 2048))
     rng = random.Random(1)
     load = [Answers(128, 128).arrival(at_s, rng) for at_s in [0.0] * 4 + [60.0] * 400]
-    tries: dict[str, list[float]] = {}
+    tries, tenant = dict[str, list[float]](), Tenant()
 
     def again_s(scheduler: Scheduler, request: Request) -> float | None:
         tries.setdefault(request.request_id, []).append(scheduler._clock())
         wait_s = scheduler.admission.wait_s()
         assert wait_s is not None
-        return None if wait_s <= 20.0 else scheduler.admission.retry_after_s(20.0)
+        return None if wait_s <= 20.0 else scheduler.admission.retry_after_s(tenant, 20.0)
 
     simulate(load, policy, 0, again_s)
     counts = np.array([len(times) for times in tries.values()])

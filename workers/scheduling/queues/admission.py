@@ -7,6 +7,8 @@ from aerie.workers.config import RoundShapes, SchedulerConfig
 from aerie.workers.scheduling.acceptance.survival import Survival
 from aerie.workers.scheduling.queues.expected_wait import ExpectedWait
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.queues.tenants import Tenant
+from aerie.workers.scheduling.queues.waiting_queue import QueueLoad
 from aerie.workers.scheduling.request import QueueFullError, Request, RequestTooLargeError
 
 UNKNOWN_S = 5.0  # Retry-After before costs are known
@@ -34,27 +36,30 @@ class Admission:
         self._max_kv_tokens_at_end = shapes.max_kv_tokens_at_end
         self._clock = clock
         self.expected = ExpectedWait(queues, shapes, survival, clock)
-        self._retry_at_s = -math.inf  # when the last refused request may come again
 
-    def wait_s(self) -> float | None:
-        """Return the seconds until a request that came now would start; None if unknown."""
-        return self.expected.wait_s()
+    def wait_s(self, tenant: Tenant | None = None) -> float | None:
+        """Return the seconds until a request that came now would start; None if unknown. tenant: see `ExpectedWait`."""
+        return self.expected.wait_s(tenant)
 
-    def retry_after_s(self, limit_s: float = math.inf) -> float:
+    def retry_after_s(self, tenant: Tenant, limit_s: float = math.inf) -> float:
         """Return Retry-After for a refused request: the seconds until the queue has room for it and for the requests
         that were refused before it, so that one which comes again then is accepted.
 
+        tenant: whose it is.
         limit_s: maximum `wait_s` of new requests.
         """
-        now, wait_s = self._clock(), self.wait_s()
+        now, wait_s = self._clock(), self.wait_s(tenant)
         if wait_s is None:
             return UNKNOWN_S
-        self._retry_at_s = max(self._retry_at_s, now + max(0.0, wait_s - limit_s)) + self.expected.s_per_request()
-        return min(max(self._retry_at_s - now, 1.0), MAX_RETRY_AFTER_S)
+        tenant.retry_at_s = max(tenant.retry_at_s, now + max(0.0, wait_s - limit_s))
+        tenant.retry_at_s += self.expected.s_per_request(tenant)
+        return min(max(tenant.retry_at_s - now, 1.0), MAX_RETRY_AFTER_S)
 
     def check_room(self, request: Request) -> None:
-        """Raise QueueFullError if the queue has no room."""
+        """Raise QueueFullError if the queue has no room. A tenant with less than its share of it has room."""
         config, load = self._config, self._queues.waiting.load
+        if self._has_share(request):
+            return
         if config.max_waiting is not None and load.num_requests >= config.max_waiting:
             raise QueueFullError(f"max_waiting={config.max_waiting}: {load.num_requests} wait; retry later")
         if load.num_requests and load.bytes_with(len(request.prompt)) > config.max_waiting_bytes:
@@ -62,6 +67,20 @@ class Admission:
                 f"max_waiting_bytes={config.max_waiting_bytes}: {load.num_requests} requests with "
                 f"{load.prompt_tokens} prompt tokens wait; retry later"
             )
+
+    def _has_share(self, request: Request) -> bool:
+        """Whether others fill the queue: with this request its tenant would still have less than its share."""
+        by_tenant = self._queues.waiting.by_tenant()
+        tenant = self._queues.tenants.of(request.owner)
+        if not by_tenant.keys() - {tenant}:
+            return False
+        share = tenant.weight / sum(each.weight for each in by_tenant.keys() | {tenant})
+        own = by_tenant.get(tenant, ())
+        tokens = sum(len(each.prompt) for each in own)
+        load = QueueLoad(len(own), tokens)
+        has_bytes = load.bytes_with(len(request.prompt)) <= share * self._config.max_waiting_bytes
+        max_waiting = self._config.max_waiting
+        return has_bytes and (max_waiting is None or len(own) + 1 <= share * max_waiting)
 
     def check(self, request: Request) -> None:
         """Raise ValueError for an invalid request, RequestTooLargeError for one that can never run."""

@@ -7,6 +7,8 @@ follow from the queue (`wait_forecast`), lengths of answers and tokens per round
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from aerie.workers.scheduling.acceptance.survival import FIRST_CHANCE, Survival
 from aerie.workers.scheduling.latency_budget import LatencyBudget
 from aerie.workers.scheduling.queues.answer_lengths import AnswerLengths, LengthForecast
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.queues.shares import Shares
+from aerie.workers.scheduling.queues.tenants import Tenant, turns
 from aerie.workers.scheduling.queues.wait_forecast import QueueSimulation, StepForecast, Work
 from aerie.workers.scheduling.sequence import Sequence as RequestSequence
 from aerie.workers.scheduling.timing.step import Step
@@ -23,6 +27,7 @@ REFRESH_S = 0.25  # age at which a simulation is repeated; one takes a milliseco
 REFRESH_SHARE = 1 / 16  # change of the queue's length, as a share of it, at which it is repeated
 STEPS_REFRESH_S = 2.0  # age at which expected step times are predicted again
 MAX_GROUPS = 128  # simulated groups of waiting requests; more are extrapolated
+SAMPLES_PER_TENANT = 8  # waiting requests from which the mean work of a tenant's is estimated
 GROUPS_PER_BATCH = 16  # minimum number of groups in a full batch
 FIRST_ROUNDS = 16.0  # weight of the first guess in a shape's tokens per round, in rounds
 MAX_ROUNDS = 8192.0  # rounds after which older ones are forgotten
@@ -40,6 +45,7 @@ class ExpectedWait:
     ) -> None:
         self.budget: LatencyBudget | None = None
         self._queues = queues
+        self._shares = Shares(queues)
         self._shapes = shapes
         self._survival = survival
         self._clock = clock
@@ -51,6 +57,9 @@ class ExpectedWait:
         self._steps_for = (-math.inf, 0.0, 0.0, 0.0)  # time and arguments of `_steps`
         self._at_s, self._num_waiting = -math.inf, 0  # of the last simulation
         self._wait_s = self._s_per_request = 0.0
+        self._start_s: list[float] = [0.0]  # of groups of `_size` requests, from the first one on
+        self._size = 1
+        self._work: dict[Tenant, TenantWork] = {}
 
     def ended(self, num_tokens: int, has_stopped: bool) -> None:
         """Record the output length of a finished request. has_stopped: whether it ended before its limit."""
@@ -65,35 +74,44 @@ class ExpectedWait:
         self._num_rounds[shape] += step.num_requests
         self._num_tokens[shape] += num_tokens
 
-    def wait_s(self) -> float | None:
-        """Return the seconds until a request that came now would start; None if unknown."""
+    def wait_s(self, tenant: Tenant | None = None) -> float | None:
+        """Return the seconds until a request that came now would start; None if unknown. tenant: whose it is; None: it
+        comes after all others."""
         budget, num_waiting = self.budget, len(self._queues.waiting)
         if budget is None:
             return None
         if not num_waiting and self._queues.slot_pages.num_free_slots:
             return budget.prompt_ms(self._queues.backlog_tokens) / 1000
+        others = tenant is not None and any(each is not tenant for each in self._shares.tenants())
+        if tenant is not None and others and self._shares.has_turn(tenant):
+            return budget.prompt_ms(self._shares.backlog_of(tenant)) / 1000
         now = self._clock()
         arrived = num_waiting - self._num_waiting
         if now - self._at_s > REFRESH_S or abs(arrived) > max(1.0, REFRESH_SHARE * self._num_waiting):
             self._simulate(budget, now)
             arrived = 0
+        if tenant is not None and others:
+            return max(0.0, self._start_after_s(self._num_ahead(tenant)) - (now - self._at_s))
         return max(0.0, self._wait_s + arrived * self._s_per_request - (now - self._at_s))
 
-    def s_per_request(self) -> float:
-        """Return the seconds between the starts of two waiting requests at the end of the queue."""
-        return self._s_per_request if self.wait_s() is not None else 0.0
+    def s_per_request(self, tenant: Tenant) -> float:
+        """Return the seconds between the starts of two waiting requests of a tenant at the end of the queue."""
+        if self.wait_s() is None:
+            return 0.0
+        weights = sum(each.weight for each in self._work.keys() | {tenant})
+        return self._s_per_request * weights / tenant.weight
 
     def _simulate(self, budget: LatencyBudget, now: float) -> None:
         queues, slot_pages = self._queues, self._queues.slot_pages
         num_waiting, num_slots = len(queues.waiting), len(slot_pages.number)
         active = queues.active.values()
         lengths = self._lengths.forecast(np.array([len(each.request.output) for each in active], np.int64))
-        size = min(max(1, num_slots // GROUPS_PER_BATCH), max(1, math.ceil(num_waiting / MAX_GROUPS)))
-        num_groups = min(num_waiting // size, MAX_GROUPS)
-        sampled = self._sampled(num_groups, size)
+        self._size = size = min(max(1, num_slots // GROUPS_PER_BATCH), max(1, math.ceil(num_waiting / MAX_GROUPS)))
+        margin = self._shapes.max_kv_tokens + slot_pages.page_size // 2
+        sampled = self._sampled(min(num_waiting // size, MAX_GROUPS), size, lengths)
+        num_groups = len(sampled)
         prompts = sum(len(each.tokens) - each.num_cached for each in sampled)
         scale = queues.waiting.load.backlog_tokens / num_waiting * num_groups / prompts if prompts else 1.0
-        margin = self._shapes.max_kv_tokens + slot_pages.page_size // 2
         running = [_work(each, lengths, 1, len(each.tokens) - each.computed, margin) for each in active]
         waiting = [_work(each, lengths, size, scale * (len(each.tokens) - each.num_cached), margin) for each in sampled]
         rest = num_waiting - num_groups * size
@@ -107,19 +125,55 @@ class ExpectedWait:
             slot_pages.allocator.num_pages * slot_pages.page_size,
             slot_pages.page_size * slot_pages.pages_for(self._shapes.max_new_tokens),
         )
-        start_s = simulation.start_s()
+        self._start_s = start_s = simulation.start_s()
         half = num_groups // 2
         later = max(1, (num_groups - half) * size)
         self._s_per_request = (start_s[-1] - start_s[half]) / later
         self._wait_s = start_s[-1] + rest * self._s_per_request
         self._at_s, self._num_waiting = now, num_waiting
 
-    def _sampled(self, num_groups: int, size: int) -> list[RequestSequence]:
-        """Return one waiting request for each group: in the queue's order, or spread over a queue that is too long."""
-        waiting = self._queues.waiting
-        if (num_groups + 1) * size > len(waiting):
-            return [waiting[index * size + size // 2] for index in range(num_groups)]
-        return [waiting[int((index * _CHOICE % 1) * len(waiting))] for index in range(num_groups)]
+    def _sampled(self, num_groups: int, size: int, lengths: LengthForecast) -> list[RequestSequence]:
+        """Return one waiting request for each of the first groups, in the order of admission."""
+        by_tenant = self._queues.waiting.by_tenant()
+        self._work = self._work_of_tenants(lengths) if len(by_tenant) > 1 else {}
+        if not self._work:
+            return [each for waiting in by_tenant.values() for each in _sampled(waiting, num_groups, size)]
+        pools = [(work.tenant, [work] * (work.num_waiting // size)) for work in self._work.values()]
+        order = list(islice(turns(pools, _first_served, lambda work: size * work.tokens), num_groups))
+        samples = {work: iter(_sampled(by_tenant[work.key], order.count(work), size)) for work in set(order)}
+        return [next(samples[work]) for work in order]
+
+    def _work_of_tenants(self, lengths: LengthForecast) -> dict[Tenant, "TenantWork"]:
+        """Return the work of each tenant with waiting requests."""
+        queues, found = self._queues, {}
+        for tenant, waiting in queues.waiting.by_tenant().items():
+            some = _sampled(waiting, min(len(waiting), SAMPLES_PER_TENANT), 1)
+            tokens = sum(_tokens_of(each, lengths) for each in some) / len(some)
+            running = sum(_tokens_of(each, lengths) for each in queues.active.values() if each.tenant is tenant)
+            served = tenant.served + running / tenant.weight
+            found[tenant] = TenantWork(tenant, Tenant(tenant.name, tenant.weight, served), len(waiting), tokens)
+        return found
+
+    def _num_ahead(self, tenant: Tenant) -> float:
+        """Return the number of waiting requests that start before a new one of this tenant."""
+        own = self._work.get(tenant)
+        num_own = len(self._queues.waiting.by_tenant().get(tenant, ()))
+        served, ahead = self._queues.tenants.counter(tenant, bool(num_own)), float(num_own)
+        if own is not None:
+            served = own.tenant.served + num_own * own.tokens / tenant.weight
+        for each in self._work.values():
+            if each is not own:
+                turn = (served - each.tenant.served) * each.tenant.weight / each.tokens
+                ahead += min(max(0.0, turn), each.num_waiting)
+        return ahead
+
+    def _start_after_s(self, num_ahead: float) -> float:
+        """Return the seconds from the last simulation until a request starts that so many precede."""
+        last = len(self._start_s) - 1
+        beyond = num_ahead - last * self._size
+        if beyond >= 0.0:
+            return self._start_s[-1] + beyond * self._s_per_request
+        return float(np.interp(num_ahead / self._size, np.arange(last + 1), self._start_s))
 
     def _step_forecast(
         self, budget: LatencyBudget, now: float, work: Sequence[Work], sequences: Sequence[RequestSequence]
@@ -143,6 +197,38 @@ class ExpectedWait:
             return self._survival.tokens_of_new()
         found: list[float] = (self._num_tokens / self._num_rounds).tolist()
         return found
+
+
+class TenantWork(NamedTuple):
+    """Work of a tenant with waiting requests.
+
+    key: the tenant.
+    tenant: the tenant as it will be when its running requests have ended.
+    num_waiting: waiting requests.
+    tokens: mean tokens of each.
+    """
+
+    key: Tenant
+    tenant: Tenant
+    num_waiting: int
+    tokens: float
+
+
+def _first_served(work: TenantWork, served: float) -> tuple[float, ...]:
+    return (served,)
+
+
+def _sampled(waiting: Sequence[RequestSequence], num_groups: int, size: int) -> list[RequestSequence]:
+    """Return one request for each group: in the queue's order, or spread over a queue that is too long."""
+    if (num_groups + 1) * size > len(waiting):
+        return [waiting[index * size + size // 2] for index in range(num_groups)]
+    return [waiting[int((index * _CHOICE % 1) * len(waiting))] for index in range(num_groups)]
+
+
+def _tokens_of(sequence: RequestSequence, lengths: LengthForecast) -> float:
+    """Return the tokens that a request has still to compute."""
+    work = _work(sequence, lengths, 1, len(sequence.tokens) - max(sequence.computed, sequence.num_cached), 0)
+    return max(1.0, work.prompt_tokens + work.answer_tokens)
 
 
 def _work(

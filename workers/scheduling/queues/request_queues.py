@@ -5,6 +5,7 @@ from collections.abc import Callable
 from aerie.attention.kv_cache.prefix_cache import Match
 from aerie.workers.scheduling.plan import SlotInit, pack_i32
 from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
+from aerie.workers.scheduling.queues.tenants import Tenants
 from aerie.workers.scheduling.queues.waiting_queue import WaitingQueue
 from aerie.workers.scheduling.request import FinishReason, Request, RequestState
 from aerie.workers.scheduling.sequence import PlanBuilder, Sequence
@@ -17,8 +18,9 @@ PROBATION_STEPS = 3  # steps with new tokens
 class RequestQueues:
     """All unfinished requests.
 
-    waiting: requests without a slot, by deadline, the order of admission. Preempted requests keep their deadline, so
-        they are near the head.
+    waiting: requests without a slot, in the order of admission: tenants in turn, each one's by deadline. Preempted
+        requests keep their deadline, so they are near the head.
+    tenants: their counters.
     active: requests with a slot, by number.
     prefilling: active requests whose prompts are not computed yet, by number.
     by_slot: active requests by slot.
@@ -31,6 +33,7 @@ class RequestQueues:
     ) -> None:
         """keeps_tokens: send the ranks the tokens of every request that enters a slot."""
         self.waiting = WaitingQueue()
+        self.tenants = Tenants()
         self.active: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         self.by_slot: dict[int, Sequence] = {}
@@ -72,7 +75,8 @@ class RequestQueues:
 
     def add(self, request: Request, now: float, deadline_s: Callable[[Sequence], float]) -> None:
         """Queue a request that `Admission.check` has accepted."""
-        sequence = Sequence(request, self._num_submitted, now)
+        sequence = Sequence(request, self._num_submitted, now, self.tenants.of(request.owner))
+        sequence.tenant.last_s = now
         sequence.deadline_s = deadline_s(sequence)
         self._num_submitted += 1
         self._by_id[request.request_id] = self._by_number[sequence.number] = sequence
@@ -88,6 +92,7 @@ class RequestQueues:
         """Give a waiting request a slot and its cached prefix."""
         request = sequence.request
         self.waiting.remove(sequence)
+        self.tenants.chosen(sequence.tenant)
         self.grammars.admitted(sequence)
         sequence.slot = self.slot_pages.take_slot(
             sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, match
@@ -222,4 +227,7 @@ class RequestQueues:
         sequence.slot = -1
         sequence.tokens = sequence.known_tokens()
         sequence.request.state = RequestState.WAITING
+        sequence.turn = None
+        if sequence.tenant not in self.waiting.by_tenant():
+            self.tenants.returned(sequence.tenant)
         self.waiting.add(sequence)

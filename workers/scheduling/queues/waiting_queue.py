@@ -6,10 +6,11 @@ change.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
+from aerie.workers.scheduling.queues.tenants import Tenant, turns
 from aerie.workers.scheduling.sequence import Sequence
 
 # Bytes of one waiting request without its prompt: request, sampling parameters, sequence and stream (measured in
@@ -39,42 +40,53 @@ class QueueLoad(NamedTuple):
 
 
 class WaitingQueue:
-    """Waiting requests, sorted by deadline. load: their totals."""
+    """Waiting requests: tenants in turn, each one's requests by deadline. load: their totals."""
 
     def __init__(self) -> None:
         self.load = QueueLoad()
-        self._sequences: list[Sequence] = []
+        self._by_tenant: dict[Tenant, list[Sequence]] = {}  # without empty lists
         self._backlog: dict[
             int, int
         ] = {}  # tokens counted per request number, because a sequence's tokens may change before it leaves
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return self.load.num_requests
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._sequences)
+        if len(self._by_tenant) == 1:
+            (sequences,) = self._by_tenant.values()
+            return iter(sequences)
+        return turns(self._by_tenant.items(), Sequence.rank, self._cost)
 
-    def __getitem__(self, index: int) -> Sequence:
-        return self._sequences[index]
+    def by_tenant(self) -> Mapping[Tenant, list[Sequence]]:
+        """Return the waiting requests of each tenant that has any, in their order."""
+        return self._by_tenant
+
+    def _cost(self, sequence: Sequence) -> float:
+        return self._backlog[sequence.number]
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence by its deadline."""
-        insort(self._sequences, sequence, key=_ORDER)
+        insort(self._by_tenant.setdefault(sequence.tenant, []), sequence, key=_ORDER)
         self._count(sequence, 1, len(sequence.tokens) - sequence.num_cached)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be in the queue."""
-        index = bisect_left(self._sequences, sequence.order, key=_ORDER)
-        assert self._sequences[index] is sequence
-        del self._sequences[index]
+        sequences = self._by_tenant[sequence.tenant]
+        index = bisect_left(sequences, sequence.order, key=_ORDER)
+        assert sequences[index] is sequence
+        del sequences[index]
+        if not sequences:
+            del self._by_tenant[sequence.tenant]
         self._count(sequence, -1, -self._backlog.pop(sequence.number))
 
     def reorder(self) -> None:
         """Sort and count again, after deadlines and `num_cached` have changed."""
-        self._sequences.sort(key=_ORDER)
-        sequences, self.load = self._sequences, QueueLoad()
-        for sequence in sequences:
-            self._count(sequence, 1, len(sequence.tokens) - sequence.num_cached)
+        self.load = QueueLoad()
+        for sequences in self._by_tenant.values():
+            sequences.sort(key=_ORDER)
+            for sequence in sequences:
+                self._count(sequence, 1, len(sequence.tokens) - sequence.num_cached)
 
     def _count(self, sequence: Sequence, sign: int, backlog: int) -> None:
         load = self.load
