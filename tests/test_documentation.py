@@ -2,9 +2,11 @@
 
 import ast
 import re
+from collections.abc import Iterator
 
 import pytest
 
+from aerie.deploy.arguments import parser
 from tests.support import DOCS, ROOT
 
 NAV = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
@@ -45,3 +47,27 @@ def test_a_seam_is_one_short_page_with_an_example_that_a_test_runs(page: str) ->
     assert "```python" in text
     tests = [ROOT / name for name in re.findall(r"`(tests/[\w/]+/test_\w+\.py)`", text)]
     assert any(page in test.read_text() for test in tests), "no test that the page names runs its example"
+
+
+def _commands() -> Iterator[tuple[str, str, list[str]]]:
+    """Page, line and words of each `aerie COMMAND ...` that stands in a block of code, or alone in backticks."""
+    for path in (*DOCS.glob("*.md"), *(ROOT / source for source in _outside())):
+        text = path.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^ {4}(?:[\w./]+/)?(aerie [a-z].*)$|`(aerie [a-z][^`]*)`", text, re.MULTILINE):
+            found = line[0] or line[1]
+            words = re.sub(r" #.*| \.\.\..*|\s*#\s.*$", "", found).split()
+            yield path.name, found, words
+
+
+def test_commands_on_pages_have_their_options() -> None:
+    (commands,) = parser()._subparsers._group_actions  # type: ignore[union-attr]
+    known = {name: set(command._option_string_actions) for name, command in commands.choices.items()}  # type: ignore[union-attr,arg-type]
+    wrong, seen = [], 0
+    for page, line, words in _commands():
+        if page in ("changelog.md", "CHANGELOG.md", "experiments.md", "EXPERIMENTS.md", "roadmap.md"):
+            continue
+        options = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
+        seen += 1
+        if words[1] not in known or not options <= known[words[1]]:
+            wrong.append(f"{page}: {line}")
+    assert seen > 100 and not wrong
