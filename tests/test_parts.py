@@ -93,6 +93,8 @@ def test_pages_and_manifests_name_the_present_version() -> None:
     }
     found = {(path.name, each) for path, text in texts.items() for each in named.findall(text)}
     assert len(found) > 6 and {each for _, each in found} == {version}
+    changes = (ROOT / "CHANGELOG.md").read_text().split("\n## ")
+    assert version in [part.split()[0] for part in changes[1:3]]  # the first part, or behind what is unreleased
 
 
 RELEASE = WORKFLOWS["release"]["jobs"]
