@@ -14,6 +14,7 @@ from aerie.deploy.config.vllm_values import OptionError
 DEFAULT_CONFIG = "eagle"
 _DOTTED = re.compile(r"(--?[a-zA-Z][\w-]*)\.([\w.+-]+)")  # vLLM's part of an option that is a JSON object
 _LEVEL = re.compile(r"-O\.?=?(\d)")  # vLLM's -O3
+_NO_CHOICE = re.compile(r"invalid choice: '([\w-]+)' \(choose from (.*)\)")  # argparse's own words
 _TRUE, _FALSE = ("true",), ("false",)
 
 
@@ -40,7 +41,10 @@ class Parser(argparse.ArgumentParser):
         return f"{name}: unknown option; {hint}"
 
     def error(self, message: str) -> NoReturn:
-        """Print one line and exit with 2."""
+        """Print one line and exit with 2. For a command that does not exist, it names the nearest one."""
+        if found := _NO_CHOICE.search(message):
+            near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), 1)
+            message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: {message}\n")
 
 

@@ -156,6 +156,15 @@ def test_an_unknown_option_is_refused_with_the_nearest_one(
     assert ended.value.code == 2 and message in said
 
 
+@pytest.mark.parametrize(("command", "meant"), [("srve", "; did you mean serve?"), ("zebra", "'chat')")])
+def test_an_unknown_command_is_refused_with_the_nearest_one(
+    command: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command])
+    assert capsys.readouterr().err.replace(", chat)", ", 'chat')").endswith(f"{meant}\n")
+
+
 def test_plan_takes_every_argument_of_serve() -> None:
     (commands,) = _PARSER._subparsers._group_actions  # type: ignore[union-attr]
     known = {name: set(command._option_string_actions) for name, command in commands.choices.items()}  # type: ignore[union-attr,arg-type]
