@@ -24,7 +24,7 @@ from aerie.deploy.processes.server_record import VARIABLE, Record, begin
 from aerie.deploy.serve import python_proxy
 from aerie.deploy.serve.console import log_path
 from aerie.deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
-from aerie.deploy.serve.ray_start import PATIENCE
+from aerie.deploy.serve.ray_start import PATIENCE, make_ray_folder
 
 # The head checks every host once a second, and gives it up after three silent seconds: Ray 2.60's default settings
 # notice a host without power after half a minute.
@@ -73,13 +73,14 @@ def start(wanted: NodeStart) -> int:
     raise_open_files()
     if warning := ensure_token(environment, is_head=not wanted.address):
         print(warning, file=sys.stderr)
-    command = ray_command(wanted, address_of)
+    folder = make_ray_folder(environment)
+    command = [*ray_command(wanted, address_of), f"--temp-dir={folder}"]
     port = int(wanted.address.rpartition(":")[2]) if wanted.address else wanted.port
     log = log_path(f"start-{port}")
     print(f"{' '.join(command)}\nwhat Ray writes: {log}", flush=True)
     own = own_address(wanted, address_of)
     reach = variables(wanted.address or f"{own}:{port}", environment)
-    environment[VARIABLE] = str(begin(Record("node", port=port, ray=reach)))
+    environment[VARIABLE] = str(begin(Record("node", port=port, session=str(folder / "session_"), ray=reach)))
     steps = next_steps(wanted, own, token_path(environment))
     executable = _command("ray")
     with log.open("w") as output:

@@ -23,6 +23,7 @@ VARIABLE = "AERIE_SERVER"
 _RECORD, _PROCESSES = "server.json", "processes.json"
 _END_LIMIT_S = 5.0
 _SESSION_OPTIONS = ("--session-dir=", "--session_dir=")  # of Ray's own processes
+PRIVATE = ".aerie"  # marks a private folder around the folder of Ray's sessions
 _ADDRESS_OPTIONS = ("--gcs-address=",)
 
 
@@ -153,13 +154,16 @@ def _values(pids: Iterable[int], options: Iterable[str]) -> set[str]:
 
 
 def remove_session(session: Path) -> None:
-    """Remove one of Ray's session folders, unless a process of another node uses it."""
+    """Remove one of Ray's session folders, with Aerie's private folder around it, unless a process of another node uses
+    it."""
     if not session.name.startswith("session_"):
         return
-    name = str(session).encode()
+    private = session.parent.parent
+    removed = private if (private / PRIVATE).is_file() else session
+    name = str(removed).encode()
     if any(name in word for _, words in _of_every_process("cmdline") for word in words):
         return
-    shutil.rmtree(session, ignore_errors=True)
+    shutil.rmtree(removed, ignore_errors=True)
     latest = session.with_name("session_latest")
     with contextlib.suppress(OSError):
         if latest.is_symlink() and not latest.exists():

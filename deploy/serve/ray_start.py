@@ -3,8 +3,10 @@ read, also without a writable home folder. Ray 2.60 makes logs and sockets reada
 by `aerie.deploy.serve.launch`."""
 
 import os
+import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -45,17 +47,23 @@ def start_own_ray(object_store_mb: int, num_ranks: int, say: Callable[[str], Non
     """Run `start_ray` with files private to this user, which are removed when the server has ended. say: prints a
     line."""
     os.umask(stat.S_IRWXG | stat.S_IRWXO)
-    node = start_ray(object_store_mb, num_ranks, say)
-    session = node.get_session_dir_path()
-    os.chmod(session, 0o700)  # Ray opens it to all users
-    server_record.note(session=session)
+    folder = make_ray_folder(os.environ)
+    server_record.note(session=str(folder / "session_"))  # a signal may come before Ray has made one
+    node = start_ray(object_store_mb, num_ranks, say, folder)
+    server_record.note(session=node.get_session_dir_path())
     return node
 
 
-def start_ray(object_store_mb: int, num_ranks: int = 1, say: Callable[[str], None] = print) -> Any:
+def start_ray(
+    object_store_mb: int,
+    num_ranks: int = 1,
+    say: Callable[[str], None] = print,
+    folder: Path | None = None,
+) -> Any:
     """Start a minimal Ray on this machine: no dashboard, a small object store. With enough cores, the processes of
     Serve and of an engine with `num_ranks` start at once and import in parallel. A raylet that ends meanwhile is
-    started again, and `say` prints why. Return Ray's record of its processes."""
+    started again, and `say` prints why. Return Ray's record of its processes. folder: for Ray's sessions; None: Ray's
+    default."""
     if (os.cpu_count() or 1) >= CORES_TO_PREPARE:
         os.environ.setdefault("RAY_prestart_worker_first_driver", "1")
         # Ray 2.60 starts as many as there are cores, and never more at once than this.
@@ -69,17 +77,60 @@ def start_ray(object_store_mb: int, num_ranks: int = 1, say: Callable[[str], Non
     import ray
 
     watch_raylets(say)
+    place = {} if folder is None else {"_temp_dir": str(folder)}
     # "local": by default Ray would join a cluster that this host is a node of.
-    ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6)
+    ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6, **place)
     return ray._private.worker._global_node
+
+
+_MAX_SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # of a Unix socket's path
+# What Ray (2.60) and `make_ray_folder` add to a folder for the path of a socket; a pid has up to seven digits.
+_BELOW = "/ae-1a2b3c/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+_MAX_ROOT_BYTES = _MAX_SOCKET_BYTES - len(_BELOW)
+
+
+def ray_root(environment: Mapping[str, str]) -> Path:
+    """Return the folder for Ray's files, as Ray chooses it: RAY_TMPDIR, else TMPDIR if its path is short enough, else
+    /tmp. Raises ConfigError if RAY_TMPDIR is too long for sockets."""
+    chosen = environment.get("RAY_TMPDIR", "")
+    folder = Path(chosen or environment.get("TMPDIR") or "/tmp").absolute()
+    if len(os.fsencode(folder)) <= _MAX_ROOT_BYTES:
+        return folder
+    if chosen:
+        raise ConfigError(
+            f"RAY_TMPDIR={chosen}: Ray's sockets would have paths of more than {_MAX_SOCKET_BYTES} bytes, the system's "
+            f"limit; choose a folder whose path has at most {_MAX_ROOT_BYTES}"
+        )
+    return Path("/tmp")
+
+
+def make_ray_folder(environment: Mapping[str, str]) -> Path:
+    """Create a folder for Ray's sessions inside one that only this user can enter, and return it. Ray (2.60) opens its
+    folder, sessions, sockets and logs to all users, again with its first worker: others could remove the raylet's
+    socket, after which no actor starts. Removed with the session (`server_record.remove_session`). Raises ConfigError,
+    OSError."""
+    root = ray_root(environment)
+    root.mkdir(parents=True, exist_ok=True)
+    while True:
+        private = root / f"ae-{secrets.token_hex(3)}"
+        try:
+            private.mkdir(mode=0o700)
+            break
+        except FileExistsError:
+            continue
+    (private / server_record.PRIVATE).touch(mode=0o600)
+    folder = private / "r"
+    folder.mkdir()
+    return folder
 
 
 MIN_FREE_BYTES = 32 * 10**6
 
 
 def check_room(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if Ray's temporary folder is full: Ray's start would hang for two minutes."""
-    folder = environment.get("RAY_TMPDIR") or environment.get("TMPDIR") or "/tmp"
+    """Raise ConfigError if Ray's temporary folder is full, since Ray's start would hang for two minutes, or if its path
+    is too long."""
+    folder = ray_root(environment)
     try:
         free = shutil.disk_usage(folder).free
     except OSError:

@@ -112,7 +112,8 @@ def end_at_once(console: Console, reason: str, status: int = FAULT) -> None:
     if status == FAULT:
         note(is_kept=True)
     else:
-        note(session=next(iter(sessions_of(process_tree(os.getpid()))), ""))  # a starting Ray has not reported it
+        for session in sessions_of(process_tree(os.getpid())):  # a starting Ray has not reported it
+            note(session=session)
     end_descendants()
     console.__exit__()
     print(reason, file=sys.stderr, flush=True)

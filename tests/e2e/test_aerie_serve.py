@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from aerie.cluster.replica.rank_process import NAME
+from tests.deploy.processes.other_user import assert_closed_to_others
 from tests.e2e.serving import free_port
 from tests.support import ROOT
 from tests.support.repository.printed import printed_commands, run_printed
@@ -78,6 +79,7 @@ def running(tmp_path: Path, installed: Path) -> Iterator[tuple[subprocess.Popen[
         (work / name).parent.mkdir(exist_ok=True)
         (work / name).write_text(f"raise ImportError('a user\\'s {name}')")
     folder = tempfile.mkdtemp(prefix="ae", dir="/tmp")
+    os.chmod(folder, 0o755)
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook" / "sitecustomize.py").write_text(COUNTING)
     scripts, home = tmp_path / "bin", tmp_path / "home"
@@ -86,7 +88,7 @@ def running(tmp_path: Path, installed: Path) -> Iterator[tuple[subprocess.Popen[
     (home / ".ray" / "auth_token").write_text(USERS_TOKEN)
     (scripts / "aerie").write_text(f'#!/bin/sh\nexec {shlex.join(AERIE)} "$@"\n')
     (scripts / "aerie").chmod(0o755)
-    variables = environment(installed, "", str(tmp_path / "hook")) | {
+    variables = environment(installed, str(tmp_path / "hook")) | {
         "AERIE_TEST_COUNTS": str(tmp_path / "counts"),
         "RAY_TMPDIR": folder,
         "XDG_STATE_HOME": str(tmp_path),
@@ -138,6 +140,7 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     missing = httpx.get(f"{url}/no/such/route", timeout=10)
     assert missing.status_code == 404 and "error" in missing.json()
     variables = json.loads((log.parent / "variables").read_text())
+    assert_closed_to_others(Path(variables["RAY_TMPDIR"]))
     for command in printed_commands():
         if not command.startswith("serve run"):  # replaces the engine: `test_printed_commands`
             said = run_printed(command, variables, log.parent)

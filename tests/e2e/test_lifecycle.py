@@ -102,12 +102,12 @@ def test_stop_ends_one_server_and_its_files_while_another_answers(tmp_path: Path
         assert server.process.wait(5) == 0
         assert_nothing_left(server, started, 1)
         assert other.complete(3).status_code == 200
-        assert not list(folders.glob("session_2*"))
+        assert not list(folders.rglob("session_2*"))
 
 
 def _left(folder: Path) -> list[Path]:
     """Files and folders in it; Ray's marker of usage reports is not a session's."""
-    return [path for path in folder.iterdir() if path.name.startswith(("aerie-", "session_"))]
+    return [path for path in folder.iterdir() if path.name.startswith(("aerie-", "ae-", "session_"))]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=["TERM", "HUP", "INT"])
