@@ -34,6 +34,16 @@ PATIENCE = {
     "RAY_gcs_server_port_wait_time_s": "120",  # until the GCS has a port; 30 s
     "RAY_agent_register_timeout_ms": "120000",  # of a raylet for its agent of runtime environments; 30 s
 }
+# Less work of an idle server's Ray (docs/measurements.md#an-idle-server). Its own metrics and records of tasks are for
+# its dashboard, which is not there. Serve's controller asks the GCS three times in each loop, by default every 0.1 s; a
+# replacement of a dead process begins at most 0.1 s later.
+QUIET = {
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.2",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_event_stats": "0",
+    "RAY_debug_dump_period_milliseconds": "0",
+}
 
 
 def join_ray(address: str | None) -> None:
@@ -72,7 +82,7 @@ def start_ray(
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ.setdefault("RAY_enable_worker_prestart", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    for name, value in PATIENCE.items():
+    for name, value in (PATIENCE | QUIET).items():
         os.environ.setdefault(name, value)
     import ray
 
