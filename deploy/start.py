@@ -20,7 +20,7 @@ from aerie.cluster.linux import address_of_interface, raise_open_files
 from aerie.deploy.access.ray_token import ensure_token, token_path
 from aerie.deploy.access.reach import variables
 from aerie.deploy.haproxy.process import max_connections
-from aerie.deploy.processes.server_record import VARIABLE, Record, begin
+from aerie.deploy.processes.server_record import VARIABLE, Record, begin, clear, clear_abandoned
 from aerie.deploy.serve import python_proxy
 from aerie.deploy.serve.console import log_path
 from aerie.deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
@@ -71,6 +71,7 @@ def start(wanted: NodeStart) -> int:
     environment = dict(os.environ) | node_environment(os.environ)
     os.umask(0o077)  # Ray's files are this user's alone
     raise_open_files()
+    clear_abandoned(with_kept=True)
     if warning := ensure_token(environment, is_head=not wanted.address):
         print(warning, file=sys.stderr)
     folder = make_ray_folder(environment)
@@ -80,7 +81,8 @@ def start(wanted: NodeStart) -> int:
     print(f"{' '.join(command)}\nwhat Ray writes: {log}", flush=True)
     own = own_address(wanted, address_of)
     reach = variables(wanted.address or f"{own}:{port}", environment)
-    environment[VARIABLE] = str(begin(Record("node", port=port, session=str(folder / "session_"), ray=reach)))
+    record = begin(Record("node", port=port, session=str(folder / "session_"), ray=reach))
+    environment[VARIABLE] = str(record)
     steps = next_steps(wanted, own, token_path(environment))
     executable = _command("ray")
     with log.open("w") as output:
@@ -91,7 +93,11 @@ def start(wanted: NodeStart) -> int:
         code = subprocess.run(
             command, executable=executable, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
         ).returncode
-    print(steps if code == 0 else log.read_text(), file=sys.stdout if code == 0 else sys.stderr)
+    if code == 0:
+        print(steps)
+    else:
+        print(log.read_text(), file=sys.stderr)
+        clear(record)
     return code
 
 

@@ -111,6 +111,7 @@ def ray_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setattr("aerie.deploy.start.make_ray_folder", lambda environment: tmp_path / "ae-1" / "r")
     return script
 
 
@@ -143,6 +144,7 @@ def test_a_start_that_fails_shows_why(
         os.umask(mask)
     said = capfd.readouterr()
     assert "ray stop" in said.err and "aerie stop" not in said.out
+    assert not list(ray_stub.parent.glob("aerie-*")), "nothing is left of a node that did not start"
 
 
 def test_start_wants_a_role(capsys: pytest.CaptureFixture[str]) -> None:
