@@ -11,6 +11,7 @@ import time
 from typing import Literal, TextIO
 
 OURS = "aerie"  # the logger above all of ours
+REQUEST_LOG = "aerie.requests"  # logger of one line a generation request, also in text
 _FIELDS = "fields"
 MARK = "aerie| "  # prefix of each line for the operator
 
@@ -20,13 +21,16 @@ request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", d
 
 
 class MarkedFormatter(logging.Formatter):
-    """Formats log lines as `LEVEL PROCESS: message`. process: this process's name, such as "ingress"."""
+    """Formats log lines as `LEVEL PROCESS: message`, with the record's own fields (see `fields`) that are not empty.
+    process: this process's name, such as "ingress"."""
 
     def __init__(self, process: str) -> None:
         super().__init__(f"%(levelname)s {process}: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        return marked(super().format(record))
+        of_record: dict[str, object] = getattr(record, _FIELDS, {})
+        more = " ".join(f"{name}={value}" for name, value in of_record.items() if value != "")
+        return marked(super().format(record) + (more and f": {more}"))
 
 
 class JsonFormatter(logging.Formatter):
@@ -72,8 +76,9 @@ def print_line(text: str) -> None:
 
 
 def use_logs(log_format: Literal["text", "json"], process: str, stream: TextIO | None = None) -> None:
-    """Log JSON of level INFO and above, or marked lines of level WARNING and above. stream: default: stderr, even if
-    Serve has redirected it."""
+    """Log JSON of level INFO and above, or marked lines of level WARNING and above, and those of `REQUEST_LOG`.
+
+    stream: default: stderr, even if Serve has redirected it."""
     is_json = log_format == "json"
     handler = logging.StreamHandler(stream or sys.__stderr__)
     handler.setFormatter(JsonFormatter(process) if is_json else MarkedFormatter(process))
@@ -81,3 +86,4 @@ def use_logs(log_format: Literal["text", "json"], process: str, stream: TextIO |
     logger.handlers = [handler]
     logger.setLevel(logging.INFO if is_json else logging.WARNING)
     logger.propagate = False
+    logging.getLogger(REQUEST_LOG).setLevel(logging.INFO)

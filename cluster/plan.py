@@ -21,8 +21,9 @@ from typing import Any, Literal
 import msgspec
 
 from aerie.attention.config import DraftAttention
-from aerie.cluster.config import AerieConfig, EngineConfig, IngressConfig
+from aerie.cluster.config import AerieConfig, ConfigError, EngineConfig, IngressConfig
 from aerie.cluster.http.config import TracingConfig
+from aerie.cluster.http.keys import KeyConfig
 from aerie.cluster.parallel import ReplicasConfig
 from aerie.cluster.placement import NodeResources, Placement, place
 from aerie.speculative.config import SpeculativeConfig
@@ -139,12 +140,14 @@ def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResourc
     placement = place(config, nodes)
     device, one_node = placement.device, len(nodes) == 1 and not config.parallel.autoscaling
     spares = device == "cuda" if engine.spare_workers == "auto" else engine.spare_workers
+    num_cpus = sum(node.cpus for node in nodes)
+    num_ingresses = (2 if num_cpus >= CORES_FOR_TWO else 1) if wanted == "auto" else wanted
     ingress = dataclasses.replace(
         config.ingress,
+        api_keys=_divided(config.ingress.api_keys, num_ingresses),
         served_model_name=config.served_model_name,
         max_model_len=config.ingress.max_model_len or max_model_len,
     )
-    num_cpus = sum(node.cpus for node in nodes)
     return Plan(
         ReplicaPlan(resolve_rank(config, max_model_len, device), engine, spares, one_node),
         IngressPlan(
@@ -158,5 +161,13 @@ def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResourc
         ),
         placement,
         config.parallel.replicas,
-        (2 if num_cpus >= CORES_FOR_TWO else 1) if wanted == "auto" else wanted,
+        num_ingresses,
     )
+
+
+def _divided(entries: Sequence[str | KeyConfig], num_ingresses: int) -> tuple[str | KeyConfig, ...]:
+    """Return the API keys with the limits of one ingress. Raises ConfigError."""
+    try:
+        return tuple(entry if isinstance(entry, str) else entry.part(num_ingresses) for entry in entries)
+    except ValueError as error:
+        raise ConfigError(f"ingress.api_keys: {error}") from None

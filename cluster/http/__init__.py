@@ -5,6 +5,7 @@ config         configuration of one ingress
 middleware     request ids, access, a last handler of exceptions, and replies to HEAD and to HTTP/1.0
 keys           API keys as digests, with names
 tenants        finds the key of a request, and what it may do
+limits         requests and tokens a minute, and generations in flight, of a key
 origins        hosts and origins that need no API key
 routes         the routes, one module per group
 endpoint       one route: its schemas and its handler
@@ -15,7 +16,6 @@ admission      limits concurrent generations and memory
 requests       a checked body as prompts, sampling parameters and a grammar
 text           text to tokens and back
 serving        runs one generation request
-tasks          its tasks
 calls          calls of the application without HTTP, for Serve's handles
 engine_client  the interface to engines
 thinking_budget  ends an answer's thinking after a number of tokens
@@ -25,4 +25,5 @@ replies        documents and stream events, one module per API
 errors         every error that a client can get
 tracing        a span per generation request
 metrics        /metrics, Prometheus' text
+request_log    one log line a generation request
 """

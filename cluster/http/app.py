@@ -23,7 +23,8 @@ from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.endpoint import answering
 from aerie.cluster.http.engine_client import EngineClient
 from aerie.cluster.http.errors import JSON_HEADERS, ApiError
-from aerie.cluster.http.metrics import set_reason
+from aerie.cluster.http.limits import HEADERS
+from aerie.cluster.http.metrics import KeyUsage, set_reason
 from aerie.cluster.http.middleware import EdgeMiddleware
 from aerie.cluster.http.openapi import docs_page, openapi_document
 from aerie.cluster.http.origins import Origins
@@ -54,6 +55,7 @@ EXPOSED_HEADERS = (
     "retry-after-ms",
     "x-should-retry",
     "x-aerie-ignored",
+    *HEADERS,
 )  # for scripts of other origins
 ROUTES = (generation, responses, messages, native, tokenization, models, status, prefix_cache)
 
@@ -88,7 +90,9 @@ def build_app(
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission
     origins = Origins(config.allowed_hosts, config.allowed_origins)
-    app.add_middleware(EdgeMiddleware, Tenants(config), origins, echo_request_id, edge.counts)
+    tenants = Tenants(config)
+    edge.counts.by_key = {tenant.name: KeyUsage() for tenant in tenants.named}
+    app.add_middleware(EdgeMiddleware, tenants, origins, echo_request_id, edge.counts)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

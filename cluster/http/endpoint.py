@@ -32,6 +32,7 @@ Body = TypeVar("Body", bound=BaseModel)
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 Handler = Callable[..., Awaitable[msgspec.Struct | Response]]
 
+GENERATES = "generates"  # in a request's state: its route is one that generates
 IGNORED = "ignored"  # in a request's state: paths of the body's fields that have no effect
 IGNORED_HEADER = b"x-aerie-ignored"
 MAX_IGNORED_TOLD = 20
@@ -125,7 +126,9 @@ def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> C
         if endpoint.is_administrative and not tenant.is_admin:
             raise forbidden(tenant.name)
         if endpoint.generates:
+            http.scope["state"][GENERATES] = True
             admission.check()
+            tenant.limits.begin()
         if endpoint.body is None:
             return _response(await endpoint.handler(http))
         _check_type(http.headers.get("content-type", ""))

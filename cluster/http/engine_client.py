@@ -6,6 +6,7 @@ from typing import Protocol
 
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
 from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Owner
 
 
 class EngineRefused(Exception):
@@ -27,12 +28,14 @@ class EngineClient(Protocol):
         running_stats: bool = False,
         token_origins: bool = False,
         output: Sequence[int] = (),
+        owner: Owner = Owner(),  # noqa: B008 - immutable
     ) -> AsyncGenerator[TokenDelta, None]:
         """Generate a request's tokens: an async generator of deltas.
 
         running_stats: send statistics with every delta, not only with the last.
         token_origins: send `drafted` with every delta that has tokens.
         output: tokens that the answer already has; they count against `sampling.max_tokens` and are not sent again.
+        owner: whose request it is.
         Raises `EngineRefused` before the first delta if no engine accepts the request. The last delta has `finish`;
         later failures set finish="error" instead of raising. Closing the generator (`aclose`, or cancelling the waiting
         task) before the last delta aborts the request.

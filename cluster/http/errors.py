@@ -9,6 +9,7 @@ from starlette.responses import Response
 from aerie.cluster.http.schema.response import ErrorDetail, ErrorReply
 from aerie.cluster.transport.messages import Refusal
 
+RATE_LIMITED = "rate_limit_exceeded"
 JSON_HEADERS = {"content-type": "application/json"}
 
 
@@ -139,6 +140,12 @@ def overloaded(message: str, retry_after_s: float) -> ApiError:
     return ApiError(
         429, message, kind="rate_limit_error", code="server_overloaded", headers=_retry_after(retry_after_s)
     )
+
+
+def rate_limited(kind: str, message: str, retry_after_s: float, may_retry: bool = True) -> ApiError:
+    """429 of a key's own limit. kind: "requests" or "tokens", as OpenAI's. may_retry: whether waiting helps."""
+    headers = _retry_after(retry_after_s) if may_retry else {"x-should-retry": "false"}
+    return ApiError(429, message, kind=kind, code=RATE_LIMITED, headers=headers)
 
 
 def unavailable(message: str, retry_after_s: float) -> ApiError:

@@ -13,6 +13,8 @@ from pathlib import Path
 PREFIX = "sha256:"
 _DIGEST = re.compile(rf"{PREFIX}[0-9a-f]{{64}}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+MAX_WEIGHT, MAX_PRIORITY = 1000.0, 100
+_LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
 
 
 @dataclass(frozen=True)
@@ -22,17 +24,37 @@ class KeyConfig:
     name: its name in logs and metrics, 1 to 64 letters, digits, dots, hyphens and underscores.
     key: the key, `sha256:` and its digest, or a list of several, to replace one by another.
     file: instead of `key`, a file with a key per line, read at the start on the machine that reads the configuration.
+    requests_per_minute: more get 429; null: no limit. With several ingresses, each has an equal part.
+    tokens_per_minute: prompt and output tokens; as above.
+    max_concurrent_requests: generations in flight; as above.
+    weight: its share of an engine's tokens, relative to other keys, while requests wait.
+    priority_limit: the most urgent `priority` of its requests; lower numbers are more urgent.
     admin: whether it may empty the prefix cache and read all keys' counts; null: only if it is the only key.
     """
 
     name: str
     key: str | tuple[str, ...] = ""
     file: str = ""
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    max_concurrent_requests: int | None = None
+    weight: float = 1.0
+    priority_limit: int = 0
     admin: bool | None = None
 
     def __post_init__(self) -> None:
         if _NAME.fullmatch(self.name) is None:
             raise ValueError("name: must be 1 to 64 letters, digits, dots, hyphens and underscores (A-Z a-z 0-9 . - _)")
+        for name in _LIMITS:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value}: must be above 0, or null for no limit")
+        if not 1.0 / MAX_WEIGHT <= self.weight <= MAX_WEIGHT:
+            raise ValueError(f"weight={self.weight}: must be between {1 / MAX_WEIGHT:g} and {MAX_WEIGHT:g}")
+        if abs(self.priority_limit) > MAX_PRIORITY:
+            raise ValueError(
+                f"priority_limit={self.priority_limit}: must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+            )
         if bool(self.key) == bool(self.file):
             raise ValueError("key: give either `key` or `file`")
         keys = (self.key,) if isinstance(self.key, str) else self.key
@@ -59,6 +81,23 @@ class KeyConfig:
         if not lines:
             raise ValueError(f"file={self.file}: {path} is empty; write a key per line into it")
         return dataclasses.replace(self, key=tuple(digest(line, "file") for line in lines), file="")
+
+    def part(self, num_ingresses: int) -> "KeyConfig":
+        """Return the key with the limits of one of `num_ingresses` ingresses. Raises ValueError if a limit is too small
+        to be divided."""
+        if num_ingresses == 1:
+            return self
+        parts: dict[str, float | int] = {}
+        for name in _LIMITS:
+            limit = getattr(self, name)
+            if limit is not None and limit < num_ingresses:
+                raise ValueError(
+                    f"{name}={limit:g} of {self.name}: each of {num_ingresses} ingresses has a part of it, so it must "
+                    f"be at least {num_ingresses}; raise it, or set ingress.num_replicas: 1"
+                )
+            if limit is not None:
+                parts[name] = limit / num_ingresses if name.endswith("minute") else limit // num_ingresses
+        return dataclasses.replace(self, **parts)  # type: ignore[arg-type]
 
 
 def checked(entries: Iterable[str | KeyConfig]) -> tuple[str | KeyConfig, ...]:

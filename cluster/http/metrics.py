@@ -13,6 +13,7 @@ import itertools
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, get_type_hints
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -30,16 +31,34 @@ _KEY = "reason"
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)  # as vLLM's
 
 
+@dataclass
+class KeyUsage:
+    """Totals of one API key at this ingress.
+
+    requests: generation requests that ended, whatever their status.
+    limited: those refused by the key's own limits.
+    prompt_tokens, cached_tokens, output_tokens: of requests that reached an engine; cached ones are among the prompt's.
+    """
+
+    requests: int = 0
+    limited: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
 class RequestCounts:
     """Counts of this ingress's requests, by route, status and reason.
 
     ingress: a random id of this ingress.
     choices: histogram of `n` of generation requests.
+    by_key: usage of each configured key, by its name.
     """
 
     def __init__(self) -> None:
         self.ingress = uuid.uuid4().hex[:8]
         self._routes: Collection[str] = ()
+        self.by_key: dict[str, KeyUsage] = {}
         self.choices = Histogram.empty(_CHOICES)
         self._ended: Counter[tuple[str, str, str]] = Counter()
 
@@ -69,14 +88,23 @@ def reason_of(scope: Scope) -> str:
     return reason
 
 
+_OF_KEYS = {
+    "requests": "Generation requests of an API key that ended at an ingress",
+    "limited": "Generation requests refused by the key's own limits",
+    "prompt_tokens": "Prompt tokens of an API key's requests",
+    "cached_tokens": "Those found in the prefix cache",
+    "output_tokens": "Tokens generated for an API key",
+}
 STATES = ("starting", "ready", "recovering", "draining", "dead")
 
 
-def prometheus_text(engines: Sequence[EngineStats], model_name: str, counts: RequestCounts | None = None) -> bytes:
-    """Return the text exposition format. counts: counts of this ingress."""
+def prometheus_text(
+    engines: Sequence[EngineStats], model_name: str, counts: RequestCounts | None = None, keys: Collection[str] = ()
+) -> bytes:
+    """Return the text exposition format. counts: counts of this ingress. keys: keys whose usage is shown."""
     registry = CollectorRegistry(auto_describe=False)
     if counts is not None:
-        registry.register(_Requests(counts, model_name))
+        registry.register(_Requests(counts, model_name, keys))
     registry.register(_Snapshot(engines, model_name))
     return generate_latest(registry)
 
@@ -93,8 +121,9 @@ def declared_metrics(kind: type) -> dict[str, Metric]:
 
 
 class _Requests(Collector):
-    def __init__(self, counts: RequestCounts, model_name: str) -> None:
+    def __init__(self, counts: RequestCounts, model_name: str, keys: Collection[str]) -> None:
         self._counts = counts
+        self._keys = keys
         self._model_name = model_name
 
     def collect(self) -> Iterator[Family]:
@@ -108,6 +137,12 @@ class _Requests(Collector):
             [self._model_name, self._counts.ingress], _buckets(self._counts.choices), self._counts.choices.total
         )
         yield choices
+        for name, meaning in _OF_KEYS.items():
+            of_keys = CounterMetricFamily(f"aerie:key_{name}", meaning, labels=["model_name", "ingress", "key"])
+            for of_key, usage in self._counts.by_key.items():
+                if of_key in self._keys:
+                    of_keys.add_metric([self._model_name, self._counts.ingress, of_key], getattr(usage, name))
+            yield of_keys
 
 
 class _Snapshot(Collector):

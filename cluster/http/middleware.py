@@ -11,12 +11,13 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aerie.cluster.http.calls import CALLER
-from aerie.cluster.http.endpoint import IGNORED, IGNORED_HEADER, ignored_header, route_path
+from aerie.cluster.http.endpoint import GENERATES, IGNORED, IGNORED_HEADER, ignored_header, route_path
 from aerie.cluster.http.errors import ApiError, internal, invalid, unauthorized
 from aerie.cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from aerie.cluster.http.origins import Origins
 from aerie.cluster.http.page.files import PAGE_ROUTES
-from aerie.cluster.http.tenants import Tenants, set_tenant
+from aerie.cluster.http.request_log import log_generation
+from aerie.cluster.http.tenants import Tenants, set_tenant, tenant_of
 from aerie.cluster.http.tracing import ARRIVED
 from aerie.cluster.logs import REQUEST_ID, fields, request_id
 
@@ -68,6 +69,8 @@ class EdgeMiddleware:
                     headers.append((b"x-request-id", state["request_id"].encode()))
                 if ignored := state.get(IGNORED):
                     headers.append((IGNORED_HEADER, ignored_header(ignored)))
+                if GENERATES in state:
+                    headers += [(name.encode(), value.encode()) for name, value in tenant_of(scope).limits.headers()]
                 message = {**message, "headers": headers}
             await send(message)
 
@@ -95,7 +98,9 @@ class EdgeMiddleware:
         finally:
             reason = reason_of(scope)
             self._counts.ended(route, status, reason)
-            if route not in QUIET_ROUTES:
+            if GENERATES in state:
+                log_generation(scope, self._counts, status, reason, time.monotonic() - begin_s)
+            elif route not in QUIET_ROUTES:
                 ended = fields(path=scope["path"], status=status, reason=reason, seconds=time.monotonic() - begin_s)
                 logger.info("request %s ended", state["request_id"], extra=ended)
             request_id.reset(former)

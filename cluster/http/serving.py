@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from aerie.cluster.http.admission import Admission
 from aerie.cluster.http.answer import Answer, EngineFailedError, Piece, RequestInvalidError, joined, without_tokens
 from aerie.cluster.http.config import EdgeConfig
+from aerie.cluster.http.endpoint import ignore
 from aerie.cluster.http.engine_client import EngineClient, EngineRefused
 from aerie.cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, invalid, refused, timed_out
 from aerie.cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
@@ -30,9 +31,9 @@ from aerie.cluster.http.parsers.reasoning import ReasoningTokens
 from aerie.cluster.http.parsers.table import MarkedParser, parser_of_prompt
 from aerie.cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from aerie.cluster.http.replies.streaming import STREAM_HEADERS
+from aerie.cluster.http.request_log import RequestTokens, set_tokens
 from aerie.cluster.http.requests.edge_request import EdgeRequest
 from aerie.cluster.http.requests.grammar_checker import GrammarChecker
-from aerie.cluster.http.tasks import cancel, disconnected, run_all
 from aerie.cluster.http.tenants import Tenant, tenant_of
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.thinking_budget import within_budget
@@ -80,6 +81,8 @@ class Edge:
             request_id.set(own_id)
         name: str = http.state.request_id
         tenant = tenant_of(http.scope)
+        if request.priority and tenant.owner(request.priority).priority != request.priority:
+            ignore(http, self.config, "priority")
         return GenerationResponse(self, request, reply_form, reply_id.format(name), name, tenant, restate)
 
 
@@ -126,12 +129,13 @@ class GenerationResponse(Response):
         self._edge.counts.choices.observe(len(self._request.choices) / max(1, len(self._request.prompts)))
         self._trace = self._edge.tracing.begin(scope, self._request, self._request_id)
         work = asyncio.ensure_future(self._respond(scope, receive, send))
-        gone = asyncio.ensure_future(disconnected(receive))
+        gone = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
             left_early = not work.done()
-            await cancel((work, gone))
+            await _cancel((work, gone))
+        set_tokens(scope, self._tokens())
         if left_early:
             set_reason(scope, CLIENT_LEFT)
             logger.info("request %s: the client left", self._request_id)
@@ -140,9 +144,17 @@ class GenerationResponse(Response):
         if not left_early:
             work.result()
 
+    def _tokens(self) -> RequestTokens:
+        answers, request = self._answers, self._request
+        by_prompt = {choice.prompt: each for choice, each in zip(request.choices, answers, strict=True)}
+        cached = sum(answer.cached_tokens or 0 for answer in by_prompt.values())
+        finish = ",".join(answer.finish or "" for answer in answers)
+        return RequestTokens(sum(map(len, request.prompts)), cached, sum(each.num_tokens for each in answers), finish)
+
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with self._edge.admission.enter(len(self._request.choices), sum(map(len, self._request.prompts))):
+            size = len(self._request.choices), sum(map(len, self._request.prompts))
+            with self._edge.admission.enter(*size), self._tenant.limits.enter(*size):
                 await (self._stream(send) if self._request.stream else self._whole(scope, receive, send))
         except Exception as raised:
             error = raised if isinstance(raised, ApiError) else internal(self._request_id)
@@ -201,7 +213,7 @@ class GenerationResponse(Response):
         limit_s = self._edge.config.request_timeout_s
         try:
             async with asyncio.timeout(limit_s) as deadline:
-                await run_all([self._run_choice(i, emit) for i in range(len(self._answers))])
+                await _all([self._run_choice(i, emit) for i in range(len(self._answers))])
         except EngineRefused as refusal:
             raise refused(refusal.refusal) from None
         except RequestInvalidError as fault:
@@ -229,6 +241,7 @@ class GenerationResponse(Response):
             async for delta in deltas:
                 if trace is not None:
                     trace.push(index, delta)
+                self._tenant.limits.spend(len(delta.tokens))
                 piece = answer.push(without_tokens(delta) if choice.form.echo_only else delta)
                 if delta.prompt_logprobs and piece.finish is None and not piece.tokens:
                     continue
@@ -245,13 +258,14 @@ class GenerationResponse(Response):
         prompt, budget = request.prompts[choice.prompt], request.thinking_budget
         # A stop string or the budget may end an answer at any delta.
         running_stats = bool(choice.form.stops) or budget is not None
+        owner = self._tenant.owner(request.priority)
         salt = self._tenant.cache_salt(choice.sampling.cache_salt)
         sampling = msgspec.structs.replace(choice.sampling, cache_salt=salt)
 
         def generate(output: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
             name = f"{self._engine_id}-{index}" + ("-2" if output else "")
             origins = request.return_token_origins
-            return self._edge.engine.generate(prompt, sampling, name, running_stats, origins, output)
+            return self._edge.engine.generate(prompt, sampling, name, running_stats, origins, output, owner)
 
         parser = self._parsers[index]
         if budget is None or not isinstance(parser, MarkedParser) or parser.reasoning is None:
@@ -282,3 +296,27 @@ def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answe
 
 def _body(content: bytes, more: bool) -> dict[str, Any]:
     return {"type": "http.response.body", "body": content, "more_body": more}
+
+
+async def _disconnected(receive: Receive) -> None:
+    """Return when the client has disconnected."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _all(choices: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all; if one fails, cancel the others, wait until they have ended, and raise its exception."""
+    if len(choices) == 1:
+        return await choices[0]
+    tasks = [asyncio.ensure_future(choice) for choice in choices]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence["asyncio.Future[None]"]) -> None:
+    """Cancel all, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,13 +2,16 @@
 request's tenant; the routes ask for it with `tenant_of`."""
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from starlette.types import Scope
 
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.errors import invalid
-from aerie.cluster.http.keys import KeyConfig, matches, named
+from aerie.cluster.http.keys import MAX_PRIORITY, KeyConfig, matches, named
+from aerie.cluster.http.limits import KeyLimits
+from aerie.workers.scheduling.request import Owner
 
 _KEY = "tenant"
 
@@ -18,14 +21,29 @@ class Tenant:
 
     name: "" for all requests of a server without keys.
     is_admin: whether it may use administrative routes.
+    limits: of its requests.
     cache_seed: separates its cached prefixes from those of others; b"": they are shared.
     """
 
-    def __init__(self, config: KeyConfig | None = None, is_admin: bool = True, has_own_cache: bool = False) -> None:
+    def __init__(
+        self,
+        config: KeyConfig | None = None,
+        is_admin: bool = True,
+        has_own_cache: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = "" if config is None else config.name
         self.is_admin = is_admin
+        self.limits = KeyLimits(config, clock)
+        self._weight = 1.0 if config is None else config.weight
+        self._priority_limit = 0 if config is None else config.priority_limit
         self.digests: Sequence[str] = () if config is None else config.digests
         self.cache_seed = _hash(self.name.encode()) if has_own_cache else b""
+
+    def owner(self, priority: int) -> Owner:
+        """Return what the engine is told of a request. priority: the client's own; more urgent ones than the key may
+        have are raised to its limit."""
+        return Owner(self.name, self._weight, min(MAX_PRIORITY, max(self._priority_limit, priority)))
 
     def cache_salt(self, asked: bytes) -> bytes:
         """Return the salt of a request. asked: the client's own. No client can ask for another tenant's salt."""

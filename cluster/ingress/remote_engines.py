@@ -21,6 +21,7 @@ from aerie.cluster.ingress.refreshed import Refreshed
 from aerie.cluster.ingress.routing import Prompt
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
 from aerie.workers.scheduling.plan import SamplingParams, pack_i32
+from aerie.workers.scheduling.request import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class RemoteEngines:
         running_stats: bool = False,
         token_origins: bool = False,
         output: Sequence[int] = (),
+        owner: Owner = Owner(),  # noqa: B008 - immutable
     ) -> AsyncGenerator[TokenDelta, None]:
         """See `EngineClient.generate`. A full queue accepts a request that has output, because its client already has a
         part of the answer."""
@@ -104,6 +106,7 @@ class RemoteEngines:
                 token_origins=token_origins,
                 resumed=attempts.was_taken or bool(output),
                 num_crashes=attempts.num_crashes,
+                owner=owner,
             )
             async with contextlib.aclosing(self._attempt(attempts, name, request, known, request_id)) as deltas:
                 async for delta in deltas:

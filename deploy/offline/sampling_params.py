@@ -168,14 +168,15 @@ class SamplingParams:
         return body
 
 
+_IGNORED = {**IGNORED, "priority": (0,)}  # all requests are the caller's
 _PYTHON_ONLY = ("detokenize", "output_kind")
 
 
 def honoured(values: Mapping[str, Any], refused: Refusals) -> dict[str, Any]:
     """Return `values` without refused and ignored parameters. Those that requests over HTTP ignore too are named once
     in the log if they ask for something. Raises ValueError for refused ones."""
-    kept = raised_as_value_error(without_refused, values, refused, IGNORED)
-    for name in kept.keys() & IGNORED.keys():
+    kept = raised_as_value_error(without_refused, values, refused, _IGNORED)
+    for name in kept.keys() & _IGNORED.keys():
         del kept[name]
         _log_ignored(name)
     return kept

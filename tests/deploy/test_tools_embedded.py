@@ -19,7 +19,7 @@ from aerie.cluster.transport.messages import EngineStats, FlushOutcome, TokenDel
 from aerie.deploy.cli import main
 from aerie.deploy.offline.llm import LLM
 from aerie.workers.scheduling.plan import SamplingParams
-from aerie.workers.scheduling.request import Request
+from aerie.workers.scheduling.request import Owner, Request
 from tests.support import MODELS
 from tests.support.edge_client import MODEL, served
 from tests.support.harmony import SOURCE
@@ -50,6 +50,7 @@ class OfflineEngine:
         running_stats: bool = False,
         token_origins: bool = False,
         output: Sequence[int] = (),
+        owner: Owner = Owner(),  # noqa: B008 - immutable
     ) -> AsyncGenerator[TokenDelta, None]:
         ends = tuple(self._llm._engine.tokenizer.eos_token_ids)
         sampling = msgspec.structs.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))

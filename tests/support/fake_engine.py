@@ -12,6 +12,7 @@ from aerie.cluster.http.text.chat_template import ChatTemplate
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
 from aerie.workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs, pack_i32
+from aerie.workers.scheduling.request import Owner
 
 EOS = "<|im_end|>"
 CHATML = (
@@ -32,6 +33,7 @@ class Call:
     running_stats: bool = False
     token_origins: bool = False
     output: tuple[int, ...] = ()
+    owner: Owner = Owner()  # noqa: RUF009 - immutable
 
 
 @dataclass
@@ -63,9 +65,10 @@ class FakeEngine:
         running_stats: bool = False,
         token_origins: bool = False,
         output: Sequence[int] = (),
+        owner: Owner = Owner(),  # noqa: B008 - immutable
     ) -> AsyncGenerator[TokenDelta, None]:
         assert request_id not in {call.request_id for call in self.calls}, "request ids must be unique"
-        self.calls.append(Call(prompt, sampling, request_id, running_stats, token_origins, tuple(output)))
+        self.calls.append(Call(prompt, sampling, request_id, running_stats, token_origins, tuple(output), owner))
         self.num_active += 1
         self.max_active = max(self.max_active, self.num_active)
         finished = False

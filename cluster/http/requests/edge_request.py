@@ -86,6 +86,7 @@ class EdgeRequest:
     thinking_budget: None for no limit.
     include_reasoning: whether the reply shows reasoning. separate_reasoning: in a separate field. stream_reasoning: as
         it arrives.
+    priority: as the client wants it, see `Owner`.
     reads_calls: whether the parser searches tool calls. parallel_calls: whether it shows more than the first.
     The other fields describe how to show the answer.
     """
@@ -112,6 +113,7 @@ class EdgeRequest:
     thinking_budget: ThinkingBudget | None = None
     separate_reasoning: bool = True
     stream_reasoning: bool = True
+    priority: int = 0
 
     @property
     def echo_logprobs(self) -> bool:
@@ -285,6 +287,7 @@ def _request(
     options = body.stream_options
     return EdgeRequest(
         chat=chat,
+        priority=body.priority or 0,
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         prompts=prompts,
         choices=choices,

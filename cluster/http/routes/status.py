@@ -14,6 +14,7 @@ from aerie.cluster.http.errors import unavailable
 from aerie.cluster.http.metrics import prometheus_text
 from aerie.cluster.http.schema.response import EngineHealth, ErrorReply, HealthReply, LiveReply
 from aerie.cluster.http.serving import Edge
+from aerie.cluster.http.tenants import tenant_of
 from aerie.cluster.transport.messages import EngineStats
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,9 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
     async def metrics(http: Request) -> Response:
         """Prometheus' text format, under vLLM's names."""
-        text = prometheus_text(await _stats(edge.engine), edge.config.served_model_name, edge.counts)
+        tenant = tenant_of(http.scope)
+        keys = edge.counts.by_key if tenant.is_admin else [tenant.name]
+        text = prometheus_text(await _stats(edge.engine), edge.config.served_model_name, edge.counts, keys)
         return Response(text, headers={"content-type": METRICS_TYPE})
 
     errors = (HealthReply, ErrorReply)

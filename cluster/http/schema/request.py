@@ -84,7 +84,6 @@ REFUSED: Refusals = {
 IGNORED: Mapping[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default", "flex", "scale", "priority"),
-    "priority": (0,),
     "prediction": (),
     "web_search_options": (),
     "verbosity": ("medium",),
@@ -148,6 +147,7 @@ class SamplingFields(CommonSampling):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
+    priority: int | None = None  # lower is more urgent, as in vLLM
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: RequestId | None = None

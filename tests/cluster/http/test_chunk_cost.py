@@ -12,8 +12,10 @@ from aerie.cluster.http.replies.completions import ChatReply
 from aerie.cluster.http.requests.edge_request import chat_request
 from aerie.cluster.http.schema.request import ChatCompletionRequest
 from aerie.cluster.http.serving import Edge, GenerationResponse
+from aerie.cluster.http.tenants import Tenant
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
 from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Owner
 from tests.support.edge_client import MODEL, edge_config
 from tests.support.fake_engine import chat_tokenizer, small_tokenizer
 
@@ -35,6 +37,7 @@ class _Ready:
         running_stats: bool = False,
         token_origins: bool = False,
         output: Sequence[int] = (),
+        owner: Owner = Owner(),  # noqa: B008 - immutable
     ) -> AsyncGenerator[TokenDelta, None]:
         for delta in self._deltas:
             yield delta
@@ -80,7 +83,7 @@ async def test_chunk_of_four_tokens_costs_little(extra: dict[str, Any], record_p
     for _ in range(3):
         sent.clear()
         start = time.process_time()
-        await GenerationResponse(edge, request, ChatReply, "chatcmpl-0", "cost")({}, receive, send)
+        await GenerationResponse(edge, request, ChatReply, "chatcmpl-0", "cost", Tenant())({"state": {}}, receive, send)
         costs.append((time.process_time() - start) / NUM_CHUNKS * 1e6)
         assert len(sent) == NUM_CHUNKS + 3
     record_property("us_per_chunk", min(costs))

@@ -289,7 +289,7 @@ async def test_an_agents_body_is_answered_and_what_has_no_effect_is_named(
 # One field each, on every route that has it: route, body, what the header names.
 HI = {"role": "user", "content": "hi"}
 SIBLINGS: list[tuple[str, dict[str, Any], str]] = [
-    *((CHAT, {name: value}, name) for name, value in {"store": True, "verbosity": "low", "priority": 3}.items()),
+    *((CHAT, {name: value}, name) for name, value in {"store": True, "verbosity": "low", "priority": -3}.items()),
     (TEXT, {"service_tier": "fast", "prediction": {}}, "service_tier,prediction"),
     (CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type=custom"),
     (CHAT, {"tools": [{"type": "web_search"}], "tool_choice": "auto"}, "tools[0].type=web_search"),
