@@ -61,6 +61,7 @@ def write_bundle(file: Path, given: str, findings: Sequence[str]) -> None:
         "status.json": _output("status", "--json"),
     }
     began_s = time.time()
+    num_logs = num_bytes = 0
     with (
         open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as raw,
         tarfile.open(fileobj=raw, mode="w:gz") as archive,
@@ -71,8 +72,10 @@ def write_bundle(file: Path, given: str, findings: Sequence[str]) -> None:
             entry = tarfile.TarInfo(f"aerie-doctor/{name}")
             entry.size, entry.mtime, entry.mode = len(data), int(began_s), 0o600
             archive.addfile(entry, io.BytesIO(data))
-            print(f"      {name}: {len(data)} bytes")
-    print(f"wrote {file}: secrets are removed, but read it before you send it; logs may name files and requests")
+            if name not in parts:
+                num_logs, num_bytes = num_logs + 1, num_bytes + len(data)
+    print(f"wrote {file}: {', '.join(parts)}, and {num_logs} logs of {num_bytes / 1e6:.1f} MB")
+    print("secrets are removed, but read it before you send it; logs may name files and requests")
 
 
 def _content(given: str) -> object:
