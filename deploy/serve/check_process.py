@@ -42,7 +42,8 @@ class CheckProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
+        # -P: a json.py in the current folder is not what `_PROGRAM` imports.
+        command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(sys.path)]
         # It forks ranks, so it must have no second thread; NumPy's linear algebra would start some at import.
         variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with theirs:

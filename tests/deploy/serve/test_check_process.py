@@ -13,7 +13,9 @@ from tests.support.embedded import read_config_file
 
 
 @pytest.mark.slow  # as `aerie serve` does it: `tests.deploy.test_cli`
-def test_a_refused_checkpoint_is_told_at_once_with_its_reason(tmp_path: Path) -> None:
+def test_a_refused_checkpoint_is_told_at_once_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise ImportError('of the folder where the command was started')")
+    monkeypatch.chdir(tmp_path)
     args = read_config_file(ROOT / "deploy" / "eagle.yaml")["applications"][0]["args"]
     model = tmp_path / "model"
     model.mkdir()

@@ -41,7 +41,7 @@ class CompileProcesses:
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [pair[1].fileno() for pair in pairs]
         code = _SERVER.format(__name__)
-        command = [sys.executable, "-c", code, json.dumps(sys.path), json.dumps(theirs)]
+        command = [sys.executable, "-P", "-c", code, json.dumps(sys.path), json.dumps(theirs)]
         server = subprocess.Popen(command, pass_fds=theirs, stdin=subprocess.DEVNULL)
         for _, end in pairs:
             end.close()
