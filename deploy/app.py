@@ -11,6 +11,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from aerie.cluster.config import read_args
 from aerie.cluster.ingress.deployment import Ingress
+from aerie.cluster.ingress.engine_links import SUCCESSOR_WAIT_S
 from aerie.cluster.parallel import ReplicasConfig
 from aerie.cluster.placement import ENGINE_CPUS
 from aerie.cluster.plan import Plan
@@ -72,7 +73,10 @@ def application(plan: Plan, engine_class: type[Engine] = Engine) -> Application:
         num_replicas=plan.num_ingresses,
         max_ongoing_requests=INGRESS_MAX_ONGOING,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
-        graceful_shutdown_timeout_s=drain_s + 5,
+        # An update starts the next ingresses before it stops these, so that some accept requests throughout.
+        max_surge_percent=100,
+        # Requests may wait here for the next engine, and then run.
+        graceful_shutdown_timeout_s=SUCCESSOR_WAIT_S + drain_s + 5,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,

@@ -63,3 +63,16 @@ class Worker(worker_actor.Worker):
 
 class ScriptedEngine(Engine):
     worker = Worker
+
+
+class SlowWorker(Worker):
+    @staticmethod
+    def rank_builder(plan: RankPlan, rank: int) -> ScriptedRank:
+        time.sleep(10)
+        return ScriptedRank(plan, rank)
+
+
+class SlowEngine(Engine):
+    """Its model takes long to load."""
+
+    worker = SlowWorker
