@@ -25,6 +25,8 @@ from aerie.workers.scheduling.plan import GraphCount
 
 GRAPH_BYTES = 8 * 10**6  # bytes of a captured round, without its tensors; measured on an H200: 0.1 GB for 22 graphs
 GRAPH_SHARE = 0.05  # limit of optional graphs, as a share of the memory that is free at the start
+GRAPH_SHARE_BESIDE_WEIGHTS = 0.1
+FEW_GRAPHS_BYTES = 2 * 10**9
 _MAX_WAIT_S = 10.0  # maximum wait until a killed process's memory is freed
 
 
@@ -76,9 +78,11 @@ class RankMemory:
         return max(0, self._memory.used() - self._used_at_start)
 
     def capture_limits(self, group: TPGroup) -> GraphCapture:
-        """Return the limits of optional graphs: as configured, but at most `GRAPH_SHARE` of the memory."""
+        """Return the limits of optional graphs: as configured, but at most `GRAPH_SHARE` of the memory, and beyond
+        `FEW_GRAPHS_BYTES` at most `GRAPH_SHARE_BESIDE_WEIGHTS` of what weights leave."""
         limits = self._worker.graph_capture
-        max_gb = self._min_over_ranks(int(GRAPH_SHARE * self._free_at_start), group) / 1e9
+        beside = max(FEW_GRAPHS_BYTES, GRAPH_SHARE_BESIDE_WEIGHTS * (self._free_at_start - self._weights))
+        max_gb = self._min_over_ranks(int(min(GRAPH_SHARE * self._free_at_start, beside)), group) / 1e9
         return replace(limits, limit_gb=min(limits.limit_gb, max_gb))
 
     def settle_slots(self, layout: EngineLayout, group: TPGroup) -> EngineLayout:

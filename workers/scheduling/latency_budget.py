@@ -18,6 +18,7 @@ _MANY_STEPS = 8  # backlog, in full steps of prompts, that extends steps fully
 PATIENCE = 4.0  # `patience_s` as a multiple of the prompt's own time
 MAX_PATIENCE = 6.0  # bound on `patience_s`, as a multiple of the target, while few prompts are pending
 QUEUE_PATIENCE = 2.0  # bound on `patience_s`, as a multiple of the time of all pending prompts, if that is larger
+REST_SHARE = 0.2  # see `may_rest`
 MIN_MASK_WAIT_MS = 5.0
 GROWTH_SHARE = 0.1  # share of the target by which a joining request may make rounds longer than the mean gap
 PATIENT_TARGETS = 800.0  # wait, in targets, that doubles the mean gap in that limit
@@ -104,10 +105,33 @@ class LatencyBudget:
         target_ms = self.target_ms
         return max(MIN_MASK_WAIT_MS, min(target_ms / 2, max(target_ms / 4, target_ms - expected_ms)))
 
-    def step_limit_ms(self, rounds: StepRounds, backlog_tokens: int, backlog_context: float = 0.0) -> float:
+    def may_rest(self, rounds: StepRounds, backlog_tokens: int, backlog_context: float) -> bool:
+        """Return whether `rounds` may be left out of a step, so that it computes more of the prompts. Only with "auto".
+        Arguments as in `step_limit_ms`.
+
+        They may if both hold:
+        - The target leaves prompt tokens for later steps, and the backlog is not so long that it extends steps.
+        - Beside prompts, the rounds take at least `REST_SHARE` of their time alone, as they do where arithmetic limits
+          steps: then requests lose few tokens per second, and prompts wait for fewer rounds. In a large mixture of
+          experts, rounds beside prompts are almost free.
+        """
+        if not self.may_stretch or rounds.num_requests == 0 or backlog_tokens == 0:
+            return False
+        step_time, alone = self.step_time, Step(*rounds)
+        fitting = step_time.chunk_tokens_within(self.target_ms, alone, backlog_tokens, backlog_context)
+        if fitting >= backlog_tokens or BACKLOG_SHARE * self.prompt_ms(backlog_tokens) > self.target_ms:
+            return False
+        beside = alone._replace(chunk_tokens=max(fitting, step_time.costs.chunk_tokens[0]))
+        added_ms = step_time.ms(beside) - step_time.ms(beside._replace(num_requests=0, kv_tokens=0))
+        return added_ms >= REST_SHARE * step_time.ms(alone)
+
+    def step_limit_ms(
+        self, rounds: StepRounds, backlog_tokens: int, backlog_context: float = 0.0, rests: bool = False
+    ) -> float:
         """Return the maximum milliseconds of a step with these rounds and `backlog_tokens` pending prompt tokens.
 
         backlog_context: number of cached or computed tokens before a pending one, averaged over `backlog_tokens`.
+        rests: the step leaves out the rounds of running requests (`may_rest`); the limit is the target.
 
         With rounds, the largest of three times:
         - the target;
@@ -118,6 +142,8 @@ class LatencyBudget:
         Without rounds no request waits for its next token, so the limit is `limit_ms`. With "auto" it is longer by the
         smallest step if the whole backlog then fits, because a rest would take a step of its own.
         """
+        if rests:
+            return self.target_ms
         if rounds.num_requests == 0:
             if not self.may_stretch or backlog_tokens > self.max_step_tokens:
                 return self.limit_ms
@@ -151,9 +177,11 @@ class LatencyBudget:
         step_time = self.step_time
         return step_time.ms(Step(step_time.costs.default, chunk_tokens=num_tokens)) if num_tokens else 0.0
 
-    def step(self, rounds: StepRounds, backlog_tokens: int, backlog_context: float = 0.0) -> "StepBudget":
+    def step(
+        self, rounds: StepRounds, backlog_tokens: int, backlog_context: float = 0.0, rests: bool = False
+    ) -> "StepBudget":
         """Return the budget of the next step. Arguments as in `step_limit_ms`."""
-        limit_ms = self.step_limit_ms(rounds, backlog_tokens, backlog_context)
+        limit_ms = self.step_limit_ms(rounds, backlog_tokens, backlog_context, rests)
         return StepBudget(self.max_step_tokens, self.step_time, rounds, limit_ms)
 
 

@@ -87,15 +87,21 @@ class PrefillPlanner:
         return slots if self.budget is None else self._turns.running(slots, self.budget), slots
 
     def plan(
-        self, builder: PlanBuilder, drafted: RoundShape, rounds: StepRounds, usual_shape: int | None = None
+        self,
+        builder: PlanBuilder,
+        drafted: RoundShape,
+        rounds: StepRounds,
+        usual_shape: int | None = None,
+        rests: bool = False,
     ) -> StepBudget:
         """Add prompt chunks of admitted and new requests to `rounds`, as long as slots, pages and budget allow. Return
         the budget after these chunks.
 
         drafted: the shape to draft after a prompt's last chunk, if its request speculates.
         usual_shape: index of the shape that later rounds are expected to verify; None: that of `rounds`.
+        rests: see `LatencyBudget.step_limit_ms`.
         """
-        queues, budget = self._queues, self._step_budget(rounds)
+        queues, budget = self._queues, self._step_budget(rounds, rests)
         usual = rounds if usual_shape is None else rounds._replace(shape=usual_shape)
         admitted, turns = AdmittedPrompts(queues.prefilling.values(), self._turns.only), self._turns
         self.shared.begin()
@@ -159,10 +165,14 @@ class PrefillPlanner:
     def _can_admit(self, builder: PlanBuilder) -> bool:
         return builder.admits and not builder.preempted and self._slot_pages.num_free_slots > 0
 
-    def _step_budget(self, rounds: StepRounds) -> StepBudget:
+    def may_rest(self, rounds: StepRounds) -> bool:
+        """Return whether pending prompts are a reason to leave `rounds` out of a step (`LatencyBudget.may_rest`)."""
+        return self.budget is not None and self.budget.may_rest(rounds, *self._admissible())
+
+    def _step_budget(self, rounds: StepRounds, rests: bool) -> StepBudget:
         if self.budget is None:
             return StepBudget(self._max_step_tokens)
-        return self.budget.step(rounds, *self._admissible())
+        return self.budget.step(rounds, *self._admissible(), rests)
 
     def _admissible(self) -> tuple[int, float]:
         """Return the uncomputed prompt tokens of requests that have a slot or could get one now, and the mean number of

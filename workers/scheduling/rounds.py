@@ -83,20 +83,25 @@ class RoundPlanner:
         return usual if is_probe and usual is not None else shape
 
     def plan(
-        self, builder: PlanBuilder, slots: Slots, step_time: StepTime | None, budget: LatencyBudget | None
+        self,
+        builder: PlanBuilder,
+        slots: Slots,
+        step_time: StepTime | None,
+        budget: LatencyBudget | None,
+        rests: Callable[[StepRounds], bool] = lambda rounds: False,
     ) -> tuple[int, int, Slots, Int64s, StepRounds]:
         """Plan a round of `slots` and reserve its pages. Return the indices of the shapes that it verifies and drafts,
-        the remaining slots, the ends of the positions that they may write, and its load."""
+        the remaining slots, the ends of the positions that they may write, and its load.
+
+        rests: whether the step leaves these rounds out.
+        """
         kv_tokens = self.kv_tokens(slots)
         shape, next_shape = self.shapes(slots, kv_tokens, step_time, budget)
+        if rests(self.load(slots, shape, next_shape, kv_tokens)):
+            slots, kv_tokens = slots[:0], 0
         slots, ends = self.reserve(builder, slots, shape, next_shape)
-        return (
-            shape,
-            next_shape,
-            slots,
-            ends,
-            self.load(slots, shape, next_shape, None if builder.preempted else kv_tokens),
-        )
+        rounds = self.load(slots, shape, next_shape, None if builder.preempted else kv_tokens)
+        return shape, next_shape, slots, ends, rounds
 
     def reserve(self, builder: PlanBuilder, slots: Slots, shape: int, next_shape: int) -> tuple[Slots, Int64s]:
         """Reserve pages for a round of `slots`, preempting the youngest requests until the pages suffice.

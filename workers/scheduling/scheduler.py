@@ -18,7 +18,7 @@ from aerie.workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.scheduling.capture_pacing import CapturePacing
 from aerie.workers.scheduling.cost_table import CostTable
-from aerie.workers.scheduling.latency_budget import LatencyBudget
+from aerie.workers.scheduling.latency_budget import LatencyBudget, StepRounds
 from aerie.workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.prefill import PrefillPlanner
 from aerie.workers.scheduling.queues.admission import Admission
@@ -91,6 +91,7 @@ class Scheduler:
         self.epoch = 0
         self._in_flight: deque[InFlightStep] = deque()
         self._next_step = 0
+        self._has_rested = False  # the newest plan left out rounds (`_rests`)
         self.step_time: StepTime | None = None
 
     @staticmethod
@@ -200,6 +201,7 @@ class Scheduler:
         self.captures.reset()
         self.epoch = epoch
         self._next_step = 0
+        self._has_rested = False
         return self.queues.requeue(had_step)
 
     def schedule(self) -> StepPlan | None:
@@ -210,10 +212,12 @@ class Scheduler:
         slot_pages.slide()
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
         running, all_slots = self._prefill.give_way(builder)
-        planned = self.rounds.plan(builder, running, self.step_time, self._prefill.budget)
+        planned = self.rounds.plan(builder, running, self.step_time, self._prefill.budget, self._rests)
         shape, next_shape, slots, ends, rounds = planned
-        budget = self._prefill.plan(builder, self._shapes[next_shape], rounds, self.rounds.usual(next_shape))
-        if len(running) < len(all_slots) and not builder.chunks:  # the prompt to which they gave way has no room
+        rests = len(slots) == 0 < len(running)
+        budget = self._prefill.plan(builder, self._shapes[next_shape], rounds, self.rounds.usual(next_shape), rests)
+        if (rests or len(running) < len(all_slots)) and not builder.chunks:  # prompts have no room
+            rests = False
             planned = self.rounds.plan(builder, slot_pages.round_slots(), self.step_time, self._prefill.budget)
             shape, next_shape, slots, ends, rounds = planned
         if builder.preempted and len(slots):  # a chunk of an older request may have preempted a younger one
@@ -250,7 +254,15 @@ class Scheduler:
             cleared_window_pages=of_windows[1],
         )
         self._next_step += 1
+        self._has_rested = rests
         return plan
+
+    def _rests(self, rounds: StepRounds) -> bool:
+        """Return whether the step leaves out these rounds, of several tokens, for the sake of prompts; never twice in
+        a row, so that a request waits for at most one more step."""
+        if self._has_rested or self._shapes[rounds.shape].max_new_tokens == 1:
+            return False
+        return self._prefill.may_rest(rounds)
 
     def _launch(self, builder: PlanBuilder, shape: int, slots: Slots, load: Step, is_change: bool) -> InFlightStep:
         """Record the builder's plan as in flight, and return it."""

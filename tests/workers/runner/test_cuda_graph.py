@@ -110,6 +110,15 @@ def test_many_prompt_tokens_are_captured_beside_fewer_batch_sizes(max_running: i
         assert padded < 2 * count or padded <= 16
 
 
+def test_wide_rounds_are_captured_beside_prompts_in_sizes_that_save_rows() -> None:
+    """33 requests of four rows each run as 48, not as 64: 64 rows less, a sixteenth of a step with 768 tokens."""
+    buckets = bucket_sizes(192)
+    assert buckets_beside(768, buckets, width=0) == (1, 4, 16, 32, 64, 128, 192)
+    assert buckets_beside(768, buckets, width=4) == (1, 4, 16, 24, 32, 48, 64, 96, 128, 192)
+    assert buckets_beside(768, buckets, width=8) == (1, 4, 16, 24, 32, 48, 64, 96, 128, 192)
+    assert buckets_beside(768, buckets, width=1) == (1, 4, 16, 32, 64, 96, 128, 192)
+
+
 @pytest.mark.parametrize("limits", [PLENTY, GraphCapture(limit_s=1e9), GraphCapture(), GraphCapture(1e9, 0.0)])
 def test_no_step_captures_anything(limits: GraphCapture) -> None:
     """Whatever was captured at start: each step is one replay or runs as it is, and emits what it should."""

@@ -136,8 +136,27 @@ def test_a_small_gpu_keeps_less_for_graphs() -> None:
         assert rank.capture_limits(SOLO) == GraphCapture(limit_s=7, limit_gb=limit_gb)
 
 
+@pytest.mark.parametrize(
+    ("total_gb", "weights_gb", "limit_gb"),
+    [
+        (140, 16, 6.0),  # as configured
+        (140, 69, 6.0),
+        (140, 100, 4.0),  # a tenth of what weights leave
+        (80, 69, 2.0),
+        (80, 16, 4.0),  # a twentieth of the memory
+    ],
+)
+def test_large_weights_leave_less_for_graphs(total_gb: int, weights_gb: int, limit_gb: float) -> None:
+    worker, layout = settings()
+    memory = DescribedMemory(total_gb * GB)
+    rank = RankMemory(memory, worker, layout, GPU)
+    with rank.counting_weights():
+        memory.taken += weights_gb * GB
+    assert rank.capture_limits(SOLO) == GraphCapture(limit_gb=limit_gb)
+
+
 def test_others_on_the_gpu_leave_less() -> None:
-    worker, layout = settings(scheduler=SchedulerConfig(max_running=8))
+    worker, layout = settings(scheduler=SchedulerConfig(max_running=8), graph_capture=GraphCapture(limit_gb=2.0))
     alone = settled(worker, layout, DescribedMemory(80 * GB), weights=10 * GB)[0].num_pages
     beside = settled(worker, layout, DescribedMemory(80 * GB, others=40 * GB), weights=10 * GB)[0].num_pages
     assert alone - beside == 0.9 * 40 * GB / 10_000

@@ -278,6 +278,48 @@ def test_rounds_over_the_target_leave_prompts_their_share():
     assert budget.step(slow, 100).room(100, 0) >= 1
 
 
+def test_rounds_rest_for_one_step_while_the_target_leaves_prompts_waiting() -> None:
+    """Target 17.4 ms: beside eight rounds it holds 104 prompt tokens, without them 164."""
+    sim = Simulation(max_running=50, max_step_tokens=300, page_size=4, prefix_cache=False, costs=TABLE, num_pages=999)
+    for _ in range(8):
+        sim.submit([1] * 4, max_tokens=90)
+    while sim.scheduler.queues.prefilling or sim.scheduler.num_waiting:
+        sim.step()
+    for _ in range(4):
+        sim.submit([1] * 75, max_tokens=20)
+    plans = [plan for plan in (sim.schedule() for _ in range(3)) if plan is not None]
+    rounds = [len(unpack_i32(plan.slots)) for plan in plans]
+    tokens = [sum(len(chunk.tokens) // 4 for chunk in plan.chunks) for plan in plans]
+    assert rounds[0] == 0 and rounds[1] >= 8 and rounds[2] >= 8, rounds
+    assert tokens[0] == 164 and sum(tokens) == 300, tokens
+
+
+@pytest.mark.parametrize(
+    ("backlog", "rests"),
+    [
+        (0, False),
+        (104, False),  # all of it fits beside the rounds
+        (105, True),
+        (300, True),
+        (340, False),  # half of its time is above the target: steps are longer, and rounds a small part of them
+    ],
+)
+def test_rounds_rest_for_some_backlogs(backlog: int, rests: bool) -> None:
+    budget = LatencyBudget.of(SchedulerConfig(max_step_tokens=1000), exact(TABLE))
+    assert budget.may_rest(StepRounds(1, 8), backlog, 0.0) is rests
+    assert not budget.may_rest(StepRounds(1, 0), backlog, 0.0), "none to leave out"
+    numeric = LatencyBudget.of(SchedulerConfig(max_step_tokens=1000, itl_target_ms=17.4), exact(TABLE))
+    assert not numeric.may_rest(StepRounds(1, 8), backlog, 0.0), "a number is kept"
+
+
+def test_rounds_that_prompts_hide_do_not_rest() -> None:
+    """As in a large mixture of experts: beside a chunk they add a tenth of what they take alone."""
+    hidden = CostTable((ROUND, ROUND), (0, 8), (10, 110), ((8.0, 18.0), (8.6, 18.6)), default=1)
+    budget = LatencyBudget.of(SchedulerConfig(max_step_tokens=1000), exact(hidden))
+    assert budget.step_limit_ms(StepRounds(1, 8), 200) == budget.target_ms
+    assert not budget.may_rest(StepRounds(1, 8), 200, 0.0)
+
+
 def test_no_step_takes_a_scrap_of_a_prompt() -> None:
     """Ten tokens cost as much as one."""
     budget = LatencyBudget(exact(TABLE), target_ms=5.0, limit_ms=5.0, max_step_tokens=512)

@@ -76,7 +76,10 @@ class _Budget:
     def __init__(self) -> None:
         self.told: list[tuple[int, float]] = []
 
-    def step(self, rounds: StepRounds, backlog_tokens: int, backlog_context: float) -> StepBudget:
+    def may_rest(self, rounds: StepRounds, backlog_tokens: int, backlog_context: float) -> bool:
+        return False
+
+    def step(self, rounds: StepRounds, backlog_tokens: int, backlog_context: float, rests: bool = False) -> StepBudget:
         self.told.append((backlog_tokens, backlog_context))
         return StepBudget(10)
 

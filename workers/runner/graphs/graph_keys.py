@@ -14,7 +14,7 @@ Number of graphs for 64 slots, and in brackets the number added by grammars:
 rounds of                 alone      with prompt chunks
 no request                -          12 (4)
 non-speculative decoding  43 (21)    36 (8)
-the default shape         43 (21) 72 (16); 78 with the chain that replaces a tree in large batches
+the default shape         43 (21) 96 (16); 102 with the chain that replaces a tree in large batches
 any other shape           14         -
 
 Graphs for many prompt tokens expand the latent rows of MLA models (`aerie.attention.expansion`).
@@ -35,6 +35,7 @@ EXPANDED_TOKENS = 384
 EXPANDED_SEEN = 16384  # maximum tokens that a step's expanded chunks attend to; bounds memory for their keys and values
 FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the mixed batches that a start waits for
 EAGER_ROWS = 1024  # rows whose time equals the extra time of an eager step
+_MIN_SAVED_ROWS = 32  # a tenth of a millisecond each on Llama-2-70B, two cards; see `buckets_beside`
 _FEW_TOKENS = 512  # maximum tokens of mixed batches that are captured for every power of two of requests
 GREEDY = SamplingNeeds(random=False)
 RANDOM = SamplingNeeds(random=True)
@@ -99,13 +100,15 @@ def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
     return (*(size for size in TOKEN_BUCKETS if size < largest), largest)
 
 
-def buckets_beside(num_tokens: int, buckets: Sequence[int]) -> tuple[int, ...]:
-    """Return the batch buckets captured together with `num_tokens` prompt tokens: powers of two; above 512 tokens,
-    where the padding of a few requests costs little, skip 2 and 8."""
-    sizes = powers_of_two(buckets)
-    if num_tokens <= _FEW_TOKENS:
-        return sizes
-    return tuple(size for size in sizes if size not in (2, 8) or size == buckets[-1])
+def buckets_beside(num_tokens: int, buckets: Sequence[int], width: int = 1) -> tuple[int, ...]:
+    """Return the batch buckets captured together with `num_tokens` prompt tokens, for rounds that verify `width` rows
+    of a request: powers of two; above 512 tokens, where the padding of a few requests costs little, without 2 and 8;
+    and three quarters of a power of two where they save at least `_MIN_SAVED_ROWS`."""
+    sizes = set(powers_of_two(buckets))
+    if num_tokens > _FEW_TOKENS:
+        sizes -= {2, 8} - {buckets[-1]}
+    between = {3 * size // 4 for size in buckets if size & (size - 1) == 0 and size // 4 * width >= _MIN_SAVED_ROWS}
+    return tuple(sorted(sizes | between & set(buckets)))
 
 
 def serves(captured: GraphKey, key: GraphKey) -> bool:
@@ -177,7 +180,7 @@ class GraphKeys:
             self.of_chunks(self._shapes.largest_beside_chunks(count), count, tokens, CHUNK_NEEDS)
             for tokens in FIRST_TOKENS
             if tokens in self.tokens
-            for count in buckets_beside(FIRST_TOKENS[-1], self.buckets)
+            for count in buckets_beside(FIRST_TOKENS[-1], self.buckets, width=0)
         ]
         sizes = (1, min(FEW_REQUESTS, self.buckets[-1]), self.buckets[-1])
         for shape in self._shapes.unrestricted:
@@ -212,10 +215,10 @@ class GraphKeys:
         alone = [GraphKey(0, self._shapes.default, 0, needs, size, self._seen_of(size, needs)) for size in sizes]
         return [
             GraphKey(shape, shape, bucket, needs, tokens, self._seen_of(tokens, needs))
-            for bucket in reversed(powers_of_two(self.buckets))
+            for bucket in reversed(self.buckets)
             for shape in reversed(self._shapes.beside_chunks(bucket, needs.masked))
             for tokens in sizes
-            if bucket in self._buckets_beside(tokens, needs)
+            if bucket in self._buckets_beside(shape, tokens, needs)
         ] + alone
 
     def _tokens_of(self, needs: SamplingNeeds) -> tuple[int, ...]:
@@ -223,12 +226,12 @@ class GraphKeys:
         because captures take time and such prompts are rare."""
         return self.tokens[::-1][::3][::-1] if needs.masked else self.tokens
 
-    def _buckets_beside(self, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
+    def _buckets_beside(self, shape: int, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
         """Return the captured batch sizes of mixed batches. With grammars these are every second power of two. Without,
         FEW_REQUESTS is added if it is the limit for a shape."""
         if needs.masked:
             return powers_of_two(self.buckets)[::-1][::2][::-1]
-        sizes = buckets_beside(num_tokens, self.buckets)
+        sizes = buckets_beside(num_tokens, self.buckets, self._shapes[shape].width)
         of_few, of_many = (self._shapes.beside_chunks(count) for count in (FEW_REQUESTS, self.buckets[-1]))
         return sizes if set(of_few) <= set(of_many) else tuple(sorted({*sizes, FEW_REQUESTS}))
 
@@ -269,7 +272,7 @@ class GraphKeys:
         tokens = _padded_size(self._tokens_of(kind), num_tokens)
         if tokens is None or not kind.covers(needs):
             return None
-        bucket = _padded_size((0, *self._buckets_beside(tokens, kind)), num_requests)
+        bucket = _padded_size((0, *self._buckets_beside(shape, tokens, kind)), num_requests)
         seen = self._seen_of(tokens, kind)
         if bucket is None or 0 < seen < num_seen:
             return None
