@@ -100,7 +100,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 # On the core that pip leaves idle: both workers of the tests would compile torch with what it imports, and these
 # modules, at the same time.
 COMPILE := $(BIN)/python -m compileall -q $(VENV)/lib/python3*/site-packages/torch \
-	attention workers speculative cluster deploy aerie tests/support tests/bench \
+	kernels attention workers speculative cluster deploy aerie tests/support tests/bench \
 	$(VENV)/lib/python3*/site-packages/sympy > /dev/null 2>&1
 
 # Triton has wheels for Linux only: elsewhere the kernels are neither interpreted nor compiled by the tests. All at once,

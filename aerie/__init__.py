@@ -7,8 +7,9 @@
 
 `RequestError` is what Serve's handles raise (`docs/serve-handles.md`).
 
-Names are imported at their first use, because that imports torch. The server's code is in `aerie.attention`,
-`aerie.workers`, `aerie.speculative`, `aerie.cluster` and `aerie.deploy`: in a checkout, links to the folders beside it.
+Names are imported at their first use, because that imports torch. The server's code is in `aerie.kernels`,
+`aerie.attention`, `aerie.workers`, `aerie.speculative`, `aerie.cluster` and `aerie.deploy`: in a checkout, links to the
+folders beside it.
 
 command  the entry point of the command `aerie`
 """

@@ -2,14 +2,6 @@
 
 distribution     name of the installed distribution, for remedies that name a package
 config           configuration: page size and memory, backends by name
-metadata         the batches of a forward pass: rounds and prompt chunks
-capability       abilities of a device and the installed libraries; no other module tests for them
-to_device        asynchronous copies from host memory
-lazy_import      objects that tables name, imported when they are chosen
-ops/             operations over KV; `ops.operation` defines operations
-views            one layer's KV, as backends get it
-head_norms       norms per head, before rotary position embedding
-rotation         rotary position embedding: the angles of rows, and the rotation in torch
 expansion        prompt chunks over latent rows with expanded keys and values, and when that pays
 backend          the interface of attention backends
 registry         the table of backends, and the choice from it; `limits` has the supported uses of each

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from aerie.attention.capability import is_capturing
 from aerie.attention.expansion import ExpandedChunks
-from aerie.attention.metadata import DecodeBatch, PrefillBatch
-from aerie.attention.ops import contracts
-from aerie.attention.scores import ScoreRule
-from aerie.attention.views import LatentKV, LayerKV
+from aerie.kernels import contracts
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.capability import is_capturing
+from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
+from aerie.kernels.kv.views import LatentKV, LayerKV
 
 
 class Prepared(ABC):
@@ -30,7 +30,7 @@ class Prepared(ABC):
         tensors. The store then lies between these kernels and `forward`, which may be launched early. Without this
         call, `forward` launches them itself, and is not launched early.
 
-        Returns whether the store must be a fence (`aerie.attention.ops.pdl`) between `forward` and the kernels launched
+        Returns whether the store must be a fence (`aerie.kernels.pdl`) between `forward` and the kernels launched
         here or before the pass. False if an earlier layer's store was one.
         """
         return True  # a fence in every layer is always safe
@@ -41,7 +41,7 @@ class Prepared(ABC):
         dtype; for latent rows [rows, q_heads, latent].
 
         q: [rows, q_heads, head_dim].
-        kv: the layer's view (`aerie.attention.views`), of a kind that the backend supports
+        kv: the layer's view (`aerie.kernels.kv.views`), of a kind that the backend supports
         (`aerie.attention.registry`). rule: how scores become weights; uses only features in `BackendFacts.scores`.
         sinks: [q_heads] float32, contiguous, if `rule.has_sinks`; else None.
         """

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from aerie.attention.capability import Capability
-from aerie.attention.fp8 import FP8
-from aerie.attention.metadata import Mode
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import Mode
+from aerie.kernels.kv.fp8 import FP8
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from aerie.attention.backend import AttentionBackend
-from aerie.attention.capability import is_installed
 from aerie.attention.config import BACKEND_NAMES, ROUNDS_ONLY
 from aerie.attention.distribution import install_command
-from aerie.attention.lazy_import import load
 from aerie.attention.limits import (
     AttentionUse,
     flashinfer_refusal,
@@ -21,8 +19,10 @@ from aerie.attention.limits import (
     triton_refusal,
     trtllm_refusal,
 )
-from aerie.attention.metadata import Mode
-from aerie.attention.ops.operation import anywhere, on_gpu
+from aerie.kernels.capability import is_installed
+from aerie.kernels.kv.batches import Mode
+from aerie.kernels.lazy_import import load
+from aerie.kernels.operation import anywhere, on_gpu
 
 ALL_MODES = frozenset(Mode)
 DECODE_MODES = ALL_MODES - {Mode.PREFILL}

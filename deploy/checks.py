@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from aerie.attention.capability import Capability
 from aerie.cluster.assembly import engine_spec
 from aerie.cluster.config import AerieConfig, ConfigError, parse, read_args
 from aerie.cluster.environment import set_process_environment
@@ -25,6 +24,7 @@ from aerie.deploy.config.files import PACKAGED
 from aerie.deploy.config.hub import with_downloads
 from aerie.deploy.config.model import chosen_config
 from aerie.deploy.nodes import LocalGpus, local_nodes
+from aerie.kernels.capability import Capability
 from aerie.speculative import build
 from aerie.speculative.drafts.checkpoint_files import has_weights
 from aerie.workers.runner.layout import EnginePlan

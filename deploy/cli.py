@@ -6,10 +6,10 @@ Modules are imported after arguments are parsed, so that `--help` and errors in 
 
 import sys
 
-from aerie.attention.lazy_import import load
 from aerie.deploy.arguments import SERVE, parser
 from aerie.deploy.command_line import parsed
 from aerie.deploy.serve.private_arguments import hide_keys
+from aerie.kernels.lazy_import import load
 
 
 def main(argv: list[str] | None = None) -> int:

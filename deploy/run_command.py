@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 
-from aerie.attention.lazy_import import load
 from aerie.cluster.config import ConfigError
 from aerie.cluster.start_log import process_began_s
 from aerie.deploy.processes.guard import run_guarded
+from aerie.kernels.lazy_import import load
 from aerie.speculative.training import TrainingError
 
 

@@ -4,9 +4,9 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from aerie.attention.capability import Capability
 from aerie.attention.config import DraftAttention
 from aerie.attention.registry import check_choices
+from aerie.kernels.capability import Capability
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.drafts.loading import fill_draft
 from aerie.speculative.drafts.method import DraftMethod

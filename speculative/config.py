@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from aerie.attention.config import MIN_WINDOW
-from aerie.speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of, suffix_shapes
+from aerie.speculative.tree_shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of, suffix_shapes
 from aerie.workers.config import RoundShapes
 
 Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix"]

@@ -14,18 +14,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aerie.attention.capability import Capability
-from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.kernels.capability import Capability
+from aerie.kernels.drafting.suffix_match import MatchLimits
+from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
+from aerie.kernels.tree.acceptance import accept_commit
+from aerie.kernels.tree.nodes import RoundRows
 from aerie.speculative.draft_backlog import DraftBacklog
 from aerie.speculative.drafts.blocks.drafter import BlockDrafter
 from aerie.speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
 from aerie.speculative.drafts.guidance import Guidance
-from aerie.speculative.ops.acceptance import accept_commit
-from aerie.speculative.ops.suffix_match import MatchLimits
 from aerie.speculative.step_parts import Finals, Rounds, TargetPass, emitted, ids_after
 from aerie.speculative.suffix_drafts import SuffixDrafts
-from aerie.speculative.tree.nodes import RoundRows
-from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_shape import TreeShape
 from aerie.speculative.tree_table import TreeTable
 from aerie.workers.config import RoundShape, RoundShapes
 from aerie.workers.layers.forward_context import Attending

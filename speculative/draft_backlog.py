@@ -12,7 +12,7 @@ On GPUs every non-speculative round writes its rows, which costs 1.2 to 1.7 % of
 import torch
 from torch import Tensor
 
-from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
 from aerie.speculative.drafts.drafter import DraftRunner
 from aerie.speculative.step_parts import Rounds
 from aerie.workers.slots.slot_table import SlotTable

@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from aerie.attention.capability import Capability
 from aerie.attention.config import DraftAttention
 from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.metadata import Mode
 from aerie.attention.registry import Choice
+from aerie.kernels.capability import Capability
+from aerie.kernels.drafting.suffix_match import MatchLimits
+from aerie.kernels.kv.batches import Mode
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.decoding import SpeculativeDecoding
 from aerie.speculative.drafts.checkpoint_files import missing_tables
 from aerie.speculative.drafts.drafter import DraftRunner, TargetKVRunner
 from aerie.speculative.drafts.loading import load_draft
 from aerie.speculative.drafts.method import DraftMethod
-from aerie.speculative.ops.suffix_match import MatchLimits
-from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_shape import TreeShape
 from aerie.workers.config import RoundShapes
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.models.loading import allocate

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aerie.speculative.ops.acceptance import Committed
-from aerie.speculative.tree.nodes import RoundRows
-from aerie.workers.ops.slots.commit import Commit
+from aerie.kernels.slots.commit import Commit
+from aerie.kernels.tree.acceptance import Committed
+from aerie.kernels.tree.nodes import RoundRows
 from aerie.workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined
 from aerie.workers.sampling.prompt_logprobs import PromptRanking
 from aerie.workers.sampling.sampler import Logprobs, Sampled, logprobs_of

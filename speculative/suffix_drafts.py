@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aerie.speculative.ops.suffix_match import MatchLimits, attach_chains, find_matches, record_tokens
-from aerie.speculative.tree.nodes import NO_TOKEN
+from aerie.kernels.drafting.suffix_match import MatchLimits, attach_chains, find_matches, record_tokens
+from aerie.kernels.slots.commit import Commit
+from aerie.kernels.tree.nodes import NO_TOKEN
 from aerie.speculative.tree_table import TreeTable
-from aerie.workers.ops.slots.commit import Commit
 from aerie.workers.slots.slot_table import SlotTable
 
 

@@ -4,9 +4,9 @@
 import torch
 from torch import Tensor
 
-from aerie.speculative.ops.tree_growth import write_best, write_trees
-from aerie.speculative.ops.tree_read import read_trees, write_roots
-from aerie.speculative.tree.nodes import Candidates, RoundRows, Tree, root_only_trees
+from aerie.kernels.tree.nodes import Candidates, RoundRows, Tree, root_only_trees
+from aerie.kernels.tree.tree_growth import write_best, write_trees
+from aerie.kernels.tree.tree_read import read_trees, write_roots
 from aerie.workers.config import RoundShape
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from aerie.attention.ops import contracts
+from aerie.kernels import contracts
 from tests.support.repository.wheel import kept_wheel
 
 # Read when torch is imported, here and in the processes that tests start: threads of two workers on two cores cost

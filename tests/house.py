@@ -1,7 +1,7 @@
 """Counts habits that creep back: `python -m tests.house`, as `make check` does.
 
-- Device tests: a module above operations and attention backends asks a device what it can do
-  (`aerie.attention.capability.Capability`), not what it is.
+- Device tests: a module above kernels and attention backends asks a device what it can do
+  (`aerie.kernels.capability.Capability`), not what it is.
 - Imports inside functions: they hide what a module needs.
 - Long files and full folders: a room is one that a reader can look over.
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.support import ROOT
 
-FLOORS = ("attention", "workers", "speculative", "cluster", "deploy", "aerie")
+FLOORS = ("kernels", "attention", "workers", "speculative", "cluster", "deploy", "aerie")
 MAX_DEVICE_TESTS = 8
 MAX_INNER_IMPORTS = 23
 MAX_MODULES = 20  # of a folder, without its subfolders
@@ -28,7 +28,7 @@ _TYPES = ("cpu", "cuda", "meta")
 
 def asks_for_device(path: Path) -> bool:
     """Whether the module's business is to know devices: it may ask."""
-    return "ops" in path.parts or "backends" in path.parts or path.parts[-2:] == ("attention", "capability.py")
+    return path.parts[0] == "kernels" or "backends" in path.parts
 
 
 def device_tests(tree: ast.AST) -> Iterator[int]:
@@ -87,7 +87,7 @@ def main() -> int:
     devices = places(device_tests, asks_for_device)
     imports = places(inner_imports, lambda path: False)
     counted = (
-        ("device tests outside ops, backends and capability", devices, MAX_DEVICE_TESTS),
+        ("device tests outside kernels and backends", devices, MAX_DEVICE_TESTS),
         ("imports of ours inside functions", imports, MAX_INNER_IMPORTS),
         (f"folders with more than {MAX_MODULES} modules", full_folders(), 0),
         (f"files with more than {MAX_LINES} lines", long_files(), MAX_LONG_FILES),

@@ -57,7 +57,7 @@ TARGETS = {
     "attention/kv_cache/nan_pages.py": ("tests/workers/scheduling/test_slot_pages.py",),
     "attention/kv_cache/prefix_cache.py": PAGES,
     "attention/kv_cache/eviction.py": PAGES,
-    "speculative/ops/acceptance.py": ("tests/speculative/tree", "tests/speculative/test_decoding.py"),
+    "kernels/tree/acceptance.py": ("tests/speculative/tree", "tests/speculative/test_decoding.py"),
     "cluster/transport/messages.py": WIRE,
     "cluster/transport/encoding.py": WIRE,
     "cluster/transport/channel.py": WIRE,

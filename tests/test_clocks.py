@@ -4,7 +4,7 @@ import ast
 
 from tests.support import ROOT
 
-PACKAGES = ("attention", "workers", "speculative", "cluster", "deploy")
+PACKAGES = ("kernels", "attention", "workers", "speculative", "cluster", "deploy")
 # Modules that ask for the time of day, and why they may.
 MAY_ASK = {
     "cluster/http/middleware.py": "a trace's times",

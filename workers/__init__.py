@@ -8,11 +8,9 @@ slots              running requests on the device
 models             target models, loaded from checkpoint folders
 layers             the tensor-parallel layers that models are made of
 quantization       formats of quantised checkpoints: loading and matrix products
-ops                operations: contract, reference and kernels
-span               a rank's share of rows, heads or experts
 distributed        communication between the ranks of an engine
 config, device, memory_use   configuration of an engine; its device and dtype; its memory use
 interrupt          delays Ctrl-C to the end of a step
 
-Rooms import downwards in this order: runner, models, quantization, layers, distributed, ops.
+Rooms import downwards in this order: runner, models, quantization, layers, distributed.
 """

@@ -2,7 +2,7 @@
 
 import torch
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 
 
 def resolve_device(device: str, rank: int) -> torch.device:

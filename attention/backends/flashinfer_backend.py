@@ -24,12 +24,12 @@ from torch import Tensor
 from aerie.attention.backend import AttentionBackend, Prepared, assert_not_captured
 from aerie.attention.backends.flashinfer_latent import LatentRounds, PreparedLatentRound
 from aerie.attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
-from aerie.attention.fp8 import FP8
-from aerie.attention.metadata import DecodeBatch, PrefillBatch
-from aerie.attention.ops.flashinfer_plan_triton import mask_bytes
-from aerie.attention.scores import ScoreRule
-from aerie.attention.to_device import pinned, to_device
-from aerie.attention.views import LatentKV, LayerKV
+from aerie.kernels.attend.flashinfer_plan_triton import mask_bytes
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
+from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.kv.views import LatentKV, LayerKV
+from aerie.kernels.to_device import pinned, to_device
 
 WORKSPACE_BYTES = 128 << 20  # as in FlashInfer's documentation
 # fa2 keeps partial results of 264 tiles of 128 rows x 128 dimensions in float32 for each query head of a KV head
@@ -161,7 +161,7 @@ class _Prepared(Prepared):
     def forward(self, q: Tensor, kv: LayerKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         self.plan(q, kv, rule)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        # its kernels read the plan before they wait: see `aerie.attention.ops.pdl`
+        # its kernels read the plan before they wait: see `aerie.kernels.pdl`
         self._run(q, (kv.k, kv.v), out=out, enable_pdl=False, **scales_of(kv))
         return out
 

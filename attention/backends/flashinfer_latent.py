@@ -1,6 +1,6 @@
 """Rounds over latent rows by FlashInfer's fa3 kernel for Hopper (checked with 0.6.17), with our plans.
 
-FlashInfer plans on the host, from lengths on the host. Here `aerie.attention.ops.flashinfer_latent_plan_triton` writes
+FlashInfer plans on the host, from lengths on the host. Here `aerie.kernels.attend.flashinfer_latent_plan_triton` writes
 the plan on the device, and the library's compiled kernel is called with it. That kernel has no masks but the causal
 one. For a tree it attends to the prefix, which all rows see, and our kernel adds the masked columns.
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backend import Prepared, assert_not_captured
-from aerie.attention.capability import Capability, num_multiprocessors
 from aerie.attention.distribution import pip
-from aerie.attention.metadata import DecodeBatch
-from aerie.attention.ops.attend.latent_suffix_triton import add_suffix
-from aerie.attention.ops.flashinfer_latent_plan_triton import LatentGrid, LatentPlanArrays, write_latent_plan
-from aerie.attention.scores import ScoreRule
-from aerie.attention.views import LatentKV
+from aerie.kernels.attend.flashinfer_latent_plan_triton import LatentGrid, LatentPlanArrays, write_latent_plan
+from aerie.kernels.attend.latent_suffix_triton import add_suffix
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.capability import Capability, num_multiprocessors
+from aerie.kernels.kv.batches import DecodeBatch
+from aerie.kernels.kv.views import LatentKV
 
 SAMPLE_TOKENS = 3000  # tokens of the request that FlashInfer also plans; long enough to be split
 # Partial results are rounded to the rows' dtype, and the two plans split at different tokens.

@@ -1,7 +1,7 @@
 """The flashinfer backend's kernels for rounds, with our plans.
 
 FlashInfer's fa2 wrappers (checked with 0.6.17) plan on the host, from lengths on the host. Here
-`aerie.attention.ops.flashinfer_plan_triton` writes the plan on the device, and a copy of the library's wrapper reads
+`aerie.kernels.attend.flashinfer_plan_triton` writes the plan on the device, and a copy of the library's wrapper reads
 it. The contents of a wrapper are not a stable interface of the library. So at the first pass of each kind FlashInfer
 also plans one request, and the start fails if the two plans differ.
 """
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from aerie.attention.distribution import pip
-from aerie.attention.metadata import DecodeBatch
-from aerie.attention.ops.flashinfer_plan_triton import TILE_ARRAYS, Grid, PlanArrays, write_mask, write_plan
-from aerie.attention.views import LayerKV
+from aerie.kernels.attend.flashinfer_plan_triton import TILE_ARRAYS, Grid, PlanArrays, write_mask, write_plan
+from aerie.kernels.kv.batches import DecodeBatch
+from aerie.kernels.kv.views import LayerKV
 
 MAX_CUDA_CORE_GROUP = 2  # with 3 or more query heads per KV head, FlashInfer decodes on tensor cores
 SAMPLE_PAGES = 300  # pages of the request that FlashInfer also plans; long enough to be split

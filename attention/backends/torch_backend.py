@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend, Prepared, check_inputs
-from aerie.attention.fp8 import read_pages
-from aerie.attention.metadata import DecodeBatch, PrefillBatch, newest_columns
-from aerie.attention.scores import ScoreRule, row_weights
-from aerie.attention.views import LatentKV, LayerKV
+from aerie.kernels.attend.scores import ScoreRule, row_weights
+from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch, newest_columns
+from aerie.kernels.kv.fp8 import read_pages
+from aerie.kernels.kv.views import LatentKV, LayerKV
 
 
 class TorchBackend(AttentionBackend):

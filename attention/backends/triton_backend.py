@@ -20,22 +20,22 @@ from torch import Tensor
 from aerie.attention.backend import AttentionBackend, Prepared, assert_not_captured
 from aerie.attention.backends.triton_expansion import TritonExpandedChunks
 from aerie.attention.backends.triton_kernels import FIXED_TILES, LayerShape, attend_chunks, attend_rows
-from aerie.attention.capability import Capability, num_multiprocessors
 from aerie.attention.expansion import ExpandedChunks
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask, newest_columns
-from aerie.attention.ops.attend.decode_plan_triton import (
+from aerie.kernels.attend.decode_plan_triton import (
     MAX_SPLITS,
     DecodePlan,
     DecodeTiles,
     DecodeWorkspace,
     partial_rows,
 )
-from aerie.attention.ops.attend.prefill_plan_triton import plan_tiles
-from aerie.attention.ops.attend.prefill_triton import PrefillTiles
-from aerie.attention.ops.attend.split_kv_triton import plan_items, plan_spans
-from aerie.attention.scores import ScoreRule
-from aerie.attention.to_device import to_device
-from aerie.attention.views import LatentKV, LayerKV
+from aerie.kernels.attend.prefill_plan_triton import plan_tiles
+from aerie.kernels.attend.prefill_triton import PrefillTiles
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.attend.split_kv_triton import plan_items, plan_spans
+from aerie.kernels.capability import Capability, num_multiprocessors
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask, newest_columns
+from aerie.kernels.kv.views import LatentKV, LayerKV
+from aerie.kernels.to_device import to_device
 
 CPU_MULTIPROCESSORS = 8  # in Triton's interpreter: enough to split short contexts
 

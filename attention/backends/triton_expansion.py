@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from aerie.attention.expansion import ExpandedChunks
-from aerie.attention.ops.attend.expanded_prefill_triton import attend_expanded, expanded_tiles
-from aerie.attention.ops.attend.prefill_plan_triton import plan_tiles
-from aerie.attention.rotation import Angles
-from aerie.attention.views import ExpandedKV
+from aerie.kernels.attend.expanded_prefill_triton import attend_expanded, expanded_tiles
+from aerie.kernels.attend.prefill_plan_triton import plan_tiles
+from aerie.kernels.kv.views import ExpandedKV
+from aerie.kernels.rope.rotation import Angles
 
 
 class TritonExpandedChunks(ExpandedChunks):

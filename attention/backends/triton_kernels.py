@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from aerie.attention.limits import triton_head_dim_refusal, triton_latent_refusal
-from aerie.attention.metadata import DecodeBatch, PrefillBatch
-from aerie.attention.ops.attend.decode_plan_triton import (
+from aerie.kernels.attend.decode_plan_triton import (
     FIXED_LATENT_TILES,
     DecodePlan,
     DecodeTiles,
     decode_tiles,
     latent_tiles,
 )
-from aerie.attention.ops.attend.decode_triton import attend_decode
-from aerie.attention.ops.attend.latent_decode_triton import attend_latent
-from aerie.attention.ops.attend.latent_prefill_triton import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
-from aerie.attention.ops.attend.prefill_triton import PrefillTiles, attend_prefill, prefill_tiles
-from aerie.attention.scores import ScoreRule
-from aerie.attention.views import LatentKV, LayerKV
+from aerie.kernels.attend.decode_triton import attend_decode
+from aerie.kernels.attend.latent_decode_triton import attend_latent
+from aerie.kernels.attend.latent_prefill_triton import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
+from aerie.kernels.attend.prefill_triton import PrefillTiles, attend_prefill, prefill_tiles
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
+from aerie.kernels.kv.views import LatentKV, LayerKV
 
 FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # for backends with a span; unused rows cost no reads
 WIDE_FIXED_TILES = DecodeTiles(64, 32, 8, 2, 1, 0)  # for heads of more than 256 dimensions

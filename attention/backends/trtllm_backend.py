@@ -20,9 +20,9 @@ from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend, Prepared, assert_not_captured
 from aerie.attention.backends.trtllm_latent import WORKSPACE_BYTES, LatentRows, PreparedLatentRows, kernel_on
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from aerie.attention.scores import ScoreRule
-from aerie.attention.views import LatentKV, LayerKV
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.kernels.kv.views import LatentKV, LayerKV
 
 COUNTER_BYTES = 1 << 20  # trtllm-gen needs four bytes per request and query head
 WORD_BITS = 16

@@ -5,7 +5,7 @@ tests compare a stand-in that follows the documentation (`tests.support.kernels.
 Each row of a pass is passed to the library as a request of one row, because XQA takes only one, and because the
 documentation does not say which masks several rows have. The length of that request is what its row sees, so a chain
 needs no mask. The rows of a tree attend to their common prefix, with log-sum-exps, and our kernel adds the masked
-columns (`aerie.attention.ops.attend.latent_suffix_triton`). XQA returns no log-sum-exps, so trees are refused there.
+columns (`aerie.kernels.attend.latent_suffix_triton`). XQA returns no log-sum-exps, so trees are refused there.
 
 Lengths, page tables, log-sum-exps, workspaces and counters are allocated at a shape's first pass, and are never freed,
 because captured graphs hold their addresses. Nothing is read on the host.
@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backend import Prepared, assert_not_captured
-from aerie.attention.capability import num_multiprocessors
 from aerie.attention.limits import TRTLLM_GEN_MAJOR, TRTLLM_LATENTS
-from aerie.attention.metadata import DecodeBatch
-from aerie.attention.scores import ScoreRule
-from aerie.attention.views import LatentKV
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.capability import num_multiprocessors
+from aerie.kernels.kv.batches import DecodeBatch
+from aerie.kernels.kv.views import LatentKV
 
 WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
 STATS_BYTES = 8 * 256  # bytes per row and head: maximum and sum for each of 256 rows, the library's limit per request
@@ -165,7 +165,7 @@ class PreparedLatentRows(Prepared):
         )
         if buffers.lse is None:
             return given.view(*q.shape[:2], kv.latent)  # type: ignore[no-any-return]
-        from aerie.attention.ops.attend.latent_suffix_triton import add_suffix  # needs Triton; chains do not
+        from aerie.kernels.attend.latent_suffix_triton import add_suffix  # needs Triton; chains do not
 
         assert buffers.empty is not None
         out: Tensor = given[0].view(*q.shape[:2], kv.latent)

@@ -6,12 +6,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from aerie.attention.fp8 import FP8, KVScales
-from aerie.attention.head_norms import HeadNorms
 from aerie.attention.kv_cache.layout import KVLayout, PerToken
-from aerie.attention.ops.rope_store import rope, rope_store
-from aerie.attention.rotation import Angles
-from aerie.attention.views import LayerKV
+from aerie.kernels.kv.fp8 import FP8, KVScales
+from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.norm.head_norms import HeadNorms
+from aerie.kernels.rope.rope_store import rope, rope_store
+from aerie.kernels.rope.rotation import Angles
 
 
 @dataclass(frozen=True)

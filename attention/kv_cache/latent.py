@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from aerie.attention.fp8 import FP8, KVScales, write_rows
-from aerie.attention.head_norms import HeadNorms
 from aerie.attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
-from aerie.attention.ops.nan_values import without_nan
-from aerie.attention.rotation import Angles, rotate_pairs
-from aerie.attention.views import LatentKV
+from aerie.kernels.kv.fp8 import FP8, KVScales, write_rows
+from aerie.kernels.kv.nan_values import without_nan
+from aerie.kernels.kv.views import LatentKV
+from aerie.kernels.norm.head_norms import HeadNorms
+from aerie.kernels.rope.rotation import Angles, rotate_pairs
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class LatentLayout(KVLayout[LatentKV]):
     ) -> Tensor:
         """rows: [rows, latent + rotated], before RoPE.
         q: [rows, q_heads, latent + rotated]; not changed.
-        On GPUs `aerie.workers.ops.latent.normed_latents_triton` does this, together with a layer's norms.
+        On GPUs `aerie.kernels.latent.normed_latents_triton` does this, together with a layer's norms.
         """
         assert norms is None, "latent rows have no heads"
         (row,), (cos, sin) = rows, angles.of_rows()

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from aerie.attention.fp8 import KVScales
-from aerie.attention.head_norms import HeadNorms
-from aerie.attention.ops.move_path import move_path
-from aerie.attention.rotation import Angles
+from aerie.kernels.kv.fp8 import KVScales
+from aerie.kernels.kv.move_path import move_path
+from aerie.kernels.norm.head_norms import HeadNorms
+from aerie.kernels.rope.rotation import Angles
 
 View = TypeVar("View")
 

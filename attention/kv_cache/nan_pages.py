@@ -1,7 +1,7 @@
 """Pages that may hold NaN, and must be zeroed before another request gets them. Used by the scheduler.
 
 Masked attention multiplies unread positions by 0, and 0 times NaN or infinity is NaN: such a page would spoil what its
-next owner computes. Values are stored without NaN (`aerie.attention.ops.nan_values`), but may be infinite.
+next owner computes. Values are stored without NaN (`aerie.kernels.kv.nan_values`), but may be infinite.
 """
 
 from collections.abc import Iterable, Sequence

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.attention.capability import Capability
-from aerie.attention.fp8 import KVScales
-from aerie.attention.head_norms import HeadNorms
 from aerie.attention.kv_cache.layout import KVLayout, LayerGroup
-from aerie.attention.rotation import Angles
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.fp8 import KVScales
+from aerie.kernels.norm.head_norms import HeadNorms
+from aerie.kernels.rope.rotation import Angles
 
 
 def bytes_per_page(groups: Iterable[LayerGroup], page_size: int, of_windows: bool = False) -> int:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aerie.attention.metadata import DecodeBatch, PrefillBatch
-from aerie.attention.ops.delta_rule.chunks import delta_rule_chunks
-from aerie.attention.ops.delta_rule.rounds import delta_rule_rounds
-from aerie.attention.ops.delta_rule.tables import ChunkTables, DeltaRows, DeltaWeights, RoundTables
 from aerie.attention.recurrent.pool import StatePool
+from aerie.kernels.delta_rule.chunks import delta_rule_chunks
+from aerie.kernels.delta_rule.rounds import delta_rule_rounds
+from aerie.kernels.delta_rule.tables import ChunkTables, DeltaRows, DeltaWeights, RoundTables
+from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
 
 
 @dataclass(frozen=True)

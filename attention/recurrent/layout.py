@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from aerie.attention.config import CacheConfig
-from aerie.attention.ops.delta_rule.chunks import scratch_bytes
-from aerie.attention.ops.delta_rule.tables import DeltaHeads, state_shapes
 from aerie.attention.recurrent.sizes import StateSizes
+from aerie.kernels.delta_rule.chunks import scratch_bytes
+from aerie.kernels.delta_rule.tables import DeltaHeads, state_shapes
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aerie.attention.ops.delta_rule.commit import commit_rows
-from aerie.attention.ops.delta_rule.tables import DeltaState, LayerState
 from aerie.attention.recurrent.layout import StateGroup
 from aerie.attention.recurrent.sizes import StateSizes
+from aerie.kernels.delta_rule.commit import commit_rows
+from aerie.kernels.delta_rule.tables import DeltaState, LayerState
 
 
 class StatePool:

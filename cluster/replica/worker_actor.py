@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from aerie.attention.lazy_import import load
 from aerie.cluster.environment import (
     pin_network_interface,
     prestart_folder,
@@ -27,6 +26,7 @@ from aerie.cluster.replica.rank_process import RANK_BUILDER, AttachedRank, RankF
 from aerie.cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
 from aerie.cluster.start_log import StartLog
 from aerie.cluster.transport.sockets import Transport
+from aerie.kernels.lazy_import import load
 from aerie.workers.distributed.ports import free_port
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.scheduling.cost_table import CostTable

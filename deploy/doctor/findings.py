@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from aerie.attention.distribution import STRANGER, install_command, pip
-from aerie.attention.lazy_import import load
 from aerie.cluster.config import ConfigError
 from aerie.cluster.placement import place
 from aerie.deploy.config.files import find_config
 from aerie.deploy.doctor.machine import Machine, read_machine
 from aerie.deploy.nodes import local_nodes
+from aerie.kernels.lazy_import import load
 
 Level = Literal["ok", "warn", "FAIL"]
 REQUIRED = ("ray", "torch", "transformers", "pyzmq", "xgrammar")

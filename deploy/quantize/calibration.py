@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aerie.kernels.experts.route import RouterLogits
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.norm.activation import silu_mul
 from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from aerie.workers.ops.activation import silu_mul
-from aerie.workers.ops.experts.route import RouterLogits
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.workers.quantization.quant_method import QuantMethod
 
 

@@ -4,8 +4,8 @@ import argparse
 from importlib.util import find_spec
 
 from aerie.attention.distribution import install_command
-from aerie.attention.lazy_import import load
 from aerie.cluster.config import ConfigError
+from aerie.kernels.lazy_import import load
 
 
 def run(arguments: argparse.Namespace) -> int:

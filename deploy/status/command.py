@@ -8,9 +8,9 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from aerie.attention.lazy_import import load
 from aerie.deploy.access.reach import ADDRESS, find_ray, reach_ray
 from aerie.deploy.status.report import ApplicationStatus, Report
+from aerie.kernels.lazy_import import load
 
 LIMIT_S = 40.0  # Ray's client tries to reach a GCS that hangs without limit
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.workers.models.weights import INDEX, CheckpointTensor, checkpoint_files, checkpoint_tensors, opened
 
 _PICKLE = "pytorch_model.bin"

@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.kernels.tree.nodes import Candidates, Children, Level, chain
+from aerie.kernels.tree.tree_growth import grow
 from aerie.speculative.drafts.guidance import Guidance
 from aerie.speculative.drafts.method import DraftModel
-from aerie.speculative.ops.tree_growth import grow
-from aerie.speculative.tree.nodes import Candidates, Children, Level, chain
-from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_shape import TreeShape
 from aerie.speculative.tree_table import TreeTable
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.layers.forward_context import Attending, ForwardContext

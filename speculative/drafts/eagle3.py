@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.rotation import Angles
+from aerie.kernels.norm.head_input import head_input
+from aerie.kernels.rope.rotation import Angles
 from aerie.speculative.drafts.checkpoint_files import tensor_names
 from aerie.speculative.drafts.config import check_target, check_width
 from aerie.speculative.drafts.eagle3_checkpoint import captured_layers, count_layers, weight_names
@@ -23,7 +24,6 @@ from aerie.speculative.drafts.eagle3_config import (
 )
 from aerie.speculative.drafts.layers import DraftLayer, joined_input, projected
 from aerie.speculative.drafts.method import DraftMethod, DraftModel
-from aerie.speculative.ops.head_input import head_input
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer
 from aerie.workers.layers.forward_context import ForwardContext

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.speculative.drafts.config import check_target, draft_architecture
 from aerie.speculative.drafts.method import DraftMethod, DraftModel
 from aerie.workers.distributed.tp_group import TPGroup

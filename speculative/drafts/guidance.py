@@ -1,11 +1,11 @@
 """Drafts under grammars: tracks each request's state in its draft guide
-(`aerie.workers.ops.guide_table`). Used by `aerie.speculative.drafts.drafter` if a request has a
+(`aerie.kernels.drafting.guide_table`). Used by `aerie.speculative.drafts.drafter` if a request has a
 grammar."""
 
 from torch import Tensor
 
-from aerie.speculative.ops import guides
-from aerie.speculative.tree.nodes import Children, Level
+from aerie.kernels.drafting import guides
+from aerie.kernels.tree.nodes import Children, Level
 from aerie.workers.structured_output.mask_table import MaskTable
 
 UNLIKELY = -1024.0  # added to the log-probability of tokens that would end acceptance

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.rotation import Angles
+from aerie.kernels.rope.rotation import Angles
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.forward_context import ForwardContext
 from aerie.workers.layers.norm import RMSNorm

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.speculative.drafts.checkpoint_files import draft_tensors
 from aerie.speculative.drafts.eagle3_checkpoint import target_ids
 from aerie.speculative.drafts.method import DraftMethod, DraftModel

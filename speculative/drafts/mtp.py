@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from aerie.kernels.fp8.rows import Fp8Rows
 from aerie.speculative.drafts.config import check_target, draft_architecture
 from aerie.speculative.drafts.method import DraftMethod, DraftModel
 from aerie.workers.distributed.tp_group import TPGroup
@@ -27,7 +28,6 @@ from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.qwen import hybrid
 from aerie.workers.models.qwen.hybrid import HybridConfig, layer_rules, packed_experts
 from aerie.workers.models.registry import family_of
-from aerie.workers.ops.fp8.rows import Fp8Rows
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.speculative.training import TrainingError, TrainingInterrupted
 from aerie.speculative.training.block_kinds import KINDS, BlockKind
 from aerie.speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, Unrolling, checkpoints

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import ExportableState, PrinterCallback
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.speculative.training import TrainingError, TrainingInterrupted
 from aerie.speculative.training.draft import checkpoint_to_resume, checkpoints, reading
 from aerie.speculative.training.layers import GraphedStep

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aerie.attention.backend import AttentionBackend, Prepared
-from aerie.attention.capability import Capability
 from aerie.attention.config import DraftAttention, TargetAttention
 from aerie.attention.distribution import install_command
-from aerie.attention.metadata import DecodeBatch, Mode
 from aerie.attention.registry import BACKENDS, build_backend, choose_backends
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import DecodeBatch, Mode
 from aerie.speculative.build import EngineSpec, local_engine, plan_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.speculation import draft_choices

@@ -1,6 +1,6 @@
 """A deterministic engine under Triton's interpreter (TRITON_INTERPRET=1), which
-`tests/ops/test_triton_interpreter.py` starts in a process of its own: the target's products and attention are those of
-a GPU, in float16, and what is row-wise is torch's."""
+`tests/kernels/ops/test_triton_interpreter.py` starts in a process of its own: the target's products and attention are
+those of a GPU, in float16, and what is row-wise is torch's."""
 
 import dataclasses
 from pathlib import Path
@@ -13,7 +13,12 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
 from aerie.attention.config import CacheConfig  # noqa: E402
-from aerie.attention.metadata import Mode  # noqa: E402
+from aerie.kernels.gemm.tiles import workspace_size  # noqa: E402
+from aerie.kernels.gemm.workspace import (
+    GEMMOptions,  # noqa: E402
+    Workspace,  # noqa: E402
+)
+from aerie.kernels.kv.batches import Mode  # noqa: E402
 from aerie.speculative.build import (
     EngineSpec,  # noqa: E402
     local_engine,  # noqa: E402
@@ -22,11 +27,6 @@ from aerie.speculative.config import SpeculativeConfig  # noqa: E402
 from aerie.workers.config import SchedulerConfig  # noqa: E402
 from aerie.workers.layers.linear import LinearBase  # noqa: E402
 from aerie.workers.layers.weighted import WeightedModule  # noqa: E402
-from aerie.workers.ops.gemm.tiles import workspace_size  # noqa: E402
-from aerie.workers.ops.gemm.workspace import (
-    GEMMOptions,  # noqa: E402
-    Workspace,  # noqa: E402
-)
 from aerie.workers.scheduling.plan import SamplingParams  # noqa: E402
 from tests.speculative.conftest import Pair  # noqa: E402
 from tests.support.kernels.triton_interpreter import INTERPRETED  # noqa: E402

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import aerie.speculative.draft_backlog as backlog
+from aerie.kernels.tree.acceptance import accept_commit
+from aerie.kernels.tree.nodes import Tree, root_only_trees
 from aerie.speculative.build import local_engine
 from aerie.speculative.drafts.drafter import DraftRunner
-from aerie.speculative.ops.acceptance import accept_commit
 from aerie.speculative.step_parts import Rounds
-from aerie.speculative.tree.nodes import Tree, root_only_trees
 from aerie.workers.config import RoundShapes
 from aerie.workers.sampling.sampler import Sampled
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from aerie.attention.config import CacheConfig
-from aerie.attention.ops.delta_rule.formulas import advanced, convolved, gates, heads_of
-from aerie.attention.ops.delta_rule.tables import TAPS, LayerState
+from aerie.kernels.delta_rule.formulas import advanced, convolved, gates, heads_of
+from aerie.kernels.delta_rule.tables import TAPS, LayerState
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import GraphCapture, SchedulerConfig

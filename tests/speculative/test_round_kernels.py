@@ -1,14 +1,14 @@
 """The fused steps of a round against their torch references: on a GPU, or under Triton's interpreter
-(TRITON_INTERPRET=1), which `tests/ops/test_triton_interpreter.py` starts in a process of its own."""
+(TRITON_INTERPRET=1), which `tests/kernels/ops/test_triton_interpreter.py` starts in a process of its own."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from aerie.workers.ops.vocabulary.largest import NOT_FINITE  # noqa: E402
-from aerie.workers.ops.vocabulary.largest_triton import largest  # noqa: E402
-from aerie.workers.ops.vocabulary.topk_log_softmax_triton import topk_log_softmax  # noqa: E402
+from aerie.kernels.vocabulary.largest import NOT_FINITE  # noqa: E402
+from aerie.kernels.vocabulary.largest_triton import largest  # noqa: E402
+from aerie.kernels.vocabulary.topk_log_softmax_triton import topk_log_softmax  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
 pytestmark = MARKS

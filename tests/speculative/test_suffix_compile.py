@@ -1,4 +1,4 @@
-"""The kernels of `aerie.speculative.ops.suffix_match`, compiled for Hopper without a GPU."""
+"""The kernels of `aerie.kernels.drafting.suffix_match`, compiled for Hopper without a GPU."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from aerie.speculative.ops import suffix_match_triton as suffix_match  # noqa: E402
-from tests.attention.ops.test_triton_compile import compiled  # noqa: E402
+from aerie.kernels.drafting import suffix_match_triton as suffix_match  # noqa: E402
+from tests.kernels.attend.test_triton_compile import compiled  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),

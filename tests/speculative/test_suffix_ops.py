@@ -1,13 +1,13 @@
-"""`aerie.speculative.ops.suffix_match`: what the contracts say, against plain Python."""
+"""`aerie.kernels.drafting.suffix_match`: what the contracts say, against plain Python."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aerie.attention.capability import Capability
-from aerie.speculative.ops.suffix_match import MatchLimits, attach_chains, find_matches, record_tokens
-from aerie.speculative.tree.nodes import NO_TOKEN, Tree, root_only_trees
+from aerie.kernels.capability import Capability
+from aerie.kernels.drafting.suffix_match import MatchLimits, attach_chains, find_matches, record_tokens
+from aerie.kernels.tree.nodes import NO_TOKEN, Tree, root_only_trees
 from tests.support.kernels.num_operations import num_operations
 
 

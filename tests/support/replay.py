@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.speculative.tree.nodes import Tree
+from aerie.kernels.tree.nodes import Tree
 from aerie.workers.runner.batch import StepBatch, StepTensors
 from aerie.workers.sampling.sampler import SamplingNeeds
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, StepPlan, pack_i32

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from aerie.attention.config import CacheConfig, DraftAttention, TargetAttention
 from aerie.attention.kv_cache.pool import KVPool
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.speculative.build import EngineSpec, plan_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.decoding import SpeculativeDecoding
 from aerie.speculative.tree_table import TreeTable
 from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.engine_layout import EngineLayout
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 from aerie.workers.runner.decoding import Autoregressive, DecodingStrategy
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.slots.slot_table import SlotTable

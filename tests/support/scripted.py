@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from aerie.attention.kv_cache.window_pages import WindowSizes
+from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from aerie.workers.config import RoundShape, RoundShapes
-from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import (
     Chunk,

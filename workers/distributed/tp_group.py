@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, connect
 from aerie.workers.distributed.shared_memory import SharedMemory, connect_shared_memory
 

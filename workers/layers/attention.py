@@ -3,9 +3,12 @@
 import torch
 from torch import Tensor
 
-from aerie.attention.head_norms import HeadNorms
-from aerie.attention.rotation import Angles
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.norm.activation import sigmoid_mul
+from aerie.kernels.norm.head_norms import HeadNorms
+from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import AttentionLayer
 from aerie.workers.layers.forward_context import ForwardContext
@@ -13,9 +16,6 @@ from aerie.workers.layers.kv_scales import KVScaleWeights
 from aerie.workers.layers.linear import QKV, QKVParallelLinear, RowParallelLinear, kv_head_span, rank_span
 from aerie.workers.layers.norm import ProjectionNorm, RMSNorm, norm_projections
 from aerie.workers.layers.weighted import Vector
-from aerie.workers.ops.activation import sigmoid_mul
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.workers.span import Span
 
 
 class Attention(AttentionLayer):

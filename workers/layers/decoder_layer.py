@@ -4,13 +4,13 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor, nn
 
-from aerie.attention.rotation import Angles
+from aerie.kernels.experts.norm_route import Norm
+from aerie.kernels.experts.route import TokenSlots
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.rope.rotation import Angles
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.forward_context import ForwardContext
 from aerie.workers.layers.norm import RMSNorm
-from aerie.workers.ops.experts.norm_route import Norm
-from aerie.workers.ops.experts.route import TokenSlots
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 
 
 class AttentionLayer(nn.Module, ABC):

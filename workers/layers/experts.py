@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from aerie.kernels.experts.gated import SWIGLU, GatedActivation
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from aerie.workers.layers.linear import rank_span
 from aerie.workers.layers.linear_method import LinearShape
 from aerie.workers.layers.weighted import WeightedModule, WeightKey
-from aerie.workers.ops.experts.gated import SWIGLU, GatedActivation
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.span import Span
 
 
 class Experts(WeightedModule):

@@ -6,23 +6,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
-from aerie.workers.layers.shared_experts import shared_columns, shared_rows, with_shared
-from aerie.workers.layers.weighted import WeightMethod, check_plain, check_shape
-from aerie.workers.ops.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
-from aerie.workers.ops.experts.gated import SWIGLU, GatedActivation
-from aerie.workers.ops.experts.grouped import (
+from aerie.kernels.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
+from aerie.kernels.experts.gated import SWIGLU, GatedActivation
+from aerie.kernels.experts.grouped import (
     Biases,
     check_experts,
     experts_one_by_one,
     grouped_experts,
     local_expert_ids,
 )
-from aerie.workers.ops.experts.route import RouterLogits
-from aerie.workers.ops.experts.weights import ExpertWeights
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.span import Span
+from aerie.kernels.experts.route import RouterLogits
+from aerie.kernels.experts.weights import ExpertWeights
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.span import Span
+from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
+from aerie.workers.layers.shared_experts import shared_columns, shared_rows, with_shared
+from aerie.workers.layers.weighted import WeightMethod, check_plain, check_shape
 
 _ALIGNMENT = 16  # bytes; row alignment that torch's grouped GEMM needs
 

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend, Prepared
 from aerie.attention.expansion import ExpandedChunks
-from aerie.attention.head_norms import HeadNorms
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch
-from aerie.attention.ops.delta_rule.tables import DeltaRows, DeltaWeights
-from aerie.attention.ops.slot_mapping import map_rows
 from aerie.attention.recurrent.batch import StateBatch
-from aerie.attention.rotation import Angles
-from aerie.attention.scores import ScoreRule
-from aerie.workers.ops.experts.route import TokenSlots
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.delta_rule.tables import DeltaRows, DeltaWeights
+from aerie.kernels.experts.route import TokenSlots
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch
+from aerie.kernels.kv.slot_mapping import map_rows
+from aerie.kernels.norm.head_norms import HeadNorms
+from aerie.kernels.rope.rotation import Angles
 
 BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 
@@ -45,7 +45,7 @@ class Attending:
 @dataclass(frozen=True)
 class ForwardContext:
     """Positions, KV slots and attention batches of a pass. The decode batch's rows come first, then the chunk batch's
-    (see `aerie.attention.metadata`).
+    (see `aerie.kernels.kv.batches`).
 
     positions: [rows] int64 for rotary embedding.
     slot_mapping: [rows] int64 KV slots to write.

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.ops.delta_rule.tables import TAPS, DeltaHeads, DeltaRows, DeltaWeights
-from aerie.attention.rotation import Angles
+from aerie.kernels.delta_rule.tables import TAPS, DeltaHeads, DeltaRows, DeltaWeights
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import AttentionLayer
 from aerie.workers.layers.forward_context import ForwardContext
 from aerie.workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
 from aerie.workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.workers.span import Span
 
 IN_PROJ = ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z")
 GATES = ("in_proj_b", "in_proj_a")

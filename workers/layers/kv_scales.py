@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.fp8 import FP8_MAX, KVScales
+from aerie.kernels.kv.fp8 import FP8_MAX, KVScales
 from aerie.workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
 
 logger = logging.getLogger(__name__)

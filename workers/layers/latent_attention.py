@@ -7,9 +7,16 @@ import torch
 from torch import Tensor
 
 from aerie.attention.expansion import ExpandedChunks
-from aerie.attention.rotation import Angles
-from aerie.attention.scores import ScoreRule
-from aerie.attention.views import ExpandedKV
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.fp8.rows import GROUP, Fp8Inputs, Fp8Rows
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.kv.views import ExpandedKV
+from aerie.kernels.latent.expand_latents import expand_latents
+from aerie.kernels.latent.head_products import head_products
+from aerie.kernels.latent.latent_values import latent_values
+from aerie.kernels.latent.normed_latents import normed_latents
+from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import AttentionLayer
 from aerie.workers.layers.forward_context import ForwardContext
@@ -17,13 +24,6 @@ from aerie.workers.layers.kv_scales import KVScaleWeights
 from aerie.workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
 from aerie.workers.layers.linear_method import DenseLinearMethod
 from aerie.workers.layers.norm import RMSNorm
-from aerie.workers.ops.fp8.rows import GROUP, Fp8Inputs, Fp8Rows
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.ops.latent.expand_latents import expand_latents
-from aerie.workers.ops.latent.head_products import head_products
-from aerie.workers.ops.latent.latent_values import latent_values
-from aerie.workers.ops.latent.normed_latents import normed_latents
-from aerie.workers.span import Span
 
 LATENT_EPS = 1e-6  # epsilon of latent norms; config.json's rms_norm_eps is for the other norms
 
@@ -50,7 +50,7 @@ class LatentUpProjection(ColumnParallelLinear):
         self.num_heads, self.key_dim, self.value_dim = heads.size, key_dim, value_dim
 
     def finish(self, options: GEMMOptions) -> None:
-        # multiplied in the model's dtype, by `aerie.workers.ops.latent`
+        # multiplied in the model's dtype, by `aerie.kernels.latent`
         super().finish(dataclasses.replace(options, fp8=False, packed=False, deterministic=False))
         self.deterministic = options.deterministic
         assert isinstance(self.method, DenseLinearMethod), "only dense weights have views per head"

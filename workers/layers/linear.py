@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
+from aerie.kernels.fp8.rows import Fp8Rows
+from aerie.kernels.fp8.tiles import fp8_workspace_size
+from aerie.kernels.gemm.blocks import largest
+from aerie.kernels.gemm.tiles import workspace_size
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup, shard_size
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
 from aerie.workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
-from aerie.workers.ops.blocks import largest
-from aerie.workers.ops.fp8.rows import Fp8Rows
-from aerie.workers.ops.fp8.tiles import fp8_workspace_size
-from aerie.workers.ops.gemm.tiles import workspace_size
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.span import Span
 
 QKV = ("q_proj", "k_proj", "v_proj")
 

@@ -13,15 +13,15 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.capability import ALIGNED_BYTES
-from aerie.attention.ops import contracts
+from aerie.kernels import contracts
+from aerie.kernels.capability import ALIGNED_BYTES
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.gemm.choice import TorchGEMM, choose_gemm
+from aerie.kernels.gemm.tiles import INPUT_STEP
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.span import Span
 from aerie.workers.layers.weighted import WeightMethod, check_plain, check_shape
-from aerie.workers.ops.activation import silu_mul
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.workers.ops.gemm.choice import TorchGEMM, choose_gemm
-from aerie.workers.ops.gemm.tiles import INPUT_STEP
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.span import Span
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,16 @@
 
 from torch import Tensor
 
+from aerie.kernels.experts.route import TokenSlots
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.norm.activation import ACTIVATIONS
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import FeedForward
 from aerie.workers.layers.linear import GateUpParallelLinear, RowParallelLinear
-from aerie.workers.ops.activation import ACTIVATIONS
-from aerie.workers.ops.experts.route import TokenSlots
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
 
 
 class GatedMLP(FeedForward):
-    """(activation(x W_gate^T) * (x W_up^T)) W_down^T. activation: one of `aerie.workers.ops.activation.ACTIVATIONS`."""
+    """(activation(x W_gate^T) * (x W_up^T)) W_down^T. activation: of `aerie.kernels.norm.activation.ACTIVATIONS`."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, group: TPGroup, activation: str = "silu") -> None:
         super().__init__()

@@ -2,18 +2,18 @@
 
 from torch import Tensor
 
+from aerie.kernels.experts.gated import SWIGLU, GatedActivation
+from aerie.kernels.experts.norm_route import MAX_LOGITS, Norm, norm_route
+from aerie.kernels.experts.route import RouterLogits, Routing, TokenSlots
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.norm.activation import sigmoid_mul
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import FeedForward
 from aerie.workers.layers.experts import Experts
 from aerie.workers.layers.mlp import GatedMLP
 from aerie.workers.layers.routing import Router
 from aerie.workers.layers.weighted import Unweighted
-from aerie.workers.ops.activation import sigmoid_mul
-from aerie.workers.ops.experts.gated import SWIGLU, GatedActivation
-from aerie.workers.ops.experts.norm_route import MAX_LOGITS, Norm, norm_route
-from aerie.workers.ops.experts.route import RouterLogits, Routing, TokenSlots
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 
 class MixtureOfExperts(FeedForward, Unweighted):

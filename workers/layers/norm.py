@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from aerie.kernels.fp8.norm import fp8_rms_norm
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.norm.norm import add_rms_norm, rms_norm
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.weighted import Vector, WeightKey
-from aerie.workers.ops.fp8.norm import fp8_rms_norm
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.ops.norm import add_rms_norm, rms_norm
-from aerie.workers.span import Span
 
 
 class RMSNorm(Vector):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aerie.attention.rotation import Angles
+from aerie.kernels.rope.rotation import Angles
 
 
 @dataclass(frozen=True)

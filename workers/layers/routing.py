@@ -5,12 +5,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.norm_route import RouterWeights, cells_of
+from aerie.kernels.experts.route import RouterLogits, Routing, TokenSlots
+from aerie.kernels.experts.router_gemm import router_gemm
+from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
+from aerie.kernels.span import Span
 from aerie.workers.layers.weighted import Vector, WeightedModule, WeightKey, check_shape
-from aerie.workers.ops.experts.norm_route import RouterWeights, cells_of
-from aerie.workers.ops.experts.route import RouterLogits, Routing, TokenSlots
-from aerie.workers.ops.experts.router_gemm import router_gemm
-from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
-from aerie.workers.span import Span
 
 # Checkpoint names of the parts of the router's weight.
 GATE, SHARED_GATE = "gate", "shared_expert_gate"

@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aerie.kernels.span import Span
+from aerie.kernels.vocabulary.largest import largest
+from aerie.kernels.vocabulary.topk_log_softmax import topk_log_softmax
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.linear import LinearBase
 from aerie.workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part
 from aerie.workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
-from aerie.workers.ops.vocabulary.largest import largest
-from aerie.workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
-from aerie.workers.span import Span
 
 
 class VocabShard:

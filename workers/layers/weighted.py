@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aerie.workers.ops.fp8.rows import Fp8Inputs
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.span import Span
+from aerie.kernels.fp8.rows import Fp8Inputs
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.span import Span
 
 _PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

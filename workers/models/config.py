@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import torch
 
-from aerie.attention.capability import Capability
 from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.layout import LayerGroup
 from aerie.attention.recurrent.layout import StateGroup
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.capability import Capability
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.linear import kv_head_span
 from aerie.workers.layers.rotary import RopeConfig, yarn_magnitude

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.fp8.rows import Fp8Inputs
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer, LayerInputs, LayerTail
 from aerie.workers.layers.forward_context import ForwardContext
@@ -15,7 +16,6 @@ from aerie.workers.layers.norm import RMSNorm
 from aerie.workers.layers.rotary import RotaryTable
 from aerie.workers.layers.vocab import LMHead, VocabEmbedding
 from aerie.workers.models.config import ModelConfig
-from aerie.workers.ops.fp8.rows import Fp8Inputs
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ from typing import Any, Self
 
 import torch
 
-from aerie.attention.capability import Capability
 from aerie.attention.kv_cache.latent import LatentLayout
 from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.capability import Capability
+from aerie.kernels.experts.route import Routing
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer, FeedForward
 from aerie.workers.layers.latent_attention import LatentAttention
@@ -22,7 +23,6 @@ from aerie.workers.models.decoder import Decoder
 from aerie.workers.models.moe import ExpertLayers, check_experts_device, moe_rules, mtp_names, num_experts_of
 from aerie.workers.models.name_map import NameMap, decoder_names
 from aerie.workers.models.registry import ModelFamily
-from aerie.workers.ops.experts.route import Routing
 
 # transformers' defaults for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {

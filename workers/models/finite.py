@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Set
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.fp8 import FP8
+from aerie.kernels.kv.fp8 import FP8
 from aerie.workers.layers.weighted import WeightedModule
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.weights import CheckpointTensor, first_names, wanted_tensors, weighted_modules

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.experts.gated import GPT_OSS
+from aerie.kernels.experts.route import Routing
 from aerie.workers.models import llama
 from aerie.workers.models.config import rope_scaling_of
 from aerie.workers.models.config_fields import number_of, size_of
@@ -18,8 +20,6 @@ from aerie.workers.models.moe import (
 )
 from aerie.workers.models.name_map import NameMap, decoder_names
 from aerie.workers.models.registry import ModelFamily
-from aerie.workers.ops.experts.gated import GPT_OSS
-from aerie.workers.ops.experts.route import Routing
 
 # transformers' defaults for fields that config.json leaves out.
 _DEFAULTS = {"rope_theta": 150000.0, "attention_bias": True, "head_dim": 64, "rms_norm_eps": 1e-5}

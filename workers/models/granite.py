@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.experts.route import Routing
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer
 from aerie.workers.layers.rotary import RopeConfig
@@ -16,7 +17,6 @@ from aerie.workers.models.moe import ExpertLayers, LlamaMoeConfig, make_feed_for
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.phi3 import packed_rows
 from aerie.workers.models.registry import ModelFamily
-from aerie.workers.ops.experts.route import Routing
 
 _DENSE, _HYBRID = "GraniteForCausalLM", "GraniteMoeHybridForCausalLM"
 _SHARED = "shared_intermediate_size"

@@ -11,6 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from aerie.kernels.experts.route import Routing, TokenSlots
+from aerie.kernels.fp8.rows import Fp8Rows
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer
 from aerie.workers.layers.mlp import GatedMLP
@@ -32,9 +35,6 @@ from aerie.workers.models.moe import (
 )
 from aerie.workers.models.name_map import NameMap, Packed, decoder_names, text_part_names
 from aerie.workers.models.registry import ModelFamily
-from aerie.workers.ops.experts.route import Routing, TokenSlots
-from aerie.workers.ops.fp8.rows import Fp8Rows
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 _BY_ROW = ("weight", "bias", "weight_scale", "weight_packed")  # kinds of tensors with a row for each output
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.workers.config import ModelSource
 from aerie.workers.device import resolve_dtype
 from aerie.workers.distributed.tp_group import TPGroup

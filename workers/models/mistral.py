@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
 from aerie.workers.layers.rotary import RopeConfig
 from aerie.workers.models import llama
 from aerie.workers.models.config import rope_of, text_part

@@ -6,7 +6,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
+from aerie.kernels.experts.gated import SWIGLU, GatedActivation
+from aerie.kernels.experts.route import Routing
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer, FeedForward
 from aerie.workers.layers.moe import MixtureOfExperts
@@ -15,8 +17,6 @@ from aerie.workers.models import llama
 from aerie.workers.models.config_fields import MAX_EXPERTS, architecture_of, size_of
 from aerie.workers.models.llama import LlamaConfig, LlamaForCausalLM, make_attention, make_mlp
 from aerie.workers.models.name_map import Packed
-from aerie.workers.ops.experts.gated import SWIGLU, GatedActivation
-from aerie.workers.ops.experts.route import Routing
 
 _NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 _GROUPED_MAJORS = (9, 10)  # compute capabilities on which torch 2.13 computes grouped products without a device sync

@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.workers.layers.experts import Experts
 from aerie.workers.layers.latent_attention import LatentUpProjection
 from aerie.workers.layers.linear import LinearBase
 from aerie.workers.layers.linear_method import UnquantizedLinearMethod
 from aerie.workers.layers.weighted import WeightMethod
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 META = torch.device("meta")
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
 from aerie.workers.models.name_map import NameMap
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aerie.kernels.packed.weight import Code
 from aerie.workers.layers.linear_method import Part
 from aerie.workers.layers.weighted import WrongTensorError, check_shape
-from aerie.workers.ops.packed.weight import Code
 from aerie.workers.quantization.packed_scheme import MatrixCodes, PackedScheme
 
 _E8M0_NAN = 255

@@ -7,14 +7,14 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.fp8 import FP8
+from aerie.kernels.experts.fused import choose_experts, fuses
+from aerie.kernels.experts.gated import SWIGLU
+from aerie.kernels.experts.weights import ExpertWeights
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.kv.fp8 import FP8
 from aerie.workers.layers.experts_method import DenseExperts, ExpertsShape
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
 from aerie.workers.layers.shared_experts import shared_columns, shared_rows, with_shared
-from aerie.workers.ops.experts.fused import choose_experts, fuses
-from aerie.workers.ops.experts.gated import SWIGLU
-from aerie.workers.ops.experts.weights import ExpertWeights
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 from aerie.workers.quantization.fp8_linear import Fp8Linear
 from aerie.workers.quantization.fp8_weight import (
     Fp8Scheme,

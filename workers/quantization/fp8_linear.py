@@ -6,12 +6,12 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.fp8 import FP8
+from aerie.kernels.fp8.product import Fp8Product, choose_product
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.fp8.tiles import Fp8Matrix
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.kv.fp8 import FP8
 from aerie.workers.layers.linear_method import DenseLinearMethod, LinearShape, Part
-from aerie.workers.ops.fp8.product import Fp8Product, choose_product
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.workers.ops.fp8.tiles import Fp8Matrix
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 from aerie.workers.quantization.fp8_weight import (
     DUMMY_SCALE,
     Fp8Scheme,

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.capability import Capability
-from aerie.attention.fp8 import FP8, FP8_MAX
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.fp8 import FP8, FP8_MAX
 from aerie.workers.layers.linear_method import Part
 from aerie.workers.layers.weighted import WrongTensorError, check_shape
 
 Block = tuple[int, int]
-_SCALE_ROWS, _GROUP = 64, 128  # constants of the kernels: `aerie.workers.ops.fp8.gemm_triton`, `fp8.rows`
+_SCALE_ROWS, _GROUP = 64, 128  # constants of the kernels: `aerie.kernels.fp8.gemm_triton`, `fp8.rows`
 _DUMMY_DEVIATION = 32.0
 DUMMY_SCALE = 0.02 / _DUMMY_DEVIATION
 
@@ -68,7 +68,7 @@ def dequantised(weight: Tensor, scales: Tensor, part: Part, block: Block, dtype:
 
 
 def kernel_scales(scales: list[Tensor], parts: tuple[Part, ...], scheme: Fp8Scheme) -> Tensor:
-    """Return the scales of this rank's stacked parts in the kernels' layout (`aerie.workers.ops.fp8.tiles.Fp8Matrix`).
+    """Return the scales of this rank's stacked parts in the kernels' layout (`aerie.kernels.fp8.tiles.Fp8Matrix`).
 
     scales: scales of each part's whole matrix; dimensions before the last two are kept.
     """

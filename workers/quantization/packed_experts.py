@@ -7,16 +7,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.route import RouterLogits
+from aerie.kernels.experts.weights import ExpertSizes
+from aerie.kernels.fp8.rows import Fp8Rows
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.packed.expert_tiles import packed_expert_workspace
+from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, raised, unserved
+from aerie.kernels.packed.weight import TILE, PackedWeight
 from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape
 from aerie.workers.layers.linear_method import Part
 from aerie.workers.layers.weighted import check_plain, check_shape
-from aerie.workers.ops.experts.route import RouterLogits
-from aerie.workers.ops.experts.weights import ExpertSizes
-from aerie.workers.ops.fp8.rows import Fp8Rows
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.ops.packed.expert_tiles import packed_expert_workspace
-from aerie.workers.ops.packed.experts import PackedExpertWeights, packed_expert_products, raised, unserved
-from aerie.workers.ops.packed.weight import TILE, PackedWeight
 from aerie.workers.quantization.packed_scheme import MatrixCodes, PackedScheme, packed_below, with_rows
 
 BIAS = "bias"

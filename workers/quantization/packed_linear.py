@@ -1,5 +1,5 @@
 """A linear layer with a low-bit weight: stored in the checkpoint's format until `finish`, then packed for
-`aerie.workers.ops.packed`. It is dequantised to the model's dtype if there is no low-bit product, or if a layer
+`aerie.kernels.packed`. It is dequantised to the model's dtype if there is no low-bit product, or if a layer
 multiplies by a part of the weight."""
 
 from abc import ABC, abstractmethod
@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.packed.cuda.gated_mlp_tiles import gated_mlp_words
+from aerie.kernels.packed.product import PackedProduct, choose_product, gated_mlp
+from aerie.kernels.packed.tiles import packed_workspace_size
+from aerie.kernels.packed.weight import PackedWeight, dequantize
+from aerie.kernels.span import Span
 from aerie.workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part
-from aerie.workers.ops.activation import silu_mul
-from aerie.workers.ops.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.ops.packed.cuda.gated_mlp_tiles import gated_mlp_words
-from aerie.workers.ops.packed.product import PackedProduct, choose_product, gated_mlp
-from aerie.workers.ops.packed.tiles import packed_workspace_size
-from aerie.workers.ops.packed.weight import PackedWeight, dequantize
-from aerie.workers.span import Span
 
 
 @dataclass(frozen=True)

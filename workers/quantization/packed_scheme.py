@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.packed.weight import Code, PackedWeight, empty, pack
+from aerie.kernels.span import Span
 from aerie.workers.layers.linear_method import LinearShape, Part
-from aerie.workers.ops.packed.weight import Code, PackedWeight, empty, pack
 from aerie.workers.quantization.packed_linear import LinearLayout, PackedPart, StoredMatrix
-from aerie.workers.span import Span
 
 
 @dataclass(frozen=True)
 class MatrixCodes:
-    """A matrix, as arguments of `aerie.workers.ops.packed.weight.pack`.
+    """A matrix, as arguments of `aerie.kernels.packed.weight.pack`.
 
     codes: uint8 [rows, columns], one code each.
     scales: [rows, columns / group].

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.fp8.rows import Fp8Rows
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
-from aerie.workers.ops.fp8.rows import Fp8Rows
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 
 class SeparateParts(LinearMethod):

@@ -8,13 +8,13 @@ import torch
 
 from aerie.attention import registry
 from aerie.attention.backend import AttentionBackend
-from aerie.attention.capability import Capability
 from aerie.attention.config import TargetAttention
 from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.latent import LatentLayout
 from aerie.attention.limits import AttentionUse
-from aerie.attention.metadata import Mode
 from aerie.attention.registry import Choice, choose_backends
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import Mode
 from aerie.workers.models.config import ModelConfig
 
 Backends = dict[Mode, AttentionBackend]

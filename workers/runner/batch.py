@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from aerie.attention.metadata import PrefillBatch
+from aerie.kernels.kv.batches import PrefillBatch
 from aerie.workers.sampling.prompt_logprobs import PromptRanking
 from aerie.workers.sampling.sampler import Logprobs, SamplingNeeds
 

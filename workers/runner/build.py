@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from aerie.attention.capability import Capability
-from aerie.attention.fp8 import FP8, KVScales
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.ops import contracts
 from aerie.attention.recurrent.layout import saved_dtype
 from aerie.attention.recurrent.pool import StatePool
 from aerie.attention.registry import Choice, choose_backends, deterministic_backend
+from aerie.kernels import contracts
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.fp8 import FP8, KVScales
 from aerie.workers.config import WorkerConfig
 from aerie.workers.device import make_current, resolve_device
 from aerie.workers.distributed.tp_group import TPGroup, join_tp_group

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from aerie.attention.metadata import ChunkLists, PrefillBatch
+from aerie.kernels.kv.batches import ChunkLists, PrefillBatch
 from aerie.workers.runner.batch import PromptChunks, PromptTargets
 from aerie.workers.scheduling.plan import Chunk, StepPlan, unpack_i32
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
 from aerie.workers.config import RoundShapes
 from aerie.workers.layers.vocab import LMHead
 from aerie.workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined, prompt_hidden

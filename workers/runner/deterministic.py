@@ -2,7 +2,7 @@
 
 The option makes the target batch-invariant on a GPU: the logits of a token depend only on the tokens before it, bit for
 bit. GEMMs, experts and attention compute a row with the same operations in the same order
-(`aerie.workers.ops.gemm.skinny_triton.fixed_rows`, `aerie.workers.ops.experts.many_rows_triton`,
+(`aerie.kernels.gemm.skinny_triton.fixed_rows`, `aerie.kernels.experts.many_rows_triton`,
 `aerie.attention.backends.triton_backend.fixed_span`). The other rows of the batch, the chunking of prompts, and the
 kind of a row (prompt, non-speculative round, tree) have no effect. Norms, RoPE, gates and sampling are row-wise anyway.
 
@@ -14,13 +14,13 @@ rows. Experts use blocks of 64 rows, even for few rows. On a CPU the option has 
 
 import torch
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.workers.config import WorkerConfig
 from aerie.workers.models.config import ModelConfig
 
 MAX_RANKS = 2  # sums of two are commutative; for more ranks, libraries choose the order of a sum by its size
 GEMM_INPUTS = (
-    128  # inputs of a GEMM must be a multiple of this, see `aerie.workers.ops.gemm.skinny_triton.skinny_gemm_tiles`
+    128  # inputs of a GEMM must be a multiple of this, see `aerie.kernels.gemm.skinny_triton.skinny_gemm_tiles`
 )
 
 

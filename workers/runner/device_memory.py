@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 

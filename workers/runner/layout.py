@@ -7,16 +7,16 @@ from typing import Protocol
 
 import torch
 
-from aerie.attention.capability import Capability
-from aerie.attention.fp8 import FP8
 from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.latent import has_latent_rows
 from aerie.attention.kv_cache.layout import LayerGroup
 from aerie.attention.kv_cache.pool import KVPool, bytes_per_page
-from aerie.attention.metadata import Mode
 from aerie.attention.recurrent.layout import chunk_bytes, saved_dtype, slot_bytes, snapshot_bytes
 from aerie.attention.recurrent.pool import StatePool
 from aerie.attention.registry import Choice
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import Mode
+from aerie.kernels.kv.fp8 import FP8
 from aerie.workers.config import AUTO_SLOTS, RoundShapes, WorkerConfig
 from aerie.workers.device import resolve_device, resolve_dtype
 from aerie.workers.distributed.tp_group import TPGroup

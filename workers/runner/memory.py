@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.engine_layout import TYPICAL_TOKENS, EngineLayout, PageCounts, kv_bytes_asked, pages_asked

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch
 from aerie.attention.recurrent.batch import StateBatch
 from aerie.attention.recurrent.pool import StatePool
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch
 from aerie.workers.layers.forward_context import Attending, ForwardContext, make_context, through_windows
 from aerie.workers.models.decoder import DecoderOutput, TargetModel
 

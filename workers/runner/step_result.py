@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from aerie.workers.ops.slots.finish import FINISH_NOT_FINITE
+from aerie.kernels.slots.finish import FINISH_NOT_FINITE
 from aerie.workers.runner.chunk_tensors import in_order
 from aerie.workers.runner.graphs.host_output import HostOutput
 from aerie.workers.sampling.prompt_logprobs import PromptRanking

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from aerie.kernels.sampling.choose import choose
+from aerie.kernels.sampling.draft_scores import count_levels, perturb
+from aerie.kernels.sampling.filters import find_limits
+from aerie.kernels.sampling.gumbel import Draws
+from aerie.kernels.sampling.logprobs import norms_and_top
+from aerie.kernels.sampling.masks import apply_masks
+from aerie.kernels.sampling.penalties import apply_penalties
+from aerie.kernels.vocabulary.largest import largest
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.vocab import VocabShard
-from aerie.workers.ops.sampling.choose import choose
-from aerie.workers.ops.sampling.draft_scores import count_levels, perturb
-from aerie.workers.ops.sampling.filters import find_limits
-from aerie.workers.ops.sampling.gumbel import Draws
-from aerie.workers.ops.sampling.logprobs import norms_and_top
-from aerie.workers.ops.sampling.masks import apply_masks
-from aerie.workers.ops.sampling.penalties import apply_penalties
-from aerie.workers.ops.vocabulary.largest import largest
 from aerie.workers.slots.slot_table import SlotFacts, SlotTable
 from aerie.workers.structured_output.mask_table import MaskTable
 
@@ -103,7 +103,7 @@ class Rows:
 class Sampled:
     """The chosen tokens.
 
-    tokens: [B, R] int64; negative if the row has NaN or plus infinity (NOT_FINITE of `aerie.workers.ops.vocabulary`).
+    tokens: [B, R] int64; negative if the row has NaN or plus infinity (NOT_FINITE of `aerie.kernels.vocabulary`).
     logits: [B, R, vocab] before penalties, masks and temperature; None if no log-probabilities are requested.
     """
 

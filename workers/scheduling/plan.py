@@ -51,7 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     temperature 0, top_k 1 or top_p 0: greedy; ties go to the lowest id.
     top_k, top_p, min_p: filters after temperature, in this order; 0, 1 and 0 turn them off. top_p and min_p apply to
         the distribution that top_k leaves. Tokens that tie with the last kept one are kept
-        (`aerie.workers.ops.sampling.filters`).
+        (`aerie.kernels.sampling.filters`).
     seed: 64 bits. A token depends only on (seed, position, logits), so it is the same with and without speculation.
     presence_penalty, frequency_penalty: OpenAI's.
     repetition_penalty: Hugging Face's, over prompt and output.
@@ -261,7 +261,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     counts: int32 [n], tokens emitted per entry; 0 for a slot that had already finished, a request with a late mask, and
         a request whose parameters failed on any rank.
     tokens: int32, ragged by counts.
-    finish: uint8 [n], codes of `aerie.workers.ops.slots.finish`.
+    finish: uint8 [n], codes of `aerie.kernels.slots.finish`.
     accepted: int32 [n], draft tokens accepted before truncation by a stop; -1 if the entry did not verify drafts. ->
         `Survival`, statistics
     logprobs: per entry, one per emitted token; only for requests with log-probabilities.

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_NONE, FINISH_NOT_FINITE, FINISH_STOP
 from aerie.workers.config import RoundShapes
-from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_NONE, FINISH_NOT_FINITE, FINISH_STOP
 from aerie.workers.scheduling.plan import Failure, StepResult, unpack_i32
 from aerie.workers.scheduling.queues.admission import Admission
 from aerie.workers.scheduling.queues.request_queues import RequestQueues

@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aerie.workers.ops.sampling.filters import Filters
-from aerie.workers.ops.sampling.penalties import PenaltyTables
-from aerie.workers.ops.slots.commit import Commit, CommitTables, commit
+from aerie.kernels.sampling.filters import Filters
+from aerie.kernels.sampling.penalties import PenaltyTables
+from aerie.kernels.slots.commit import Commit, CommitTables, commit
 from aerie.workers.scheduling.plan import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
@@ -162,7 +162,7 @@ class SlotTable:
         self.bias[slot].zero_().scatter_(0, biased, bias)
 
     def commit(self, slots: Tensor, tokens: Tensor, counts: Tensor) -> Commit:
-        """See `aerie.workers.ops.slots.commit`. The KV of the root and of all valid tokens except the last must be in
+        """See `aerie.kernels.slots.commit`. The KV of the root and of all valid tokens except the last must be in
         the pool."""
         return Commit(tokens, *commit(slots, tokens, counts, self.commit_tables))
 

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aerie.attention.capability import ALIGNED_BYTES, Capability
-from aerie.attention.to_device import to_device
+from aerie.kernels.capability import ALIGNED_BYTES, Capability
+from aerie.kernels.to_device import to_device
 
 Columns = Mapping[str, npt.NDArray[Any]]
 

@@ -1,10 +1,10 @@
-"""`GuideBlock` writes one draft guide, in the layout of `aerie.workers.ops.guide_table.GuideTable`. Used by
+"""`GuideBlock` writes one draft guide, in the layout of `aerie.kernels.drafting.guide_table.GuideTable`. Used by
 `aerie.workers.structured_output.mask_process.draft_guide`."""
 
 import numpy as np
 import numpy.typing as npt
 
-from aerie.workers.ops.guide_table import MAX_EDGES, MAX_STATES, NO_ORIGIN, NOWHERE, PARTS
+from aerie.kernels.drafting.guide_table import MAX_EDGES, MAX_STATES, NO_ORIGIN, NOWHERE, PARTS
 
 
 class GuideBlock:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from aerie.attention.capability import ALIGNED_BYTES, Capability
-from aerie.workers.ops.guide_table import NOWHERE, GuideTable, block_size
-from aerie.workers.ops.sampling.masks import FREE
+from aerie.kernels.capability import ALIGNED_BYTES, Capability
+from aerie.kernels.drafting.guide_table import NOWHERE, GuideTable, block_size
+from aerie.kernels.sampling.masks import FREE
 
 logger = logging.getLogger(__name__)
 

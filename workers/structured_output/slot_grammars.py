@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from aerie.kernels.drafting.guide_table import NOWHERE
+from aerie.kernels.sampling.masks import FREE
+from aerie.kernels.slots.finish import FINISH_NONE
 from aerie.workers.distributed.tp_group import TPGroup
-from aerie.workers.ops.guide_table import NOWHERE
-from aerie.workers.ops.sampling.masks import FREE
-from aerie.workers.ops.slots.finish import FINISH_NONE
 from aerie.workers.scheduling.plan import Failure, Grammar, StepPlan, pack_i32, unpack_i32
 from aerie.workers.structured_output.held_requests import GrammarRequest, HeldRequests, HostOutput
 from aerie.workers.structured_output.host_link import HostLink

@@ -11,7 +11,7 @@ from typing import Any
 
 from aerie.attention.config import MIN_WINDOW
 from aerie.speculative.drafts.config import draft_architecture, read_section, refuse_unknown, speculators_layers
-from aerie.speculative.tree.shape import MAX_WIDTH
+from aerie.speculative.tree_shape import MAX_WIDTH
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.config_fields import ids_of, number_of, section_of, size_of
 

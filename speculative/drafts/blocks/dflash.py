@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.rotation import Angles
+from aerie.kernels.rope.rotation import Angles
 from aerie.speculative.drafts.blocks.config import (
     SCALES,
     BlockForm,

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.rotation import Angles
+from aerie.kernels.drafting.block_head import convolve_blocks, score_candidates
+from aerie.kernels.rope.rotation import Angles
 from aerie.speculative.drafts.blocks.config import SCALES, all_keys
 from aerie.speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel, RowCandidates
-from aerie.speculative.ops.block_head import convolve_blocks, score_candidates
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer
 from aerie.workers.layers.forward_context import ForwardContext

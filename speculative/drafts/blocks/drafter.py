@@ -11,15 +11,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
+from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
+from aerie.kernels.tree.nodes import Candidates, Children, chain
+from aerie.kernels.tree.tree_growth import grow
+from aerie.kernels.vocabulary.largest import largest
+from aerie.kernels.vocabulary.topk_log_softmax import topk_log_softmax
 from aerie.speculative.drafts.blocks.dflash import Block, DFlashModel
 from aerie.speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
-from aerie.speculative.ops.tree_growth import grow
-from aerie.speculative.tree.nodes import Candidates, Children, chain
-from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_shape import TreeShape
 from aerie.speculative.tree_table import TreeTable
-from aerie.workers.ops.vocabulary.largest import largest
-from aerie.workers.ops.vocabulary.topk_log_softmax import topk_log_softmax
 from aerie.workers.sampling.sampler import Sampler
 from aerie.workers.slots.slot_table import SlotTable
 

@@ -8,13 +8,13 @@ import sys
 
 import torch
 
-from aerie.attention.capability import Capability
 from aerie.attention.config import PAGE_SIZES
-from aerie.attention.fp8 import FP8
 from aerie.attention.limits import AttentionUse
-from aerie.attention.metadata import Mode
 from aerie.attention.registry import BACKENDS, limit
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import Mode
+from aerie.kernels.kv.fp8 import FP8
 from tests.support.kernels.attention_cases import WORKS, Shape, use_of
 
 PLACES = {

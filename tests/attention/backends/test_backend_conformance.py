@@ -20,9 +20,9 @@ from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend
 from aerie.attention.backends.torch_backend import TorchBackend
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch
 from aerie.attention.registry import BACKENDS, build_backend, needs_cpu_seq_lens, refusal
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch
 from tests.bench.kernels.gpu_time import captured
 from tests.support.kernels.attention_cases import (
     LATENT_SHAPES,

@@ -7,9 +7,9 @@ import types
 import pytest
 import torch
 
-from aerie.attention.capability import Capability
-from aerie.attention.metadata import Mode
 from aerie.attention.registry import BACKENDS, BackendFacts, Choice, check_choices
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import Mode
 from tests.attention.backends.test_backend_conformance import CPU_SHAPES, Conformance
 from tests.support import DOCS
 from tests.support.kernels.attention_cases import WORKS, Shape, use_of

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backends.flashinfer_backend import Extent, paged
-from aerie.attention.fp8 import FP8
-from aerie.attention.metadata import Mode
 from aerie.attention.registry import BACKENDS, build_backend, limit
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import Mode
+from aerie.kernels.kv.fp8 import FP8
 from tests.support.kernels.attention_cases import (
     WORKS,
     Shape,

@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="the plans are written by a Triton kernel; 
 
 from aerie.attention.backends import flashinfer_latent  # noqa: E402
 from aerie.attention.backends.torch_backend import TorchBackend  # noqa: E402
-from aerie.attention.metadata import Mode  # noqa: E402
-from aerie.attention.ops.flashinfer_latent_plan_triton import (  # noqa: E402
+from aerie.attention.registry import build_backend  # noqa: E402
+from aerie.kernels.attend.flashinfer_latent_plan_triton import (  # noqa: E402
     EXTENT_ARRAYS,
     MERGE_ARRAYS,
     PIECE_ARRAYS,
@@ -23,8 +23,8 @@ from aerie.attention.ops.flashinfer_latent_plan_triton import (  # noqa: E402
     LatentPlanArrays,
     write_latent_plan,
 )
-from aerie.attention.registry import build_backend  # noqa: E402
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import Mode  # noqa: E402
 from tests.support.kernels.attention_cases import (  # noqa: E402
     WORKS,
     Shape,

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from aerie.attention.ops.flashinfer_plan_triton import (  # noqa: E402
+from aerie.kernels.attend.flashinfer_plan_triton import (  # noqa: E402
     MIN_PIECE_TOKENS,
     Grid,
     PlanArrays,

@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="the plans are written by a Triton kernel; 
 
 from aerie.attention.backends.flashinfer_rounds import DECODE_PLAN, ROWS_PLAN  # noqa: E402
 from aerie.attention.backends.torch_backend import TorchBackend  # noqa: E402
-from aerie.attention.metadata import Mode  # noqa: E402
-from aerie.attention.ops.flashinfer_plan_triton import Grid  # noqa: E402
 from aerie.attention.registry import build_backend  # noqa: E402
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.flashinfer_plan_triton import Grid  # noqa: E402
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import Mode  # noqa: E402
 from tests.attention.backends.test_flashinfer_plan import planned  # noqa: E402
 from tests.support.kernels.attention_cases import (  # noqa: E402
     NUM_KV_HEADS,

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch
 from aerie.attention.registry import build_backend
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch
 from tests.support.kernels.triton_cases import random_pool, random_rows, random_table
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED
 

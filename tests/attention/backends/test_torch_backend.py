@@ -8,10 +8,10 @@ from torch import Tensor
 
 from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from aerie.attention.ops.slot_mapping import map_decode_rows, map_prefill_rows
 from aerie.attention.registry import build_backend
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.kernels.kv.slot_mapping import map_decode_rows, map_prefill_rows
 from tests.support.kernels.attention_cases import uniform_pool, write_tokens
 
 HEADS, KV_HEADS, DIM = 6, 2, 8

@@ -9,10 +9,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
-from aerie.attention.metadata import DecodeBatch, Mode, causal_mask  # noqa: E402
-from aerie.attention.ops.attend import decode_plan_triton, decode_triton, references, split_kv_triton  # noqa: E402
 from aerie.attention.registry import build_backend  # noqa: E402
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend import decode_plan_triton, decode_triton, references, split_kv_triton  # noqa: E402
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
     HALF_TYPES,
     assert_close,

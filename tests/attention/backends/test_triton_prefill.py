@@ -10,12 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from aerie.attention.metadata import Mode, PrefillBatch  # noqa: E402
-from aerie.attention.ops.attend import prefill_plan_triton, references  # noqa: E402
-from aerie.attention.ops.slot_mapping import map_rows  # noqa: E402
 from aerie.attention.registry import build_backend  # noqa: E402
-from aerie.attention.rotation import Angles  # noqa: E402
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend import prefill_plan_triton, references  # noqa: E402
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import Mode, PrefillBatch  # noqa: E402
+from aerie.kernels.kv.slot_mapping import map_rows  # noqa: E402
+from aerie.kernels.rope.rotation import Angles  # noqa: E402
 from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
     HALF_TYPES,

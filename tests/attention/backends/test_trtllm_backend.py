@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backends.trtllm_backend import mask_words
-from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
 from aerie.attention.registry import build_backend
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
 from tests.support.kernels.attention_cases import (
     LENGTHS,
     WORKS,

@@ -14,9 +14,9 @@ from aerie.attention.backends import trtllm_latent
 from aerie.attention.backends.torch_backend import TorchBackend
 from aerie.attention.backends.trtllm_backend import TrtllmBackend
 from aerie.attention.limits import trtllm_refusal
-from aerie.attention.metadata import DecodeBatch, Mode
 from aerie.attention.registry import BACKENDS, limit, needs_cpu_seq_lens
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import DecodeBatch, Mode
 from tests.support.kernels.attention_cases import (
     LENGTHS,
     WORKS,
@@ -94,7 +94,7 @@ def test_rows_of_chains_see_what_they_should(
     assert torch.equal(lengths.long(), expected)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="tests/ops/test_triton_interpreter.py runs it")
+@pytest.mark.skipif(not INTERPRETED, reason="tests/kernels/ops/test_triton_interpreter.py runs it")
 @pytest.mark.parametrize("shape", [GEN, *slow(SMALL)], ids=["gen", "small"])
 @pytest.mark.parametrize("work", TREES, ids=lambda work: work.name)
 def test_trees_are_their_prefix_and_their_masked_columns(
@@ -169,7 +169,7 @@ def test_scratch_grows_with_the_statistics_of_trees(monkeypatch: pytest.MonkeyPa
     stand_in = on_device(monkeypatch, (10, 0))
     monkeypatch.setitem(
         sys.modules,
-        "aerie.attention.ops.attend.latent_suffix_triton",
+        "aerie.kernels.attend.latent_suffix_triton",
         SimpleNamespace(add_suffix=lambda *_: None),  # type: ignore[arg-type]
     )
     shape, work = Shape(576, 128, 64, latent=512), Work("verify", Mode.VERIFY, 8, 8, tree=True)

@@ -23,8 +23,8 @@ from aerie.cluster.transport.encoding import decode_numbered, encode
 from aerie.cluster.transport.messages import GenerateRequest, TokenBatch
 from aerie.cluster.transport.sockets import Transport
 from aerie.deploy.bench.table import table
+from aerie.kernels.slots.finish import FINISH_LENGTH
 from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
-from aerie.workers.ops.slots.finish import FINISH_LENGTH
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import GraphCount, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.request import RequestOutput

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.attention.ops.delta_rule.chunks import delta_rule_chunks
-from aerie.attention.ops.delta_rule.tables import ChunkTables
 from aerie.deploy.bench.table import table
+from aerie.kernels.delta_rule.chunks import delta_rule_chunks
+from aerie.kernels.delta_rule.tables import ChunkTables
 from tests.bench.kernels.delta_rule import MODELS, rows_of, states, weights_of
 from tests.bench.kernels.gpu_time import hardware
 from tests.bench.machine import commit
 from tests.bench.trace import by_kernel, profiled
-from tests.ops.delta_rule_cases import GROUPS, QWEN, RAGGED, chunk_arguments
+from tests.kernels.ops.delta_rule_cases import GROUPS, QWEN, RAGGED, chunk_arguments
 
 KERNELS = ("_convolve", "_solve", "_advance", "_finish")
 CHANGES: tuple[dict[str, int], ...] = (
@@ -66,7 +66,7 @@ class Equality:
 
 def timed(model: str, tokens: int, changes: dict[str, int], expected: Tensor | None) -> tuple[Tiles, Tensor]:
     """One row of the first table, and the output."""
-    from aerie.attention.ops.delta_rule import chunks_triton
+    from aerie.kernels.delta_rule import chunks_triton
 
     heads, device = MODELS[model], torch.device("cuda")
     torch.manual_seed(0)

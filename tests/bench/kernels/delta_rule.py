@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from aerie.attention.metadata import causal_mask
-from aerie.attention.ops.delta_rule.chunks import delta_rule_chunks
-from aerie.attention.ops.delta_rule.rounds import delta_rule_rounds
-from aerie.attention.ops.delta_rule.tables import (
+from aerie.deploy.bench.table import table
+from aerie.kernels.delta_rule.chunks import delta_rule_chunks
+from aerie.kernels.delta_rule.rounds import delta_rule_rounds
+from aerie.kernels.delta_rule.tables import (
     TAPS,
     ChunkTables,
     DeltaHeads,
@@ -28,7 +28,7 @@ from aerie.attention.ops.delta_rule.tables import (
     DeltaWeights,
     RoundTables,
 )
-from aerie.deploy.bench.table import table
+from aerie.kernels.kv.batches import causal_mask
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
 

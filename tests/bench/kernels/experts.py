@@ -17,20 +17,20 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from aerie.workers.ops.experts.few_rows_triton import few_row_experts
-from aerie.workers.ops.experts.many_rows_triton import many_row_experts, many_row_tiles
-from aerie.workers.ops.experts.route import Routed, RouterLogits, Routing
-from aerie.workers.ops.experts.route_triton import route
-from aerie.workers.ops.experts.router_gemm_triton import router_gemm
-from aerie.workers.ops.experts.weights import (
+from aerie.kernels.experts.few_rows_triton import few_row_experts
+from aerie.kernels.experts.many_rows_triton import many_row_experts, many_row_tiles
+from aerie.kernels.experts.route import Routed, RouterLogits, Routing
+from aerie.kernels.experts.route_triton import route
+from aerie.kernels.experts.router_gemm_triton import router_gemm
+from aerie.kernels.experts.weights import (
     FP8,
     MAX_FEW_ROWS,
     ExpertWeights,
     few_row_tiles,
     partial_sizes,
 )
-from aerie.workers.ops.fp8.rows_triton import quantize_rows
-from aerie.workers.ops.gemm.workspace import Workspace
+from aerie.kernels.fp8.rows_triton import quantize_rows
+from aerie.kernels.gemm.workspace import Workspace
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
 

@@ -16,10 +16,10 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from aerie.attention.metadata import DecodeBatch, Mode, causal_mask
 from aerie.attention.registry import build_backend
-from aerie.attention.scores import ScoreRule
-from aerie.attention.views import LatentKV
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
+from aerie.kernels.kv.views import LatentKV
 from tests.bench.kernels.attention import MAX_PREFIX
 from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
 from tests.bench.machine import commit

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 import torch
 
 from aerie.deploy.bench.table import table
+from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
+from aerie.kernels.span import Span
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
-from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
 from aerie.workers.quantization.floats import FloatQuant, block_scheme
 from aerie.workers.quantization.table import read_quant_method
-from aerie.workers.span import Span
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
 from tests.bench.round import QUANTIZATIONS

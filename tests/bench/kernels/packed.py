@@ -3,7 +3,7 @@
     python -m tests.bench packed [--rows 1 4 8 12 16 24 32 48 64] [--variants NAME ...] [--shapes NAME ...]
 
 GB/s at which codes and scales are read, by rows, for the matrices of a layer of Llama-3.1-8B in groups of 128: the
-product that a layer takes today, other tiles of `aerie.workers.ops.packed.blocks_triton`, and the bf16 product (GB/s of
+product that a layer takes today, other tiles of `aerie.kernels.packed.blocks_triton`, and the bf16 product (GB/s of
 its weight, which is four times larger), beside a copy. A CUDA graph holds products with several weights, so that no
 cache has them. Every result is compared with the product of the dequantised weight.
 
@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from aerie.deploy.bench.table import table
-from aerie.workers.ops.activation import silu_mul
-from aerie.workers.ops.blocks import cdiv, next_power_of_2
-from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
-from aerie.workers.ops.packed.blocks_triton import packed_blocks
-from aerie.workers.ops.packed.order_rows_triton import order_rows
-from aerie.workers.ops.packed.product import choose_product
-from aerie.workers.ops.packed.tiles import BlockPlan, BlockTiles, packed_workspace_size
-from aerie.workers.ops.packed.weight import PackedWeight, dequantize, empty
+from aerie.kernels.gemm.blocks import cdiv, next_power_of_2
+from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
+from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.packed.blocks_triton import packed_blocks
+from aerie.kernels.packed.order_rows_triton import order_rows
+from aerie.kernels.packed.product import choose_product
+from aerie.kernels.packed.tiles import BlockPlan, BlockTiles, packed_workspace_size
+from aerie.kernels.packed.weight import PackedWeight, dequantize, empty
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.kernels.linear import PRODUCTS, Product, layers_of
 from tests.bench.machine import commit

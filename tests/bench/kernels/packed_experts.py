@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import torch
 
-from aerie.workers.ops.experts.gated import GPT_OSS, SWIGLU, GatedActivation
-from aerie.workers.ops.experts.route import RouterLogits, Routing
-from aerie.workers.ops.gemm.workspace import GEMMOptions, Workspace
-from aerie.workers.ops.packed.expert_tiles import packed_expert_workspace
-from aerie.workers.ops.packed.experts import PackedExpertWeights, packed_expert_products, raised
-from aerie.workers.ops.packed.weight import Code, PackedWeight, empty
+from aerie.kernels.experts.gated import GPT_OSS, SWIGLU, GatedActivation
+from aerie.kernels.experts.route import RouterLogits, Routing
+from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
+from aerie.kernels.packed.expert_tiles import packed_expert_workspace
+from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, raised
+from aerie.kernels.packed.weight import Code, PackedWeight, empty
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
 

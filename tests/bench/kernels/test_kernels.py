@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend
-from aerie.attention.metadata import Mode
-from aerie.attention.ops.delta_rule.chunks import delta_rule_chunks
-from aerie.attention.ops.delta_rule.tables import DeltaHeads
 from aerie.attention.registry import build_backend
-from aerie.workers.ops.activation import silu_mul
-from aerie.workers.ops.experts.route import Routing
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.ops.packed.weight import PackedWeight, dequantize
+from aerie.kernels.delta_rule.chunks import delta_rule_chunks
+from aerie.kernels.delta_rule.tables import DeltaHeads
+from aerie.kernels.experts.route import Routing
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.kv.batches import Mode
+from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.packed.weight import PackedWeight, dequantize
 from tests.bench.kernels import attention, delta_chunks, delta_rule, latent_attention, linear, packed, packed_experts
 
 COPY_RATE = 4e12

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from aerie.kernels.experts.route import RouterLogits
 from aerie.workers.layers.routing import Router
-from aerie.workers.ops.experts.route import RouterLogits
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.models.configured import CONFIGS
 from tests.bench.prompts import random_prompts

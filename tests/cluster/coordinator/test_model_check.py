@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from aerie.cluster.coordinator.model_check import FAULT
-from aerie.workers.ops.slots.finish import FINISH_NOT_FINITE
+from aerie.kernels.slots.finish import FINISH_NOT_FINITE
 from aerie.workers.scheduling.plan import NOT_FINITE, StepResult, pack_i32, unpack_i32
 from tests.support.cluster import Ranks, TestBed, until
 

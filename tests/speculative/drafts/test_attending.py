@@ -10,7 +10,8 @@ from torch import Tensor
 
 from aerie.attention.backends.torch_backend import TorchBackend
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.kernels.experts.route import TokenSlots
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import Method, SpeculativeConfig
 from aerie.speculative.drafts.layers import DraftLayer
@@ -21,7 +22,6 @@ from aerie.workers.layers.forward_context import Attending
 from aerie.workers.layers.mlp import GatedMLP
 from aerie.workers.models.decoder import Decoder
 from aerie.workers.models.loading import load_target, read_target_config
-from aerie.workers.ops.experts.route import TokenSlots
 from aerie.workers.runner.model_runner import TargetRunner
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair

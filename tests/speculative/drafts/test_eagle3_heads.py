@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from aerie.attention.capability import Capability
 from aerie.attention.config import DraftAttention
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from aerie.attention.registry import choose_backends
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.drafts.drafter import DraftRunner

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from aerie.attention.backends.torch_backend import TorchBackend
-from aerie.attention.capability import Capability
 from aerie.attention.config import CacheConfig
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
-from aerie.attention.scores import ScoreRule
 from aerie.deploy.config.drafts import draft_method
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
 from aerie.speculative.build import local_engine, plan_engine, plan_weights
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.drafts.drafter import TargetKVRunner

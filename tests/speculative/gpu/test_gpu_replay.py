@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
+from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_STOP
 from aerie.speculative.build import check_device, plan_engine
-from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_STOP
 from aerie.workers.runner.decoding import StepTensors
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.graphs.graph_keys import bucket_sizes, is_always_captured, powers_of_two

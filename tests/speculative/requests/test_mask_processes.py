@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from aerie.kernels.drafting.guide_table import NOWHERE
+from aerie.kernels.sampling.masks import FREE
 from aerie.speculative.build import local_engine
 from aerie.workers.distributed.tp_group import TPGroup
-from aerie.workers.ops.guide_table import NOWHERE
-from aerie.workers.ops.sampling.masks import FREE
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.plan import Grammar, SamplingParams

@@ -9,12 +9,12 @@ import pytest
 from torch import Tensor
 
 from aerie.attention.config import CacheConfig
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import SchedulerConfig
 from aerie.workers.layers.linear_method import DenseLinearMethod, LinearMethod
 from aerie.workers.models.decoder import Decoder
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.plan import SamplingParams

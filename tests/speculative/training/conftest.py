@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from aerie.attention.lazy_import import load
 from aerie.deploy.train_draft import add_command
+from aerie.kernels.lazy_import import load
 from aerie.speculative.drafts.eagle3 import Eagle3
 from aerie.speculative.training.eagle3 import draft_config, read_draft_config
 from aerie.speculative.training.rows import Conversation, Turn

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from aerie.attention.backends.torch_backend import TorchBackend
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
 from aerie.deploy.train_draft import HEAD_FLAGS
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
 from aerie.speculative.config import BLOCK_METHODS
 from aerie.speculative.drafts.drafter import DraftRunner
 from aerie.speculative.drafts.eagle3_config import HeadFlags

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.attention.capability import Capability
-from tests.ops import suffix_match_cases, tree_read_cases
-from tests.ops.case import Case
+from aerie.kernels.capability import Capability
+from tests.kernels.ops import suffix_match_cases, tree_read_cases
+from tests.kernels.ops.case import Case
 from tests.support.kernels.num_operations import num_operations
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from aerie.kernels.tree.acceptance import accept, accept_commit, accept_synthetic
+from aerie.kernels.tree.nodes import NO_TOKEN, Tree, chain, root_only_trees
+from aerie.kernels.tree.tree_growth import best_tree
 from aerie.speculative.config import SpeculativeConfig
-from aerie.speculative.ops.acceptance import accept, accept_commit, accept_synthetic
-from aerie.speculative.ops.tree_growth import best_tree
-from aerie.speculative.tree.nodes import NO_TOKEN, Tree, chain, root_only_trees
-from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_shape import TreeShape
 from aerie.speculative.tree_table import TreeTable
 from aerie.workers.config import PLAIN
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aerie.speculative.config import SpeculativeConfig
-from aerie.speculative.tree.shape import MAX_WIDTH, TreeShape, max_nodes
+from aerie.speculative.tree_shape import MAX_WIDTH, TreeShape, max_nodes
 from aerie.workers.config import PLAIN, RoundShapes
 from aerie.workers.scheduling.acceptance.survival import Survival
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from aerie.attention.backends.torch_backend import TorchBackend
 from aerie.attention.config import CacheConfig
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import DecodeBatch, Mode, PrefillBatch, causal_mask
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.drafts.drafter import DraftRunner

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from aerie.attention.config import CacheConfig
-from aerie.attention.metadata import token_indices
+from aerie.kernels.kv.batches import token_indices
 from aerie.speculative.build import DraftSpeculation, EngineSpec, plan_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.decoding import SpeculativeDecoding
-from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_shape import TreeShape
 from aerie.workers.config import PLAIN, Device, GraphCapture, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.engine_layout import EngineLayout

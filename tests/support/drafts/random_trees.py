@@ -2,7 +2,7 @@
 
 import torch
 
-from aerie.speculative.tree.nodes import Candidates
+from aerie.kernels.tree.nodes import Candidates
 
 
 def random_candidates(batch: int, top_k: int, steps: int, seed: int) -> Candidates:

@@ -33,7 +33,7 @@ from tests.support import ROOT
 
 # What asks which device it is on, and is to think that it is on a GPU.
 ON_A_GPU = {
-    "aerie.attention.capability": [
+    "aerie.kernels.capability": [
         ("_of(device.type, device.index)", '_of("cuda", 0)'),
         (" and torch.cuda.is_available()", ""),
         ('self.type == "cpu"', "True"),  # tensors are in the host's memory

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aerie.attention.ops.delta_rule.chunks import delta_rule_chunks
-from aerie.attention.ops.delta_rule.commit import commit_rows
-from aerie.attention.ops.delta_rule.rounds import delta_rule_rounds
-from aerie.attention.ops.delta_rule.tables import (
+from aerie.kernels.delta_rule.chunks import delta_rule_chunks
+from aerie.kernels.delta_rule.commit import commit_rows
+from aerie.kernels.delta_rule.rounds import delta_rule_rounds
+from aerie.kernels.delta_rule.tables import (
     ChunkTables,
     DeltaHeads,
     DeltaRows,

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as _modes
 
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.ops.operation import Operation
+from aerie.kernels.operation import Operation
 from aerie.workers.layers.forward_context import ForwardContext
 from aerie.workers.layers.linear_method import UnquantizedLinearMethod
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import DecodeBatch, Mode
+from aerie.kernels.kv.batches import DecodeBatch, Mode
 from tests.support.kernels.attention_cases import fill_randomly, uniform_pool
 from tests.support.kernels.triton_interpreter import DEVICE
 

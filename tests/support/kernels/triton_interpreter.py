@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from aerie.attention.ops.operation import OPERATIONS, Operation
+from aerie.kernels.operation import OPERATIONS, Operation
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")

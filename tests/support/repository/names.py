@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.support import ROOT
 
-FLOORS = ("attention", "workers", "speculative", "cluster", "deploy")  # folders, imported from `aerie`
+FLOORS = ("kernels", "attention", "workers", "speculative", "cluster", "deploy")  # folders, imported from `aerie`
 PACKAGES = (*FLOORS, "tests")
 ANY = "*"  # among a class's names: it has a base from elsewhere, so that nothing can be said of them
 

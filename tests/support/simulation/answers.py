@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import msgspec
 
 from aerie.attention.config import CacheConfig
+from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_NONE
 from aerie.workers.config import RoundShapes, SchedulerConfig
-from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_NONE
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.plan import GraphCount, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32

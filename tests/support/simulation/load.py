@@ -20,8 +20,8 @@ import numpy as np
 
 from aerie.attention.config import CacheConfig
 from aerie.cluster.coordinator.plan_timing import PlanTiming
+from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from aerie.workers.config import PLAIN, GraphCapture, RoundShape, RoundShapes, SchedulerConfig
-from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from aerie.workers.runner.graphs.graph_keys import TOKEN_BUCKETS
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.latency_budget import LatencyBudget

@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from aerie.kernels.slots.commit import Commit
+from aerie.kernels.tree import acceptance
+from aerie.kernels.tree.acceptance import Accepted, Committed
+from aerie.kernels.tree.nodes import Tree
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import SpeculativeConfig
-from aerie.speculative.ops import acceptance
-from aerie.speculative.ops.acceptance import Accepted, Committed
-from aerie.speculative.tree.nodes import Tree
-from aerie.workers.ops.slots.commit import Commit
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request, RequestOutput

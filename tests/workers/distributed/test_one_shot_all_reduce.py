@@ -1,5 +1,5 @@
 """The kernel that sums rows over peer memory, with ranks as processes: under Triton's interpreter (TRITON_INTERPRET=1),
-where they share files, which `tests/ops/test_triton_interpreter.py` starts, and compiled for Hopper. On GPUs
+where they share files, which `tests/kernels/ops/test_triton_interpreter.py` starts, and compiled for Hopper. On GPUs
 it is tested by `test_custom_all_reduce_gpu.py`."""
 
 from pathlib import Path
@@ -11,9 +11,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from aerie.kernels.collectives import one_shot_all_reduce_triton as kernels  # noqa: E402
+from aerie.kernels.collectives.one_shot_all_reduce import reference  # noqa: E402
 from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, region_bytes  # noqa: E402
-from aerie.workers.ops.collectives import one_shot_all_reduce_triton as kernels  # noqa: E402
-from aerie.workers.ops.collectives.one_shot_all_reduce import reference  # noqa: E402
 from tests.support.kernels.triton_interpreter import INTERPRETED  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
@@ -80,7 +80,7 @@ def test_kernel_fits_hopper(world: int, width: int, weight: str | None, tmp_path
     import triton
     import triton.language as tl
 
-    from tests.attention.ops.test_triton_compile import compiled
+    from tests.kernels.attend.test_triton_compile import compiled
 
     block = triton.next_power_of_2(width // 2)
     constants: dict[str, Any] = {

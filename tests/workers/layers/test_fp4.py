@@ -11,19 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from aerie.kernels.experts.gated import GPT_OSS
+from aerie.kernels.experts.route import RouterLogits, Routing
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.experts import Experts
 from aerie.workers.layers.linear_method import LinearShape
 from aerie.workers.models.moe import interleaved_experts
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.weights import CheckpointTensor, load_weights
-from aerie.workers.ops.experts.gated import GPT_OSS
-from aerie.workers.ops.experts.route import RouterLogits, Routing
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 from aerie.workers.quantization.floats import GPT_OSS_MXFP4, FloatQuant, read_mxfp4
 from aerie.workers.quantization.packed_experts import PackedExperts
 from aerie.workers.quantization.table import read_quant_method
-from aerie.workers.span import Span
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import check_speculation, load

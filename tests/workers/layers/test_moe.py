@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backends.torch_backend import TorchBackend
-from aerie.attention.capability import Capability
 from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.layout import LayerGroup
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import Mode, PrefillBatch
+from aerie.kernels.capability import Capability
+from aerie.kernels.experts.grouped import experts_one_by_one, grouped_experts
+from aerie.kernels.experts.route import Routing, route
+from aerie.kernels.kv.batches import Mode, PrefillBatch
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import ModelSource, WorkerConfig
@@ -28,8 +30,6 @@ from aerie.workers.layers.weighted import WeightedModule, WeightKey
 from aerie.workers.models.decoder import Decoder
 from aerie.workers.models.loading import load_target, read_target_config
 from aerie.workers.models.moe import check_experts_device
-from aerie.workers.ops.experts.grouped import experts_one_by_one, grouped_experts
-from aerie.workers.ops.experts.route import Routing, route
 from aerie.workers.runner.deterministic import refusal
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from aerie.workers.ops.experts.grouped import experts_one_by_one, grouped_experts
-from aerie.workers.ops.experts.route import Routing, route
+from aerie.kernels.experts.grouped import experts_one_by_one, grouped_experts
+from aerie.kernels.experts.route import Routing, route
 
 pytestmark = pytest.mark.gpu
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from aerie.attention.backends.torch_backend import TorchBackend
-from aerie.attention.capability import Capability
 from aerie.attention.kv_cache.latent import LatentLayout
 from aerie.attention.kv_cache.layout import LayerGroup
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.attention.limits import AttentionUse
-from aerie.attention.metadata import Mode, PrefillBatch
 from aerie.attention.registry import BACKENDS, Choice, choose_backends, limit
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import Mode, PrefillBatch
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer

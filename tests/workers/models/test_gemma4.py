@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from aerie.attention.capability import Capability
 from aerie.attention.kv_cache.heads import HeadsLayout
-from aerie.attention.metadata import Mode
 from aerie.attention.registry import BACKENDS
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import Mode
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import ModelSource
 from aerie.workers.models.gemma.gemma4_config import Gemma4Config

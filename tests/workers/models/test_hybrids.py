@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import ModelSource, WorkerConfig
 from aerie.workers.models.registry import family_of

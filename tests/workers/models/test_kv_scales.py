@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aerie.attention.config import CacheConfig
-from aerie.attention.fp8 import FP8, KVScales
+from aerie.kernels.kv.fp8 import FP8, KVScales
 from aerie.workers.config import ModelSource, WorkerConfig
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.layers.kv_scales import kv_scales, warn_of_missing

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from aerie.kernels.norm.norm import rms_norm
+from aerie.kernels.span import Span
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import TPGroup
@@ -18,8 +20,6 @@ from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.granite import GraniteConfig
 from aerie.workers.models.loading import read_target_config
 from aerie.workers.models.mistral import LocalRopeConfig
-from aerie.workers.ops.norm import rms_norm
-from aerie.workers.span import Span
 from tests.support.slow import slow
 from tests.support.target_answers import check_chains_and_cached_prefixes, check_trees_on_ranks
 from tests.support.thread_group import on_ranks

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
 from aerie.workers.layers.norm import RMSNorm
@@ -17,8 +19,6 @@ from aerie.workers.layers.weighted import WeightedModule, WeightKey, check_shape
 from aerie.workers.models import weights
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.weights import CheckpointTensor, checkpoint_tensors, fill_dummy, load_weights
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.span import Span
 
 NUM_EXPERTS, HIDDEN, WIDTH = 3, 6, 4
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.span import Span
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 from aerie.workers.quantization.packed_linear import PackedLinear
 from aerie.workers.quantization.table import read_quant_method
-from aerie.workers.span import Span
 from tests.support.int_checkpoints import Recipe, awq, gptq, pack_quantized
 
 pytestmark = pytest.mark.gpu

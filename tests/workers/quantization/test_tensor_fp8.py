@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aerie.attention.fp8 import FP8
+from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.experts_method import ExpertsShape, UnquantizedExperts
 from aerie.workers.layers.linear_method import LinearShape
 from aerie.workers.quantization import floats
 from aerie.workers.quantization.floats import PER_TOKEN, FloatQuant, block_scheme
 from aerie.workers.quantization.table import read_quant_method
-from aerie.workers.span import Span
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target
 from tests.workers.layers.test_moe import load

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from aerie.attention.capability import Capability
 from aerie.attention.config import TargetAttention
+from aerie.kernels.capability import Capability
 from aerie.speculative.build import EngineSpec, plan_engine
 from aerie.workers.config import WorkerConfig
 from aerie.workers.runner.deterministic import checked_deterministic

@@ -12,7 +12,7 @@ import torch
 
 from aerie.attention.config import CacheConfig
 from aerie.attention.expansion import MAX_TOKENS, pays
-from aerie.attention.metadata import ChunkLists
+from aerie.kernels.kv.batches import ChunkLists
 from aerie.speculative.build import EngineSpec, plan_engine
 from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.distributed.tp_group import SOLO, TPGroup

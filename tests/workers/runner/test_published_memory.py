@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from aerie.attention.capability import Capability
 from aerie.attention.config import CacheConfig
+from aerie.kernels.capability import Capability
 from aerie.speculative.build import EngineSpec, plan_engine, plan_weights
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig

@@ -4,9 +4,9 @@ over ranks, with all that a choice may need besides."""
 import pytest
 import torch
 
+from aerie.kernels.sampling.masks import FREE
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.vocab import VocabShard
-from aerie.workers.ops.sampling.masks import FREE
 from aerie.workers.sampling.sampler import CAPTURED_NEEDS, Rows, Sampler, SamplingNeeds
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit
 from aerie.workers.slots.slot_table import SlotTable

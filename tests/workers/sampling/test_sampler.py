@@ -7,12 +7,12 @@ import pytest
 import torch
 from scipy import stats
 
+from aerie.kernels.sampling.draft_scores import DROPPED
+from aerie.kernels.sampling.filters import MAX_GAP, find_limits, gap_limits, gaps
+from aerie.kernels.sampling.gumbel import gumbel_noise
+from aerie.kernels.sampling.penalties import apply_penalties
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.layers.vocab import VocabShard
-from aerie.workers.ops.sampling.draft_scores import DROPPED
-from aerie.workers.ops.sampling.filters import MAX_GAP, find_limits, gap_limits, gaps
-from aerie.workers.ops.sampling.gumbel import gumbel_noise
-from aerie.workers.ops.sampling.penalties import apply_penalties
 from aerie.workers.sampling.sampler import (
     CAPTURED_NEEDS,
     MAX_LOGPROBS,

@@ -8,15 +8,15 @@ import pytest
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from aerie.workers.ops.sampling import choose_triton as choose  # noqa: E402
-from aerie.workers.ops.sampling import draft_scores_triton as draft_scores  # noqa: E402
-from aerie.workers.ops.sampling import filters_triton as filters  # noqa: E402
-from aerie.workers.ops.sampling import logprobs_triton as logprobs  # noqa: E402
-from aerie.workers.ops.sampling import masks_triton as masks  # noqa: E402
-from aerie.workers.ops.sampling import penalties_triton as penalties  # noqa: E402
-from aerie.workers.ops.vocabulary import largest_triton as largest  # noqa: E402
-from aerie.workers.ops.vocabulary.largest import NOT_FINITE  # noqa: E402
-from tests.attention.ops import test_triton_compile as compiling  # noqa: E402
+from aerie.kernels.sampling import choose_triton as choose  # noqa: E402
+from aerie.kernels.sampling import draft_scores_triton as draft_scores  # noqa: E402
+from aerie.kernels.sampling import filters_triton as filters  # noqa: E402
+from aerie.kernels.sampling import logprobs_triton as logprobs  # noqa: E402
+from aerie.kernels.sampling import masks_triton as masks  # noqa: E402
+from aerie.kernels.sampling import penalties_triton as penalties  # noqa: E402
+from aerie.kernels.vocabulary import largest_triton as largest  # noqa: E402
+from aerie.kernels.vocabulary.largest import NOT_FINITE  # noqa: E402
+from tests.kernels.attend import test_triton_compile as compiling  # noqa: E402
 from tests.support.slow import slow  # noqa: E402
 
 pytestmark = compiling.pytestmark

@@ -10,9 +10,9 @@ from aerie.attention.config import CacheConfig
 from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.layout import LayerGroup
 from aerie.attention.kv_cache.pool import bytes_per_page
+from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_STOP
 from aerie.workers.config import RoundShapes, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout, PageCounts, pages_asked
-from aerie.workers.ops.slots.finish import FINISH_LENGTH, FINISH_STOP
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, StepPlan, pack_i32
 from aerie.workers.slots import upload
 from aerie.workers.slots.slot_table import SlotTable

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from aerie.speculative.ops.guides import begin, follow, forced_or
-from aerie.workers.ops.guide_table import MAX_STATES, GuideTable
+from aerie.kernels.drafting.guide_table import MAX_STATES, GuideTable
+from aerie.kernels.drafting.guides import begin, follow, forced_or
 from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from aerie.workers.structured_output.guide_block import GuideBlock
 from aerie.workers.structured_output.mask_process.draft_guide import Endings, MaskRows, TreeWalk

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from aerie.speculative.ops.guides import begin, forced_or
+from aerie.kernels.drafting.guides import begin, forced_or
 from aerie.workers.scheduling.plan import Grammar
 from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
 from aerie.workers.structured_output.guide_block import GuideBlock

@@ -13,10 +13,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from aerie.attention.capability import Capability
 from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.lazy_import import load
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.capability import Capability
+from aerie.kernels.lazy_import import load
 from aerie.workers.models.adapter.names import (
     TransformersNames,
     conversions,

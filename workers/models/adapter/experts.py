@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.gated import GatedActivation
+from aerie.kernels.experts.route import RouterLogits, Routing
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.experts import Experts
 from aerie.workers.layers.experts_method import UnquantizedExperts
 from aerie.workers.models.adapter.layers import Leaf, own_tensors
-from aerie.workers.ops.experts.gated import GatedActivation
-from aerie.workers.ops.experts.route import RouterLogits, Routing
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 _UNLIKELY = -1e30  # logit of an expert that is not chosen; its softmax is 0
 _LEAST_WEIGHT = 1e-30  # minimum weight of a chosen expert

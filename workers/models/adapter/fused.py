@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
+from aerie.kernels.norm.activation import ACTIVATIONS
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.linear import ColumnParallelLinear
 from aerie.workers.layers.linear_method import DenseLinearMethod
 from aerie.workers.models.adapter.layers import Rows
 from aerie.workers.models.adapter.matching import MLPMatch
-from aerie.workers.ops.activation import ACTIVATIONS
-from aerie.workers.span import Span
 
 ALIGNED = 128  # rows of a part of a merged quantised layer: no block of scales and no packed word has rows of two parts
 

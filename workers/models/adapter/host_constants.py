@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from aerie.attention.backend import NewUnderCaptureError
-from aerie.attention.capability import Capability, is_capturing
+from aerie.kernels.capability import Capability, is_capturing
 
 _MAX_NUMBERS = 64  # size of a host tensor whose copies are cached
 _MAX_KEPT = 4096  # cached tensors; a model may create one for each length of a pass

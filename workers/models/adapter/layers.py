@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aerie.attention.rotation import Angles
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.experts.route import TokenSlots
+from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.forward_context import ForwardContext
 from aerie.workers.layers.linear import ColumnParallelLinear, RowParallelLinear, kv_head_span, rank_span
@@ -16,8 +18,6 @@ from aerie.workers.layers.linear_method import DenseLinearMethod
 from aerie.workers.layers.vocab import LMHead, VocabEmbedding
 from aerie.workers.layers.weighted import WeightedModule, WeightKey, check_plain, check_shape
 from aerie.workers.models.adapter.survey import AttentionCall
-from aerie.workers.ops.experts.route import TokenSlots
-from aerie.workers.span import Span
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of models
 

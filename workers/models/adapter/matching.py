@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.gated import GATED, GatedActivation
+from aerie.kernels.norm.activation import ACTIVATIONS
+from aerie.kernels.norm.norm import rms_norm
 from aerie.workers.layers.norm import FullPrecisionRMSNorm, RMSNorm, ZeroCentredRMSNorm
-from aerie.workers.ops.activation import ACTIVATIONS
-from aerie.workers.ops.experts.gated import GATED, GatedActivation
-from aerie.workers.ops.norm import rms_norm
 
 _ROWS, _WIDE, _NARROW = 7, 24, 16  # rows of random inputs, and widths of a small copy of an MLP
 _RTOL, _ATOL = 1e-4, 1e-6  # float32 rounding of sums of `_WIDE` products
@@ -41,7 +41,7 @@ class MLPMatch:
 
     gates: names of the gate and up projections, or of the one projection that has both, gate first.
     down: name of the down projection.
-    activation: one of `aerie.workers.ops.activation.ACTIVATIONS`.
+    activation: one of `aerie.kernels.norm.activation.ACTIVATIONS`.
     """
 
     gates: tuple[str, ...]

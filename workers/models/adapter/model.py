@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.forward_context import ForwardContext
 from aerie.workers.layers.vocab import LMHead, VocabEmbedding
@@ -24,7 +25,6 @@ from aerie.workers.models.adapter.streams import capture_streams
 from aerie.workers.models.adapter.survey import UnservableError, decoder, keep_angles, make_model
 from aerie.workers.models.decoder import DecoderOutput, TargetModel
 from aerie.workers.models.registry import ModelFamily
-from aerie.workers.ops.gemm.workspace import GEMMOptions
 
 
 class TransformersModel(TargetModel):

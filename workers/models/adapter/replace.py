@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.linear import kv_head_span, rank_span
 from aerie.workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
@@ -31,7 +32,6 @@ from aerie.workers.models.adapter.routers import (
 )
 from aerie.workers.models.adapter.survey import UnservableError, is_plain_embedding
 from aerie.workers.quantization.quant_method import Unquantized
-from aerie.workers.span import Span
 
 _COLUMNS = ("colwise", "colwise_gather_output")
 _ROWS = ("rowwise", "rowwise_split_input")

@@ -1,4 +1,4 @@
-"""Finds routers that compute the same as `aerie.workers.ops.experts.route`, by comparing results on random rows.
+"""Finds routers that compute the same as `aerie.kernels.experts.route`, by comparing results on random rows.
 
 A replaced router returns its logits instead of chosen experts and weights. `GivenExperts` passes them to the experts'
 operation, which chooses.
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.route import SCORINGS, RouterLogits, Routing, TokenSlots, route
 from aerie.workers.layers.routing import Router
 from aerie.workers.models.adapter.matching import Mark, RandomNumbers, copied, result_of
-from aerie.workers.ops.experts.route import SCORINGS, RouterLogits, Routing, TokenSlots, route
 
 _ROWS = 64  # random rows; enough to reveal a router that chooses differently
 _SPREAD = 3.0  # standard deviation of random logits

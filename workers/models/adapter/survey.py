@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
 from aerie.workers.models.adapter.host_constants import HostConstants
 from aerie.workers.models.adapter.matching import match_experts
 from aerie.workers.models.adapter.rotation import RotationRecorder

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.norm.activation import ACTIVATIONS
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import SandwichLayer
 from aerie.workers.layers.mlp import GatedMLP
@@ -16,7 +17,6 @@ from aerie.workers.models.config_fields import architecture_of, flag_of, number_
 from aerie.workers.models.llama import LlamaForCausalLM, make_attention, text_weight_names
 from aerie.workers.models.mistral import FULL, SLIDING, LocalRopeConfig, ropes_of, windows_of
 from aerie.workers.models.registry import ModelFamily
-from aerie.workers.ops.activation import ACTIVATIONS
 
 # transformers' defaults for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {

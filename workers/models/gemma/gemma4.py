@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from aerie.kernels.experts.gated import GATED
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.attention import Attention
 from aerie.workers.layers.mlp import GatedMLP
@@ -17,7 +18,6 @@ from aerie.workers.models.gemma.gemma4_layer import ExpertsBeside, Gemma4Layer, 
 from aerie.workers.models.moe import stacked_experts
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.registry import ModelFamily
-from aerie.workers.ops.experts.gated import GATED
 
 
 def make_layer(config: Gemma4Config, layer: int, group: TPGroup) -> Gemma4Layer:

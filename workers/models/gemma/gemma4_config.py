@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.experts.route import Routing
 from aerie.workers.layers.rotary import RopeConfig
 from aerie.workers.models import llama
 from aerie.workers.models.config import head_groups, rope_of, text_part
@@ -14,7 +15,6 @@ from aerie.workers.models.config_fields import MAX_EXPERTS, architecture_of, fla
 from aerie.workers.models.gemma.gemma3 import activation_of, cap_of
 from aerie.workers.models.mistral import FULL, SLIDING, windows_of
 from aerie.workers.models.moe import ExpertLayers, LlamaMoeConfig
-from aerie.workers.ops.experts.route import Routing
 
 # transformers' defaults for fields that config.json leaves out.
 _COMMON: dict[str, Any] = {

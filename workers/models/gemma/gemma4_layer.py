@@ -4,6 +4,11 @@ and the embedding of each layer (per-layer embedding, PLE). Built by `aerie.work
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.gated import GatedActivation
+from aerie.kernels.experts.route import Routing, TokenSlots
+from aerie.kernels.fp8.rows import Fp8Rows
+from aerie.kernels.norm.activation import ACTIVATIONS
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import AttentionLayer, FeedForward, LayerInputs, LayerTail, SandwichLayer
 from aerie.workers.layers.experts import Experts
@@ -13,11 +18,6 @@ from aerie.workers.layers.routing import Router
 from aerie.workers.layers.vocab import VocabEmbedding
 from aerie.workers.layers.weighted import Vector, WeightKey
 from aerie.workers.models.decoder import in_default_dtype
-from aerie.workers.ops.activation import ACTIVATIONS
-from aerie.workers.ops.experts.gated import GatedActivation
-from aerie.workers.ops.experts.route import Routing, TokenSlots
-from aerie.workers.ops.fp8.rows import Fp8Rows
-from aerie.workers.span import Span
 
 
 class Gemma4Layer(SandwichLayer):

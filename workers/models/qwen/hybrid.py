@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from aerie.attention.capability import Capability
 from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.ops.delta_rule.tables import KERNEL_DIMS, TAPS, DeltaHeads
 from aerie.attention.recurrent.layout import StateGroup, StateLayout
+from aerie.kernels.capability import Capability
+from aerie.kernels.delta_rule.tables import KERNEL_DIMS, TAPS, DeltaHeads
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.attention import Attention
 from aerie.workers.layers.decoder_layer import AttentionLayer, DecoderLayer

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from aerie.kernels.experts.route import Routing
 from aerie.workers.models import llama
 from aerie.workers.models.config_fields import architecture_of, flag_of, ids_of, size_of
 from aerie.workers.models.moe import (
@@ -17,7 +18,6 @@ from aerie.workers.models.moe import (
 )
 from aerie.workers.models.name_map import NameMap, decoder_names
 from aerie.workers.models.registry import ModelFamily
-from aerie.workers.ops.experts.route import Routing
 
 _SHARED = "shared_expert_intermediate_size"
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aerie.attention.ops.delta_rule.tables import DeltaHeads
+from aerie.kernels.delta_rule.tables import DeltaHeads
 from aerie.workers.layers.weighted import WrongTensorError
 from aerie.workers.models.name_map import NameMap, Packed, decoder_names, split_rows
 from aerie.workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM, layer_rules, packed_experts, read_config

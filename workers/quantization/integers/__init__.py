@@ -6,5 +6,5 @@ scheme          `IntScheme`: gives layers their methods; `SchemeQuant`: a scheme
     experts
 format          `IntFormat`: the tensors of each layout; shards and reads them
 stored          a matrix's tensors until they are packed
-packing         packs for `aerie.workers.ops.packed`, in the order of `input_order`
+packing         packs for `aerie.kernels.packed`, in the order of `input_order`
 """

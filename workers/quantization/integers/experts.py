@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.packed.weight import Code
 from aerie.workers.layers.experts_method import DenseExperts, ExpertsShape
 from aerie.workers.layers.linear_method import LinearShape, Part
-from aerie.workers.ops.gemm.workspace import GEMMOptions
-from aerie.workers.ops.packed.weight import Code
 from aerie.workers.quantization.integers.format import IntFormat
 from aerie.workers.quantization.integers.packing import pack_parts
 from aerie.workers.quantization.integers.stored import StoredInt, fill_dummy

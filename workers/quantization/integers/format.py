@@ -9,10 +9,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from aerie.kernels.packed.weight import SYMMETRIC_ZERO, Code
+from aerie.kernels.span import Span
 from aerie.workers.layers.linear_method import Part
 from aerie.workers.layers.weighted import WrongTensorError, check_plain, check_shape
-from aerie.workers.ops.packed.weight import SYMMETRIC_ZERO, Code
-from aerie.workers.span import Span
 
 # Word w of AutoAWQ's GEMM layout has column 8 w + _AWQ_ORDER[i] in its bits 4 i to 4 i + 3.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -1,4 +1,4 @@
-"""Orders a rank's inputs so that each scale belongs to a whole block, as `aerie.workers.ops.packed` requires.
+"""Orders a rank's inputs so that each scale belongs to a whole block, as `aerie.kernels.packed` requires.
 
 Groups may have arbitrary inputs (GPTQ's desc_act, compressed-tensors' g_idx), and a rank's shard may split a group.
 Inputs are then sorted by group, and each group is padded to whole blocks with inputs of weight zero.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_STEP = 32  # blocks are multiples of it: `aerie.workers.ops.packed.weight.pack`
+_STEP = 32  # blocks are multiples of it: `aerie.kernels.packed.weight.pack`
 
 
 @dataclass(frozen=True)

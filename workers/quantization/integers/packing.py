@@ -1,4 +1,4 @@
-"""Packs the checkpoint's tensors of stacked matrices of layers and experts for `aerie.workers.ops.packed`."""
+"""Packs the checkpoint's tensors of stacked matrices of layers and experts for `aerie.kernels.packed`."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aerie.kernels.packed.weight import empty, pack
+from aerie.kernels.span import Span
 from aerie.workers.layers.linear_method import LinearShape
-from aerie.workers.ops.packed.weight import empty, pack
 from aerie.workers.quantization.integers.format import Codes, IntFormat
 from aerie.workers.quantization.integers.input_order import InputOrder, input_order
 from aerie.workers.quantization.packed_linear import PackedPart
-from aerie.workers.span import Span
 
 
 def pack_parts(stored: Sequence[dict[str, Tensor]], shape: LinearShape, layout: IntFormat) -> list[PackedPart]:

@@ -8,7 +8,8 @@ from typing import Self
 
 import torch
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
+from aerie.kernels.span import Span
 from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
 from aerie.workers.quantization.integers.experts import IntMatrix, UnorderedIntExperts
@@ -19,7 +20,6 @@ from aerie.workers.quantization.packed_experts import PackedExperts
 from aerie.workers.quantization.packed_linear import LinearLayout, PackedLinear, PackedPart, StoredMatrix
 from aerie.workers.quantization.quant_method import QuantMethod
 from aerie.workers.quantization.separate_parts import SeparateParts
-from aerie.workers.span import Span
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from aerie.attention.capability import Capability
-from aerie.attention.metadata import PrefillBatch
 from aerie.attention.recurrent.pool import StatePool
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import PrefillBatch
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.batch import PromptChunks, StepBatch

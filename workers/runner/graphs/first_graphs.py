@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.workers.config import WorkerConfig
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.engine_layout import EngineLayout

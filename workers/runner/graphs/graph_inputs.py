@@ -6,7 +6,7 @@ Unused entries are padding: the padding slot, chunks without rows on the dummy p
 import torch
 from torch import Tensor
 
-from aerie.attention.metadata import PrefillBatch
+from aerie.kernels.kv.batches import PrefillBatch
 from aerie.workers.runner.batch import PromptChunks, StepBatch
 from aerie.workers.sampling.sampler import SamplingNeeds
 from aerie.workers.slots.slot_table import SlotTable

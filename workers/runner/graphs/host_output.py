@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
 from aerie.workers.runner.batch import StepTensors
 from aerie.workers.sampling.prompt_logprobs import PromptRanking
 from aerie.workers.sampling.sampler import Logprobs

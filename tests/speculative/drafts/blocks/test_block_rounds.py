@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from aerie.attention.config import CacheConfig
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import SpeculativeConfig
-from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_shape import TreeShape
 from aerie.workers.config import PLAIN, ModelSource, RoundShapes, SchedulerConfig, WorkerConfig
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from aerie.attention.capability import Capability
 from aerie.attention.config import DraftAttention
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.metadata import PrefillBatch
 from aerie.attention.registry import choose_backends
+from aerie.kernels.capability import Capability
+from aerie.kernels.kv.batches import PrefillBatch
 from aerie.speculative.build import plan_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.drafts.blocks.config import LayerView, algorithm

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aerie.attention.scores import ScoreRule
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.experts.route import Routing
 from aerie.speculative.build import EngineSpec, check_weights, plan_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import ModelSource, WorkerConfig
@@ -20,7 +21,6 @@ from aerie.workers.layers.vocab import VocabShard
 from aerie.workers.models.adapter.experts import logits_of
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.loading import read_target_config
-from aerie.workers.ops.experts.route import Routing
 from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow

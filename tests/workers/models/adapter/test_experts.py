@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers.models.granitemoe_swa.modeling_granitemoe_swa import GraniteMoeSWAExperts
 
-from aerie.attention.capability import Capability
+from aerie.kernels.capability import Capability
+from aerie.kernels.experts.gated import GELU_TANH, GPT_OSS, SWIGLU, GatedActivation
 from aerie.workers.models.adapter import experts
 from aerie.workers.models.adapter.experts import GatheringExperts, GivenExperts
 from aerie.workers.models.adapter.matching import match_experts
 from aerie.workers.models.adapter.survey import make_model
-from aerie.workers.ops.experts.gated import GELU_TANH, GPT_OSS, SWIGLU, GatedActivation
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
 from tests.support.target_answers import check_logprobs

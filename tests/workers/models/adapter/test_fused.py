@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.span import Span
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import SOLO
@@ -26,7 +27,6 @@ from aerie.workers.models.decoder import Decoder
 from aerie.workers.models.loading import _default_dtype as default_dtype
 from aerie.workers.models.loading import read_target_config
 from aerie.workers.scheduling.plan import SamplingParams
-from aerie.workers.span import Span
 from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.kernels.launches import counted_launches
 from tests.support.known_models import known_config, make_known

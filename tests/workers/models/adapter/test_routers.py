@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.route import RouterLogits, Routing
 from aerie.workers.layers.experts_method import UnquantizedExperts
 from aerie.workers.models.adapter.experts import GivenExperts
 from aerie.workers.models.adapter.routers import MatchedRouter, RouterMatch, find_router, match_router
 from aerie.workers.models.adapter.survey import make_model
-from aerie.workers.ops.experts.route import RouterLogits, Routing
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
 from tests.workers.models.adapter.test_fused import made

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from aerie.speculative.tree.shape import suffix_shapes
+from aerie.speculative.tree_shape import suffix_shapes
 from aerie.workers.scheduling.acceptance.match_survival import CLASS_STARTS, MatchSurvival
 from aerie.workers.scheduling.shape_choice import Load, ShapeChoice
 from aerie.workers.scheduling.timing.step import Step

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from aerie.speculative.tree.shape import TreeShape
+from aerie.speculative.tree_shape import TreeShape
 from aerie.workers.config import PLAIN, RoundShapes
 from aerie.workers.scheduling.acceptance.survival import Survival
 

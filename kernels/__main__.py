@@ -1,0 +1,41 @@
+"""Prints every operation, its implementations, and which of them this machine can run."""
+
+from importlib import import_module
+from pkgutil import walk_packages
+
+import torch
+
+from aerie.kernels.capability import Capability
+from aerie.kernels.operation import OPERATIONS
+
+
+def import_operations() -> None:
+    """Import every module that defines operations, but no kernels."""
+    for module in walk_packages(import_module("aerie.kernels").__path__, "aerie.kernels."):
+        if not module.name.endswith(("_triton", "_cuda", "__main__")):
+            import_module(module.name)
+
+
+def table(here: Capability) -> str:
+    lines = []
+    for operation in sorted(OPERATIONS, key=lambda each: each.name):
+        serving = operation.serving(here)
+        lines.append(operation.name)
+        for each in operation.implementations:
+            runs = "runs here" if each in serving else "not here"
+            lines.append(f"    {each.name:<12} {runs:<10} {each.limits}".rstrip())
+        lines.append(f"    {'torch':<12} runs here  {'what the rows above leave' if serving else 'everything'}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    import_operations()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    here = Capability.of(device)
+    compute = "" if here.compute is None else f", compute capability {here.compute[0]}.{here.compute[1]}"
+    print(f"{here.type}{compute}; {', '.join(sorted(here.libraries)) or 'no kernel library'} installed\n")
+    print(table(here))
+
+
+if __name__ == "__main__":
+    main()

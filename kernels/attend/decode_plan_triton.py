@@ -1,0 +1,167 @@
+"""Tiles, scratch memory and plan of the decode kernels."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from aerie.kernels.attend.split_kv_triton import Items
+
+FAN = 8  # partial results per merge
+MAX_SPLITS = FAN * FAN
+MAX_BLOCK_M = 64
+TOKENS_FIRST_ROWS = 32  # maximum block_m with transposed products over latent rows: `latent_tile_triton`
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Tiles for a decode batch.
+
+    block_m: rows x group per program.
+    block_n: KV positions per tile.
+    warps, stages: Triton's num_warps and num_stages.
+    programs_per_sm: target number of items per multiprocessor after splitting.
+    min_span: minimum length of an item of a split request, up to rounding.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+    min_span: int
+
+    def merge_slice(self, head_dim: int) -> int:
+        """Return the number of head dimensions merged at a time, so that FAN partial results take 64 registers per
+        thread."""
+        return min(head_dim, max(16, 64 * 32 * self.warps // (FAN * self.block_m)))
+
+
+FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)  # for `fixed` plans over latent rows
+
+
+def decode_tiles(
+    packed_rows: int, head_dim: int, itemsize: int, density: float, kv_itemsize: int | None = None
+) -> DecodeTiles:
+    """Return the tiles measured to be fastest on an H200 (tests/bench/RESULTS.md).
+
+    packed_rows: rows x group of a request.
+    itemsize, kv_itemsize: bytes per number of q and of the cache; None: equal.
+    density: requests x KV heads / multiprocessors: programs per multiprocessor without splitting.
+    """
+    if itemsize == 4:
+        block_n = 32 if head_dim <= 256 else 16
+        return DecodeTiles(min(MAX_BLOCK_M, max(16, triton.next_power_of_2(packed_rows))), block_n, 4, 2, 2, 128)
+    if kv_itemsize == 1:
+        return _fp8_tiles(packed_rows, head_dim, density)
+    few, narrow = packed_rows <= 16, head_dim <= 128
+    if head_dim > 256:  # not measured; chosen so that tiles fit in shared memory, and sums in registers
+        least = 64 if density <= 1 else 128
+        return DecodeTiles(16, 32, 4, 3, 1, least) if few else DecodeTiles(64, 32, 8, 2, 1, least)
+    if not narrow and (not few or density <= 2):  # not measured; chosen so that two programs fit in shared memory
+        return DecodeTiles(16 if few else 64, 32, 4, 3 if few else 2, 2, 64 if density <= 1 else 128)
+    if density <= 1:
+        return DecodeTiles(16, 64, 4, 3, 2, 64) if few else DecodeTiles(64, 32, 4, 4, 2, 64)
+    if few and density > 2:
+        return DecodeTiles(16, 32, 1 if narrow else 2, 4, 2, 128)
+    # Tiles of 64 rows use wgmma, which reads K and V from shared memory and needs fewer barriers than mma on 16 rows.
+    # That is faster for a kernel measured alone, despite empty rows; in rounds, at the GPU's power limit, multiplying
+    # empty rows costs more. Tiles of 128 tokens need fewer barriers, if shared memory holds three of them.
+    if few and narrow:
+        return DecodeTiles(16, 128, 4, 3, 1, 128)
+    return DecodeTiles(64, 64, 4, 3, 2, 128)
+
+
+def _fp8_tiles(packed_rows: int, head_dim: int, density: float) -> DecodeTiles:
+    """Return tiles of many tokens and at most 32 rows. Tiles are converted to float16 in registers. With long tiles,
+    more warps convert while others wait for memory; with few rows, products read operands from registers."""
+    block_n = min(128, max(32, 128 * 128 // head_dim))
+    if head_dim > 256:  # not measured; chosen so that sums fit in registers
+        return DecodeTiles(16, block_n, 8, 3, 1, 64 if density <= 1 else 128)
+    if packed_rows <= 16:
+        return DecodeTiles(16, block_n, 4, 3 if density <= 1 else 4, 2, 64 if density <= 1 else 128)
+    return DecodeTiles(32, block_n, 4, 3, 2, 64)
+
+
+def latent_tiles(packed_rows: int, itemsize: int, density: float, kv_itemsize: int | None = None) -> DecodeTiles:
+    """Return the tiles over latent rows.
+
+    packed_rows: rows x heads of a request.
+    density: requests / multiprocessors.
+
+    A multiprocessor's shared memory holds one program: a tile of 64 tokens of 576 numbers is 74 kB. Sums of 64 rows
+    take 128 registers per thread with eight warps. Tiles of 64 tokens are up to 10 % faster than tiles of 32 (H200, 4
+    and 8 rows of 16 heads, 4,096 and 32,768 tokens). With tiles of 64 rows, a single request has too few items to fill
+    the device; tiles of 32 give twice as many programs (11.0 instead of 13.3 us for 640 tokens; equal for 32,768).
+    """
+    if itemsize == 4:
+        return DecodeTiles(16, 16, 4, 1, 1, 128)
+    least = 64 if density <= 0.25 else 128
+    if kv_itemsize == 1:  # with many rows, a tile is converted once for all rows, through shared memory
+        return DecodeTiles(16 if packed_rows <= 16 else 64, 64, 8, 3, 1, least)
+    if packed_rows <= 16:
+        return DecodeTiles(16, 64, 4, 2, 1, least)
+    if packed_rows <= TOKENS_FIRST_ROWS or density * MAX_SPLITS <= 0.5:
+        return DecodeTiles(32, 64, 8, 2, 1, least)
+    return DecodeTiles(64, 64, 8, 2, 1, least)
+
+
+def token_axis(tiles: DecodeTiles) -> int:
+    """Return the token axis of a tile's scores (`aerie.kernels.attend.latent_tile_triton`)."""
+    return 0 if tiles.block_m <= TOKENS_FIRST_ROWS and tiles.block_n >= 64 else 1
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Scratch for partial results (partials), one per item, until they are merged.
+
+    part: [partials * columns, block_m, head_dim] float32, flat.
+    lse: [partials * columns, block_m] float32, flat.
+    tickets: [2, partials * columns] int32, flat, zero between launches.
+    """
+
+    part: Tensor
+    lse: Tensor
+    tickets: Tensor
+
+    @staticmethod
+    def create(tiles: DecodeTiles, head_dim: int, num_programs: int, device: torch.device) -> "DecodeWorkspace":
+        """Allocate partials for up to `num_programs` items x columns: twice as many (see `plan_items`)."""
+        partials = 2 * num_programs
+        return DecodeWorkspace(
+            torch.empty(partials * tiles.block_m * head_dim, dtype=torch.float32, device=device),
+            torch.empty(partials * tiles.block_m, dtype=torch.float32, device=device),
+            torch.zeros(2 * partials, dtype=torch.int32, device=device),
+        )
+
+    @staticmethod
+    def merged_apart(num_rows: int, head_dim: int, device: torch.device) -> "DecodeWorkspace":
+        """Allocate `num_rows` rows of partials for a plan that merges in a second kernel."""
+        return DecodeWorkspace(
+            torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_rows, dtype=torch.float32, device=device),
+            torch.empty(0, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """The plan of a pass, shared by all layers.
+
+    items: from `plan_items`, with a budget of at most num_programs of the workspace / columns.
+    apart: merge in a second kernel, up to `splits` partials at a time.
+    fixed: a row's bits depend on its own path only. Needs `apart` and items from `plan_spans`.
+    """
+
+    tiles: DecodeTiles
+    items: Items
+    workspace: DecodeWorkspace
+    apart: bool
+    splits: int
+    fixed: bool = False
+
+
+def partial_rows(tiles: DecodeTiles, packed_rows: int) -> int:
+    """Return the rows per partial if unused ones are not stored. packed_rows: rows x group of a request."""
+    return min(tiles.block_m, 1 << (packed_rows - 1).bit_length())

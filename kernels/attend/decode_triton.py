@@ -1,0 +1,298 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention of a few rows per request over paged KV (see `DecodeBatch`). All lengths are read on the device.
+
+All query heads of a KV head and all rows of a request share a tile, so KV is read once. Grid: KV heads (x blocks of
+rows) x items of `split_kv_triton`.
+
+Partial results are merged in one of two ways:
+- If the batch is so small that all requests are split, a second kernel merges.
+- If only unusually long requests are split, the programs that finish last merge, without another launch: the last of
+  every FAN items merges these items, and the last group to finish merges all groups.
+
+In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on the positions of its
+ancestors in a tree. Tiles have one shape and items are fixed spans (`plan_spans`). After a tree's prefix (PATHS) a tile
+is computed once per row, with that row's path in chain order. Masked columns leave a row's sums bitwise unchanged
+(weight 2^-inf = 0, factor 2^0 = 1), and so does an empty partial in a merge (1 * part / 1).
+
+`latent_decode_triton` shares plan, merging and softmax. Its loop differs: K and V are one tile, which is read once and
+multiplied in either orientation.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.attend.decode_plan_triton import FAN, DecodePlan, partial_rows
+from aerie.kernels.attend.merge_states_triton import merge_apart, merge_by_the_last
+from aerie.kernels.attend.online_softmax_triton import (
+    accumulate,
+    accumulate_pairs,
+    both,
+    score_pairs,
+    score_tile,
+)
+from aerie.kernels.attend.scores import LOG2_E, ScoreRule
+from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
+from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
+from aerie.kernels.attend.tree_mask_triton import num_seen, oldest_seen, path_columns
+from aerie.kernels.interpreter_triton import INTERPRETED
+from aerie.kernels.kv.batches import DecodeBatch, Mode
+from aerie.kernels.kv.fp8 import FP8, weight_unit
+from aerie.kernels.kv.fp8_triton import as_multiplied
+from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.pdl import pdl_wait
+
+TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in the other modes, a row's path is a chain
+
+
+@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
+def _attend_decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    mask_ptr,
+    prefix_ptr,
+    table_ptr,
+    items_ptr,
+    part_ptr,
+    lse_ptr,
+    ticket_ptr,
+    scale_log2,
+    v_scale,
+    q_row_stride,
+    q_head_stride,
+    mask_request_stride,
+    mask_row_stride,
+    table_stride,
+    suffix_len,
+    num_tickets,
+    sinks_ptr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr,
+    FAN: tl.constexpr,
+    APART: tl.constexpr,
+    PATHS: tl.constexpr,
+    FIXED: tl.constexpr,
+    PART_M: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    head = tl.program_id(0) % KV_HEADS
+    item = items_ptr + tl.program_id(1) * ITEM_FIELDS
+    request = tl.load(item)
+    if request < 0:
+        return
+    low, high = tl.load(item + 1), tl.load(item + 2)
+    partial, first, count = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    # FP8 pages are read as pairs of numbers (`score_pairs`); acc has the even columns, acc_odd the odd ones.
+    WIDTH: tl.constexpr = D // 2 if PAIRS else D
+    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
+    packed = (tl.program_id(0) // KV_HEADS) * BLOCK_M + m
+    live = packed < ROWS * GROUP
+    row, query_head = packed // GROUP, head * GROUP + packed % GROUP
+    bits = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride, mask=live, other=0)
+    prefix = tl.load(prefix_ptr + request)
+    last = prefix + suffix_len - 1
+    if WINDOW:
+        oldest = oldest_seen(bits, prefix, WINDOW)
+    # Triton keeps several tiles of K and V in flight only if page numbers are loaded one tile ahead. Positions after
+    # the last one read other rows of the last page and are masked.
+    table = table_ptr + request * table_stride
+    page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SOFT_CAP is not None:
+        factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    if PAIRS:
+        acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    if PDL:
+        # All data read so far, including the plan, was written before the layer's store: see `aerie.kernels.pdl`.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    if sinks_ptr is not None:
+        # The sink is added in the item of the row's own position, whose tiles in a fixed plan are those of a chain.
+        own = prefix + num_seen(bits) - 1
+        has_own = (own >= low) & (own < high)
+        top = tl.where(has_own, sink_scores(sinks_ptr, query_head, live), top)
+        total = tl.where(has_own, 1.0, total)
+    row += request * ROWS
+    q_row = q_ptr + row[:, None] * q_row_stride + query_head[:, None] * q_head_stride
+    if PAIRS:
+        q = as_multiplied(tl.load(q_row + 2 * d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
+        q_odd = as_multiplied(tl.load(q_row + 2 * d[None, :] + 1, mask=live[:, None], other=0.0), PAIRS, UPCAST)
+    else:
+        q = as_multiplied(tl.load(q_row + d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
+    shared_end = high
+    if PATHS:
+        shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
+    for start in range(low, shared_end, BLOCK_N):
+        column = start + n
+        token = page.to(tl.int64) * PAGE + column % PAGE
+        page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
+        if PAIRS:
+            scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
+        else:
+            scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+        if SOFT_CAP is not None:
+            scores = soft_capped(scores, factor)
+        if start + BLOCK_N > prefix:
+            over = column - prefix
+            seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1
+            seen = (over < 0)[None, :] | ((over < suffix_len)[None, :] & (seen != 0))
+            scores = tl.where(seen, scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(column[None, :] >= oldest[:, None], scores, float("-inf"))
+        if PAIRS:
+            top, total, acc, acc_odd = accumulate_pairs(
+                scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT
+            )
+        else:
+            top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
+    if PATHS:
+        first_row = tl.program_id(0) // KV_HEADS * BLOCK_M // GROUP
+        end_row = tl.minimum(ROWS, (tl.program_id(0) // KV_HEADS * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+        for start in range(tl.maximum(low, shared_end), high, BLOCK_N):
+            for r in range(first_row, end_row):
+                path = tl.load(mask_ptr + request * mask_request_stride + r * mask_row_stride)
+                place, seen = path_columns(path, start + n - prefix)
+                if WINDOW:
+                    seen = seen & (start + n >= oldest_seen(path, prefix, WINDOW))
+                column = tl.where(start + n < prefix, start + n, prefix + place)
+                token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
+                if PAIRS:
+                    scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
+                else:
+                    scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+                if SOFT_CAP is not None:
+                    scores = soft_capped(scores, factor)
+                scores = tl.where((packed // GROUP == r)[:, None] & seen[None, :], scores, float("-inf"))
+                if PAIRS:
+                    top, total, acc, acc_odd = accumulate_pairs(
+                        scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT
+                    )
+                else:
+                    top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
+    if PAIRS:
+        acc = both(acc, acc_odd, BLOCK_M, D)
+        d = tl.arange(0, D)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None] * v_scale
+    out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
+    if count == 1:
+        tl.store(out[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
+    else:
+        part_row = (partial * COLUMNS + tl.program_id(0)) * PART_M + m
+        tl.store((part_ptr + part_row.to(tl.int64) * D)[:, None] + d[None, :], acc, mask=live[:, None])
+        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        tl.store(lse_ptr + part_row, lse, mask=live)
+        if not APART:
+            merge_by_the_last(
+                part_ptr,
+                lse_ptr,
+                ticket_ptr,
+                out,
+                partial,
+                first,
+                count,
+                m,
+                live,
+                num_tickets,
+                COLUMNS,
+                BLOCK_M,
+                D,
+                SLICE,
+                FAN,
+            )
+
+
+def attend_decode(
+    q: Tensor,
+    kv: LayerKV,
+    batch: DecodeBatch,
+    plan: DecodePlan,
+    rule: ScoreRule,
+    sinks: Tensor | None = None,
+    early: bool = False,
+) -> Tensor:
+    """Return attention of q, [B * R, q_heads, head_dim] in q's dtype.
+
+    q: [B * R, q_heads, head_dim], any row and head strides.
+    plan: for this batch and these numbers of heads.
+    rule: with the batch's window.
+    sinks: [q_heads] float32, contiguous, if the rule has them.
+    early: launch before the previous kernel ends. A fence (`aerie.kernels.pdl`) must stand between this kernel
+        and the writers of the plan, prefix lengths, masks and pages.
+    """
+    tiles, workspace = plan.tiles, plan.workspace
+    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+    group = q.shape[1] // num_kv_heads
+    columns = num_kv_heads * -(-batch.rows * group // tiles.block_m)
+    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
+    assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
+    assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.suffix_len <= 63
+    out, unit = torch.empty(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
+    # A fixed plan disables FMA fusion: FMAs round differently, and each variant of a kernel fuses different operations.
+    shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
+    part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
+    _attend_decode[(columns, plan.items.items.shape[0])](
+        q,
+        *pages_of(kv),
+        out,
+        batch.mask,
+        batch.prefix_len,
+        batch.page_table,
+        plan.items.items,
+        workspace.part,
+        workspace.lse,
+        workspace.tickets,
+        rule.scale * kv.k_scale * LOG2_E,
+        kv.v_scale / unit,
+        q.stride(0),
+        q.stride(1),
+        batch.mask.stride(0),
+        batch.mask.stride(1),
+        batch.page_table.stride(0),
+        batch.suffix_len,
+        workspace.tickets.shape[0] // 2,
+        sinks,
+        PAGE=page_size,
+        **shape,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        SLICE=tiles.merge_slice(head_dim),
+        FAN=FAN,
+        APART=plan.apart,
+        PATHS=plan.fixed and batch.mode in TREE_MODES,
+        FIXED=plan.fixed,
+        PART_M=part_m,
+        WINDOW=batch.window or 0,
+        SOFT_CAP=rule.soft_cap,
+        UPCAST=INTERPRETED,
+        UNIT=unit,
+        PAIRS=kv.k.dtype == FP8,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=not plan.fixed,
+        **pdl_wait(q.device, early),
+    )
+    if plan.apart:
+        merge_apart(out, batch, plan, shape, part_m, workspace.part)
+    return out
+
+
+def pages_of(kv: LayerKV) -> tuple[Tensor, Tensor]:
+    """Return keys and values as kernels read them: FP8 as pairs of numbers, int16."""
+    return (kv.k.view(torch.int16), kv.v.view(torch.int16)) if kv.k.dtype == FP8 else (kv.k, kv.v)

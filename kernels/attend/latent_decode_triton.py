@@ -1,0 +1,282 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Attention of a few rows per request over paged latent rows (MLA, arXiv 2405.04434). All lengths are read on the
+device. Items, partial results, merging and fixed plans are those of `decode_triton`.
+
+All heads read the same latent rows. Rows x heads of a request are packed into tiles of BLOCK_M. A program computes one
+tile over one item. Programs of one item are adjacent, so all but the first read its latent rows from L2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.attend.decode_plan_triton import FAN, DecodePlan, partial_rows, token_axis
+from aerie.kernels.attend.decode_triton import TREE_MODES
+from aerie.kernels.attend.latent_tile_triton import (
+    accumulate_latent,
+    accumulate_latent_pairs,
+    both_latent,
+    finish_latent,
+    latent_maps,
+    load_latent_rows,
+    load_latent_tile,
+    load_queries,
+    no_state,
+    pages_of_rows,
+    score_latent_pairs,
+    score_latent_tile,
+)
+from aerie.kernels.attend.merge_states_triton import merge_apart, merge_by_the_last
+from aerie.kernels.attend.scores import LOG2_E
+from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
+from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_columns
+from aerie.kernels.interpreter_triton import INTERPRETED
+from aerie.kernels.kv.batches import DecodeBatch
+from aerie.kernels.kv.fp8 import FP8, weight_unit
+from aerie.kernels.kv.views import LatentKV
+from aerie.kernels.pdl import pdl_wait
+
+
+@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
+def _attend_latent(
+    q_ptr,
+    rows_ptr,
+    latent_desc,
+    rotated_desc,
+    out_ptr,
+    mask_ptr,
+    prefix_ptr,
+    table_ptr,
+    items_ptr,
+    part_ptr,
+    lse_ptr,
+    ticket_ptr,
+    scale_log2,
+    value_scale,
+    q_row_stride,
+    q_head_stride,
+    mask_request_stride,
+    mask_row_stride,
+    table_stride,
+    suffix_len,
+    num_tickets,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROTATED: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLICE: tl.constexpr,
+    FAN: tl.constexpr,
+    APART: tl.constexpr,
+    PATHS: tl.constexpr,
+    FIXED: tl.constexpr,
+    PART_M: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    item = items_ptr + tl.program_id(1) * ITEM_FIELDS
+    request = tl.load(item)
+    if request < 0:
+        return
+    low, high = tl.load(item + 1), tl.load(item + 2)
+    partial, first, count = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
+    m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    packed = tl.program_id(0) * BLOCK_M + m
+    live = packed < ROWS * HEADS
+    row, head = packed // HEADS, packed % HEADS
+    bits = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride, mask=live, other=0)
+    prefix = tl.load(prefix_ptr + request)
+    last = prefix + suffix_len - 1
+    if WINDOW:
+        oldest = tl.expand_dims(oldest_seen(bits, prefix, WINDOW), TOKENS)
+    # Page numbers are loaded one tile ahead: see `decode_triton`.
+    table = table_ptr + request * table_stride
+    page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
+    # FP8 rows are read as pairs of numbers: `score_latent_pairs`.
+    STEP: tl.constexpr = 2 if PAIRS else 1
+    top, total, acc = no_state(BLOCK_M, BLOCK_N, D // STEP, TOKENS)
+    if PAIRS:
+        _, _, acc_odd = no_state(BLOCK_M, BLOCK_N, D // STEP, TOKENS)
+    if PDL:
+        # All data read so far, including the plan, was written before the layer's store: see `aerie.kernels.pdl`.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row += request * ROWS
+    W: tl.constexpr = D // STEP
+    R: tl.constexpr = ROTATED // STEP
+    q, q_rotated = load_queries(q_ptr, row, head, live, q_row_stride, q_head_stride, W, R, UPCAST, UNIT, STEP)
+    if PAIRS:
+        q_odd, q_rotated_odd = load_queries(
+            q_ptr + 1, row, head, live, q_row_stride, q_head_stride, W, R, UPCAST, UNIT, STEP
+        )
+    shared_end = high
+    if PATHS:
+        shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
+    for start in range(low, shared_end, BLOCK_N):
+        column = start + n
+        latent, rotated = load_latent_tile(rows_ptr, latent_desc, rotated_desc, page, start, BLOCK_N, PAGE, W, R)
+        page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
+        if PAIRS:
+            scores = score_latent_pairs(q, q_odd, q_rotated, q_rotated_odd, latent, rotated, scale_log2, TOKENS, UPCAST)
+        else:
+            scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS)
+        if start + BLOCK_N > prefix:
+            over = column - prefix
+            place = tl.expand_dims(tl.maximum(tl.minimum(over, 63), 0).to(tl.int64), 1 - TOKENS)
+            seen = ((tl.expand_dims(bits, TOKENS) >> place) & 1) != 0
+            seen = tl.expand_dims(over < 0, 1 - TOKENS) | (tl.expand_dims(over < suffix_len, 1 - TOKENS) & seen)
+            scores = tl.where(seen, scores, float("-inf"))
+        if WINDOW:
+            scores = tl.where(tl.expand_dims(column, 1 - TOKENS) >= oldest, scores, float("-inf"))
+        if PAIRS:
+            top, total, acc, acc_odd = accumulate_latent_pairs(
+                scores, latent, q.dtype, top, total, acc, acc_odd, TOKENS, FIXED, UNIT, UPCAST
+            )
+        else:
+            top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED, UNIT)
+    if PATHS:
+        first_row = tl.program_id(0) * BLOCK_M // HEADS
+        end_row = tl.minimum(ROWS, (tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // HEADS + 1)
+        for start in range(tl.maximum(low, shared_end), high, BLOCK_N):
+            for r in range(first_row, end_row):
+                path = tl.load(mask_ptr + request * mask_request_stride + r * mask_row_stride)
+                place, there = path_columns(path, start + n - prefix)
+                if WINDOW:
+                    there = there & (start + n >= oldest_seen(path, prefix, WINDOW))
+                column = tl.where(start + n < prefix, start + n, prefix + place)
+                token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
+                latent, rotated = load_latent_rows(rows_ptr, token, W, R)
+                if PAIRS:
+                    scores = score_latent_pairs(
+                        q, q_odd, q_rotated, q_rotated_odd, latent, rotated, scale_log2, TOKENS, UPCAST
+                    )
+                else:
+                    scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS)
+                seen = tl.expand_dims(packed // HEADS == r, TOKENS) & tl.expand_dims(there, 1 - TOKENS)
+                scores = tl.where(seen, scores, float("-inf"))
+                if PAIRS:
+                    top, total, acc, acc_odd = accumulate_latent_pairs(
+                        scores, latent, q.dtype, top, total, acc, acc_odd, TOKENS, FIXED, UNIT, UPCAST
+                    )
+                else:
+                    top, total, acc = accumulate_latent(scores, latent, top, total, acc, TOKENS, FIXED, UNIT)
+    if PAIRS:
+        acc = both_latent(acc, acc_odd, BLOCK_M, D, TOKENS)
+    total, acc = finish_latent(total, acc, TOKENS)
+    acc = acc * value_scale
+    out = out_ptr + (row * HEADS + head) * D
+    d = tl.expand_dims(tl.arange(0, D), 1 - TOKENS)
+    stored = tl.expand_dims(live, TOKENS)
+    if count == 1:
+        tl.store(tl.expand_dims(out, TOKENS) + d, acc.to(out_ptr.dtype.element_ty), mask=stored)
+    else:
+        part_row = (partial * COLUMNS + tl.program_id(0)) * PART_M + m
+        if part_ptr.dtype.element_ty == tl.float16:
+            acc = tl.clamp(acc, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(tl.expand_dims(part_ptr + part_row.to(tl.int64) * D, TOKENS) + d, acc, mask=stored)
+        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        tl.store(lse_ptr + part_row, lse, mask=live)
+        if not APART:
+            merge_by_the_last(
+                part_ptr,
+                lse_ptr,
+                ticket_ptr,
+                out,
+                partial,
+                first,
+                count,
+                m,
+                live,
+                num_tickets,
+                COLUMNS,
+                BLOCK_M,
+                D,
+                SLICE,
+                FAN,
+            )
+
+
+def attend_latent(
+    q: Tensor, kv: LatentKV, batch: DecodeBatch, plan: DecodePlan, scale: float, early: bool = False
+) -> Tensor:
+    """Return attention of q, [B * R, heads, latent] in q's dtype.
+
+    q: [B * R, heads, latent + rotated], any row and head strides.
+    plan: for this batch and this number of heads, with one KV head.
+    scale: positive.
+    early: as in `aerie.kernels.attend.decode_triton.attend_decode`.
+    """
+    tiles, workspace, latent = plan.tiles, plan.workspace, kv.latent
+    heads, packed_rows = q.shape[1], batch.rows * q.shape[1]
+    assert q.stride(2) == 1 and kv.rows.dtype in (q.dtype, FP8) and kv.rows.is_contiguous() and scale > 0
+    assert q.shape[2] == kv.rows.shape[2] and batch.suffix_len <= 63
+    assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous()
+    out = torch.empty((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
+    columns = -(-packed_rows // tiles.block_m)
+    part_m = partial_rows(tiles, packed_rows) if plan.fixed else tiles.block_m
+    part, unit = _partials(plan, out.dtype), weight_unit(kv.rows.dtype)
+    pairs = kv.rows.dtype == FP8 and tiles.block_m == 16  # for more rows, products from shared memory are faster
+    _attend_latent[(columns, plan.items.items.shape[0])](
+        q,
+        pages_of_rows(kv, pairs),
+        *latent_maps(kv, tiles.block_n, pairs),
+        out,
+        batch.mask,
+        batch.prefix_len,
+        batch.page_table,
+        plan.items.items,
+        part,
+        workspace.lse,
+        workspace.tickets,
+        scale * kv.scale * LOG2_E,
+        kv.scale / unit,
+        q.stride(0),
+        q.stride(1),
+        batch.mask.stride(0),
+        batch.mask.stride(1),
+        batch.page_table.stride(0),
+        batch.suffix_len,
+        workspace.tickets.shape[0] // 2,
+        ROWS=batch.rows,
+        HEADS=heads,
+        D=latent,
+        ROTATED=q.shape[2] - latent,
+        PAGE=kv.rows.shape[1],
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        TOKENS=1 if pairs else token_axis(tiles),
+        COLUMNS=columns,
+        SLICE=tiles.merge_slice(latent),
+        FAN=FAN,
+        APART=plan.apart,
+        PATHS=plan.fixed and batch.mode in TREE_MODES,
+        FIXED=plan.fixed,
+        PART_M=part_m,
+        WINDOW=batch.window or 0,
+        UPCAST=INTERPRETED,
+        UNIT=unit,
+        PAIRS=pairs,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=not plan.fixed,
+        **pdl_wait(q.device, early),
+    )
+    if plan.apart:
+        shape = {"ROWS": batch.rows, "GROUP": heads, "KV_HEADS": 1, "D": latent, "COLUMNS": columns}
+        merge_apart(out, batch, plan, shape, part_m, part)
+    return out
+
+
+def _partials(plan: DecodePlan, dtype: torch.dtype) -> Tensor:
+    """Return the memory for partials: float32, but float16 if a second kernel merges them to bfloat16 (8 significant
+    bits; float16 has 11). That halves the bytes. dtype: of results."""
+    part = plan.workspace.part
+    return part.view(torch.float16) if dtype == torch.bfloat16 and plan.apart and not plan.fixed else part

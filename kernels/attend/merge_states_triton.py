@@ -1,0 +1,190 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Merges partial results of attention (partials), each weighted by 2 ** lse, either in a second kernel or in the
+programs of `decode_triton` that finish last."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.attend.decode_plan_triton import MAX_SPLITS, DecodePlan
+from aerie.kernels.kv.batches import DecodeBatch
+from aerie.kernels.pdl import pdl_wait
+
+
+@triton.jit
+def merge_rows(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    requests_ptr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Merge one row and query head, SPLITS partials at a time. BLOCK_M: rows per partial."""
+    packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
+    if PDL:
+        # The counts may be read before the wait: their writer ended before the predecessor passed its own wait
+        # (`aerie.kernels.pdl`).
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if count > 1:
+        d = tl.arange(0, D)
+        stride = COLUMNS * BLOCK_M
+        base = (first * COLUMNS + packed // BLOCK_M * KV_HEADS + head) * BLOCK_M + packed % BLOCK_M
+        every = tl.arange(0, MAX_SPLITS)
+        lses = tl.load(lse_ptr + base + every * stride, mask=every < count, other=float("-inf"), cache_modifier=".cg")
+        top = tl.max(lses, 0)
+        origin = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(tl.exp2(lses - origin), 0)
+        acc = tl.zeros([D], tl.float32)
+        for start in range(0, count, SPLITS):
+            i = start + tl.arange(0, SPLITS)
+            partial = base + i * stride
+            lse = tl.load(lse_ptr + partial, mask=i < count, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                part_ptr + partial.to(tl.int64)[:, None] * D + d[None, :],
+                mask=(i < count)[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += tl.sum(part * tl.exp2(lse - origin)[:, None], 0)
+        out = ((request * ROWS + packed // GROUP) * KV_HEADS + head) * GROUP + packed % GROUP
+        acc = acc / tl.where(total == 0.0, 1.0, total)
+        tl.store(out_ptr + out * D + d, acc.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _merge(
+    part_ptr,
+    lse_ptr,
+    first,
+    step,
+    count,
+    target,
+    m,
+    live,
+    in_place,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    SLICE: tl.constexpr,
+    FAN: tl.constexpr,
+):
+    """Store the weighted mean of `count` <= FAN partials, `step` apart, to rows target [BLOCK_M] of D values. Return
+    its lse [BLOCK_M].
+
+    Works in slices of D to save registers. in_place: target is one of the partials.
+    """
+    stride = step * COLUMNS * BLOCK_M
+    base = (first * COLUMNS + tl.program_id(0)) * BLOCK_M
+    # L1 is not coherent: read other programs' results from L2.
+    i = tl.arange(0, FAN)
+    there = (i < count)[:, None] & live[None, :]
+    lses = tl.load(
+        lse_ptr + base + i[:, None] * stride + m[None, :], mask=there, other=float("-inf"), cache_modifier=".cg"
+    )
+    top = tl.max(lses, 0)
+    origin = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(lses - origin[None, :]), 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    for low in range(0, D, SLICE):
+        d = low + tl.arange(0, SLICE)
+        acc = tl.zeros([BLOCK_M, SLICE], tl.float32)
+        for j in tl.static_range(FAN):
+            row = base + j * stride + m
+            used = live & (j < count)
+            lse = tl.load(lse_ptr + row, mask=used, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(
+                part_ptr + row.to(tl.int64)[:, None] * D + d[None, :],
+                mask=used[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += part * (tl.exp2(lse - origin) / total)[:, None]
+        if in_place:
+            tl.debug_barrier()
+        tl.store(target[:, None] + d[None, :], acc.to(target.dtype.element_ty), mask=live[:, None])
+    return origin + tl.log2(total)
+
+
+@triton.jit
+def merge_by_the_last(
+    part_ptr,
+    lse_ptr,
+    ticket_ptr,
+    out,
+    partial,
+    first,
+    count,
+    m,
+    live,
+    num_tickets,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    SLICE: tl.constexpr,
+    FAN: tl.constexpr,
+):
+    """Merge if this program is the last to store its partial result among its FAN items, or among all items."""
+    # The barrier orders the stores of all threads before the release by one thread.
+    tl.debug_barrier()
+    leader = first + (partial - first) // FAN * FAN
+    members = tl.minimum(FAN, first + count - leader)
+    ticket = ticket_ptr + leader * COLUMNS + tl.program_id(0)
+    if tl.atomic_add(ticket, 1, sem="acq_rel") == members - 1:
+        tl.store(ticket, 0)
+        if count <= FAN:
+            _merge(part_ptr, lse_ptr, leader, 1, members, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
+        else:
+            row = (leader * COLUMNS + tl.program_id(0)) * BLOCK_M + m
+            lse = _merge(
+                part_ptr,
+                lse_ptr,
+                leader,
+                1,
+                members,
+                part_ptr + row.to(tl.int64) * D,
+                m,
+                live,
+                True,
+                COLUMNS,
+                BLOCK_M,
+                D,
+                SLICE,
+                FAN,
+            )
+            tl.store(lse_ptr + row, lse, mask=live)
+            tl.debug_barrier()
+            ticket = ticket_ptr + num_tickets + first * COLUMNS + tl.program_id(0)
+            groups = tl.cdiv(count, FAN)
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == groups - 1:
+                tl.store(ticket, 0)
+                _merge(part_ptr, lse_ptr, first, FAN, groups, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
+
+
+def merge_apart(
+    out: Tensor, batch: DecodeBatch, plan: DecodePlan, shape: dict[str, int], part_m: int, part: Tensor
+) -> None:
+    """Launch the kernel that merges the partials `part` of split requests into `out`."""
+    workspace, head_dim = plan.workspace, shape["D"]
+    merge_rows[(batch.rows * shape["GROUP"], shape["KV_HEADS"], batch.num_requests)](
+        part,
+        workspace.lse,
+        out,
+        plan.items.requests,
+        **shape,
+        BLOCK_M=part_m,
+        SPLITS=plan.splits,
+        MAX_SPLITS=MAX_SPLITS,
+        num_warps=min(4, max(1, plan.splits * head_dim // 2048)),
+        enable_fp_fusion=not plan.fixed,
+        **pdl_wait(out.device),
+    )

@@ -1,0 +1,238 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Causal attention of prompt chunks over paged KV (see `PrefillBatch`). A program computes all query heads of one KV
+head for a tile of adjacent rows from `prefill_plan_triton`."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.attend.online_softmax_triton import accumulate, score_tile
+from aerie.kernels.attend.prefill_plan_triton import TILE_FIELDS
+from aerie.kernels.attend.scores import LOG2_E, ScoreRule
+from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
+from aerie.kernels.interpreter_triton import INTERPRETED
+from aerie.kernels.kv.batches import PrefillBatch
+from aerie.kernels.kv.fp8 import weight_unit
+from aerie.kernels.kv.fp8_triton import as_multiplied
+from aerie.kernels.kv.views import LayerKV
+
+
+@triton.jit
+def _attend_span(
+    low,
+    high,
+    q,
+    k_ptr,
+    v_ptr,
+    table,
+    position,
+    last,
+    head,
+    scale_log2,
+    factor,
+    top,
+    total,
+    acc,
+    n,
+    d,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Attend to KV positions low .. high - 1 for rows at `position` [M]. Without MASKED every row sees all of them."""
+    page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
+    for start in range(low, high, BLOCK_N):
+        column = start + n
+        token = page.to(tl.int64) * PAGE + column % PAGE
+        page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
+        scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+        if SOFT_CAP is not None:
+            scores = soft_capped(scores, factor)
+        if MASKED:
+            scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
+            if WINDOW:
+                scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
+        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, False, UNIT)
+    return top, total, acc
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _attend_prefill(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    tiles_ptr,
+    scale_log2,
+    v_scale,
+    q_row_stride,
+    q_head_stride,
+    table_stride,
+    sinks_ptr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    ROWS: tl.constexpr = BLOCK_M // GROUP
+    head = tl.program_id(0)
+    tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS
+    chunk = tl.load(tile)
+    if chunk < 0:
+        return
+    first, end, start = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, D)
+    row, query_head = first + m // GROUP, head * GROUP + m % GROUP
+    live = (m < ROWS * GROUP) & (row < end)
+    position = start + m // GROUP
+    last = start + tl.minimum(ROWS, end - first) - 1
+    q = tl.load(
+        q_ptr + row.to(tl.int64)[:, None] * q_row_stride + query_head[:, None] * q_head_stride + d[None, :],
+        mask=live[:, None],
+        other=0.0,
+    )
+    q = as_multiplied(q, UNIT != 1.0, UPCAST)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None:
+        top = sink_scores(sinks_ptr, query_head, live)
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    factor = 0.0
+    if SOFT_CAP is not None:
+        factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    table = table_ptr + chunk * table_stride
+    common = (start + 1) // BLOCK_N * BLOCK_N
+    first_tile, low = 0, 0
+    if WINDOW:
+        # Rows see different parts of the first tiles; all rows see all of the next tiles.
+        first_tile = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        low = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, common)
+    for span in tl.static_range(0 if WINDOW else 1, 3):
+        top, total, acc = _attend_span(
+            first_tile if span == 0 else low if span == 1 else common,
+            low if span == 0 else common if span == 1 else last + 1,
+            q,
+            k_ptr,
+            v_ptr,
+            table,
+            position,
+            last,
+            head,
+            scale_log2,
+            factor,
+            top,
+            total,
+            acc,
+            n,
+            d,
+            KV_HEADS,
+            D,
+            PAGE,
+            BLOCK_N,
+            span != 1,
+            WINDOW,
+            SOFT_CAP,
+            UNIT,
+        )
+    if WINDOW:  # rows after the chunk's end may be fully masked
+        total = tl.where(total == 0.0, 1.0, total)
+    out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
+    tl.store(out, (acc / total[:, None] * v_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """Tiles for prompt chunks.
+
+    block_m: rows x group per program.
+    block_n: KV positions per tile.
+    warps, stages: Triton's num_warps and num_stages.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+def prefill_tiles(group: int, head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> PrefillTiles:
+    """Return the tiles that were fastest on an H200 (`bf86f5a`): 64 chunks of 512 tokens take 555 us with block_n 32,
+    709 with 64."""
+    if INTERPRETED:
+        return PrefillTiles(max(16, triton.next_power_of_2(group)), 16, 1, 1)
+    if itemsize == 4:
+        return PrefillTiles(max(32, triton.next_power_of_2(group)), 16, 8, 2)
+    if kv_itemsize == 1 and head_dim <= 128:
+        return PrefillTiles(max(128, triton.next_power_of_2(group)), 64, 4, 3)
+    if head_dim > 256:  # not measured: sums of 128 rows of 512 would not fit in registers
+        return PrefillTiles(max(64, triton.next_power_of_2(group)), 32, 8, 2)
+    return PrefillTiles(max(128, triton.next_power_of_2(group)), 32, 8, 3)
+
+
+def attend_prefill(
+    q: Tensor,
+    kv: LayerKV,
+    batch: PrefillBatch,
+    tile_list: Tensor,
+    tiles: PrefillTiles,
+    rule: ScoreRule,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return attention of q, [rows, q_heads, head_dim] in q's dtype; zeros for padding rows.
+
+    q: [rows, q_heads, head_dim], any row and head strides.
+    tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with block_m // group rows each.
+    rule: with the batch's window.
+    sinks: [q_heads] float32, contiguous, if the rule has them.
+    """
+    page_table = batch.page_table
+    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
+    assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
+    assert page_table.stride(1) == 1 and tile_list.is_contiguous()
+    # Padding rows pass through the model and write KV to page 0. Masked reads of page 0 must give finite values.
+    make = torch.zeros if batch.is_padded else torch.empty
+    out, unit = make(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
+    _attend_prefill[(num_kv_heads, tile_list.shape[0])](
+        q,
+        kv.k,
+        kv.v,
+        out,
+        page_table,
+        tile_list,
+        rule.scale * kv.k_scale * LOG2_E,
+        kv.v_scale / unit,
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        sinks,
+        GROUP=q.shape[1] // num_kv_heads,
+        KV_HEADS=num_kv_heads,
+        D=head_dim,
+        PAGE=page_size,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        WINDOW=batch.window or 0,
+        SOFT_CAP=rule.soft_cap,
+        UPCAST=INTERPRETED,
+        UNIT=unit,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    return out

@@ -1,0 +1,238 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Cuts the contexts of a batch into items of similar length, on the device, for a grid that is fixed at capture.
+
+An item is a span of one request's KV (a split, in flash-decoding); one program per KV head reads it. The grid has
+`num_requests + budget` items; unused ones are marked idle. A pass plans once for all layers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.attend.tree_mask_triton import first_seen
+
+# Fields of an item: request or IDLE; first KV position; end position; index of its partial result among all requests';
+# that index of the request's first item; the request's number of items.
+ITEM_FIELDS = tl.constexpr(8)  # six are used; with eight an item does not cross a 32-byte sector
+IDLE = tl.constexpr(-1)
+CHUNK = tl.constexpr(16)
+SPANS = tl.constexpr(8)  # candidate spans: 1 to 2.75 times the minimum, with smaller steps between short ones
+
+
+@triton.jit
+def _span(least, number):
+    return least + least * (number * (number + 1) // 2) // 16
+
+
+@triton.jit
+def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Return the candidate span with which all items end soonest if `budget` of them run at a time; among equals, the
+    longest."""
+    total = tl.sum(length, 0)
+    least = tl.maximum(tl.cdiv(total, budget), min_span)
+    number = tl.arange(0, SPANS)
+    span = _span(least, number)
+    count = tl.minimum(tl.cdiv(length[:, None], span[None, :]), MAX_SPLITS)
+    even = tl.cdiv(tl.cdiv(length[:, None], tl.maximum(count, 1)), TILE) * TILE
+    longest = tl.max(even, 0).to(tl.int64)
+    waves = tl.cdiv(tl.sum(count, 0), budget)
+    # Items start as soon as there is room, not in waves.
+    time = tl.minimum(waves * (longest + TILE), tl.cdiv(total, budget) + longest + TILE)
+    best = tl.min(time * SPANS + SPANS - 1 - number, 0)
+    return _span(least, SPANS - 1 - (best % SPANS).to(tl.int32))
+
+
+@triton.jit(do_not_specialize=["suffix_len", "num_requests", "budget", "min_span", "num_items"])
+def _plan_items(
+    prefix_ptr,
+    items_ptr,
+    requests_ptr,
+    suffix_len,
+    num_requests,
+    budget,
+    min_span,
+    num_items,
+    TILE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    request = tl.arange(0, REQUESTS)
+    present = request < num_requests
+    length = tl.where(present, tl.load(prefix_ptr + request, mask=present, other=0) + suffix_len, 0)
+    end = length
+    if WINDOW:
+        origin = tl.maximum(length - suffix_len + 1 - WINDOW, 0) // TILE * TILE
+        length -= origin
+    # With spans of total / budget, rounding adds less than one item per request: at most budget + num_requests.
+    span = _best_span(length, budget, min_span, TILE, MAX_SPLITS)
+    count = tl.minimum(tl.cdiv(length, span), MAX_SPLITS)
+    even = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
+    count = tl.cdiv(length, tl.maximum(even, 1))
+    start = tl.cumsum(count, 0) - count
+    partials = tl.where(count > 1, count, 0)
+    first = tl.cumsum(partials, 0) - partials
+    for chunk in range(0, tl.max(count, 0), CHUNK):
+        i = chunk + tl.arange(0, CHUNK)[None, :]
+        item = items_ptr + (start[:, None] + i) * ITEM_FIELDS
+        used = i < count[:, None]
+        low = i * even[:, None]
+        if WINDOW:
+            low += origin[:, None]
+        tl.store(item, request[:, None] + i * 0, mask=used)
+        tl.store(item + 1, low, mask=used)
+        tl.store(item + 2, tl.minimum(low + even[:, None], end[:, None]), mask=used)
+        tl.store(item + 3, first[:, None] + i, mask=used)
+        tl.store(item + 4, first[:, None] + i * 0, mask=used)
+        tl.store(item + 5, count[:, None] + i * 0, mask=used)
+    tl.store(requests_ptr + 2 * request, first, mask=present)
+    tl.store(requests_ptr + 2 * request + 1, count, mask=present)
+    rest = tl.arange(0, ITEMS)
+    idle = (rest >= tl.sum(count, 0)) & (rest < num_items)
+    tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=idle)
+
+
+@triton.jit(do_not_specialize=["suffix_len", "span", "each"])
+def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EACH: tl.constexpr, WINDOW: tl.constexpr):
+    request, i = tl.program_id(0), tl.arange(0, EACH)
+    length = tl.load(prefix_ptr + request) + suffix_len
+    count = tl.minimum(tl.cdiv(length, span), each)
+    place = i
+    if WINDOW:
+        skipped = tl.maximum(length - suffix_len + 1 - WINDOW, 0) // span
+        count = tl.minimum(tl.cdiv(length, span) - skipped, each)
+        place += skipped
+    first = request * each
+    item = items_ptr + (first + i) * ITEM_FIELDS
+    there = i < each
+    tl.store(item, tl.where(i < count, request, IDLE), mask=there)
+    tl.store(item + 1, place * span, mask=there)
+    tl.store(item + 2, tl.minimum(place * span + span, length), mask=there)
+    tl.store(item + 3, first + i, mask=there)
+    tl.store(item + 4, first + i * 0, mask=there)
+    tl.store(item + 5, count + i * 0, mask=there)
+    tl.store(requests_ptr + 2 * request, first)
+    tl.store(requests_ptr + 2 * request + 1, count)
+
+
+@dataclass(frozen=True)
+class Items:
+    """Spans of KV for programs.
+
+    items: [any, ITEM_FIELDS] int32.
+    requests: [num_requests, 2] int32: the index of the partial result of each request's first item; its number of
+        items.
+    """
+
+    items: Tensor
+    requests: Tensor
+
+
+def plan_items(
+    prefix_len: Tensor,
+    suffix_len: int,
+    budget: int,
+    min_span: int,
+    tile: int,
+    max_splits: int,
+    window: int | None = None,
+) -> Items:
+    """Cut requests of prefix_len + suffix_len positions into items, starting with the first tile of their window.
+
+    prefix_len: [B] int32.
+    budget: items that run at a time; 0 splits nothing. Requests of similar length are cut into enough items to fill the
+        device once; longer requests get more items. At most 2 * budget partials are used.
+    min_span: minimum length of an item, except a request's last.
+    tile: item boundaries are multiples of it.
+    max_splits: maximum number of items per request.
+    """
+    num_requests = prefix_len.shape[0]
+    num_items = num_requests + budget
+    items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
+    requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
+    # REQUESTS and ITEMS are both computed from this power of two, because each pair of values compiles a kernel
+    most_requests = triton.next_power_of_2(num_requests)
+    _plan_items[(1,)](
+        prefix_len,
+        items,
+        requests,
+        suffix_len,
+        num_requests,
+        max(budget, 1),
+        min_span if budget else 1 << 24,  # longer than any request; 2.75 times as much fits in int32
+        num_items,
+        TILE=tile,
+        MAX_SPLITS=max_splits,
+        REQUESTS=most_requests,
+        ITEMS=triton.next_power_of_2(most_requests + budget),
+        WINDOW=window or 0,
+        num_warps=plan_warps(most_requests),
+    )
+    return Items(items, requests)
+
+
+def plan_warps(num_requests: int) -> int:
+    """Return the number of warps of the planner, which holds `SPANS` numbers per request."""
+    return 4 if num_requests <= 128 else 16
+
+
+def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int, window: int | None = None) -> Items:
+    """Cut each request at multiples of `span`, independently of the other requests.
+
+    Requests have prefix_len + suffix_len positions, at most max_kv_len. Each has ceil(max_kv_len / span) partials, or
+    as many as a window can touch.
+
+    prefix_len: [B] int32.
+    """
+    num_requests, each = prefix_len.shape[0], triton.cdiv(max_kv_len, span)
+    if window is not None:
+        each = min(each, triton.cdiv(window + suffix_len, span) + 1)
+    items = torch.empty((num_requests * each, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
+    requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
+    _plan_spans[(num_requests,)](
+        prefix_len,
+        items,
+        requests,
+        suffix_len,
+        span,
+        each,
+        EACH=triton.next_power_of_2(each),
+        WINDOW=window or 0,
+        num_warps=1,
+    )
+    return Items(items, requests)
+
+
+def reference(
+    prefixes: list[int],
+    suffix_len: int,
+    budget: int,
+    min_span: int,
+    tile: int,
+    max_splits: int,
+    window: int | None = None,
+) -> list[list[int]]:
+    """Return the items of `plan_items` as rows of six fields, without idle ones."""
+    origins = [first_seen(prefix, window) // tile * tile for prefix in prefixes]
+    lengths = [prefix + suffix_len - origin for prefix, origin in zip(prefixes, origins, strict=True)]
+    each = -(-sum(lengths) // max(budget, 1))
+    least = max(each, min_span if budget else 1 << 24)
+
+    def time(span: int) -> int:
+        counts = [min(-(-length // span), max_splits) for length in lengths]
+        one = max(-(-n // (k * tile)) * tile for n, k in zip(lengths, counts, strict=True)) + tile
+        return min(-(-sum(counts) // max(budget, 1)) * one, each + one)
+
+    span = min((least + least * (i * (i + 1) // 2) // 16 for i in reversed(range(SPANS.value))), key=time)
+    items, partial = [], 0
+    for request, (origin, length) in enumerate(zip(origins, lengths, strict=True)):
+        count = min(triton.cdiv(length, span), max_splits)
+        even = triton.cdiv(triton.cdiv(length, count), tile) * tile
+        bounds = [(origin + low, origin + min(low + even, length)) for low in range(0, length, even)]
+        items += [[request, low, high, partial + i, partial, len(bounds)] for i, (low, high) in enumerate(bounds)]
+        partial += len(bounds) if len(bounds) > 1 else 0
+    return items

@@ -1,0 +1,159 @@
+"""The gated delta rule in a round: replays the committed rows, then computes each request's new rows."""
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.contracts import check_slots
+from aerie.kernels.delta_rule.formulas import advanced, block, convolved, gated_norm, gates, heads_of
+from aerie.kernels.delta_rule.tables import (
+    FEW_CUDA_ROWS,
+    FEW_ROWS,
+    HISTORY,
+    KERNEL_LIMITS,
+    TAPS,
+    DeltaRows,
+    DeltaWeights,
+    LayerState,
+    RoundTables,
+    check_layer,
+    fits_kernels,
+)
+from aerie.kernels.operation import Implementation, on_gpu, operation
+
+
+def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) -> bool:
+    return fits_kernels(kept)
+
+
+def _is_step(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
+    return fits_kernels(kept) and tables.mask.shape[1] == 1
+
+
+def _are_few(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
+    return _fit_a_tile(kept, tables, FEW_ROWS)
+
+
+def _are_few_in_bfloat16(
+    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object
+) -> bool:
+    return _fit_a_tile(kept, tables, FEW_CUDA_ROWS) and rows.qkv.dtype is torch.bfloat16
+
+
+def _fit_a_tile(kept: LayerState, tables: RoundTables, most: int) -> bool:
+    """Return whether requests have several rows, and these and the committed ones fit in a tile of `most` rows."""
+    width, heads = tables.mask.shape[1], kept.heads
+    fits = width > 1 and kept.committed.shape[1] + 2 * width <= most
+    return fits and heads.key_dim == heads.value_dim == 128 and kept.state.dtype is torch.float32
+
+
+def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor) -> None:
+    check_layer(rows, weights, kept, out)
+    batch, width = tables.mask.shape
+    assert width <= kept.pending.shape[1] and rows.qkv.shape[0] == out.shape[0] == batch * width
+    check_slots(tables.slots)
+    assert tables.mask.stride(1) == 1 and tables.mask.dtype == torch.int64
+    assert tables.slots.shape == tables.prefix_len.shape == (batch,) and tables.prefix_len.dtype == torch.int32
+    assert tables.prefix_len.is_contiguous()
+    assert tables.snapshot_at.dtype == torch.int32 and tables.snapshot_entry.dtype == torch.int64
+    assert kept.pending.is_contiguous() and kept.committed.is_contiguous() and kept.count.dtype == torch.int32
+
+
+@operation(
+    Implementation(
+        "triton, one row",
+        "aerie.kernels.delta_rule.step_triton:delta_rule_rounds",
+        on_gpu,
+        _is_step,
+        f"R = 1; {KERNEL_LIMITS}",
+    ),
+    Implementation(
+        "cuda, few rows",
+        "aerie.kernels.delta_rule.few_rows_cuda:delta_rule_rounds",
+        lambda here: here.compiles_cuda,
+        _are_few_in_bfloat16,
+        f"R > 1; P + 2 R <= {FEW_CUDA_ROWS}; dk = dv = 128; bfloat16 rows",
+    ),
+    Implementation(
+        "triton, few rows",
+        "aerie.kernels.delta_rule.few_rows_triton:delta_rule_rounds",
+        on_gpu,
+        _are_few,
+        f"R > 1; P + 2 R <= {FEW_ROWS}; dk = dv = 128; rows not float64",
+    ),
+    Implementation("triton", "aerie.kernels.delta_rule.rounds_triton:delta_rule_rounds", on_gpu, _fits, KERNEL_LIMITS),
+    contract=_check,
+)
+def delta_rule_rounds(
+    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
+) -> None:
+    """Compute the outputs of B requests of R rows each, and advance their states by the committed rows only.
+
+    1. Replay: run the recurrence over a slot's `count` committed rows in float32, and write the new state. If it passes
+       `snapshot_at`, also write the state there to snapshot `snapshot_entry`, with the convolution's history.
+    2. New rows: each sees the replayed state, its ancestors and itself, as if the recurrence ran along its path. They
+       do not change the state, and become the slot's pending rows.
+
+    rows     [B * R] rows, by request, then by node
+    kept     state, pending and snapshots are written; `commit_rows` writes committed, conv and count after the pass
+    out      [B * R, Hv * dv] of the model's dtype, last stride 1, written: the gated norm of the outputs
+    """
+    batch, width = tables.mask.shape
+    full, heads = kept.state.dtype, kept.heads
+    count = kept.count[tables.slots].long()
+    committed = kept.committed[tables.slots]
+    seen = torch.cat((kept.conv[tables.slots], committed[..., : heads.channels]), 1)
+
+    state = _replay(weights, kept, tables, seen, committed, count)
+
+    request = torch.arange(batch, device=count.device).unsqueeze(1)
+    before = seen[request, count.unsqueeze(1) + torch.arange(HISTORY, device=count.device)]
+    qkv, b, a = (torch.unflatten(each, 0, (batch, width)) for each in (rows.qkv, rows.b, rows.a))
+    ancestry = _ancestry(tables.mask)
+    taps = torch.cat((before, qkv), 1)[request.unsqueeze(-1), nearest(ancestry)]
+    q, k, v = (each.transpose(1, 2) for each in heads_of(convolved(taps, weights, full), heads, full))
+    g, beta = (each.transpose(1, 2) for each in gates(b, a, weights, full))
+    o, _, _ = block(state, q, k, v, g, beta, ancestry.unsqueeze(1))
+    out.copy_(gated_norm(o.transpose(1, 2).flatten(0, 1), rows.z, weights))
+    # the padding of rows and later rows of `pending` do not change
+    kept.pending[tables.slots, :width, : qkv.shape[-1] + 2 * heads.value_heads] = torch.cat((qkv, b, a), -1)
+
+
+def _replay(
+    weights: DeltaWeights, kept: LayerState, tables: RoundTables, seen: Tensor, committed: Tensor, count: Tensor
+) -> Tensor:
+    """Write the states after the committed rows, and snapshots. Return the states, [B, Hv, dk, dv].
+
+    seen: [B, 3 + P, C], channels of the three tokens before the committed rows, then of the committed rows.
+    """
+    full, heads, path = kept.state.dtype, kept.heads, committed.shape[1]
+    taps = torch.stack([seen[:, i : i + TAPS] for i in range(path)], 1)
+    _, k, v = heads_of(convolved(taps, weights, full), heads, full)
+    b, a = torch.split(committed[..., heads.channels :], heads.value_heads, -1)[:2]
+    g, beta = gates(b, a, weights, full)
+    state = kept.state[tables.slots]
+    passed = tables.snapshot_at[tables.slots] - (tables.prefix_len - count)
+    for i in range(path + 1):
+        # selected, not multiplied by 0: rows after the committed ones may hold NaN
+        for j in ((passed == i) & (i <= count)).nonzero().flatten().tolist():
+            entry = tables.snapshot_entry[tables.slots[j]]
+            kept.saved_state[entry], kept.saved_conv[entry] = state[j], seen[j, i : i + HISTORY]
+        if i < path:
+            then = advanced(state, k[:, i], v[:, i], g[:, i], beta[:, i])
+            state = torch.where((i < count)[:, None, None, None], then, state)
+    kept.state[tables.slots] = state
+    return state
+
+
+def _ancestry(mask: Tensor) -> Tensor:
+    """Return [B, R, R] bool: row i sees row j."""
+    return (mask.unsqueeze(-1) >> torch.arange(mask.shape[1], device=mask.device) & 1).bool()
+
+
+def nearest(ancestry: Tensor) -> Tensor:
+    """Return [B, R, 4] int64: each row's three nearest ancestors, farthest first, then the row itself. Indices 0 to 2
+    are the tokens before the root."""
+    width = ancestry.shape[-1]
+    column = torch.arange(width, device=ancestry.device)
+    rows = torch.where(ancestry, HISTORY + column, -1)
+    before = torch.arange(HISTORY, device=ancestry.device).expand(*rows.shape[:-1], HISTORY)
+    return torch.cat((before, rows), -1).topk(TAPS, -1).values.flip(-1)

@@ -1,0 +1,73 @@
+"""Operations of a DFlash2 head besides its layers: convolutions over the rows of a block, and the selector's scores.
+Definitions: z-lab's modelling code of DFlash2."""
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.operation import Implementation, on_gpu, operation
+
+
+def _check_convolution(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> None:
+    assert x.dim() == 2 and x.is_contiguous() and x.shape[0] % rows == 0
+    assert base.shape == (dynamic.shape[1], x.shape[1]) and base.is_contiguous()
+    assert dynamic.shape[0] == x.shape[0] and x.shape[1] % dynamic.shape[2] == 0
+    assert dynamic.stride(2) == 1 and dynamic.stride(1) == dynamic.shape[2]
+    assert base.dtype == dynamic.dtype == x.dtype
+
+
+@operation(
+    Implementation("triton", "aerie.kernels.drafting.block_head_triton:convolve_blocks", on_gpu),
+    contract=_check_convolution,
+)
+def convolve_blocks(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> Tensor:
+    """Return the causal convolution over the rows of each block: row r is the sum over taps t <= r of
+    (base[t] + dynamic[row, t]) * x[row - t], in float32.
+
+    x        [B * rows, channels], contiguous
+    base     [taps, channels], contiguous, as x: the learnt part of the kernels
+    dynamic  [B * rows, taps, groups], as x; the last two dimensions contiguous: each row's part, shared by groups of
+             neighbouring channels
+    ->       [B * rows, channels], as x
+    """
+    count, channels = x.shape
+    taps = base.shape[0]
+    kernels = base.float() + dynamic.float().repeat_interleave(channels // dynamic.shape[2], dim=2)
+    blocks = torch.nn.functional.pad(x.float().view(-1, rows, channels), (0, 0, taps - 1, 0))
+    last = taps - 1
+    shifted = torch.stack([blocks[:, last - tap : last - tap + rows] for tap in range(taps)], dim=2)
+    return (shifted.reshape(count, taps, channels) * kernels).sum(1).to(x.dtype)
+
+
+def _check_scores(
+    unary: Tensor, candidates: Tensor, projected: Tensor, row: int, previous: Tensor, before: Tensor, after: Tensor
+) -> None:
+    assert unary.dim() == 3 and unary.dtype == torch.float32 and unary.is_contiguous() and 0 <= row < unary.shape[1]
+    assert candidates.shape == unary.shape and candidates.dtype == torch.int64 and candidates.is_contiguous()
+    assert projected.shape[:2] == unary.shape[:2] and projected.is_contiguous()
+    assert previous.shape[0] == unary.shape[0] and previous.dtype == torch.int64 and previous.is_contiguous()
+    assert before.shape == after.shape and before.shape[1] == projected.shape[2]
+    assert before.is_contiguous() and after.is_contiguous() and before.dtype == after.dtype == projected.dtype
+
+
+@operation(
+    Implementation("triton", "aerie.kernels.drafting.block_head_triton:score_candidates", on_gpu),
+    contract=_check_scores,
+)
+def score_candidates(
+    unary: Tensor, candidates: Tensor, projected: Tensor, row: int, previous: Tensor, before: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return scores of a row's candidates after each of k tokens, and the candidates' ids: unary[:, row] +
+    <before[previous] * projected[:, row], after[candidate]>, in float32.
+
+    unary       [B, depths, n] float32, contiguous
+    candidates  [B, depths, n] int64, contiguous: token ids
+    projected   [B, depths, rank], contiguous
+    previous    [B, k] int64, contiguous: token ids
+    before [vocabulary, rank], contiguous, as projected: vectors of the previous token
+    after       shape and dtype of `before`: vectors of candidates
+    ->          [B * k, n] float32; [B * k, n] int64
+    """
+    k = previous.shape[1]
+    mine, ids, first = (each[:, row].repeat_interleave(k, dim=0) for each in (unary, candidates, projected.float()))
+    first = first * before[previous.flatten()].float()
+    return mine + (first.unsqueeze(1) * after[ids].float()).sum(-1), ids

@@ -1,0 +1,130 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Kernels of `block_head`: one launch each instead of about ten."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.pdl import pdl_wait
+
+BLOCK = 1024  # channels per program
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _convolve_blocks(
+    x_ptr,
+    base_ptr,
+    dynamic_ptr,
+    dynamic_stride,
+    out_ptr,
+    rows,
+    channels,
+    groups,
+    GROUP: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < channels
+    total = tl.zeros([BLOCK], tl.float32)
+    for tap in tl.static_range(TAPS):
+        if row % rows >= tap:
+            x = tl.load(x_ptr + (row - tap) * channels + channel, mask=inside, other=0.0).to(tl.float32)
+            kernel = tl.load(base_ptr + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
+            place = dynamic_ptr + row * dynamic_stride + tap * groups + channel // GROUP
+            total += x * (kernel + tl.load(place, mask=inside, other=0.0).to(tl.float32))
+    tl.store(out_ptr + row * channels + channel, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def convolve_blocks(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> Tensor:
+    """`aerie.kernels.drafting.block_head.convolve_blocks`."""
+    (count, channels), (_, taps, groups) = x.shape, dynamic.shape
+    out = torch.empty_like(x)
+    _convolve_blocks[(count, triton.cdiv(channels, BLOCK))](
+        x,
+        base,
+        dynamic,
+        dynamic.stride(0),
+        out,
+        rows,
+        channels,
+        groups,
+        GROUP=channels // groups,
+        TAPS=taps,
+        BLOCK=BLOCK,
+        num_warps=4,
+        **pdl_wait(x.device),
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["depths", "row", "width"])
+def _score_candidates(
+    unary_ptr,
+    candidate_ptr,
+    projected_ptr,
+    depths,
+    row,
+    previous_ptr,
+    width,
+    before_ptr,
+    after_ptr,
+    score_ptr,
+    id_ptr,
+    n,
+    rank,
+    N: tl.constexpr,
+    RANK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    entry = tl.program_id(0).to(tl.int64)
+    place = entry // width * depths + row
+    column, part = tl.arange(0, N), tl.arange(0, RANK)
+    inside, there = column < n, part < rank
+    token = tl.load(candidate_ptr + place * n + column, mask=inside, other=0)
+    previous = tl.load(previous_ptr + entry)
+    first = tl.load(before_ptr + previous * rank + part, mask=there, other=0.0).to(tl.float32)
+    first *= tl.load(projected_ptr + place * rank + part, mask=there, other=0.0).to(tl.float32)
+    seen = inside[:, None] & there[None, :]
+    second = tl.load(after_ptr + token[:, None] * rank + part[None, :], mask=seen, other=0.0).to(tl.float32)
+    score = tl.load(unary_ptr + place * n + column, mask=inside, other=0.0) + tl.sum(second * first[None, :], 1)
+    tl.store(score_ptr + entry * n + column, score, mask=inside)
+    tl.store(id_ptr + entry * n + column, token, mask=inside)
+
+
+def score_candidates(
+    unary: Tensor, candidates: Tensor, projected: Tensor, row: int, previous: Tensor, before: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`aerie.kernels.drafting.block_head.score_candidates`."""
+    (_, depths, n), rank, count = unary.shape, projected.shape[2], previous.numel()
+    scores = torch.empty((count, n), dtype=torch.float32, device=unary.device)
+    ids = torch.empty((count, n), dtype=torch.int64, device=unary.device)
+    _score_candidates[(count,)](
+        unary,
+        candidates,
+        projected,
+        depths,
+        row,
+        previous,
+        previous.shape[1],
+        before,
+        after,
+        scores,
+        ids,
+        n,
+        rank,
+        N=triton.next_power_of_2(n),
+        RANK=triton.next_power_of_2(rank),
+        num_warps=4,
+        **pdl_wait(unary.device),
+    )
+    return scores, ids

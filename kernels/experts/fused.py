@@ -1,0 +1,74 @@
+"""Fused experts: kernels that read only the weights of used experts.
+
+`choose_experts` chooses once per layer, if `fuses` is true. Otherwise the reference is used,
+`aerie.kernels.experts.grouped.grouped_experts`.
+"""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.experts.route import RouterLogits
+from aerie.kernels.experts.weights import ExpertSizes, ExpertWeights, fits_kernels, workspace_size
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.gemm.blocks import largest
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.operation import Implementation
+from aerie.kernels.span import Span
+
+
+class FusedExperts(ABC):
+    """The fused experts of one layer."""
+
+    @property
+    @abstractmethod
+    def inputs(self) -> Fp8Inputs | None:
+        """The FP8 format that `multiply` accepts besides the model's dtype; None without FP8 weights."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:
+        """Return this rank's part of the weighted sum of each row's experts, including shared ones; zeros for padding
+        rows.
+
+        x       [rows, size] in the model's dtype, or in the format `inputs`
+        router  logits of the same rows
+        out     [rows, size], written; None allocates it
+        ->      [rows, size]
+        """
+
+
+EXPERTS = Implementation("triton", "aerie.kernels.experts.fused_triton:TritonExperts", lambda here: here.multiplies_fp8)
+
+
+def fuses(size: int, width: int, options: GEMMOptions) -> bool:
+    """Return whether the kernels support experts of this input `size` and `width` per rank. They need tensor maps, so
+    only devices with FP8 run them."""
+    return options.workspace is not None and options.fp8 and fits_kernels(size, width)
+
+
+def choose_experts(weights: ExpertWeights, options: GEMMOptions, dtype: torch.dtype) -> FusedExperts:
+    """Return the fused experts of a layer.
+
+    weights: final.
+    options: `fuses` is true for them.
+    dtype: dtype of results.
+    """
+    assert options.workspace is not None, "options.fp8 implies a workspace"
+    made: FusedExperts = EXPERTS.function(weights, options.workspace, options.deterministic, dtype)
+    return made
+
+
+def fused_workspace_size(held: Span, num_shared: int, experts_per_token: int, size: int, width: int) -> tuple[int, int]:
+    """Return float32 cells and tickets of a `Workspace` for weights of any dtype, with or without joined shared
+    experts.
+
+    held: the routed experts on this rank.
+    """
+    if not fits_kernels(size, width):
+        return 0, 0
+    return largest(
+        workspace_size(ExpertSizes(held.size, shared, experts_per_token, size, width, step, held.total - held.size))
+        for shared in {0, num_shared}
+        for step in (64, 128)
+    )

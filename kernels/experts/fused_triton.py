@@ -1,0 +1,46 @@
+"""The Triton implementation of `aerie.kernels.experts.fused`: chooses kernels by the number of rows."""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.experts.few_rows_triton import few_row_experts
+from aerie.kernels.experts.fused import FusedExperts
+from aerie.kernels.experts.many_rows_triton import many_row_experts, many_row_tiles
+from aerie.kernels.experts.route import RouterLogits
+from aerie.kernels.experts.route_triton import route
+from aerie.kernels.experts.weights import ExpertWeights, few_row_tiles
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.fp8.rows_triton import quantize_rows
+from aerie.kernels.gemm.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class TritonExperts(FusedExperts):
+    """deterministic: a row's result must not depend on other rows. dtype: dtype of results."""
+
+    weights: ExpertWeights
+    workspace: Workspace
+    deterministic: bool
+    dtype: torch.dtype
+
+    @property
+    def inputs(self) -> Fp8Inputs | None:
+        return Fp8Inputs(self.weights.by_group, sys.maxsize, plain=True) if self.weights.in_fp8 else None
+
+    def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:
+        weights = self.weights
+        if isinstance(x, Tensor) and weights.in_fp8:
+            x = quantize_rows(x, weights.by_group)
+        rows = router.values.shape[-2]
+        if out is None:
+            out = torch.empty((rows, weights.size), dtype=self.dtype, device=router.values.device)
+        routed = route(router, weights.num_shared, self.workspace.tickets, not self.deterministic, weights.held)
+        slots = routed.chosen.shape[1]
+        if routed.used is not None:
+            tiles = few_row_tiles(rows, weights.sizes(slots))
+            return few_row_experts(x, routed, weights, self.workspace, tiles, out)
+        tiles = many_row_tiles(rows, weights.sizes(slots), self.deterministic)
+        return many_row_experts(x, routed, weights, tiles, out)

@@ -1,0 +1,178 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Chooses experts per row in one launch. With few rows it lists the used experts; with more it counts each expert's
+rows. Reference: `aerie.kernels.experts.route.route`."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.experts.route import MAX_LISTED, Routed, RouterLogits
+from aerie.kernels.experts.route_row_triton import route_row
+from aerie.kernels.pdl import pdl_wait
+from aerie.kernels.span import Span
+
+
+@triton.jit(do_not_specialize=["rows", "most", "first_slot"])
+def _route(
+    logit_ptr,
+    bias_ptr,
+    expert_scale_ptr,
+    token_slot_ptr,
+    chosen_ptr,
+    weight_ptr,
+    used_ptr,
+    num_used_ptr,
+    ticket_ptr,
+    rank_ptr,
+    count_ptr,
+    rows,
+    most,
+    first_slot,
+    scale,
+    PARTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GATED: tl.constexpr,
+    FIRST: tl.constexpr,
+    HELD: tl.constexpr,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUPS_PADDED: tl.constexpr,
+    SIZE_PADDED: tl.constexpr,
+    BEST_GROUPS: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SCALES_EXPERTS: tl.constexpr,
+    HAS_LIVE: tl.constexpr,
+    SLOTS_PADDED: tl.constexpr,
+    LIST: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+    BINS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    route_row(
+        tl.program_id(0),
+        logit_ptr,
+        bias_ptr,
+        expert_scale_ptr,
+        token_slot_ptr,
+        chosen_ptr,
+        weight_ptr,
+        used_ptr,
+        num_used_ptr,
+        ticket_ptr,
+        rank_ptr,
+        count_ptr,
+        rows,
+        most,
+        first_slot,
+        scale,
+        PARTS,
+        EXPERTS,
+        WIDTH,
+        GATED,
+        FIRST,
+        HELD,
+        K,
+        SHARED,
+        GROUPS,
+        GROUPS_PADDED,
+        SIZE_PADDED,
+        BEST_GROUPS,
+        BEST_OF_GROUP,
+        SOFTMAX,
+        NORMALISE,
+        HAS_BIAS,
+        SCALES_EXPERTS,
+        HAS_LIVE,
+        SLOTS_PADDED,
+        LIST,
+        ROWS_PADDED,
+        BINS,
+    )
+
+
+def route(
+    router: RouterLogits, num_shared: int, tickets: Tensor, list_used: bool = True, held: Span | None = None
+) -> Routed:
+    """Choose the experts of each row; ties go to the lowest index.
+
+    num_shared: shared experts, which every row uses.
+    tickets: int32, one per expert of this rank, zero between launches. Becomes `Routed.count`, which the experts' first
+        GEMM or `Routed.reset_count` zeroes.
+    list_used: list the used experts of up to MAX_LISTED rows. If false, rows are always counted, and a row's result
+        depends on that row alone.
+    held: the routed experts on this rank; None: all.
+
+    Reference: `aerie.kernels.experts.route.route`.
+    """
+    if router.routed is not None:
+        return router.routed
+    logits, bias, routing, live = router.values, router.bias, router.routing, router.live
+    rows, experts = logits.shape[-2], routing.num_experts
+    assert logits.is_contiguous() and logits.dtype == torch.float32 and logits.shape[-1] == routing.num_logits
+    assert live is None or (live.slots.is_contiguous() and live.slots.shape == (rows,))
+    slots, listed = routing.experts_per_token + num_shared, list_used and rows <= MAX_LISTED
+    chosen = torch.empty((rows, slots), dtype=torch.int32, device=logits.device)
+    weight = torch.empty((rows, slots), dtype=torch.float32, device=logits.device)
+    held = held or Span.whole(experts)
+    assert held.total == experts
+    most = min(held.size, rows * routing.experts_per_token) + num_shared
+    used = num_used = rank = count = None
+    if listed:
+        used = torch.empty(most, dtype=torch.int32, device=logits.device)
+        num_used = torch.empty(1, dtype=torch.int32, device=logits.device)
+    else:
+        rank, count = torch.empty_like(chosen), tickets[: held.size + num_shared]
+    if rows == 0:
+        return Routed(chosen, weight, used, num_used, rank, count)
+    size = experts // routing.num_groups
+    _route[(rows,)](
+        logits,
+        bias,
+        router.expert_scales,
+        None if live is None else live.slots,
+        chosen,
+        weight,
+        used,
+        num_used,
+        tickets,
+        rank,
+        count,
+        rows,
+        most,
+        0 if live is None else live.first,
+        routing.scale,
+        PARTS=logits.shape[0] if logits.dim() == 3 else 1,
+        EXPERTS=experts,
+        WIDTH=routing.num_logits,
+        GATED=routing.shared_gate,
+        FIRST=held.first,
+        HELD=held.size,
+        K=routing.experts_per_token,
+        SHARED=num_shared,
+        GROUPS=routing.num_groups,
+        GROUPS_PADDED=triton.next_power_of_2(routing.num_groups),
+        SIZE_PADDED=triton.next_power_of_2(size),
+        BEST_GROUPS=routing.groups_per_token,
+        BEST_OF_GROUP=routing.best_of_group,
+        SOFTMAX=routing.scoring == "softmax",
+        NORMALISE=routing.normalise,
+        HAS_BIAS=bias is not None,
+        SCALES_EXPERTS=router.expert_scales is not None,
+        HAS_LIVE=live is not None,
+        SLOTS_PADDED=triton.next_power_of_2(slots),
+        LIST=listed,
+        ROWS_PADDED=triton.next_power_of_2(rows) if listed else 1,
+        BINS=triton.next_power_of_2(held.size + num_shared + 1),
+        num_warps=4 if listed and rows > 8 else 1,
+        **pdl_wait(logits.device),
+    )
+    return Routed(chosen, weight, used, num_used, rank, count)

@@ -1,0 +1,230 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""y = x W^T, or silu(x G^T) * (x U^T), for the few rows of a round, which are bound by reading W. Chosen by
+`aerie.kernels.gemm.choice`.
+
+Between two cuBLAS GEMMs memory is idle, because the next one starts to read only when the previous kernel has ended.
+These programs start while earlier kernels run (`aerie.kernels.pdl`). With up to 16 rows, they load the first
+columns of W to shared memory before they wait for x. Tensor maps need no registers, so a multiprocessor's whole shared
+memory can be in flight.
+
+W's tile [BLOCK_N, BLOCK_K] is the tensor core's first operand and fills its 64 rows; x^T of at least 16 rows is the
+second. K is split until programs fill the device. The last program of a tile adds its splits in order, so equal inputs
+give equal bits. A row's result depends on the other rows only through the tile size that the table chooses;
+`fixed_rows` always uses the same size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from aerie.kernels.gemm.choice import TorchGEMM
+from aerie.kernels.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.kernels.gemm.tiles import FIXED_ROWS, SkinnyGemmTiles, fills_tile, gated_tiles, skinny_gemm_tiles
+from aerie.kernels.gemm.workspace import Workspace
+from aerie.kernels.interpreter_triton import INTERPRETED
+from aerie.kernels.pdl import pdl_wait
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _skinny_gemm(
+    x_desc,
+    w_desc,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    ticket_ptr,
+    rows,
+    part_step,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    APART: tl.constexpr,
+    SPAN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    tile, split = tl.program_id(0), tl.program_id(1)
+    first, first_row = split * SPAN, 0
+    if APART:
+        first_row = tl.program_id(2) * BLOCK_M
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if AHEAD > 0:
+        w_ahead = w_desc.load([tile * BLOCK_N, first])
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if GATED:
+        acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    # tensor maps read zeros outside x and W
+    for start in range(first + AHEAD, first + SPAN, BLOCK_K):
+        weights = w_desc.load([tile * BLOCK_N, start])
+        inputs = x_desc.load([first_row, start])
+        if UPCAST:
+            weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
+        acc = tl.dot(weights, tl.trans(inputs), acc)
+        if GATED:
+            weights = w_desc.load([N + tile * BLOCK_N, start])
+            acc_up = tl.dot(weights.to(tl.float32) if UPCAST else weights, tl.trans(inputs), acc_up)
+    if AHEAD > 0:
+        # multiplied last, so that the loop's reads start earlier
+        inputs = x_desc.load([first_row, first])
+        if UPCAST:
+            w_ahead, inputs = w_ahead.to(tl.float32), inputs.to(tl.float32)
+        acc = tl.dot(w_ahead, tl.trans(inputs), acc)
+    n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), first_row + tl.arange(0, BLOCK_M)
+    if APART:
+        out_ptr += split.to(tl.int64) * part_step
+    elif SPLITS > 1:
+        part = part_ptr + tile * (SPLITS * BLOCK_N * BLOCK_M) + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
+        tl.store(part + split * (BLOCK_N * BLOCK_M), acc)
+        if not comes_last(ticket_ptr + tile, SPLITS):
+            return
+        acc = sum_of_splits(part, None, BLOCK_N * BLOCK_M, SPLITS)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        if APART:
+            bias = tl.where(split == 0, bias, 0.0)
+        acc += bias[:, None]
+    if GATED:
+        # rounded like a product followed by `silu_mul`
+        acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
+        acc = (acc / (1.0 + tl.exp(-acc))).to(out_ptr.dtype.element_ty).to(tl.float32)
+        acc *= acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
+    out = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])
+
+
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    workspace: Workspace,
+    out: Tensor,
+    tiles: SkinnyGemmTiles,
+    gated: bool,
+) -> None:
+    (rows, n), k, apart = out.shape[-2:], weight.shape[1], out.dim() == 3
+    assert (apart or rows <= tiles.block_m) and x.shape == (rows, k)
+    assert weight.is_contiguous() and x.dtype == weight.dtype
+    assert out.dtype in (x.dtype, torch.float32) and (out[0] if apart else out).is_contiguous()
+    assert not apart or (out.shape[0] == tiles.splits and not gated)
+    if rows == 0:
+        return  # no prompt ends in this step, and tensor maps cannot be empty
+    inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
+    weights = TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k])
+    _skinny_gemm[(triton.cdiv(n, tiles.block_n), tiles.splits, triton.cdiv(rows, tiles.block_m))](
+        inputs,
+        weights,
+        bias,
+        out,
+        workspace.part,
+        workspace.tickets,
+        rows,
+        out.stride(0) if apart else 0,
+        N=n,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        SPLITS=tiles.splits,
+        APART=apart,
+        SPAN=tiles.span(k),
+        AHEAD=tiles.columns_ahead,
+        GATED=gated,
+        HAS_BIAS=bias is not None,
+        UPCAST=INTERPRETED,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **pdl_wait(x.device),
+    )
+
+
+def skinny_gemm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    workspace: Workspace,
+    tiles: SkinnyGemmTiles,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Return x W^T + b: [rows, N] in x's dtype.
+
+    x: [rows, K] of a 16-bit dtype, last stride 1; rows are aligned to 16 bytes.
+    weight: [N, K], contiguous, same dtype.
+    workspace: for this shape.
+    tiles: from `skinny_gemm_tiles` for this shape and at least as many rows.
+    out: contiguous memory for the result, may be float32. Or [splits, rows, N] for partial sums of any number of rows;
+        the first includes the bias.
+
+    Reference: `torch.nn.functional.linear`.
+    """
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    _multiply(x, weight, bias, workspace, out, tiles, gated=False)
+    return out
+
+
+def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: SkinnyGemmTiles) -> Tensor:
+    """Return silu(x G^T) * (x U^T): [rows, N], for x as in `skinny_gemm` and W [2 N, K], G above U.
+
+    tiles: from `gated_tiles`.
+
+    Reference: `aerie.kernels.norm.activation.silu_mul` of `torch.nn.functional.linear`.
+    """
+    out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
+    _multiply(x, weight, None, workspace, out, tiles, gated=True)
+    return out
+
+
+def fixed_rows(
+    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None
+) -> Tensor:
+    """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles, so that a row's bits depend on
+    that row alone. W is read once per launch, so many rows take longer than with cuBLAS."""
+    tiles = skinny_gemm_tiles(FIXED_ROWS, *weight.shape)
+    assert tiles is not None
+    if out is None:
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+    for first in range(0, x.shape[0], FIXED_ROWS):
+        rows = slice(first, first + FIXED_ROWS)
+        skinny_gemm(x[rows], weight, bias, workspace, tiles, out[rows])
+    return out
+
+
+@dataclass(frozen=True)
+class FixedRowsGEMM(TorchGEMM):
+    """The GEMM of deterministic engines; see `fixed_rows`."""
+
+    workspace: Workspace
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        return fixed_rows(x, self.weight, bias, self.workspace, out)
+
+
+@dataclass(frozen=True)
+class SkinnyGEMM(TorchGEMM):
+    """The small-batch GEMM; torch multiplies rows for which the table has no tiles, or that would leave much of a tile
+    empty."""
+
+    workspace: Workspace
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        tiles = skinny_gemm_tiles(x.shape[0], *self.weight.shape)
+        if tiles is None or not fills_tile(x.shape[0]):
+            return super().multiply(x, bias, out)
+        return skinny_gemm(x, self.weight, bias, self.workspace, tiles, out)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        tiles = gated_tiles(x.shape[0], *self.weight.shape)
+        if tiles is None or not fills_tile(x.shape[0]):
+            return super().multiply_gated(x)
+        return skinny_gemm_gated(x, self.weight, self.workspace, tiles)

@@ -1,0 +1,69 @@
+"""`GEMMOptions`: scratch memory and options shared by the GEMMs of a model on a device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.capability import Capability
+from aerie.kernels.gemm.blocks import largest
+from aerie.kernels.gemm.tiles import workspace_size
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Scratch memory for split sums, shared by GEMMs that run one after another on a stream.
+
+    part: float32 partial sums.
+    tickets: int32, zero between launches.
+    """
+
+    part: Tensor
+    tickets: Tensor
+
+    @staticmethod
+    def create(shapes: Sequence[tuple[int, int]], device: torch.device) -> "Workspace":
+        """Allocate a workspace for weights of these shapes [N, K]."""
+        return Workspace.of_size(*workspace_size(shapes), device)
+
+    @staticmethod
+    def of_size(cells: int, tickets: int, device: torch.device) -> "Workspace":
+        return Workspace(
+            torch.empty(cells, dtype=torch.float32, device=device),
+            torch.zeros(tickets, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class GEMMOptions:
+    """workspace: shared by all layers of a 16-bit model on a GPU, else None.
+    deterministic: a row's result must not depend on other rows (needs the workspace).
+    fp8: whether the device multiplies FP8 (needs the workspace).
+    packed: whether the device multiplies 4- and 8-bit weights (`aerie.kernels.packed`).
+    """
+
+    workspace: Workspace | None = None
+    deterministic: bool = False
+    fp8: bool = False
+    packed: bool = False
+
+    @staticmethod
+    def of(
+        shapes: Sequence[tuple[int, int]],
+        others: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool,
+    ) -> "GEMMOptions":
+        """Return the options for the layers of a model, which run one after another on one stream.
+
+        shapes: [N, K] of their weights.
+        others: cells and tickets of the workspace that other operations need, such as FP8 products
+            (`aerie.kernels.fp8.tiles.fp8_workspace_size`).
+        """
+        here = Capability.of(device)
+        if not here.is_gpu or dtype.itemsize != 2:
+            return GEMMOptions(packed=here.is_gpu)
+        workspace = Workspace.of_size(*largest([workspace_size(shapes), *others]), device)
+        return GEMMOptions(workspace, deterministic, here.multiplies_fp8, packed=True)

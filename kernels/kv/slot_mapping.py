@@ -1,0 +1,61 @@
+"""KV positions of a pass's rows, and the token indices in the pool that the rows write."""
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch, token_indices
+from aerie.kernels.operation import Implementation, on_gpu, operation
+
+
+def map_rows(batch: DecodeBatch | PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """Call `map_decode_rows` or `map_prefill_rows`, without a device sync."""
+    return map_decode_rows(batch, page_size) if isinstance(batch, DecodeBatch) else map_prefill_rows(batch, page_size)
+
+
+def _check_decode(batch: DecodeBatch, page_size: int) -> None:
+    table, prefix_len = batch.page_table, batch.prefix_len
+    assert table.dim() == 2 and table.stride(1) == 1 and table.dtype == prefix_len.dtype == torch.int32
+    assert prefix_len.shape == table.shape[:1] and prefix_len.is_contiguous()
+    assert 1 <= batch.rows <= batch.suffix_len
+
+
+def _check_prefill(batch: PrefillBatch, page_size: int) -> None:
+    table, starts = batch.page_table, batch.starts
+    assert table.dim() == 2 and table.stride(1) == 1 and table.dtype == torch.int32
+    assert starts.shape == table.shape[:1] and batch.qo_indptr.shape == (starts.shape[0] + 1,)
+    for each in (batch.qo_indptr, starts) if batch.kept_from is None else (batch.qo_indptr, starts, batch.kept_from):
+        assert each.dtype == torch.int32 and each.is_contiguous()
+
+
+@operation(
+    Implementation("triton", "aerie.kernels.kv.slot_mapping_triton:map_decode_rows", on_gpu), contract=_check_decode
+)
+def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """Map the rows of a round.
+
+    ->  positions     [B * R] int64, KV positions in the request
+        slot_mapping  [B * R] int64, page * page_size + offset
+    """
+    positions = batch.kv_positions()
+    return positions.flatten(), token_indices(batch.page_table, positions, page_size).flatten()
+
+
+@operation(
+    Implementation("triton", "aerie.kernels.kv.slot_mapping_triton:map_prefill_rows", on_gpu),
+    contract=_check_prefill,
+)
+def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """Map the rows of prompt chunks; padding rows get 0 and 0. Rows before `kept_from` write to page 0.
+
+    ->  positions     [num_rows] int64, KV positions in the request
+        slot_mapping  [num_rows] int64, page * page_size + offset
+    """
+    chunk = batch.row_chunks()
+    inside = chunk < batch.num_chunks
+    chunk = chunk.clamp_max(batch.num_chunks - 1)
+    row = torch.arange(batch.num_rows, device=chunk.device)
+    positions = torch.where(inside, batch.starts[chunk] + row - batch.qo_indptr[chunk], 0)
+    pages = batch.page_table[chunk, positions // page_size].long()
+    if batch.kept_from is not None:
+        pages = torch.where(positions < batch.kept_from[chunk], 0, pages)
+    return positions, torch.where(inside, pages * page_size + positions % page_size, 0)

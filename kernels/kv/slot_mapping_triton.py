@@ -1,0 +1,115 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Kernels of `slot_mapping`: one launch per batch; the references have about ten."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
+
+BLOCK = 128  # rows per program
+CHUNKS = 16  # compared at a time
+
+
+@triton.jit
+def _map_decode_rows(
+    prefix_ptr,
+    table_ptr,
+    table_stride,
+    position_ptr,
+    slot_ptr,
+    first_column,
+    page_size,
+    ROWS: tl.constexpr,
+    ROWS_PADDED: tl.constexpr,
+):
+    b = tl.program_id(0)
+    row = tl.arange(0, ROWS_PADDED)
+    inside = row < ROWS
+    position = tl.load(prefix_ptr + b).to(tl.int64) + first_column + row
+    page = tl.load(table_ptr + b * table_stride + position // page_size, mask=inside, other=0).to(tl.int64)
+    tl.store(position_ptr + b * ROWS + row, position, mask=inside)
+    tl.store(slot_ptr + b * ROWS + row, page * page_size + position % page_size, mask=inside)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_chunks", "num_rows", "page_size"])
+def _map_prefill_rows(
+    indptr_ptr,
+    starts_ptr,
+    kept_ptr,
+    table_ptr,
+    table_stride,
+    position_ptr,
+    slot_ptr,
+    num_chunks,
+    num_rows,
+    page_size,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    HAS_KEPT: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    chunk = row * 0
+    for low in range(0, num_chunks, CHUNKS):
+        c = low + tl.arange(0, CHUNKS)
+        end = tl.load(indptr_ptr + 1 + c, mask=c < num_chunks, other=2147483647)
+        chunk += tl.sum((end[None, :] <= row[:, None]).to(tl.int32), 1)
+    inside = chunk < num_chunks
+    start = tl.load(starts_ptr + chunk, mask=inside, other=0)
+    position = tl.where(inside, start + row - tl.load(indptr_ptr + chunk, mask=inside, other=0), 0)
+    entry = table_ptr + chunk.to(tl.int64) * table_stride + position // page_size
+    page = tl.load(entry, mask=inside, other=0).to(tl.int64)
+    if HAS_KEPT:
+        kept_from = tl.load(kept_ptr + chunk, mask=inside, other=0)
+        page = tl.where(position < kept_from, 0, page)
+    tl.store(position_ptr + row, position.to(tl.int64), mask=row < num_rows)
+    slot = tl.where(inside, page * page_size + position % page_size, 0)
+    tl.store(slot_ptr + row, slot, mask=row < num_rows)
+
+
+def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """`aerie.kernels.kv.slot_mapping.map_decode_rows`."""
+    positions, slots = _outputs(batch.num_rows, batch.prefix_len.device)
+    _map_decode_rows[(batch.num_requests,)](
+        batch.prefix_len,
+        batch.page_table,
+        batch.page_table.stride(0),
+        positions,
+        slots,
+        batch.suffix_len - batch.rows,
+        page_size,
+        ROWS=batch.rows,
+        ROWS_PADDED=triton.next_power_of_2(batch.rows),
+        num_warps=1,
+    )
+    return positions, slots
+
+
+def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
+    """`aerie.kernels.kv.slot_mapping.map_prefill_rows`."""
+    kept_from = batch.kept_from
+    positions, slots = _outputs(batch.num_rows, batch.starts.device)
+    _map_prefill_rows[(triton.cdiv(batch.num_rows, BLOCK),)](
+        batch.qo_indptr,
+        batch.starts,
+        batch.starts if kept_from is None else kept_from,
+        batch.page_table,
+        batch.page_table.stride(0),
+        positions,
+        slots,
+        batch.num_chunks,
+        batch.num_rows,
+        page_size,
+        BLOCK=BLOCK,
+        CHUNKS=CHUNKS,
+        HAS_KEPT=kept_from is not None,
+        num_warps=4,
+    )
+    return positions, slots
+
+
+def _outputs(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Allocate both outputs separately, so that both are aligned; Triton compiles a kernel for each alignment."""
+    positions, slots = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
+    return positions, slots

@@ -1,0 +1,226 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
+"""y = x W^T, or silu(x G^T) * (x U^T), for up to 32 rows and a 4- or 8-bit weight, which is streamed.
+
+A 4-bit weight has a quarter of the bytes of a 16-bit one, so work per byte matters four times as much. Here each lane
+loads 16 bytes of codes, its own part of the tensor cores' operands (`aerie.kernels.packed.weight`), and 16 bytes of
+rows. Warps use no shared memory and no barrier until the sums are complete. Tensors have the layout of
+`fragments_triton`.
+
+A tensor core multiplies 16 outputs with 8 rows (m16n8k16). A mask and an exponent turn codes into 16-bit numbers, and
+an exact subtraction removes the zero. The sum of a group is multiplied by its scale in float32.
+
+The warps of a program share the inputs, and so do several programs (split K). The last program adds the splits in
+order, so equal inputs give equal bits. A row's result depends on the other rows only through the tiles that the table
+chooses.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.gemm.splits_triton import comes_last, sum_of_splits
+from aerie.kernels.gemm.workspace import Workspace
+from aerie.kernels.interpreter_triton import INTERPRETED
+from aerie.kernels.packed.stream_steps_triton import add_products, load_codes, load_inputs, load_scales
+from aerie.kernels.packed.sums_triton import sums_of_warps
+from aerie.kernels.packed.tiles import StreamTiles
+from aerie.kernels.packed.weight import PackedWeight
+from aerie.kernels.pdl import pdl_wait
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _packed_stream(
+    x_ptr,
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    part_ptr,
+    ticket_ptr,
+    rows,
+    row_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_TILES: tl.constexpr,
+    WARPS_N: tl.constexpr,
+    WARPS_K: tl.constexpr,
+    COUNT: tl.constexpr,
+    STEPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    GATED: tl.constexpr,
+    TYPE: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    PDL: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    # N: outputs of W, or half of them if GATED
+    CHUNKS: tl.constexpr = (K + 63) // 64
+    GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
+    PIECES: tl.constexpr = 2 if CODE == "int8" else 1
+    # halves of chunks that share a scale
+    ONE: tl.constexpr = 2 if GROUP % 64 == 0 else 1
+    EACH: tl.constexpr = 2 * COUNT if GROUP % (64 * COUNT) == 0 or GROUP == K else ONE
+    HAS_ZEROS: tl.constexpr = zeros_ptr is not None
+    tile, split = tl.program_id(0), tl.program_id(1)
+    index = tl.arange(0, WARPS_N * WARPS_K * 128)
+    word, warp = index % 128, index // 128
+    r, t, g = index % 4, index // 4 % 4, index // 16 % 8
+    block = tile + warp % WARPS_N * (N // 64) if GATED else tile * WARPS_N + warp % WARPS_N
+    HAS_TAIL: tl.constexpr = (N + 63) // 64 % WARPS_N != 0
+    has = block < (N + 63) // 64 if HAS_TAIL and not GATED else block >= 0
+    start_chunk = (split * STEPS * WARPS_K + warp // WARPS_N) * COUNT
+    codes_base = codes_ptr + block * (CHUNKS * 512 * PIECES)
+    scales_base = scales_ptr.to(tl.pointer_type(tl.int32)) + block * (GROUPS * 32) + g * 4 + r
+    zeros_base = scales_base
+    if HAS_ZEROS:
+        zeros_base = zeros_ptr.to(tl.pointer_type(tl.int32)) + block * (GROUPS * 32) + g * 4 + r
+    x_base = x_ptr.to(tl.pointer_type(tl.int32)) + g * row_stride + 4 * t + r
+    acc = ()
+    for _ in tl.static_range(4 * ROW_TILES):
+        acc = acc + (tl.zeros([WARPS_N * WARPS_K * 128], tl.float32),)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    codes_ahead = load_codes(codes_base, word, start_chunk, has, CHUNKS, COUNT, PIECES)
+    scales_ahead = load_scales(scales_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
+    zeros_ahead = ()
+    if HAS_ZEROS:
+        zeros_ahead = load_scales(zeros_base, t, start_chunk, has, K, GROUP, COUNT, EACH)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    inputs_ahead = load_inputs(x_base, g, t, row_stride, rows, start_chunk, K, ROW_TILES, COUNT)
+    for step in range(STEPS):
+        chunk = start_chunk + step * (WARPS_K * COUNT)
+        codes, scales, zeros, inputs = codes_ahead, scales_ahead, zeros_ahead, inputs_ahead
+        next_chunk, more = chunk + WARPS_K * COUNT, has & (step + 1 < STEPS)
+        codes_ahead = load_codes(codes_base, word, next_chunk, more, CHUNKS, COUNT, PIECES)
+        scales_ahead = load_scales(scales_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
+        if HAS_ZEROS:
+            zeros_ahead = load_scales(zeros_base, t, next_chunk, more, K, GROUP, COUNT, EACH)
+        inputs_ahead = load_inputs(x_base, g, t, row_stride, rows, next_chunk, K, ROW_TILES, COUNT)
+        for each in tl.static_range(COUNT):
+            acc = add_products(
+                acc,
+                codes,
+                scales,
+                zeros,
+                inputs,
+                each,
+                CODE,
+                GROUP,
+                HAS_ZEROS,
+                ROW_TILES,
+                EACH,
+                TYPE,
+                SCALE_TYPE,
+                INTERPRETED,
+            )
+    # accumulator ROW_TILES i + j, element 128 w + 4 l + r: output 16 i + 8 (r / 2) + g of row 8 j + 2 t + r % 2
+    PARTS: tl.constexpr = 4 * ROW_TILES
+    WARPS: tl.constexpr = WARPS_N * WARPS_K
+    RESULTS: tl.constexpr = (PARTS + WARPS - 1) // WARPS if GATED else (PARTS + WARPS_K - 1) // WARPS_K
+    sums = sums_of_warps(acc, PARTS, WARPS_N, WARPS_K, GATED and SPLITS == 1, INTERPRETED)
+    if SPLITS > 1:
+        cells = part_ptr + tile * (SPLITS * PARTS * WARPS_N * 128) + word
+        for q in tl.static_range((PARTS + WARPS_K - 1) // WARPS_K):
+            part = q * WARPS_K + warp // WARPS_N
+            here = cells + ((split * PARTS + part) * WARPS_N + warp % WARPS_N) * 128
+            tl.store(here, sums[q], mask=(part < PARTS) & (part % ROW_TILES * 8 + 2 * t < rows))
+        if not comes_last(ticket_ptr + tile, SPLITS):
+            return
+        sums = ()
+        for q in tl.static_range(RESULTS):
+            part = q * WARPS + warp if GATED else q * WARPS_K + warp // WARPS_N
+            live = (part < PARTS) & (part % ROW_TILES * 8 + 2 * t < rows)
+            if GATED:
+                here = cells + part * 256
+                sums = sums + (sum_of_splits(here, live, PARTS * 256, SPLITS),)
+                sums = sums + (sum_of_splits(here + 128, live, PARTS * 256, SPLITS),)
+            else:
+                here = cells + (part * WARPS_N + warp % WARPS_N) * 128
+                sums = sums + (sum_of_splits(here, live, PARTS * WARPS_N * 128, SPLITS),)
+    for q in tl.static_range(RESULTS):
+        part = q * WARPS + warp if GATED else q * WARPS_K + warp // WARPS_N
+        row = part % ROW_TILES * 8 + 2 * t + r % 2
+        n = (tile if GATED else block) * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
+        live = (part < PARTS) & (row < rows) & (n < N)
+        if GATED:
+            result, up = sums[2 * q], sums[2 * q + 1]
+            if row_scale_ptr is not None:
+                result *= tl.load(row_scale_ptr + n, mask=live, other=0.0)
+                up *= tl.load(row_scale_ptr + N + n, mask=live, other=0.0)
+            # rounded like a product followed by `silu_mul`
+            result = result.to(out_ptr.dtype.element_ty).to(tl.float32)
+            result = (result / (1.0 + tl.exp(-result))).to(out_ptr.dtype.element_ty).to(tl.float32)
+            result *= up.to(out_ptr.dtype.element_ty).to(tl.float32)
+        else:
+            result = sums[q]
+            if row_scale_ptr is not None:
+                result *= tl.load(row_scale_ptr + n, mask=live, other=0.0)
+            if bias_ptr is not None:
+                result += tl.load(bias_ptr + n, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row.to(tl.int64) * N + n, result.to(out_ptr.dtype.element_ty), mask=live)
+
+
+TL_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def packed_stream(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    workspace: Workspace,
+    tiles: StreamTiles,
+    out: Tensor,
+    gated: bool = False,
+) -> Tensor:
+    """Write x W^T + b to `out`; gated: silu(x G^T) * (x U^T), where W is G above U.
+
+    x: [rows, in_features] bfloat16 or float16, last stride 1, rows at multiples of 16 bytes.
+    weight: weight of a linear layer, with 16-bit scales; in_features a multiple of 8.
+    tiles: from `stream_tiles` or `gated_tiles`, for at least as many rows.
+    out: [rows, N] or [rows, N / 2], contiguous, of 16 or 32 bits.
+
+    Reference: `aerie.kernels.packed.product.packed_product`.
+    """
+    (rows, n), k = out.shape, weight.in_features
+    assert x.shape == (rows, k) and x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % 8 == 0
+    assert rows <= 8 * tiles.row_tiles and out.is_contiguous()
+    assert weight.out_features == n * (1 + gated) and not (gated and (n % 64 or bias is not None or tiles.warps_n != 2))
+    if rows == 0:
+        return out
+    grid = (n // 64 if gated else triton.cdiv(triton.cdiv(n, 64), tiles.warps_n), tiles.splits)
+    _packed_stream[grid](
+        x,
+        weight.codes,
+        weight.scales,
+        weight.zeros,
+        weight.row_scale,
+        bias,
+        out,
+        workspace.part,
+        workspace.tickets,
+        rows,
+        x.stride(0) // 2,
+        N=n,
+        K=k,
+        CODE=weight.code,
+        GROUP=weight.group,
+        ROW_TILES=tiles.row_tiles,
+        WARPS_N=tiles.warps_n,
+        WARPS_K=tiles.warps_k,
+        COUNT=tiles.chunks,
+        STEPS=tiles.steps(k),
+        SPLITS=tiles.splits,
+        GATED=gated,
+        TYPE=TL_TYPES[x.dtype],
+        SCALE_TYPE=TL_TYPES[weight.scales.dtype],
+        INTERPRETED=INTERPRETED,
+        num_warps=tiles.warps_n * tiles.warps_k,
+        **pdl_wait(x.device),
+    )
+    return out

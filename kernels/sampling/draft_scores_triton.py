@@ -1,0 +1,218 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Kernels of `aerie.kernels.sampling.draft_scores`.
+
+With filters a draft step has one more launch, which counts the levels of each part. The programs that add noise sum the
+counts over the parts of their row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.attend import scores
+from aerie.kernels.sampling import draft_scores
+from aerie.kernels.sampling.filters import Filters
+from aerie.kernels.sampling.filters_triton import is_filtered
+from aerie.kernels.sampling.gumbel import Draws
+from aerie.kernels.sampling.gumbel_triton import draw_of_row, noisy
+
+LEVELS = tl.constexpr(draft_scores.LEVELS)
+LOG2_E = tl.constexpr(scores.LOG2_E)
+SUMMARY = 1 + draft_scores.LEVELS  # numbers per part: its largest scaled logit, then counts
+DROPPED = tl.constexpr(draft_scores.DROPPED)
+PART, TILE = draft_scores.PART, 128
+BLOCK = 1024
+
+
+@triton.jit
+def scale_of(temperature):
+    """Return the factor of a row's scaled logits, bitwise equal to that of the reference, `scaled_logits`."""
+    return tl.div_rn(1.0, temperature) * LOG2_E
+
+
+@triton.jit(do_not_specialize=["width"])
+def _count_levels(
+    x_ptr,
+    x_stride,
+    size,
+    slot_ptr,
+    width,
+    temperature_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    float_stride,
+    top_k_ptr,
+    int_stride,
+    summary_ptr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write the summary of one part of a filtered row."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slot_ptr + row // width)
+    if is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
+        scale = scale_of(tl.load(temperature_ptr + slot * float_stride))
+        column = part * PART + tl.arange(0, PART)
+        x = tl.load(x_ptr + row * x_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
+        peak = tl.max(x, 0) * scale
+        top = tl.floor(peak)
+        level = tl.arange(0, LEVELS)
+        total = tl.zeros([LEVELS, TILE], tl.int32)
+        column = part * PART + tl.arange(0, TILE)
+        for _ in range(0, PART, TILE):
+            tile = tl.load(x_ptr + row * x_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
+            below = tl.where(tile > float("-inf"), top - tl.floor(tile * scale), LEVELS * 1.0)
+            total += (below[None, :] == level[:, None].to(tl.float32)).to(tl.int32)
+            column += TILE
+        place = summary_ptr + (row * tl.num_programs(1) + part) * (1 + LEVELS)
+        tl.store(place, peak)
+        tl.store(place + 1 + level, tl.sum(total, 1).to(tl.float32))
+
+
+@triton.jit
+def _lowest_kept(
+    row,
+    slot,
+    summary_ptr,
+    parts,
+    top_p_ptr,
+    min_p_ptr,
+    float_stride,
+    top_k_ptr,
+    int_stride,
+    PARTS: tl.constexpr,
+):
+    """Return the lowest scaled logit that a filtered row keeps."""
+    part, level = tl.arange(0, PARTS), tl.arange(0, LEVELS)
+    summary = summary_ptr + (row * parts + part) * (1 + LEVELS)
+    peaks = tl.load(summary, mask=part < parts, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    top = tl.floor(peak)
+    lower = tl.where(peaks > float("-inf"), tl.minimum(top - tl.floor(peaks), LEVELS * 1.0), LEVELS * 1.0)
+    place = level[None, :] - lower.to(tl.int32)[:, None]
+    counts = tl.sum(tl.load(summary[:, None] + 1 + place, mask=place >= 0, other=0.0), 0).to(tl.int64)
+    top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
+    by_count = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0)
+    by_count = tl.where(top_k > 0, by_count, LEVELS)
+    mass = tl.where(level <= by_count, counts, 0) << (level * -1 + (LEVELS - 1)).to(tl.int64)
+    needed = top_p * tl.sum(mass, 0).to(tl.float32)
+    by_mass = tl.sum((tl.cumsum(mass, 0).to(tl.float32) < needed).to(tl.int32), 0)
+    last = tl.minimum(by_count, tl.where(top_p < 1, by_mass, LEVELS))
+    lowest = tl.where(last < LEVELS, top - last.to(tl.float32), float("-inf"))
+    min_p = tl.load(min_p_ptr + slot * float_stride)
+    share = peak + tl.log2(tl.where(min_p > 0, min_p, 1.0))
+    return tl.where(min_p > 0, tl.maximum(lowest, share), lowest)
+
+
+def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
+    """`aerie.kernels.sampling.draft_scores.count_levels`."""
+    rows, size = logits.shape
+    parts = triton.cdiv(size, PART)
+    summary = torch.empty((rows, parts, SUMMARY), dtype=torch.float32, device=logits.device)
+    _count_levels[(rows, parts)](
+        logits,
+        logits.stride(0),
+        size,
+        slots,
+        rows // slots.shape[0],
+        *filters.arguments(),
+        summary,
+        PART=PART,
+        TILE=TILE,
+        num_warps=8,
+    )
+    return summary
+
+
+@triton.jit(do_not_specialize=["width", "position_row", "position_column"])
+def _perturb(
+    x_ptr,
+    x_stride,
+    out_ptr,
+    size,
+    id_ptr,
+    id_stride,
+    summary_ptr,
+    parts,
+    top_p_ptr,
+    min_p_ptr,
+    float_stride,
+    top_k_ptr,
+    int_stride,
+    slot_ptr,
+    position_ptr,
+    position_row,
+    position_column,
+    width,
+    temperature_ptr,
+    temperature_stride,
+    seed_ptr,
+    seed_stride,
+    FILTERED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    temperature, hashed = draw_of_row(
+        row,
+        slot_ptr,
+        position_ptr,
+        position_row,
+        position_column,
+        width,
+        temperature_ptr,
+        temperature_stride,
+        seed_ptr,
+        seed_stride,
+    )
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if temperature > 0:
+        token = tl.load(id_ptr + row * id_stride + column, mask=inside, other=0)
+        score = noisy(x, tl.div_rn(1.0, temperature), hashed, token)
+        if FILTERED:
+            slot = tl.load(slot_ptr + row // width)
+            if is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
+                lowest = _lowest_kept(
+                    row,
+                    slot,
+                    summary_ptr,
+                    parts,
+                    top_p_ptr,
+                    min_p_ptr,
+                    float_stride,
+                    top_k_ptr,
+                    int_stride,
+                    PARTS,
+                )
+                score = tl.where(x * scale_of(temperature) >= lowest, score, score - DROPPED)
+        x = score
+    tl.store(out_ptr + row * size + column, x, mask=inside)
+
+
+def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
+    """`aerie.kernels.sampling.draft_scores.perturb`."""
+    rows, size = logits.shape
+    out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
+    filtered = summary is not None
+    summary = out if summary is None else summary.contiguous()
+    parts = summary.shape[1] if filtered else 1
+    _perturb[(rows, triton.cdiv(size, BLOCK))](
+        logits,
+        logits.stride(0),
+        out,
+        size,
+        ids,
+        ids.stride(0) if ids.dim() == 2 else 0,
+        summary,
+        parts,
+        *filters.arguments()[1:],
+        *draws.arguments(),
+        FILTERED=filtered,
+        PARTS=triton.next_power_of_2(parts),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return out

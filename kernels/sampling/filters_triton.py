@@ -1,0 +1,257 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Kernels of `aerie.kernels.sampling.filters`: a search over gaps instead of a sort.
+
+A gap has 24 bits. Each pass counts the tokens (top-k) or sums the masses (top-p) within seven limits, which determines
+three bits, so a search has eight passes. The split of a row into parts depends only on its size, and parts are summed
+in a fixed order, so a row's limits do not depend on other rows. Each pass first sums the results of the previous pass
+over the parts, because only a kernel boundary is a barrier. Programs return at once for rows without the filter or with
+a finished search.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.sampling import filters as reference
+from aerie.kernels.sampling.filters import Filters, Limits
+from aerie.kernels.sampling.gumbel_triton import log
+
+UNITS = tl.constexpr(reference.UNITS)
+MAX_GAP = tl.constexpr(reference.MAX_GAP)
+PER_UNIT = tl.constexpr(-1.4426950408889634 / reference.UNITS)  # log2 of a token's mass, per unit of its gap
+LEVELS = 8
+PART, TILE = 4096, 512
+
+
+@triton.jit
+def is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
+    """Return whether the request in a slot uses filters."""
+    top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
+    filtered = (top_k > 0) | (top_p < 1) | (tl.load(min_p_ptr + slot * float_stride) > 0)
+    return filtered & (tl.load(temperature_ptr + slot * float_stride) > 0)
+
+
+@triton.jit
+def gap_of(x, peak, temperature):
+    """Return the gaps of x, int32, bitwise equal to `aerie.kernels.sampling.filters.gaps`."""
+    return tl.minimum((peak - x) * tl.div_rn(UNITS, temperature), MAX_GAP * 1.0).to(tl.int32)
+
+
+@triton.jit
+def _totals(sum_ptr, parts, PARTS: tl.constexpr):
+    """Return the sums of a row over its parts: [8]."""
+    part, column = tl.arange(0, PARTS)[:, None], tl.arange(0, 8)[None, :]
+    return tl.sum(tl.load(sum_ptr + part * 8 + column, mask=part < parts, other=0.0), 0)
+
+
+@triton.jit
+def _advance(lowest, shift, needed, totals):
+    """Return the lower end of the first of eight intervals, 2^shift wide, whose sum reaches `needed`."""
+    short = (totals < needed) & (tl.arange(0, 8) < 7)
+    return lowest + (tl.sum(short.to(tl.int32), 0) << shift)
+
+
+@triton.jit
+def _settled(limit):
+    """Encode or decode a found limit: a negative number that is stored in place of a bracket's lower end."""
+    return -1 - limit
+
+
+@triton.jit
+def _found(lowest, needed, sum_ptr, parts, PARTS: tl.constexpr):
+    """Return the limit found by a search."""
+    limit = _settled(lowest)
+    if lowest >= 0:
+        limit = _advance(lowest, 0, needed, _totals(sum_ptr, parts, PARTS))
+    return limit
+
+
+@triton.jit(do_not_specialize=["width"])
+def _peaks(
+    x_ptr,
+    x_stride,
+    size,
+    slot_ptr,
+    width,
+    temperature_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    float_stride,
+    top_k_ptr,
+    int_stride,
+    peak_ptr,
+    BLOCK: tl.constexpr,
+):
+    """Find the largest logit of each part of filtered rows."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot = tl.load(slot_ptr + row // width)
+    if is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + row * x_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
+        tl.store(peak_ptr + row * tl.num_programs(1) + part, tl.max(x, 0))
+
+
+@triton.jit(do_not_specialize=["width", "level"])
+def _narrow(
+    x_ptr,
+    x_stride,
+    size,
+    slot_ptr,
+    width,
+    temperature_ptr,
+    top_p_ptr,
+    float_stride,
+    top_k_ptr,
+    int_stride,
+    peak_ptr,
+    before_lowest_ptr,
+    before_sum_ptr,
+    lowest_ptr,
+    sum_ptr,
+    needed_ptr,
+    level,
+    BY_MASS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Write the sums of one part within seven limits, which divide the bracket into eighths. In the first pass the
+    eighth column is the mass that top-k keeps, of which top-p needs a share; in later passes it is the number of tokens
+    in the bracket. The search ends when one token is left."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    parts = tl.num_programs(1)
+    slot = tl.load(slot_ptr + row // width)
+    temperature = tl.load(temperature_ptr + slot * float_stride)
+    top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
+    wanted = (temperature > 0) & (top_p < 1) if BY_MASS else (temperature > 0) & (top_k > 0)
+    if wanted:
+        shift = 21 - 3 * level
+        lowest, last_limit = level * 0, level * 0 + MAX_GAP
+        needed = top_k.to(tl.float32)
+        before = before_sum_ptr + row * parts * 8
+        if level > 0:
+            lowest = tl.load(before_lowest_ptr + row)
+            if lowest >= 0:
+                totals = _totals(before, parts, PARTS)
+                last = tl.sum(tl.where(tl.arange(0, 8) == 7, totals, 0.0), 0)
+                if BY_MASS:
+                    needed = top_p * last if level == 1 else tl.load(needed_ptr + row)
+                if (level > 1) & (last < 2):
+                    lowest = _settled(lowest + (8 << (shift + 3)) - 1)
+                else:
+                    lowest = _advance(lowest, shift + 3, needed, totals)
+            last_limit = lowest + (8 << shift) - 1
+        elif BY_MASS & (top_k > 0):
+            last_limit = _found(tl.load(before_lowest_ptr + row), needed, before, parts, PARTS)
+        if part == 0:
+            tl.store(lowest_ptr + row, lowest)
+            tl.store(needed_ptr + row, needed)
+        if lowest >= 0:
+            place = tl.arange(0, PARTS)
+            peak = tl.max(tl.load(peak_ptr + row * parts + place, mask=place < parts, other=float("-inf")), 0)
+            pivot = tl.arange(0, 8)
+            limit = tl.where(pivot < 7, lowest + ((pivot + 1) << shift) - 1, last_limit)
+            column = part * PART + tl.arange(0, TILE)
+            total = tl.zeros([8, TILE], tl.float32)
+            ahead = tl.load(x_ptr + row * x_stride + column, mask=column < size, other=float("-inf"))
+            for start in range(0, PART, TILE):
+                x, inside = ahead.to(tl.float32), column < size
+                column += TILE
+                there = (column < size) & (start + TILE < PART)
+                ahead = tl.load(x_ptr + row * x_stride + column, mask=there, other=0.0)
+                gap = tl.where(inside, gap_of(x, peak, temperature), MAX_GAP + 1)
+                mass = tl.exp2(gap.to(tl.float32) * PER_UNIT) if BY_MASS else tl.full([TILE], 1.0, tl.float32)
+                last = tl.where(level > 0, (gap >= lowest).to(tl.float32), mass)
+                summand = tl.where(pivot[:, None] < 7, mass[None, :], last[None, :])
+                total += tl.where(gap[None, :] <= limit[:, None], summand, 0.0)
+            tl.store(sum_ptr + (row * parts + part) * 8 + pivot, tl.sum(total, 1))
+
+
+@triton.jit(do_not_specialize=["width"])
+def _limits(
+    slot_ptr,
+    width,
+    temperature_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    float_stride,
+    top_k_ptr,
+    int_stride,
+    peak_ptr,
+    lowest_ptr,
+    sum_ptr,
+    needed_ptr,
+    row_peak_ptr,
+    limit_ptr,
+    parts,
+    PARTS: tl.constexpr,
+):
+    """Combine the limits that the searches found with min-p's, which needs no search."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + row // width)
+    top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
+    min_p, temperature = tl.load(min_p_ptr + slot * float_stride), tl.load(temperature_ptr + slot * float_stride)
+    searched = (top_k > 0) | (top_p < 1)
+    peak = float("inf")
+    limit = slot.to(tl.int32) * 0 + MAX_GAP
+    if (searched | (min_p > 0)) & (temperature > 0):
+        place = tl.arange(0, PARTS)
+        peak = tl.max(tl.load(peak_ptr + row * parts + place, mask=place < parts, other=float("-inf")), 0)
+        if searched:
+            needed = tl.load(needed_ptr + row)
+            limit = _found(tl.load(lowest_ptr + row), needed, sum_ptr + row * parts * 8, parts, PARTS)
+        if min_p > 0:
+            by_share = tl.minimum(tl.maximum(-log(min_p) * UNITS, 0.0), MAX_GAP * 1.0).to(tl.int32)
+            limit = tl.minimum(limit, by_share)
+    tl.store(row_peak_ptr + row, peak)
+    tl.store(limit_ptr + row, limit)
+
+
+def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
+    """`aerie.kernels.sampling.filters.find_limits`."""
+    rows, size = logits.shape
+    device, parts = logits.device, triton.cdiv(size, PART)
+    temperature, top_p, min_p, *top_k = filters.arguments()
+    head = (logits, logits.stride(0), size, slots, rows // slots.shape[0], temperature, top_p)
+    peaks = torch.empty((rows, parts), dtype=torch.float32, device=device)
+    # separate tensors, because a slice may be less aligned, and Triton compiles a kernel for each alignment
+    lowest = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2)]
+    sums = [torch.empty((rows, parts, 8), dtype=torch.float32, device=device) for _ in range(2)]
+    needed = torch.empty(rows, dtype=torch.float32, device=device)
+    padded = triton.next_power_of_2(parts)
+    _peaks[(rows, parts)](*head, min_p, *top_k, peaks, BLOCK=PART, num_warps=8)
+    for turn in range(2 * LEVELS):
+        now, before = turn % 2, 1 - turn % 2
+        _narrow[(rows, parts)](
+            *head,
+            *top_k,
+            peaks,
+            lowest[before],
+            sums[before],
+            lowest[now],
+            sums[now],
+            needed,
+            turn % LEVELS,
+            BY_MASS=turn >= LEVELS,
+            PARTS=padded,
+            PART=PART,
+            TILE=TILE,
+            num_warps=4,
+        )
+    found = Limits(torch.empty_like(needed), torch.empty_like(lowest[0]))
+    _limits[(rows,)](
+        *head[3:],
+        min_p,
+        *top_k,
+        peaks,
+        lowest[1],
+        sums[1],
+        needed,
+        found.peaks,
+        found.gaps,
+        parts,
+        PARTS=padded,
+        num_warps=1,
+    )
+    return found

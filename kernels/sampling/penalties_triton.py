@@ -1,0 +1,110 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The kernel of `aerie.kernels.sampling.penalties`: one pass over the logits."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.sampling.penalties import PenaltyTables
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["width", "position_row", "position_column", "nodes"])
+def _apply_penalties(
+    x_ptr,
+    x_stride,
+    out_ptr,
+    size,
+    slot_ptr,
+    position_ptr,
+    position_row,
+    position_column,
+    width,
+    path_ptr,
+    path_token_ptr,
+    nodes,
+    count_ptr,
+    prompt_ptr,
+    bias_ptr,
+    penalty_ptr,
+    penalty_stride,
+    min_len_ptr,
+    min_len_stride,
+    stop_ptr,
+    shapes_ptr,
+    shapes_stride,
+    STOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    request = row // width
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    slot = tl.load(slot_ptr + request)
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if tl.load(shapes_ptr + slot * shapes_stride) != 0:
+        count = tl.load(count_ptr + slot * size + column, mask=inside, other=0)
+        for node in range(nodes):
+            on_path = tl.load(path_ptr + row * nodes + node)
+            token = tl.load(path_token_ptr + request * nodes + node)
+            count += ((column == tl.maximum(token, 0)) & (on_path != 0)).to(tl.int32)
+        prompt = tl.load(prompt_ptr + slot * size + column, mask=inside, other=0)
+        presence = tl.load(penalty_ptr + slot * penalty_stride)
+        frequency = tl.load(penalty_ptr + slot * penalty_stride + 1)
+        factor = tl.load(penalty_ptr + slot * penalty_stride + 2) + 1.0
+        repeated = tl.where(x > 0, x / factor, x * factor)
+        x = tl.where((count > 0) | (prompt != 0), repeated, x)
+        x = tl.fma(count.to(tl.float32), -frequency, x) - tl.where(count > 0, presence, 0.0)
+        x += tl.load(bias_ptr + slot * size + column, mask=inside, other=0.0)
+        position = tl.load(position_ptr + request * position_row + row % width * position_column)
+        if position < tl.load(min_len_ptr + slot * min_len_stride):
+            for i in range(STOPS):
+                x = tl.where(column == tl.load(stop_ptr + slot * STOPS + i), float("-inf"), x)
+    tl.store(out_ptr + row * size + column, x, mask=inside)
+
+
+def apply_penalties(
+    logits: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    tables: PenaltyTables,
+    path: Tensor | None = None,
+    path_tokens: Tensor | None = None,
+) -> Tensor:
+    """`aerie.kernels.sampling.penalties.apply_penalties`."""
+    rows, size = logits.shape
+    counts, prompt, bias = tables.output_counts, tables.in_prompt, tables.bias
+    out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
+    shapes, prompt = tables.shapes_logits.view(torch.int8), prompt.view(torch.int8)
+    nodes = 0 if path is None else path.shape[2]
+    on_path = prompt if path is None else path.contiguous().view(torch.int8)
+    tokens = slots if path_tokens is None else path_tokens.contiguous()
+    _apply_penalties[(rows, triton.cdiv(size, BLOCK))](
+        logits,
+        logits.stride(0),
+        out,
+        size,
+        slots,
+        positions,
+        *positions.stride(),
+        positions.shape[1],
+        on_path,
+        tokens,
+        nodes,
+        counts,
+        prompt,
+        bias,
+        tables.penalties,
+        tables.penalties.stride(0),
+        tables.min_len,
+        tables.min_len.stride(0),
+        tables.stop_ids,
+        shapes,
+        shapes.stride(0),
+        STOPS=tables.stop_ids.shape[1],
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    return out

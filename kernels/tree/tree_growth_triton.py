@@ -1,0 +1,191 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""Kernels of `tree_growth`: one launch per level instead of a dozen, and one for the selection instead of fifty. One
+program per request."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree
+from aerie.kernels.tree.tree_growth import MAX_CUT_CANDIDATES
+
+
+@triton.jit
+def _grow(
+    score_ptr,
+    id_ptr,
+    map_ptr,
+    above_score_ptr,
+    above_candidate_ptr,
+    above_mask_ptr,
+    found_token_ptr,
+    found_score_ptr,
+    found_parent_ptr,
+    token_ptr,
+    level_score_ptr,
+    candidate_ptr,
+    mask_ptr,
+    parent_ptr,
+    num_candidates,
+    first,
+    first_bit,
+    HAS_MAP: tl.constexpr,
+    ROOT: tl.constexpr,
+    PARENTS: tl.constexpr,
+    K: tl.constexpr,
+    CHILDREN: tl.constexpr,
+):
+    b = tl.program_id(0)
+    child = tl.arange(0, CHILDREN)
+    there = child < PARENTS * K
+    parent = child // K
+    score = tl.load(score_ptr + b * PARENTS * K + child, mask=there, other=float("-inf"))
+    score = tl.where(score < float("inf"), score, float("-inf"))  # `_cut` ranks by comparing
+    token = tl.load(id_ptr + b * PARENTS * K + child, mask=there, other=0)
+    if HAS_MAP:
+        token = tl.load(map_ptr + token, mask=there, other=0)
+    above = child * 0 - 1
+    if not ROOT:
+        score += tl.load(above_score_ptr + b * PARENTS + parent, mask=there, other=0.0)
+        above = tl.load(above_candidate_ptr + b * PARENTS + parent, mask=there, other=0)
+    out = b * num_candidates + first + child
+    tl.store(found_token_ptr + out, token, mask=there)
+    tl.store(found_score_ptr + out, score, mask=there)
+    tl.store(found_parent_ptr + out, above.to(tl.int64), mask=there)
+    left, number = score, child
+    for i in tl.static_range(K):
+        best = tl.max(left, 0)
+        # chosen nodes become -inf like masked tokens, and rank after all children
+        chosen = tl.min(tl.where((left == best) & there, number, CHILDREN), 0)
+        chosen = tl.minimum(chosen, PARENTS * K - 1)
+        here = child == chosen
+        bit = (tl.full([1], 1, tl.int64) << (first_bit + i)).sum(0)
+        seen = bit
+        if not ROOT:
+            seen = bit | tl.load(above_mask_ptr + b * PARENTS + chosen // K)
+        tl.store(token_ptr + b * K + i, tl.sum(tl.where(here, token, 0), 0))
+        tl.store(level_score_ptr + b * K + i, best)
+        tl.store(candidate_ptr + b * K + i, (first + chosen).to(tl.int64))
+        tl.store(mask_ptr + b * K + i, seen)
+        tl.store(parent_ptr + b * K + i, (b * PARENTS + chosen // K).to(tl.int64))
+        left = tl.where(here, float("-inf"), left)
+        number = tl.where(here, CHILDREN, number)
+
+
+def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
+    """`aerie.kernels.tree.tree_growth.grow`."""
+    k = children.ids.shape[1]
+    parents = 1 if above is None else k
+    batch, device = candidates.tokens.shape[0], candidates.tokens.device
+    tokens, candidate, mask = torch.empty((3, batch, k), dtype=torch.int64, device=device).unbind(0)
+    level = Level(
+        tokens,
+        torch.empty((batch, k), dtype=torch.float32, device=device),
+        candidate,
+        mask,
+        torch.empty(batch * k, dtype=torch.int64, device=device),
+    )
+    over = above or level
+    _grow[(batch,)](
+        children.log_probabilities,
+        children.ids,
+        children.target_ids,
+        over.scores,
+        over.candidate,
+        over.mask,
+        candidates.tokens,
+        candidates.scores,
+        candidates.parents,
+        level.tokens,
+        level.scores,
+        level.candidate,
+        level.mask,
+        level.parent,
+        candidates.tokens.shape[1],
+        first,
+        first_bit,
+        HAS_MAP=children.target_ids is not None,
+        ROOT=above is None,
+        PARENTS=parents,
+        K=k,
+        CHILDREN=triton.next_power_of_2(parents * k),
+        num_warps=1,
+    )
+    return level
+
+
+@triton.jit
+def _cut(
+    found_token_ptr,
+    found_score_ptr,
+    found_parent_ptr,
+    depth_ptr,
+    slot_ptr,
+    bonus_ptr,
+    bonus_stride,
+    token_ptr,
+    parent_ptr,
+    tree_depth_ptr,
+    mask_ptr,
+    num_candidates,
+    W: tl.constexpr,
+    W_TABLE: tl.constexpr,
+    NODES: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
+):
+    b = tl.program_id(0)
+    c = tl.arange(0, CANDIDATES)
+    there = c < num_candidates
+    base = b * num_candidates
+    score = tl.load(found_score_ptr + base + c, mask=there, other=float("-inf"))
+    # among equal scores the one drafted first wins, so a node's parent is kept, too, and precedes it
+
+    before = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (c[None, :] < c[:, None]))
+    rank = tl.sum((before & there[None, :]).to(tl.int32), 1)
+    place = tl.where((rank < W - 1) & there, rank + 1, 0)  # node 0 is the root
+    node = tl.arange(0, NODES)
+    inside = (node > 0) & (node < W)
+    candidate = tl.sum(tl.where(place[None, :] == node[:, None], c[None, :], 0), 1)
+    above = tl.load(found_parent_ptr + base + candidate, mask=inside, other=-1).to(tl.int32)
+    parent = tl.sum(tl.where(c[None, :] == above[:, None], place[None, :], 0), 1)
+    own = tl.full([NODES], 1, tl.int64) << node.to(tl.int64)
+    is_parent = parent[:, None] == node[None, :]
+    mask = own | 1
+    for _ in tl.static_range(MAX_DEPTH - 1):
+        mask = own | 1 | tl.sum(tl.where(is_parent, mask[None, :], 0), 1)
+    slot = tl.load(slot_ptr + b)
+    out = slot * W_TABLE + node
+    root = node == 0
+    token = tl.load(found_token_ptr + base + candidate, mask=inside, other=0)
+    token = tl.where(root, tl.load(bonus_ptr + slot * bonus_stride), token)
+    depth = tl.load(depth_ptr + candidate, mask=inside, other=0)
+    tl.store(token_ptr + out, token, mask=node < W)
+    tl.store(parent_ptr + out, parent.to(tl.int64), mask=node < W)
+    tl.store(tree_depth_ptr + out, depth, mask=node < W)
+    tl.store(mask_ptr + out, mask, mask=node < W)
+
+
+def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
+    """`aerie.kernels.tree.tree_growth.write_best`."""
+    fields = trees.fields
+    batch, num_candidates = candidates.scores.shape
+    assert num_candidates <= MAX_CUT_CANDIDATES
+    _cut[(batch,)](
+        candidates.tokens,
+        candidates.scores,
+        candidates.parents,
+        candidates.depths,
+        slots,
+        bonus,
+        bonus.stride(0),
+        *fields,
+        num_candidates,
+        W=width,
+        W_TABLE=fields[0].shape[1],
+        NODES=triton.next_power_of_2(width),
+        CANDIDATES=max(16, triton.next_power_of_2(num_candidates)),
+        MAX_DEPTH=candidates.max_depth,
+        num_warps=4,
+    )

@@ -1,0 +1,158 @@
+"""`aerie.kernels.delta_rule`: rounds of one row to wide trees, ragged prompt chunks, and the commit between them;
+NaN wherever nothing may be read."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.delta_rule.chunks import delta_rule_chunks
+from aerie.kernels.delta_rule.commit import commit_rows
+from aerie.kernels.delta_rule.rounds import delta_rule_rounds
+from aerie.kernels.delta_rule.tables import ChunkTables, DeltaHeads, DeltaState, RoundTables
+from tests.kernels.ops.case import TYPES, Case
+from tests.support.kernels.delta_rule import RandomTree, random_rows, random_weights
+
+SLOTS, PATH = 4, 5
+SMALL = DeltaHeads(1, 2, 16, 16)
+GROUPS = (SMALL, DeltaHeads(2, 2, 16, 32), DeltaHeads(1, 3, 32, 16))
+QWEN = DeltaHeads(1, 3, 128, 128)
+Arguments = Callable[[torch.device], tuple[Any, ...]]
+
+
+def _kept(
+    heads: DeltaHeads,
+    width: int,
+    counts: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    saved_dtype: torch.dtype = torch.float32,
+) -> DeltaState:
+    """Numbers in what the slots may read of two layers, zeros in the padding slot, and NaN in everything else."""
+    kept = DeltaState.zeros(2, heads, SLOTS, 3, max(width, PATH), PATH, dtype, device, saved_dtype)
+    generator = torch.Generator().manual_seed(width)
+    for tensor in (kept.state, kept.conv, kept.pending, kept.committed):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    kept.state.mul_(0.3)
+    for slot, count in enumerate(counts):
+        kept.committed[:, slot, count:] = torch.nan
+    kept.state[:, SLOTS], kept.conv[:, SLOTS] = 0, 0
+    for tensor in (kept.saved_state, kept.saved_conv):
+        tensor.fill_(torch.nan)
+    kept.committed[:, SLOTS] = torch.nan
+    kept.count[:SLOTS] = torch.tensor(counts)
+    return kept
+
+
+def _out(rows: int, heads: DeltaHeads, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((rows, heads.value_heads * heads.value_dim), torch.nan, dtype=dtype, device=device)
+
+
+def round_arguments(
+    heads: DeltaHeads,
+    batch: tuple[int, ...],
+    width: int,
+    dtype: torch.dtype,
+    saved_dtype: torch.dtype = torch.float32,
+) -> Arguments:
+    """counts of 0, 1, and a whole path; a snapshot before, amid and after the replayed rows."""
+    counts = [PATH, 0, 1, 3]
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        rng = random.Random(width)
+        masks = [RandomTree.draw(rng, width, min(width, 20)).masks for _ in batch]
+        lengths = torch.tensor([counts[slot] + 7 + slot if slot < SLOTS else 0 for slot in batch], dtype=torch.int32)
+        at = torch.tensor([9, 8, -1, 99, -1], dtype=torch.int32)  # after 2 of 5 rows; before the first; later
+        entries = torch.tensor([1, 0, 0, 0, 0])
+        tables = RoundTables(
+            torch.tensor(batch).to(device),
+            lengths.to(device),
+            torch.tensor(masks).to(device),
+            at.to(device),
+            entries.to(device),
+        )
+        rows = random_rows(heads, len(batch) * width, dtype, device, width)
+        kept = _kept(heads, width, counts, dtype, device, saved_dtype)
+        out = _out(len(batch) * width, heads, dtype, device)
+        return rows, random_weights(heads, dtype, device), kept.layer(1), tables, out
+
+    return arguments
+
+
+def chunk_arguments(
+    heads: DeltaHeads,
+    chunks: tuple[tuple[int, int, int], ...],
+    padding: int,
+    dtype: torch.dtype,
+    saved_dtype: torch.dtype = torch.float32,
+) -> Arguments:
+    """chunks: start, rows, and rows before the snapshot (0 for none)."""
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        starts, counts, borders = zip(*chunks, strict=True)
+        kept = _kept(heads, 1, [0] * SLOTS, dtype, device, saved_dtype)
+        for c, start in enumerate(starts):
+            if start == 0:
+                kept.state[:, c], kept.conv[:, c] = torch.nan, torch.nan
+        ends = [sum(counts[:i]) for i in range(len(counts) + 1)]
+        at = [start + border if border else -1 for start, border in zip(starts, borders, strict=True)]
+        int32 = (torch.tensor(each, dtype=torch.int32, device=device) for each in (ends, starts, at))
+        entries = torch.arange(len(chunks), device=device)
+        tables = ChunkTables(torch.arange(len(chunks), device=device), *int32, entries)
+        total = ends[-1] + padding
+        rows = random_rows(heads, total, dtype, device, total)
+        return rows, random_weights(heads, dtype, device), kept.layer(1), tables, _out(total, heads, dtype, device)
+
+    return arguments
+
+
+def _commit(device: torch.device) -> tuple[Any, ...]:
+    kept = _kept(SMALL, 7, [PATH, 0, 1, 3], torch.bfloat16, device)
+    path = torch.tensor([[0, 2, 6], [0, 1, 0], [0, 0, 0], [0, 0, 0]], device=device)
+    counts = torch.tensor([3, 2, 0, 1], dtype=torch.int32, device=device)
+    return kept, torch.tensor([2, 0, 3, SLOTS], device=device), path, counts
+
+
+def _name(heads: DeltaHeads, dtype: torch.dtype) -> str:
+    return f"{heads.key_heads}-{heads.value_heads}-{heads.key_dim}x{heads.value_dim}-{str(dtype)[6:]}"
+
+
+# The last norm enlarges the rounding of outputs that almost cancel; a bfloat16 convolution may round the other way.
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2.0**-4}
+BATCHES = ((0,), (2, 0, SLOTS, 3, 1))  # one padding request: several write the rows of one slot, in any order
+RAGGED = ((0, 5, 5), (9, 0, 0), (3, 70, 2)), ((0, 130, 65),), ((64, 64, 64),), ((0, 1, 0), (1, 1, 1))
+LONG = (4096, 900, 512), (0, 0, 0), (0, 400, 0)
+
+CASES = (
+    *(
+        Case(delta_rule_rounds, f"{len(batch)}-{width}-{_name(heads, dtype)}",
+             round_arguments(heads, batch, width, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
+        for heads, dtype, batch, width, slow in (
+            *((SMALL, dtype, batch, width, False) for dtype in TYPES for batch in BATCHES for width in (1, 4)),
+            *((heads, torch.float32, BATCHES[1], 8, heads is GROUPS[1]) for heads in GROUPS[1:]),
+            *((QWEN, torch.float32, BATCHES[0], width, False) for width in (3, 8)),  # few rows, several parts
+            *((QWEN, torch.bfloat16, BATCHES[1], width, True) for width in (2, 3, 8, 9)),  # few rows in CUDA C++
+            *((SMALL, dtype, BATCHES[1], width, True) for dtype in TYPES for width in (16, 17, 60)),
+            *((QWEN, dtype, batch, width, True) for dtype in TYPES for batch in BATCHES for width in (1, 4, 16, 60)),
+        )
+    ),
+    *(
+        Case(delta_rule_chunks, f"{len(chunks)}-{sum(n for _, n, _ in chunks)}-{_name(heads, dtype)}",
+             chunk_arguments(heads, chunks, 3, dtype), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
+        for heads, dtype, chunks, slow in (
+            *((SMALL, torch.float32, chunks, False) for chunks in RAGGED),
+            *((heads, torch.bfloat16, RAGGED[0], heads is GROUPS[2]) for heads in GROUPS[1:]),
+            *((QWEN, dtype, chunks, True) for dtype in TYPES for chunks in (*RAGGED, LONG)),
+        )
+    ),
+    *(
+        Case(delta_rule_rounds, f"bfloat16-snapshots-{width}",
+             round_arguments(SMALL, BATCHES[1], width, torch.bfloat16, torch.bfloat16), (2, 4), tolerance=2.0**-4)
+        for width in (1, 4)
+    ),
+    Case(delta_rule_chunks, "bfloat16-snapshots",
+         chunk_arguments(SMALL, RAGGED[0], 3, torch.bfloat16, torch.bfloat16), (2, 4), tolerance=2.0**-4),
+    Case(commit_rows, "paths", _commit, (0,), exact=True),
+)  # fmt: skip

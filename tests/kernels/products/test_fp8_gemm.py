@@ -1,0 +1,205 @@
+"""Products of FP8 rows and weights against torch's of what both mean. On a GPU, or interpreted."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from aerie.kernels.capability import MULTIPROCESSORS  # noqa: E402
+from aerie.kernels.fp8.gemm_ahead_triton import fp8_gemm_ahead  # noqa: E402
+from aerie.kernels.fp8.gemm_triton import fp8_fixed_rows, fp8_gemm  # noqa: E402
+from aerie.kernels.fp8.gemm_wide_triton import fp8_gemm_wide  # noqa: E402
+from aerie.kernels.fp8.rows import GROUP, Fp8Rows, dequantized_rows  # noqa: E402
+from aerie.kernels.fp8.rows_triton import quantize_rows  # noqa: E402
+from aerie.kernels.fp8.tiles import (  # noqa: E402
+    MAX_AHEAD_ROWS,
+    MAX_ROWS,
+    SCALE_ROWS,
+    Fp8Matrix,
+    Fp8WideTiles,
+    fp8_ahead_tiles,
+    fp8_gated_tiles,
+    fp8_gemm_tiles,
+    fp8_wide_tiles,
+    fp8_workspace_size,
+)
+from aerie.kernels.gemm.tiles import SHARED_BYTES  # noqa: E402
+from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
+from aerie.kernels.kv.fp8 import FP8  # noqa: E402
+from aerie.kernels.norm.activation import silu_mul  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+
+pytestmark = MARKS
+OUT = torch.float32 if INTERPRETED else torch.bfloat16
+SHAPES = [(96, 512), (70, 384)] if INTERPRETED else [(6144, 4096), (4096, 14336), (2112, 7168), (28672, 4096)]
+
+
+def weight_of(n: int, k: int, by_group: bool, generator: torch.Generator) -> tuple[Fp8Matrix, Tensor]:
+    """And what it means, float64."""
+    values = torch.randn(n, k, generator=generator).mul(30).to(FP8)
+    shape = (-(-n // SCALE_ROWS), k // GROUP) if by_group else (n, 1)
+    scales = torch.rand(shape, generator=generator) * 1e-2 + 1e-3
+    full = scales.repeat_interleave(SCALE_ROWS, 0)[:n].repeat_interleave(GROUP, 1) if by_group else scales
+    return Fp8Matrix(values.to(DEVICE), scales.to(DEVICE)), (values.double() * full.double()).to(DEVICE)
+
+
+def rows_of(rows: int, k: int, generator: torch.Generator) -> Tensor:
+    return (torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator) * 9).to(DEVICE, OUT)
+
+
+def workspace_of(shapes: list[tuple[int, int]]) -> Workspace:
+    return Workspace.of_size(*fp8_workspace_size(shapes), DEVICE)
+
+
+def difference(out: Tensor, expected: Tensor) -> float:
+    return float((out.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])
+def test_a_product_is_that_of_what_is_meant(by_group: bool) -> None:
+    """Products of eight bits are exact, and sums of 128 nearly; what is left is the result's own rounding."""
+    generator = torch.Generator().manual_seed(2)
+    limit = 1e-4 if INTERPRETED else 3e-3
+    workspace = workspace_of(SHAPES)
+    for n, k in SHAPES:
+        weight, meant = weight_of(n, k, by_group, generator)
+        bias = torch.randn(n, generator=generator).to(DEVICE, OUT)
+        for rows in (1, 64, MAX_ROWS + 1) if INTERPRETED else (1, 17, 64, MAX_ROWS, 200, 256, 512, 1000):
+            x = rows_of(rows, k, generator)
+            quantised = quantize_rows(x, by_group, rows_together=rows > MAX_ROWS)
+            expected = dequantized_rows(quantised).double() @ meant.T
+            few, wide = fp8_gemm_tiles(rows, n, k), fp8_wide_tiles(rows, n, k)
+            for b in (None, bias):
+                meant_with_bias = expected if b is None else expected + b.double()
+                if few is not None:
+                    out = torch.full((rows, n), float("nan"), dtype=OUT, device=DEVICE)
+                    fp8_gemm(quantised, weight, b, workspace, few, out)
+                    assert difference(out, meant_with_bias) < limit, (n, k, rows)
+                out = torch.full((rows, n), float("nan"), dtype=OUT, device=DEVICE)
+                fp8_gemm_wide(quantised, weight, b, workspace, wide, out)
+                assert difference(out, meant_with_bias) < limit, (n, k, rows, wide)
+    assert not workspace.tickets.any()
+
+
+def test_a_product_whose_weight_is_read_ahead_is_that_of_what_is_meant() -> None:
+    """For every way in which groups stand beside each other, and splits of a row of tiles that W does not fill."""
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(70, 384), (130, 1792), (64, 4096)] if INTERPRETED else [(2112, 7168), (3072, 1536), (7168, 2048)]
+    workspace = workspace_of(shapes)
+    for n, k in shapes:
+        weight, meant = weight_of(n, k, True, generator)
+        bias = torch.randn(n, generator=generator).to(DEVICE, OUT)
+        for rows in (1, 3, MAX_AHEAD_ROWS) if INTERPRETED else (1, 2, 3, 4, 7, MAX_AHEAD_ROWS):
+            x, tiles = quantize_rows(rows_of(rows, k, generator), True), fp8_ahead_tiles(rows, n, k)
+            assert tiles is not None
+            for b in (None, bias):
+                out = torch.full((rows, n), float("nan"), dtype=OUT, device=DEVICE)
+                fp8_gemm_ahead(x, weight, b, workspace, tiles, out)
+                expected = dequantized_rows(x).double() @ meant.T + (0.0 if b is None else b.double())
+                assert difference(out, expected) < (1e-4 if INTERPRETED else 3e-3), (n, k, rows)
+            parts = torch.full((tiles.splits, rows, n), float("nan"), dtype=torch.float32, device=DEVICE)
+            fp8_gemm_ahead(x, weight, None, workspace, tiles, parts)
+            total = parts[0]
+            for part in parts[1:]:
+                total = total + part
+            fp8_gemm_ahead(x, weight, None, workspace, tiles, out)
+            assert torch.equal(total.to(OUT), out)
+    assert not workspace.tickets.any()
+
+
+@pytest.mark.parametrize("n,k", [(2112, 7168), (3072, 1536), (7168, 2048), (7168, 2304), (4096, 4096), (70, 384)])
+def test_a_weight_that_is_read_ahead_fits_the_device_and_the_workspace(n: int, k: int) -> None:
+    cells, tickets = fp8_workspace_size([(n, k)])
+    for rows in range(1, MAX_AHEAD_ROWS + 1):
+        tiles = fp8_ahead_tiles(rows, n, k)
+        assert tiles is not None and rows <= tiles.rows and k // GROUP % tiles.splits == 0
+        assert tiles.span(k) % tiles.together == 0 and 16 <= tiles.rows * tiles.together <= 32
+        count = -(-n // SCALE_ROWS)
+        assert count * tiles.splits <= MULTIPROCESSORS * (SHARED_BYTES // tiles.shared_bytes(k))
+        assert count <= tickets and count * tiles.splits * SCALE_ROWS * tiles.rows <= cells
+    assert fp8_ahead_tiles(MAX_AHEAD_ROWS + 1, n, k) is None
+
+
+def test_a_weight_that_is_too_large_to_be_read_ahead_is_not() -> None:
+    assert fp8_ahead_tiles(1, 28672, 4096) is None and fp8_ahead_tiles(1, 4096, 14336) is None
+    assert fp8_ahead_tiles(1, 64, 100) is None
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])
+@pytest.mark.parametrize("block_m,block_n", [(64, 64), (128, 64), (128, 128)])
+def test_programs_that_share_columns_of_many_rows_add_them_all(block_m: int, block_n: int, by_group: bool) -> None:
+    generator = torch.Generator().manual_seed(6)
+    n, k, rows = 200, 768, 130
+    weight, meant = weight_of(n, k, by_group, generator)
+    workspace = Workspace.of_size(1 << 20, 64, DEVICE)
+    x = quantize_rows(rows_of(rows, k, generator), by_group)
+    expected = dequantized_rows(x).double() @ meant.T
+    for splits in (2, 3):
+        out = torch.full((rows, n), float("nan"), dtype=OUT, device=DEVICE)
+        tiles = Fp8WideTiles(block_m, block_n, splits, stages=3, warps=8 if block_n == 128 else 4)
+        fp8_gemm_wide(x, weight, None, workspace, tiles, out)
+        assert difference(out, expected) < (1e-4 if INTERPRETED else 3e-3)
+        assert not workspace.tickets.any()
+
+
+@pytest.mark.parametrize("n,k", [(2112, 7168), (3072, 1536), (7168, 2048), (4096, 4096), (28672, 4096), (64, 128)])
+def test_tiles_of_many_rows_fit_the_workspace(n: int, k: int) -> None:
+    cells, tickets = fp8_workspace_size([(n, k)])
+    for rows in (1, 65, 100, 128, 129, 256, 300, 512, 1000, 8192):
+        tiles = fp8_wide_tiles(rows, n, k)
+        assert k // GROUP % tiles.splits == 0
+        if tiles.splits > 1:
+            count = tiles.count(rows, n)
+            assert count <= tickets and count * tiles.splits * tiles.block_m * tiles.block_n <= cells
+        at_once = SHARED_BYTES // (tiles.stages * (tiles.block_m + tiles.block_n) * GROUP)
+        assert at_once == 1 or tiles.count(rows, n) * tiles.splits > MULTIPROCESSORS, "two on one, and none on another"
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])
+def test_a_gated_product_is_that_of_what_is_meant(by_group: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    n, k = (8576, 128) if INTERPRETED else (28672, 4096)
+    workspace = workspace_of([(n, k)])
+    weight, meant = weight_of(n, k, by_group, generator)
+    for rows in (2,) if INTERPRETED else (2, 40, MAX_ROWS):
+        x = quantize_rows(rows_of(rows, k, generator) / 50, by_group)
+        tiles, out = fp8_gated_tiles(rows, n, k), torch.empty(rows, n // 2, dtype=OUT, device=DEVICE)
+        assert tiles is not None
+        fp8_gemm(x, weight, None, workspace, tiles, out, gated=True)
+        expected = silu_mul.reference(dequantized_rows(x).double() @ meant.T)
+        assert difference(out, expected) < (1e-4 if INTERPRETED else 6e-3)
+    assert fp8_gated_tiles(1, 6144, 4096) is None and fp8_gated_tiles(1, 28672 + 64, 4096) is None
+
+
+def test_a_row_of_fixed_rows_depends_on_nothing_else() -> None:
+    generator = torch.Generator().manual_seed(4)
+    for n, k in SHAPES[:2]:
+        weight, meant = weight_of(n, k, True, generator)
+        workspace = workspace_of([(n, k)])
+        x = quantize_rows(rows_of(150, k, generator), True)
+
+        def product(
+            first: int, rows: int, x: Fp8Rows = x, weight: Fp8Matrix = weight, workspace: Workspace = workspace
+        ) -> Tensor:
+            part = Fp8Rows(x.values[first : first + rows], x.scales[first : first + rows])
+            out = torch.empty(rows, weight.values.shape[0], dtype=OUT, device=DEVICE)
+            return fp8_fixed_rows(part, weight, None, workspace, out)
+
+        whole = product(0, 150)
+        assert difference(whole, dequantized_rows(x).double() @ meant.T) < 3e-3
+        for first, rows in ((149, 1), (3, 4), (61, 13), (7, 64), (50, 65)):
+            assert torch.equal(product(first, rows), whole[first : first + rows])
+
+
+def test_splits_divide_the_groups_and_no_rows_give_none() -> None:
+    for n, k in ((7168, 2048), (2112, 7168), (4096, 4096), (64, 128), (7168, 2304)):
+        for rows in (1, 33, 128):
+            tiles = fp8_gemm_tiles(rows, n, k)
+            assert tiles is not None and k // GROUP % tiles.splits == 0
+    assert fp8_gemm_tiles(1, 64, 100) is None and fp8_gemm_tiles(129, 64, 128) is None
+    weight, _ = weight_of(96, 512, True, torch.Generator().manual_seed(0))
+    x = quantize_rows(torch.empty(0, 512, device=DEVICE), True)
+    workspace, out = workspace_of([(96, 512)]), torch.empty(0, 96, device=DEVICE)
+    assert fp8_fixed_rows(x, weight, None, workspace, out).shape == (0, 96)
+    assert fp8_gemm_wide(x, weight, None, workspace, fp8_wide_tiles(0, 96, 512), out).shape == (0, 96)
