@@ -29,6 +29,7 @@ BENCHES = {
     "adaptive_pair": ("shapes.adaptive_pair", "the same on the embedded pair, whose acceptance is real"),
     "profile_round": ("profile_round", "kernels, launches, copies and idle time of a round (GPU)"),
     "open_loop": ("open_loop", "TTFT, ITL, TPOT over HTTP under Poisson arrivals, plain or prompt-heavy"),
+    "tenants": ("host.tenants", "first tokens of one key while another floods the server"),
     "first_token": ("tracing.first_token", "every leg of first tokens under arrivals; steps, predicted and measured"),
     "startup": ("host.startup", "a start of `aerie serve`, kernels, graphs, a restart (GPU with --gpu)"),
     "replicas": ("replicas", "the choice between several engines of one machine"),
