@@ -2,6 +2,9 @@
 
 Called where an engine is assembled. The interface is `aerie.attention.backend`; `aerie.attention.limits` says what each
 backend supports. A backend's module is imported when it is built, so the table can be read on any machine.
+
+The table is not an operation's: the configuration names a backend for each mode, and what it does not support is
+refused at the start with a reason, where an operation would pass to the next row at a call.
 """
 
 import dataclasses

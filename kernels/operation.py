@@ -53,8 +53,8 @@ class Implementation:
     """One row of an operation's table.
 
     name: library or kernel.
-    target: "module:function" with the operation's signature. Imported at its first use, so unused libraries need not be
-        installed.
+    target: "module:function" or "module:Class.method" with the operation's signature. Imported at its first use, so
+        unused libraries need not be installed.
     needs: whether a device can run it.
     serves: whether it accepts given arguments; None: it accepts all that the contract allows.
     limits: `serves` in words, for the printed table.

@@ -1,6 +1,7 @@
 """Fused experts: kernels that read only the weights of used experts.
 
-`choose_experts` chooses once per layer, if `fuses` is true. Otherwise the reference is used,
+A layer calls `build_experts` once if `fuses` is true. There is nothing else to choose: `fuses` decides before, because
+the weights are laid out for the kernels. Otherwise the layer calls the reference,
 `aerie.kernels.experts.grouped.grouped_experts`.
 """
 
@@ -14,7 +15,7 @@ from aerie.kernels.experts.weights import ExpertSizes, ExpertWeights, fits_kerne
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.gemm.blocks import largest
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.operation import Implementation
+from aerie.kernels.lazy_import import load
 from aerie.kernels.span import Span
 
 
@@ -38,16 +39,13 @@ class FusedExperts(ABC):
         """
 
 
-EXPERTS = Implementation("triton", "aerie.kernels.experts.fused_triton:TritonExperts", lambda here: here.multiplies_fp8)
-
-
 def fuses(size: int, width: int, options: GEMMOptions) -> bool:
     """Return whether the kernels support experts of this input `size` and `width` per rank. They need tensor maps, so
     only devices with FP8 run them."""
     return options.workspace is not None and options.fp8 and fits_kernels(size, width)
 
 
-def choose_experts(weights: ExpertWeights, options: GEMMOptions, dtype: torch.dtype) -> FusedExperts:
+def build_experts(weights: ExpertWeights, options: GEMMOptions, dtype: torch.dtype) -> FusedExperts:
     """Return the fused experts of a layer.
 
     weights: final.
@@ -55,7 +53,8 @@ def choose_experts(weights: ExpertWeights, options: GEMMOptions, dtype: torch.dt
     dtype: dtype of results.
     """
     assert options.workspace is not None, "options.fp8 implies a workspace"
-    made: FusedExperts = EXPERTS.function(weights, options.workspace, options.deterministic, dtype)
+    build = load("aerie.kernels.experts.fused_triton:TritonExperts")
+    made: FusedExperts = build(weights, options.workspace, options.deterministic, dtype)
     return made
 
 

@@ -1,7 +1,8 @@
 """y = x W^T + b for an FP8 weight. Rows are quantised to FP8; sums are float32.
 
-`choose_product` chooses once per layer. The reference is the product of the dequantised rows (`dequantized_rows`) and
-the dequantised weight.
+A layer calls `build_product` once. There is nothing to choose: `GEMMOptions.fp8` decides before, because without it the
+layer dequantises its weight. The reference is the product of the dequantised rows (`dequantized_rows`) and the
+dequantised weight.
 """
 
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from torch import Tensor
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.fp8.tiles import Fp8Matrix
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.operation import Implementation
+from aerie.kernels.lazy_import import load
 
 
 class Fp8Product(ABC):
@@ -40,17 +41,13 @@ class Fp8Product(ABC):
         dtype."""
 
 
-PRODUCT = Implementation(
-    "triton", "aerie.kernels.fp8.product_triton:TritonFp8Product", lambda here: here.multiplies_fp8
-)
-
-
-def choose_product(weight: Fp8Matrix, options: GEMMOptions, dtype: torch.dtype) -> Fp8Product:
+def build_product(weight: Fp8Matrix, options: GEMMOptions, dtype: torch.dtype) -> Fp8Product:
     """Return the product with a final weight.
 
     options: with `fp8`.
     dtype: dtype of results, and of rows that are not in FP8; 16 bits.
     """
     assert options.workspace is not None, "options.fp8 implies a workspace"
-    made: Fp8Product = PRODUCT.function(weight, options.workspace, options.deterministic, dtype)
+    build = load("aerie.kernels.fp8.product_triton:TritonFp8Product")
+    made: Fp8Product = build(weight, options.workspace, options.deterministic, dtype)
     return made

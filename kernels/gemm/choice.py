@@ -1,4 +1,5 @@
-"""y = x W^T + b for weights of 16 or 32 bits: chooses the GEMM, once per layer, because some GEMMs pack the weight.
+"""y = x W^T + b for weights of 16 or 32 bits. A layer calls `choose_gemm` once, because some GEMMs pack the weight or
+compile for its shape.
 
 On a CPU, oneDNN with its own blocked layout multiplies few rows 1.6 times faster than MKL (float32, 1792 x 512, 4 rows:
 0.54 instead of 0.88 ms on one core of a Xeon at 2.1 GHz, torch 2.13). So weights are packed once after loading, with
@@ -13,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aerie.kernels.capability import Capability, num_multiprocessors
+from aerie.kernels.capability import num_multiprocessors
 from aerie.kernels.gemm.tiles import INPUT_STEP, MAX_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.norm.activation import silu_mul
-from aerie.kernels.operation import Implementation, on_host
+from aerie.kernels.operation import Implementation, anywhere, on_host, operation
 
 _ROWS_HINT = 4  # number of rows for which oneDNN optimises its layout
 _MIN_KEPT_WEIGHTS = 1 << 21  # with fewer, shared memory does not limit Triton's kernels
@@ -46,11 +47,10 @@ class TorchGEMM:
 class BlockedGEMM(TorchGEMM):
     """oneDNN's GEMM, with a copy of the weight in its layout."""
 
-    workspace: None = None
-
-    def __post_init__(self) -> None:
-        packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _ROWS_HINT)
-        object.__setattr__(self, "weight", packed)
+    @classmethod
+    def of(cls, weight: Tensor, options: GEMMOptions) -> "BlockedGEMM":
+        """Implement `choose_gemm`."""
+        return cls(torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT))
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         if out is not None:  # on a CPU only in tests of GPU paths
@@ -101,51 +101,43 @@ def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:
     return options.workspace is None and weight.dtype == torch.float32 and is_large and bool(torch._C._has_mkldnn)
 
 
-GEMMS = (
+@operation(
     Implementation(
-        "triton", "aerie.kernels.gemm.skinny_triton:FixedRowsGEMM", lambda here: True, _wants(True), "deterministic"
+        "triton", "aerie.kernels.gemm.skinny_triton:FixedRowsGEMM.of", anywhere, _wants(True), "deterministic"
     ),
     Implementation(
         "cuda",
-        "aerie.kernels.gemm.one_row_cuda:OneRowGEMM",
+        "aerie.kernels.gemm.one_row_cuda:OneRowGEMM.of",
         lambda here: here.compiles_cuda,
         _fits_shared_memory,
         "one row, 16 bits; W fits in shared memory",
     ),
     Implementation(
         "cuda",
-        "aerie.kernels.gemm.gated_rows_cuda:GatedRowsGEMM",
+        "aerie.kernels.gemm.gated_rows_cuda:GatedRowsGEMM.of",
         lambda here: here.compiles_cuda,
         _fills_waves,
         "gated, 241 to 256 rows, 16 bits; fewer or smaller waves",
     ),
     Implementation(
         "cuda",
-        "aerie.kernels.gemm.split_k_cuda:SplitKGEMM",
+        "aerie.kernels.gemm.split_k_cuda:SplitKGEMM.of",
         lambda here: here.compiles_cuda,
         _fits_one_wave,
         "209 to 256 rows, 16 bits, many inputs; one wave",
     ),
     Implementation(
-        "triton", "aerie.kernels.gemm.skinny_triton:SkinnyGEMM", lambda here: True, _wants(False), "up to 128 rows"
+        "triton", "aerie.kernels.gemm.skinny_triton:SkinnyGEMM.of", anywhere, _wants(False), "up to 128 rows"
     ),
     Implementation(
         "onednn",
-        "aerie.kernels.gemm.choice:BlockedGEMM",
+        "aerie.kernels.gemm.choice:BlockedGEMM.of",
         on_host,
         _fits_onednn,
         "float32, 2**18 weights or more",
     ),
 )
-"""In order of preference; torch multiplies what none of them serves."""
-
-
 def choose_gemm(weight: Tensor, options: GEMMOptions) -> TorchGEMM:
-    """Return the GEMM of a final weight [out, in], which must stay at its address."""
-    here = Capability.of(weight.device)
-    for each in GEMMS:
-        if each.needs(here) and each.serves is not None and each.serves(weight, options):
-            made: TorchGEMM = each.function(weight, options.workspace)
-            return made
+    """Return the GEMM of a final weight [out, in], which must stay at its address. The reference is torch's GEMM."""
     assert not options.deterministic, "refused at start"
     return TorchGEMM(weight)

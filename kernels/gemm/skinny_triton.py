@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from aerie.kernels.gemm.choice import TorchGEMM
 from aerie.kernels.gemm.splits_triton import comes_last, sum_of_splits
 from aerie.kernels.gemm.tiles import FIXED_ROWS, SkinnyGemmTiles, fills_tile, gated_tiles, skinny_gemm_tiles
-from aerie.kernels.gemm.workspace import Workspace
+from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.pdl import pdl_wait
 
@@ -206,6 +206,12 @@ class FixedRowsGEMM(TorchGEMM):
 
     workspace: Workspace
 
+    @classmethod
+    def of(cls, weight: Tensor, options: GEMMOptions) -> "FixedRowsGEMM":
+        """Implement `aerie.kernels.gemm.choice.choose_gemm`."""
+        assert options.workspace is not None, "served"
+        return cls(weight, options.workspace)
+
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         return fixed_rows(x, self.weight, bias, self.workspace, out)
 
@@ -216,6 +222,12 @@ class SkinnyGEMM(TorchGEMM):
     empty."""
 
     workspace: Workspace
+
+    @classmethod
+    def of(cls, weight: Tensor, options: GEMMOptions) -> "SkinnyGEMM":
+        """Implement `aerie.kernels.gemm.choice.choose_gemm`."""
+        assert options.workspace is not None, "served"
+        return cls(weight, options.workspace)
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         tiles = skinny_gemm_tiles(x.shape[0], *self.weight.shape)

@@ -1,5 +1,5 @@
-"""y = x W^T + b for a low-bit weight (`aerie.kernels.packed.weight`); `choose_product` chooses the kernels once per
-layer. `gated_mlp` is an MLP of two such products."""
+"""y = x W^T + b for a low-bit weight (`aerie.kernels.packed.weight`); a layer calls `choose_product`
+once, because some kernels are compiled for its shape. `gated_mlp` is an MLP of two such products."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aerie.kernels.capability import Capability, num_multiprocessors
+from aerie.kernels.capability import num_multiprocessors
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.norm.activation import silu_mul
 from aerie.kernels.operation import Implementation, operation
@@ -53,10 +53,10 @@ class PackedProduct:
         return silu_mul(self.multiply(x, None))
 
 
-PRODUCTS = (
+@operation(
     Implementation(
         "cuda",
-        "aerie.kernels.packed.cuda.product_cuda:CudaPackedProduct",
+        "aerie.kernels.packed.cuda.product_cuda:CudaPackedProduct.of",
         lambda here: here.compiles_cuda,
         lambda weight, options: (
             options.workspace is not None
@@ -70,7 +70,7 @@ PRODUCTS = (
     ),
     Implementation(
         "triton",
-        "aerie.kernels.packed.product_triton:TritonPackedProduct",
+        "aerie.kernels.packed.product_triton:TritonPackedProduct.of",
         lambda here: here.reaches((8, 0)),
         lambda weight, options: (
             options.workspace is not None and weight.scales.dtype.itemsize == 2 and weight.in_features % 8 == 0
@@ -78,16 +78,8 @@ PRODUCTS = (
         "16-bit rows and scales, inputs a multiple of 8",
     ),
 )
-"""In order of preference; the reference multiplies what none of them serves."""
-
-
 def choose_product(weight: PackedWeight, options: GEMMOptions) -> PackedProduct:
     """Return the product of 16-bit rows with a final weight, which must stay at its address."""
-    here = Capability.of(weight.codes.device)
-    for each in PRODUCTS:
-        if each.needs(here) and each.serves is not None and each.serves(weight, options):
-            made: PackedProduct = each.function(weight, options.workspace, options.deterministic)
-            return made
     return PackedProduct(weight)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aerie.kernels.gemm.workspace import Workspace
+from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.norm.activation import silu_mul
 from aerie.kernels.packed.blocks_triton import packed_blocks
 from aerie.kernels.packed.dequantize_triton import dequantize_rows
@@ -20,6 +20,7 @@ from aerie.kernels.packed.tiles import (
     outputs_at_once,
     product_tiles,
 )
+from aerie.kernels.packed.weight import PackedWeight
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class TritonPackedProduct(PackedProduct):
 
     workspace: Workspace
     deterministic: bool
+
+    @classmethod
+    def of(cls, weight: PackedWeight, options: GEMMOptions) -> "TritonPackedProduct":
+        """Implement `aerie.kernels.packed.product.choose_product`."""
+        assert options.workspace is not None, "served"
+        return cls(weight, options.workspace, options.deterministic)
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         rows, n, k = x.shape[0], self.weight.out_features, self.weight.in_features

@@ -4,6 +4,9 @@ memory without NVLink multicast.
 `aerie.workers.distributed.tp_group.join_tp_group` connects the ranks once, before any graph is captured; `TPGroup`
 tries this first. The method depends only on shape, dtype and number of ranks, so all ranks choose the same. All state
 is on the device, so it works the same in a captured graph.
+
+`choose` is not an operation's table: callers ask for the method before there is a tensor (`all_reduce_buffer`), and all
+ranks must choose the same, so a method that one rank's device lacks is excluded for all, once, in `connect`.
 """
 
 import logging

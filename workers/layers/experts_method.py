@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from aerie.kernels.experts.fused import FusedExperts, choose_experts, fused_workspace_size, fuses
+from aerie.kernels.experts.fused import FusedExperts, build_experts, fused_workspace_size, fuses
 from aerie.kernels.experts.gated import SWIGLU, GatedActivation
 from aerie.kernels.experts.grouped import (
     Biases,
@@ -152,7 +152,7 @@ class DenseExperts(ExpertsMethod):
             gate_up, down = self.dense_weights()
             num_shared = gate_up.shape[0] - self.shape.num_experts
             weights = ExpertWeights(gate_up, down, num_shared=num_shared, held=self.shape.held_if_some)
-            self._fused = choose_experts(weights, options, self.dtype)
+            self._fused = build_experts(weights, options, self.dtype)
 
     @property
     def is_fused(self) -> bool:

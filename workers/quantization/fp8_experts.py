@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from aerie.kernels.experts.fused import choose_experts, fuses
+from aerie.kernels.experts.fused import build_experts, fuses
 from aerie.kernels.experts.gated import SWIGLU
 from aerie.kernels.experts.weights import ExpertWeights
 from aerie.kernels.gemm.workspace import GEMMOptions
@@ -126,7 +126,7 @@ class Fp8Experts(DenseExperts):
                 scales[i] = with_shared(scales[i], by_expert(scale, num_shared))
         gate_up, down = (weights.data for weights in self.weights)
         weights = ExpertWeights(gate_up, down, scales[0], scales[1], num_shared, shape.held_if_some)
-        self._fused = choose_experts(weights, options, self.dtype)
+        self._fused = build_experts(weights, options, self.dtype)
         self._shared, self.scales = None, nn.ParameterDict()
 
     def _all_dequantised(self, weights: Tensor, shape: LinearShape) -> Tensor:

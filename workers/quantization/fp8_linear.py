@@ -6,7 +6,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from aerie.kernels.fp8.product import Fp8Product, choose_product
+from aerie.kernels.fp8.product import Fp8Product, build_product
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.fp8.tiles import Fp8Matrix
 from aerie.kernels.gemm.workspace import GEMMOptions
@@ -87,7 +87,7 @@ class Fp8Linear(DenseLinearMethod):
             return
         reason = unreadable(self.shape.parts, self.scheme)
         if options.fp8 and reason is None:
-            self._product = choose_product(Fp8Matrix(*self.weight_and_scales()), options, self._dtype)
+            self._product = build_product(Fp8Matrix(*self.weight_and_scales()), options, self._dtype)
             return
         if options.fp8:
             logger.warning("weights of FP8 [%d, %d] are dequantised: %s", *self.weight.shape, reason)

@@ -21,7 +21,7 @@ WITHOUT = Capability("cuda", HOPPER, frozenset({"triton"}))
 
 def served_by(gemm: str) -> Callable[..., bool]:
     """Return whether this row of the table serves a weight [n, k]. The row needs a compiler."""
-    row = next(each for each in choice.GEMMS if each.target.endswith(f":{gemm}"))
+    row = next(each for each in choice.choose_gemm.implementations if each.target.endswith(f":{gemm}.of"))
     serves = row.serves
     assert serves is not None and row.needs(WITH_COMPILER) and not row.needs(WITHOUT)
     workspace = Workspace.of_size(1, 1, torch.device("cpu"))

@@ -58,7 +58,39 @@ def mlp_arguments(rows: int, device: torch.device) -> tuple[Any, ...]:
     return x, gate_up, down, options
 
 
+def product_arguments(outputs: int, inputs: int, device: torch.device) -> tuple[PackedWeight, GEMMOptions]:
+    """A weight of int4 in groups of 128, and a workspace for it."""
+    generator = torch.Generator().manual_seed(outputs)
+    codes = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
+    scales = (0.5 + torch.rand(outputs, inputs // 128, generator=generator)) * inputs**-0.5 / 3.5
+    workspace = Workspace.of_size(*packed_workspace_size([(outputs, inputs)]), device)
+    weight = pack(codes.to(device), scales.to(device, torch.bfloat16), None, None, 128, "int4")
+    return weight, GEMMOptions(workspace, packed=True)
+
+
+def products(arguments: tuple[PackedWeight, GEMMOptions], product: PackedProduct) -> list[torch.Tensor]:
+    """Products of one, few and more rows."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for rows in (1, 5, 40):
+        x = torch.randn(rows, arguments[0].in_features, generator=generator)
+        x = x.to(arguments[0].codes.device, torch.bfloat16)
+        found += [product.multiply(x, None), product.multiply_gated(x)]
+    return found
+
+
 CASES = (
+    *(
+        Case(
+            choose_product,
+            f"{n}x{k}",
+            lambda device, n=n, k=k: product_arguments(n, k, device),
+            seen=products,
+            tolerance=2.0**-5,  # a gated product is rounded four times
+            slow=n > 128,
+        )
+        for n, k in ((128, 128), (512, 1024))
+    ),
     *(
         Case(packed_expert_products, f"{rows} rows", lambda device, rows=rows: arguments(rows, device), slow=rows > 3)
         for rows in (3, 20)
