@@ -19,6 +19,7 @@ from aerie.workers.models.config import ROPE_KINDS, ModelConfig, check_cuts, dec
 from aerie.workers.models.config_fields import flag_of, size_of
 from aerie.workers.models.decoder import Decoder, in_default_dtype
 from aerie.workers.models.name_map import NameMap, decoder_names, text_part_names
+from aerie.workers.models.qwen.windows import layers_with_windows
 from aerie.workers.models.registry import ModelFamily
 
 
@@ -76,7 +77,7 @@ def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
     """Read config.json of a target or draft. Raises ValueError for settings that are not supported."""
     fields = decoder_fields(config, source, "LlamaForCausalLM")
     heads, architecture = fields["num_heads"], fields["architecture"]
-    _refuse_unsupported(config, fields["num_layers"], source)
+    _refuse_unsupported(config, source)
     has_bias = flag_of(config, "attention_bias", source)
     head_dim = _head_dim(config, fields["hidden_size"], heads, source)
     return LlamaConfig(
@@ -102,14 +103,14 @@ def _head_dim(config: dict[str, Any], hidden: int, heads: int, source: str) -> i
     return size
 
 
-def _refuse_unsupported(config: dict[str, Any], num_layers: int, source: str) -> None:
+def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
     act = config.get("hidden_act", "silu")
     if act != "silu":
         raise ValueError(f"{source}: hidden_act={act!r} is not supported; only silu is")
     if config.get("mlp_bias"):
         raise ValueError(f"{source}: mlp_bias=true is not supported; use a checkpoint without it")
-    full_layers = size_of(config, "max_window_layers", source, 0, least=0)
-    if config.get("use_sliding_window") and full_layers < num_layers:
+    size_of(config, "max_window_layers", source, 0, least=0)
+    if layers_with_windows(config):
         raise ValueError(
             f"{source}: sliding-window attention is not supported; set use_sliding_window=false if the "
             "model works without it"
@@ -122,16 +123,7 @@ def is_served(config: Mapping[str, Any]) -> bool:
     scalings = _ropes_in(config.get("rope_parameters") or config.get("rope_scaling"))
     kinds = {str(scaling.get("rope_type") or scaling.get("type") or "default") for scaling in scalings}
     plain = config.get("hidden_act") in (None, "silu") and not config.get("mlp_bias")
-    return plain and kinds.issubset(ROPE_KINDS) and not _has_windows(config)
-
-
-def _has_windows(config: Mapping[str, Any]) -> bool:
-    """Return whether a layer of a Qwen2 or Qwen3 has a window, by `layer_types` or else by `max_window_layers`."""
-    full, layers = config.get("max_window_layers", 28), config.get("num_hidden_layers")
-    some = isinstance(full, int) and isinstance(layers, int) and full < layers
-    kinds = config.get("layer_types")
-    some = "sliding_attention" in kinds if isinstance(kinds, list) else some
-    return bool(config.get("use_sliding_window")) and some
+    return plain and kinds.issubset(ROPE_KINDS) and not layers_with_windows(config)
 
 
 def _ropes_in(scaling: Any) -> list[dict[str, Any]]:

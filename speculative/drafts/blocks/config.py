@@ -14,6 +14,7 @@ from aerie.speculative.drafts.config import draft_architecture, read_section, re
 from aerie.speculative.tree_shape import MAX_WIDTH
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.config_fields import ids_of, number_of, section_of, size_of
+from aerie.workers.models.qwen.windows import layers_with_windows
 
 # Unsupported drafts with the same backbone, by a part of their architecture's or algorithm's name.
 _REFUSED = {
@@ -223,7 +224,9 @@ def _layers(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _views(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple[LayerView, ...]:
     source = f"draft {path}"
     layers = _layers(raw, source)
-    kinds = layers.get("layer_types") or ["full_attention"] * num_layers
+    sliding = layers_with_windows({**layers, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": num_layers})
+    default = ["sliding_attention" if i in sliding else "full_attention" for i in range(num_layers)]
+    kinds = layers.get("layer_types") or default
     if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"{source}: layer_types={kinds}: must be full_attention or sliding_attention for each of "

@@ -17,6 +17,7 @@ from aerie.workers.models.moe import (
     num_experts_of,
 )
 from aerie.workers.models.name_map import NameMap, decoder_names
+from aerie.workers.models.qwen.windows import layers_with_windows
 from aerie.workers.models.registry import ModelFamily
 
 _SHARED = "shared_expert_intermediate_size"
@@ -61,7 +62,7 @@ def weight_names(config: LlamaMoeConfig) -> NameMap:
 
 def is_served(config: Mapping[str, Any]) -> bool:
     """Return False for models with windows, so that the adapter serves them."""
-    return not config.get("use_sliding_window")
+    return not layers_with_windows(config)
 
 
 FAMILY = ModelFamily(read_config, LlamaMoeForCausalLM, weight_names, is_served)

@@ -26,21 +26,20 @@ def read_config(config: dict[str, Any], source: str) -> LlamaMoeConfig:
     normalise. Raises ValueError for settings that are not supported."""
     text = text_part(config, source)
     architecture = architecture_of(text)
-    text = _with_rope(text) | {"norm_topk_prob": True}
+    text = _as_decoder(text, architecture) | {"norm_topk_prob": True}
     if _has_experts(architecture):
-        model = qwen3_moe.read_config(text | {"architectures": ["Qwen3MoeForCausalLM"]}, source)
+        model = qwen3_moe.read_config(text, source)
     else:
-        generation = "Qwen3" if architecture.startswith("Qwen3") else "Qwen2"
-        dense = llama.read_config(text | {"architectures": [f"{generation}ForCausalLM"]}, source)
-        model = LlamaMoeConfig(**vars(dense), experts=None)
+        model = LlamaMoeConfig(**vars(llama.read_config(text, source)), experts=None)
     return replace(model, architecture=architecture)
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
     """See `is_served` of Llama and of `aerie.workers.models.qwen.qwen3_moe`."""
     text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    return qwen3_moe.is_served(text) if _has_experts(architecture_of(config)) else llama.is_served(_with_rope(text))
+    architecture = architecture_of(config)
+    text = _as_decoder(text if isinstance(text, dict) else config, architecture)
+    return qwen3_moe.is_served(text) if _has_experts(architecture) else llama.is_served(text)
 
 
 def weight_names(config: LlamaMoeConfig) -> NameMap:
@@ -53,6 +52,15 @@ def weight_names(config: LlamaMoeConfig) -> NameMap:
     gate_up, down = stacked_experts(_EXPERTS, experts.routing.num_experts)
     packed = (outputs_first(gate_up, 2 * experts.width, hidden), outputs_first(down, hidden, experts.width))
     return replace(text_part_names(qwen3_moe.weight_names(config)), packed=packed)
+
+
+def _as_decoder(text: Mapping[str, Any], architecture: str) -> dict[str, Any]:
+    """Return the fields as the text-only model of this generation has them: RoPE, and its defaults for windows."""
+    if architecture.startswith("Qwen3"):  # has none
+        own = {"architectures": [f"Qwen3{'Moe' * _has_experts(architecture)}ForCausalLM"], "use_sliding_window": False}
+    else:
+        own = {"architectures": ["Qwen2ForCausalLM"]}
+    return {"max_window_layers": 80} | _with_rope(text) | own
 
 
 def _with_rope(text: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen3Config
 
 from aerie.speculative.drafts import loading
+from aerie.speculative.drafts.blocks.config import read_form
 from aerie.speculative.drafts.blocks.dflash import DFlash
 from aerie.speculative.drafts.registry import METHODS, read_draft
 from aerie.workers.config import ModelSource
@@ -15,7 +17,7 @@ from aerie.workers.models.llama import LlamaConfig, LlamaForCausalLM, read_confi
 from aerie.workers.models.loading import allocate
 from aerie.workers.models.weights import CheckpointTensor
 from aerie.workers.quantization.table import Unquantized
-from tests.support.drafts.published_blocks import BLOCKS, META, PublishedBlock
+from tests.support.drafts.published_blocks import BLOCKS, META, QWEN8B, PublishedBlock, z_lab
 
 LAYERS = {"Qwen3-8B": 36, "Qwen3.6-27B": 64, "Qwen3.6-35B-A3B": 40, "gemma-4-31B-it": 60}
 
@@ -55,3 +57,13 @@ def test_published_block_heads_load_as_they_are(name: str, tmp_path: Path, monke
     model = loading.load_draft(method, ModelSource(path="target"), target, SOLO, META, max_position=4)
     assert (model.lm_head is target.lm_head) == (not head.own_tables)
     assert (model.target_ids is None) == (not head.config.get("draft_vocab_size"))
+
+
+def test_without_layer_types_the_windows_are_those_of_qwen3s_configuration() -> None:
+    """z-lab's drafts have a Qwen3Config, which derives the kinds of layers."""
+    full = z_lab(QWEN8B, 36, [1], 151669, use_sliding_window=True, sliding_window=2048, max_window_layers=3)
+    del full["layer_types"]
+    windows = [view.context for view in read_form("d", full, 5, 151936).views]
+    kinds = Qwen3Config(**{key: full[key] for key in ("use_sliding_window", "max_window_layers")}, num_hidden_layers=5)
+    assert windows == [2047 if kind == "sliding_attention" else None for kind in kinds.layer_types or ()]
+    assert windows.count(None) == 3
