@@ -19,6 +19,7 @@ MAY_ASK = {
     "cluster/replica/worker_group.py": "the steps of a start",
     "cluster/replica/refusals.py": "an age that processes compare; a jump costs a second attempt",
     "deploy/offline/outputs.py": "`arrival_time` of vLLM's metrics",
+    "deploy/status/bundle.py": "the times of a bundle's files and logs",
     "deploy/serve/address.py": "the steps of a start",
     "deploy/serve/console.py": "the steps of a start",
 }

@@ -1,6 +1,6 @@
 """Tenants share an engine by the tokens that it computes: simulated loads on the costs of one or two H200.
 
-python -m tests.workers.scheduling.queues.test_tenants      # first tokens beside a flood, of all simulated engines
+python -m tests.workers.scheduling.queues.test_tenant_queues   # first tokens beside a flood, of all simulated engines
 """
 
 import random
