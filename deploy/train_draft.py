@@ -54,8 +54,8 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "train-draft",
         help="train a draft for a target model",
         description="Trains an EAGLE-3 head or a block head for a Llama, Qwen2 or Qwen3 model, a block head for a "
-        "dense Qwen3.5, or continues to train the MTP module of a DeepSeek-V3, Qwen3.5 or Qwen3-Next. Saves the "
-        "published layout.",
+        "dense Qwen3.5, or continues to train the MTP module of a DeepSeek-V3, GLM-4.5, Qwen3.5 or Qwen3-Next. "
+        "Saves the published layout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model")

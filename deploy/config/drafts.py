@@ -3,30 +3,35 @@ checkpoint (MTP). Used by `aerie.deploy.config.model`; reads config.json and nam
 `aerie.speculative.drafts` checks the draft when the configuration is read."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from safetensors import SafetensorError, safe_open
 
 from aerie.cluster.config import ConfigError
+from aerie.speculative.config import BLOCK_METHODS, Method
+from aerie.speculative.drafts.recognition import draft_architecture, method_of
+from aerie.workers.models.registry import mtp_modules_of
 
 _TREE_NODES = 16  # verified nodes of a block's tree: a tile of a matrix product
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def draft_method(folder: Path) -> str:
-    """Return `speculative.method` of the head in `folder`. Raises ConfigError for a config.json that cannot be read."""
+    """Return `speculative.method` of the draft in `folder`. Raises ConfigError for a config.json that cannot be read,
+    or of no method."""
     config = _config(folder)
-    name = _name(config)
-    if "dspark" in name:  # also DeepSpec's name for its DFlash heads
-        return "dflash" if config.get("markov_rank") == 0 else "dspark"
-    if "dflash" in name:
-        return "dflash2" if "dflash2" in name else "dflash"
-    if "gemma4" in name and "assistant" in name:
-        return "mtp"
-    # EAGLE-3's heads are recognised by architecture or by their own vocabulary
-    return "eagle3" if "eagle3" in name or "draft_vocab_size" in config else "eagle"
+    try:
+        method = method_of(config)
+    except ValueError as error:
+        raise ConfigError(f"--draft {folder}: {error}") from None
+    if method is None:
+        kind = config.get("speculators_model_type") or draft_architecture(config)
+        raise ConfigError(
+            f"--draft {folder}: a draft of the kind {kind} belongs to no known method; known are "
+            f"{', '.join(get_args(Method))}"
+        )
+    return method
 
 
 def block_shape(folder: Path, target: Path) -> dict[str, Any]:
@@ -38,26 +43,20 @@ def block_shape(folder: Path, target: Path) -> dict[str, Any]:
     1.3 to 1.4 times the tokens per round of its chain of 8 (tests/bench/RESULTS.md); DFlash's children are the same for
     all nodes of a level.
     """
-    config = _config(folder)
-    name = _name(config)
-    if "dflash" not in name and "dspark" not in name:
+    config, method = _config(folder), draft_method(folder)
+    if method not in BLOCK_METHODS:
         return {}
     given = dict(config)
     for section in (config.get(key) for key in ("dflash_config", "dspark_config")):
         given |= section if isinstance(section, dict) else {}
     in_speculators = "speculators_model_type" in config
     size = given.get("block_size") or (8 if in_speculators else 16)
-    kind = str(config.get("speculators_model_type") or name)
+    kind = str(config.get("speculators_model_type") or draft_architecture(config)).lower()
     from_anchor = given.get("sample_from_anchor", "dspark" in kind)
     depth = int(size) - (not from_anchor)
-    if draft_method(folder) == "dflash" or depth < 2 or _has_experts(target):
+    if method == "dflash" or depth < 2 or _has_experts(target):
         return {"num_steps": depth, "num_draft_tokens": depth + 1}
     return {"num_steps": depth, "top_k": 4, "num_draft_tokens": max(_TREE_NODES, depth + 1)}
-
-
-def _name(config: dict[str, Any]) -> str:
-    architectures = config.get("architectures") or []
-    return " ".join([*architectures, str(config.get("speculators_model_type") or "")]).lower()
 
 
 def _has_experts(target: Path) -> bool:
@@ -70,26 +69,16 @@ def _has_experts(target: Path) -> bool:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--draft {folder}: its config.json cannot be read ({error}); download it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--draft {folder}: its config.json is no object; download it again")
     return found
 
 
 _TREE = {"num_steps": 4, "top_k": 4, "num_draft_tokens": 8}
 _CHAIN = {"num_steps": 3, "top_k": 1, "num_draft_tokens": 4}
-# Architectures whose modules are served (`aerie.speculative.drafts`), with the number of modules if config.json has
-# none.
-_MODULES = {
-    "DeepseekV3ForCausalLM": 0,
-    "Glm4MoeForCausalLM": 0,
-    "Glm4MoeLiteForCausalLM": 0,
-    "Qwen3_5ForConditionalGeneration": 0,
-    "Qwen3_5MoeForConditionalGeneration": 0,
-    "Qwen3_5ForCausalLM": 0,
-    "Qwen3_5MoeForCausalLM": 0,
-    "Qwen3NextForCausalLM": 1,
-}
 
 
 def own_draft(folder: Path) -> dict[str, Any] | None:
@@ -100,20 +89,21 @@ def own_draft(folder: Path) -> dict[str, Any] | None:
     """
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config: Mapping[str, Any] = {**raw, **(raw.get("text_config") or {})}
-        architecture = (raw.get("architectures") or [""])[0]
-        numbers = (config.get(key) for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"))
-        number = next((each for each in numbers if each is not None), _MODULES.get(architecture, 0))
-        if architecture not in _MODULES or not int(number) or not _has_tensors(folder, config):
+        modules = mtp_modules_of(raw)
+        if modules is None:
+            return None
+        count = modules.count(raw, str(folder))
+        layers = int({"num_hidden_layers": 0, **raw, **(raw.get("text_config") or {})}["num_hidden_layers"])
+        if not (modules.usual if count is None else count) or not _has_tensors(folder, modules.prefix(layers)):
             return None
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError):
         return None  # the check of the configuration reports the folder's fault
     return {"method": "mtp", **(_CHAIN if _has_experts(folder) else _TREE)}
 
 
-def _has_tensors(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether the checkpoint has the module's tensors, which some copies leave out; True if it has no weights yet."""
-    first = (f"model.layers.{config.get('num_hidden_layers')}.", "mtp.")
+def _has_tensors(folder: Path, first: str) -> bool:
+    """Whether the checkpoint has the module's tensors, whose names start with `first`, and which some copies leave out;
+    True if it has no weights yet."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return any(name.startswith(first) for name in json.loads(index.read_text())["weight_map"])

@@ -1,7 +1,8 @@
 """Draft methods: each proposes a tree of scored nodes.
 
 method             `DraftMethod` and `DraftModel`, the interface
-registry           all methods, and the method of a checkpoint
+registry           all methods, and the draft that a configuration names
+recognition        the method of a checkpoint
 eagle, eagle3, mtp the methods
 gemma4_assistant   Gemma 4's draft, which attends to the target's KV
 trimmed_head       the target's vocabulary head, reduced to the most frequent tokens

@@ -4,13 +4,8 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from aerie.workers.models.config import ModelConfig
-from aerie.workers.models.config_fields import architecture_of, section_of
+from aerie.workers.models.config_fields import section_of
 from aerie.workers.models.llama import LlamaConfig, read_config
-
-
-def draft_architecture(raw: Mapping[str, Any]) -> str:
-    """Return the architecture. Some EAGLE heads name none; then it is Llama's."""
-    return architecture_of(dict(raw), "LlamaForCausalLM")
 
 
 def read_layer(path: str, raw: Mapping[str, Any]) -> LlamaConfig:

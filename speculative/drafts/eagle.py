@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from aerie.speculative.drafts.config import check_target, check_width, draft_architecture, read_layer
+from aerie.speculative.drafts.config import check_target, check_width, read_layer
 from aerie.speculative.drafts.eagle3_config import HeadFlags
 from aerie.speculative.drafts.layers import IGNORED_WEIGHTS, DraftLayer, layer_names, same_names
 from aerie.speculative.drafts.method import DraftMethod, DraftModel
@@ -30,15 +30,6 @@ class Eagle(DraftMethod):
     name: ClassVar[str] = "eagle"
     model: LlamaConfig
     projection_bias: bool
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Return whether config.json describes a decoder of one layer: an EAGLE head's does not mention EAGLE."""
-        architecture = draft_architecture(raw)
-        if "speculators_model_type" in raw or "Assistant" in architecture:  # these are of other methods
-            return False
-        is_decoder = architecture.endswith("ForCausalLM") or "Eagle" in architecture
-        return is_decoder and "eagle3" not in architecture.lower() and "draft_vocab_size" not in raw
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:

@@ -17,7 +17,6 @@ from aerie.speculative.drafts.config import check_target, check_width
 from aerie.speculative.drafts.eagle3_checkpoint import captured_layers, count_layers, weight_names
 from aerie.speculative.drafts.eagle3_config import (
     HeadFlags,
-    is_eagle3,
     layers_config,
     read_flags,
     reads_captured_layers,
@@ -54,10 +53,6 @@ class Eagle3(DraftMethod):
     target_hidden_size: int
     reads_last_layer: bool = False
     flags: HeadFlags = field(default_factory=HeadFlags)
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return is_eagle3(raw)
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:

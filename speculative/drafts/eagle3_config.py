@@ -8,12 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aerie.speculative.drafts.config import (
-    draft_architecture,
-    read_section,
-    refuse_unknown,
-    speculators_layers,
-)
+from aerie.speculative.drafts.config import read_section, refuse_unknown, speculators_layers
+from aerie.speculative.drafts.recognition import draft_architecture
 from aerie.workers.models.config_fields import section_of
 
 # Architecture of the layers, by transformer_layer_config.model_type.
@@ -65,13 +61,6 @@ class HeadFlags:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-
-
-def is_eagle3(raw: Mapping[str, Any]) -> bool:
-    """Whether this config.json describes an EAGLE-3 head."""
-    if "speculators_model_type" in raw:
-        return bool(raw["speculators_model_type"] == "eagle3")
-    return "eagle3" in draft_architecture(raw).lower() or "draft_vocab_size" in raw
 
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from aerie.kernels.capability import Capability
-from aerie.speculative.drafts.config import check_target, draft_architecture
+from aerie.speculative.drafts.config import check_target
 from aerie.speculative.drafts.method import DraftMethod, DraftModel
+from aerie.speculative.drafts.recognition import ASSISTANTS, draft_architecture
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer
 from aerie.workers.layers.forward_context import ForwardContext
@@ -31,8 +32,6 @@ from aerie.workers.models.gemma.gemma4 import make_layer, weight_names
 from aerie.workers.models.gemma.gemma4_config import Gemma4Config, Heads, read_config
 from aerie.workers.models.mistral import SLIDING
 from aerie.workers.models.name_map import NameMap
-
-ARCHITECTURES = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class Gemma4Assistant(DraftMethod):
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return draft_architecture(raw) in ARCHITECTURES
+        return super().recognises(raw) and draft_architecture(raw) in ASSISTANTS
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:

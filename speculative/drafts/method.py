@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from aerie.speculative.drafts.recognition import method_of
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.forward_context import ForwardContext
 from aerie.workers.layers.vocab import LMHead, VocabEmbedding
@@ -61,9 +62,9 @@ class DraftMethod(ABC):
         return draft_path
 
     @classmethod
-    @abstractmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        """Whether a checkpoint with this config.json is a draft of this method."""
+        """Whether a checkpoint with this config.json is a draft of this class. Raises ValueError like `method_of`."""
+        return method_of(raw) == cls.name
 
     @classmethod
     @abstractmethod

@@ -3,7 +3,7 @@ hidden state and the next token's embedding to one vector, and runs one more dec
 every depth, with the target's embedding and vocabulary head."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -11,23 +11,24 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.fp8.rows import Fp8Rows
-from aerie.speculative.drafts.config import check_target, draft_architecture
+from aerie.speculative.drafts.config import check_target
 from aerie.speculative.drafts.method import DraftMethod, DraftModel
+from aerie.speculative.drafts.recognition import draft_architecture
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer
 from aerie.workers.layers.forward_context import ForwardContext
 from aerie.workers.layers.linear import ReplicatedLinear
 from aerie.workers.layers.norm import RMSNorm, ZeroCentredRMSNorm
 from aerie.workers.layers.rotary import RotaryTable
-from aerie.workers.models import deepseek, glm4_moe, moe
+from aerie.workers.models import deepseek, moe
 from aerie.workers.models.config import ModelConfig
-from aerie.workers.models.config_fields import flag_of, section_of, size_of
+from aerie.workers.models.config_fields import flag_of, section_of
 from aerie.workers.models.deepseek import DeepseekConfig
 from aerie.workers.models.glm4_moe import Glm4MoeConfig
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.qwen import hybrid
 from aerie.workers.models.qwen.hybrid import HybridConfig, layer_rules, packed_experts
-from aerie.workers.models.registry import family_of
+from aerie.workers.models.registry import family_of, mtp_modules_of
 
 
 @dataclass(frozen=True)
@@ -62,23 +63,6 @@ class Mtp(DraftMethod):
 
 
 @dataclass(frozen=True)
-class _Family:
-    """A family's checkpoint: how to read its config, build a layer, and map a layer's tensor names (ours, theirs)."""
-
-    read_config: Callable[[dict[str, Any], str], Any]
-    make_layer: Callable[[Any, int, TPGroup], DecoderLayer]
-    layer_rules: Callable[[str, str], dict[str, str]]
-
-
-_DEEPSEEK = _Family(deepseek.read_config, deepseek.make_layer, deepseek.layer_rules)
-_FAMILIES = {
-    "DeepseekV3ForCausalLM": _DEEPSEEK,
-    "Glm4MoeForCausalLM": _Family(glm4_moe.read_config, moe.make_layer, moe.layer_rules),
-    "Glm4MoeLiteForCausalLM": _DEEPSEEK,
-}
-
-
-@dataclass(frozen=True)
 class DeepseekMtp(Mtp):
     """The first MTP module of a checkpoint, stored as one more layer after the target's: DeepSeek-V3 (arXiv 2412.19437,
     section 2.2) and GLM's mixtures of experts. layer: its number in the checkpoint."""
@@ -88,16 +72,18 @@ class DeepseekMtp(Mtp):
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return draft_architecture(raw) in _FAMILIES
+        modules = mtp_modules_of(raw)
+        return super().recognises(raw) and modules is not None and modules.after_layers
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
-        family = _FAMILIES[draft_architecture(raw)]
-        whole: DeepseekConfig | Glm4MoeConfig = family.read_config(dict(raw), f"draft {path}")
+        source = f"draft {path}"
+        whole = family_of(draft_architecture(raw), source).read_config(dict(raw), source)
+        assert isinstance(whole, DeepseekConfig | Glm4MoeConfig), "the families with such modules"
         check_target(path, whole, whole.hidden_size, target)
         if whole.num_mtp_layers < 1:
             raise ValueError(
-                f"draft {path}: num_nextn_predict_layers={whole.num_mtp_layers}: the checkpoint has no module for "
+                f"{source}: num_nextn_predict_layers={whole.num_mtp_layers}: the checkpoint has no module for "
                 "drafting; use a head of another method, or leave the section `speculative` out"
             )
         layer = whole.num_layers
@@ -107,12 +93,10 @@ class DeepseekMtp(Mtp):
         model = replace(whole, num_layers=1, experts=experts, whole_experts=target.whole_experts)
         return cls(path, model, target.vocab_size, (), layer)
 
-    @property
-    def _family(self) -> _Family:
-        return _FAMILIES[self.model.architecture]
-
     def make_layer(self, group: TPGroup) -> DecoderLayer:
-        return self._family.make_layer(self.model, 0, group)
+        if isinstance(self.model, DeepseekConfig):
+            return deepseek.make_layer(self.model, 0, group)
+        return moe.make_layer(self.model, 0, group)
 
     @property
     def layer_name(self) -> str:
@@ -123,24 +107,16 @@ class DeepseekMtp(Mtp):
         """Map checkpoint names to parameters. The module's copies of embedding and head, and the target's tensors, are
         not read."""
         theirs, others = self.layer_name, range(self.layer + self.model.num_mtp_layers)
+        layer_rules = (deepseek if isinstance(self.model, DeepseekConfig) else moe).layer_rules
         rules = {"norm": f"{theirs}.shared_head.norm", "lm_head": f"{theirs}.shared_head.head"}
         return NameMap(
-            rules | self._family.layer_rules("layer", theirs) | {"{module}": f"{theirs}.{{module}}"},
+            rules | layer_rules("layer", theirs) | {"{module}": f"{theirs}.{{module}}"},
             ignored=(
                 *(f"model.layers.{other}.*" for other in others if other != self.layer),
                 *("model.embed_tokens.*", "model.norm.*", "lm_head.*", "*.rotary_emb.inv_freq"),
                 *(f"{theirs}.embed_tokens.*", f"{theirs}.shared_head.head.*"),
             ),
         )
-
-
-_QWEN = (
-    "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
-    "Qwen3NextForCausalLM",
-)
 
 
 @dataclass(frozen=True)
@@ -154,7 +130,8 @@ class QwenMtp(Mtp):
 
     @classmethod
     def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return draft_architecture(raw) in _QWEN
+        modules = mtp_modules_of(raw)
+        return super().recognises(raw) and modules is not None and not modules.after_layers
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
@@ -227,11 +204,11 @@ class MtpModel(DraftModel):
 def _check_module(raw: Mapping[str, Any], source: str) -> None:
     """Raise ValueError if the checkpoint has no module, or one with its own embedding. Qwen3-Next's config.json does
     not say whether there is one; its weights show it."""
-    text = {**raw, **section_of(raw, "text_config", source)}
-    known = "mtp_num_hidden_layers" in text
-    if known and size_of(text, "mtp_num_hidden_layers", source, least=0) < 1:
+    modules, text = mtp_modules_of(raw), {**raw, **section_of(raw, "text_config", source)}
+    assert modules is not None
+    if modules.count(raw, source) == 0:
         raise ValueError(
-            f"{source}: mtp_num_hidden_layers=0: the checkpoint has no module for drafting; use a head of another "
+            f"{source}: {modules.count_key}=0: the checkpoint has no module for drafting; use a head of another "
             "method, or leave the section `speculative` out"
         )
     if flag_of(text, "mtp_use_dedicated_embeddings", source):

@@ -7,12 +7,12 @@ from typing import Any
 from aerie.speculative.drafts.blocks.dflash import DFlash
 from aerie.speculative.drafts.blocks.dflash2 import DFlash2
 from aerie.speculative.drafts.blocks.dspark import DSpark
-from aerie.speculative.drafts.config import draft_architecture
 from aerie.speculative.drafts.eagle import Eagle
 from aerie.speculative.drafts.eagle3 import Eagle3
 from aerie.speculative.drafts.gemma4_assistant import Gemma4Assistant
 from aerie.speculative.drafts.method import DraftMethod
 from aerie.speculative.drafts.mtp import DeepseekMtp, QwenMtp
+from aerie.speculative.drafts.recognition import draft_architecture, method_of
 from aerie.workers.layers.rope_override import with_rope_scaling
 from aerie.workers.models.config import ModelConfig, read_config_json
 from aerie.workers.models.loading import fitted_quant
@@ -58,11 +58,6 @@ def read_draft(
             "drafting in its checkpoint; use another method, with a head of its own"
         )
     raise ValueError(_other_method(name, path, raw))
-
-
-def method_of(raw: Mapping[str, Any]) -> str | None:
-    """Return the name of the method that recognises this config.json; None if none does."""
-    return next((name for name, methods in METHODS.items() if any(each.recognises(raw) for each in methods)), None)
 
 
 def _other_method(name: str, path: str, raw: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteDecoderLayer
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeDecoderLayer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
-from aerie.speculative.drafts.config import draft_architecture
 from aerie.speculative.drafts.mtp import DeepseekMtp, Mtp, QwenMtp
 from aerie.speculative.training import TrainingError
 from aerie.speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, write_checkpoint
 from aerie.speculative.training.layers import Branches, ChainDraft, branch_attention, layer_config, linear, prepared
-from aerie.workers.models.deepseek import DeepseekConfig
-from aerie.workers.models.qwen.hybrid import HybridConfig
-from aerie.workers.models.registry import family_of
+from aerie.workers.layers.norm import ZeroCentredRMSNorm
+from aerie.workers.models.registry import MTP_MODULES, family_of, mtp_modules_of
 from aerie.workers.models.weights import checkpoint_tensors
 
 # Name suffixes of tensors that stay in float32: router biases, and the decay of recurrent layers.
@@ -37,22 +36,13 @@ FLOAT32 = ("bias", "A_log")
 _EXPERTS = ".mlp.experts."
 
 
-@dataclass(frozen=True)
-class _Family:
-    """method: reads config.json. layer: transformers' layer. norm_offset: added to the weights of norms."""
-
-    method: type[Mtp]
-    layer: type[nn.Module]
-    norm_offset: float = 1.0
-
-
-_FAMILIES = {  # by architecture
-    "DeepseekV3ForCausalLM": _Family(DeepseekMtp, DeepseekV3DecoderLayer, norm_offset=0.0),
-    "Qwen3_5ForConditionalGeneration": _Family(QwenMtp, Qwen3_5DecoderLayer),
-    "Qwen3_5MoeForConditionalGeneration": _Family(QwenMtp, Qwen3_5MoeDecoderLayer),
-    "Qwen3_5ForCausalLM": _Family(QwenMtp, Qwen3_5DecoderLayer),
-    "Qwen3_5MoeForCausalLM": _Family(QwenMtp, Qwen3_5MoeDecoderLayer),
-    "Qwen3NextForCausalLM": _Family(QwenMtp, Qwen3NextDecoderLayer),
+_LAYERS: dict[str, type[nn.Module]] = {  # transformers' layers, by the model_type of their configuration
+    "deepseek_v3": DeepseekV3DecoderLayer,
+    "glm4_moe": Glm4MoeDecoderLayer,
+    "glm4_moe_lite": Glm4MoeLiteDecoderLayer,
+    "qwen3_5_text": Qwen3_5DecoderLayer,
+    "qwen3_5_moe_text": Qwen3_5MoeDecoderLayer,
+    "qwen3_next": Qwen3NextDecoderLayer,
 }
 
 
@@ -64,17 +54,17 @@ class MtpHead(ChainDraft):
 
     def __init__(self, method: Mtp, config: PreTrainedConfig) -> None:
         model = method.model
-        assert isinstance(model, DeepseekConfig | HybridConfig), "only these architectures are trained"
         super().__init__(method, model)
-        self.method, family = method, _FAMILIES[model.architecture]
+        self.method = method
         last = config.num_hidden_layers  # the module's layer comes after the target's
         kinds = ["full_attention"] * (last + 1)
-        config = layer_config(config, branch_attention, layer_types=kinds, mlp_only_layers=[], decoder_sparse_step=1)
-        layer: Any = family.layer(config, last)
+        experts = {"mlp_only_layers": [], "decoder_sparse_step": 1, "mlp_layer_types": ["sparse"] * (last + 1)}
+        config = layer_config(config, branch_attention, layer_types=kinds, **experts)
+        layer: Any = _LAYERS[config.model_type](config, last)
         self.layer, norm = layer, type(layer.input_layernorm)
         self.enorm, self.hnorm, self.norm = (norm(model.hidden_size, eps=model.rms_eps) for _ in range(3))
         self.eh_proj = linear(2 * model.hidden_size, model.hidden_size)
-        prepared(self, family.norm_offset)
+        prepared(self, norm_offset=float(method.norm is ZeroCentredRMSNorm))
 
     def start(self, captured: Tensor) -> Tensor:
         return captured
@@ -116,16 +106,16 @@ def read_module(folder: Path) -> MtpHead:
     """Return the module of a checkpoint, in float32 on the CPU. Raises `TrainingError` if it has none that can be
     trained."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    family = _FAMILIES.get(draft_architecture(raw))
-    if family is None:
+    modules = mtp_modules_of(raw)
+    if modules is None:
         raise TrainingError(
-            f"target={folder}: architectures={raw.get('architectures')} has no MTP module; only {', '.join(_FAMILIES)} "
-            "have; train a head with --method eagle3"
+            f"target={folder}: architectures={raw.get('architectures')} has no MTP module; only "
+            f"{', '.join(MTP_MODULES)} have; train a head with --method eagle3"
         )
     try:
         source = f"target {folder}"
         target = family_of(raw["architectures"][0], source).read_config(raw, source)
-        method = family.method.read(str(folder), raw, target)
+        method: Mtp = (DeepseekMtp if modules.after_layers else QwenMtp).read(str(folder), raw, target)
         head = MtpHead(method, AutoConfig.from_pretrained(folder).get_text_config())
         wanted = module_tensors(head)
         tensors = {name: tensor for name, tensor, _ in checkpoint_tensors(folder)}

@@ -32,7 +32,7 @@ from aerie.attention.config import CacheConfig, DraftAttention, TargetAttention
 from aerie.deploy.bench.table import table
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import Method, SpeculativeConfig
-from aerie.speculative.drafts.registry import method_of
+from aerie.speculative.drafts.recognition import method_of
 from aerie.workers.config import Implementation, ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.models.config import read_config_json
 from aerie.workers.runner.local_engine import LocalEngine

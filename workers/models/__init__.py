@@ -1,6 +1,6 @@
 """Target models, loaded from checkpoint folders (docs/add-a-model.md).
 
-registry   maps architectures to families; the declarations of a family
+registry   maps architectures to families and MTP modules; the declarations of a family
 llama      Llama 2 and 3, Qwen2, Qwen3 (dense)
 llama4     Llama 4's text part, up to its attention chunk
 deepseek   DeepSeek-V2 and V3: latent attention and mixtures of experts

@@ -20,9 +20,9 @@ from aerie.workers.models import llama
 from aerie.workers.models.config import ModelConfig, check_cuts, decoder_fields, mscale_of, rope_of, rope_scaling_of
 from aerie.workers.models.config_fields import MAX_EXPERTS, MAX_LAYERS, architecture_of, flag_of, number_of, size_of
 from aerie.workers.models.decoder import Decoder
-from aerie.workers.models.moe import ExpertLayers, check_experts_device, moe_rules, mtp_names, num_experts_of
+from aerie.workers.models.moe import ExpertLayers, check_experts_device, moe_rules, num_experts_of
 from aerie.workers.models.name_map import NameMap, decoder_names
-from aerie.workers.models.registry import ModelFamily
+from aerie.workers.models.registry import AFTER_LAYERS, ModelFamily
 
 # transformers' defaults for fields that config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -117,7 +117,7 @@ def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
         attention_scale=(key_dim + rotated_dim) ** -0.5 * _scale_of_yarn(config, rope, source),
         intermediate_size=size_of(config, "intermediate_size", source),
         experts=read_experts(config, source, is_v3),
-        num_mtp_layers=size_of(config, "num_nextn_predict_layers", source, 0, least=0, most=MAX_LAYERS),
+        num_mtp_layers=AFTER_LAYERS.count(config, source) or 0,
     )
 
 
@@ -143,7 +143,7 @@ def _scale_of_yarn(config: dict[str, Any], rope: RopeConfig, source: str) -> flo
 def read_experts(config: dict[str, Any], source: str, is_v3: bool) -> ExpertLayers:
     """Read which layers have experts, and what they are. is_v3: see `_read_routing`."""
     num_layers = size_of(config, "num_hidden_layers", source, most=MAX_LAYERS)
-    num_layers += size_of(config, "num_nextn_predict_layers", source, 0, least=0, most=MAX_LAYERS)  # MTP modules
+    num_layers += AFTER_LAYERS.count(config, source) or 0
     first = size_of(config, "first_k_dense_replace", source, 0, least=0)
     step = size_of(config, "moe_layer_freq", source, 1)
     width = size_of(config, "moe_intermediate_size", source)
@@ -240,7 +240,7 @@ def layer_rules(ours: str, theirs: str) -> dict[str, str]:
 
 def weight_names(config: DeepseekConfig) -> NameMap:
     """Return the names in Hugging Face's checkpoints. Ignored: MTP modules."""
-    ignored = mtp_names(config.num_layers, config.num_mtp_layers)
+    ignored = AFTER_LAYERS.names(config.num_layers, config.num_mtp_layers)
     return decoder_names(layer_rules, config.tie_embeddings, ignored=ignored)
 
 

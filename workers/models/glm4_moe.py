@@ -5,11 +5,11 @@ from typing import Any
 
 from aerie.workers.models import llama
 from aerie.workers.models.config import rotated_dim_of
-from aerie.workers.models.config_fields import MAX_LAYERS, flag_of, size_of
+from aerie.workers.models.config_fields import flag_of
 from aerie.workers.models.deepseek import read_experts
-from aerie.workers.models.moe import LlamaMoeConfig, LlamaMoeForCausalLM, layer_rules, mtp_names
+from aerie.workers.models.moe import LlamaMoeConfig, LlamaMoeForCausalLM, layer_rules
 from aerie.workers.models.name_map import NameMap, decoder_names
-from aerie.workers.models.registry import ModelFamily
+from aerie.workers.models.registry import AFTER_LAYERS, ModelFamily
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ def read_config(config: dict[str, Any], source: str) -> Glm4MoeConfig:
     return Glm4MoeConfig(
         **own,
         experts=read_experts(config, source, is_v3=True),
-        num_mtp_layers=size_of(config, "num_nextn_predict_layers", source, 0, least=0, most=MAX_LAYERS),
+        num_mtp_layers=AFTER_LAYERS.count(config, source) or 0,
     )
 
 
 def weight_names(config: Glm4MoeConfig) -> NameMap:
     """Return the names in Hugging Face's checkpoints. Ignored: MTP modules."""
-    ignored = mtp_names(config.num_layers, config.num_mtp_layers)
+    ignored = AFTER_LAYERS.names(config.num_layers, config.num_mtp_layers)
     return decoder_names(layer_rules, config.tie_embeddings, ignored=ignored)
 
 

@@ -146,11 +146,6 @@ def layer_rules(ours: str, theirs: str) -> dict[str, str]:
     return moe_rules(ours, theirs) | llama.layer_rules(ours, theirs)
 
 
-def mtp_names(num_layers: int, num_mtp_layers: int) -> list[str]:
-    """Return patterns of the tensors of MTP modules, which are stored as layers after the last one."""
-    return [f"model.layers.{num_layers + i}.*" for i in range(num_mtp_layers)]
-
-
 def stacked_experts(
     theirs: str, num_experts: int, gate_up_name: str = "gate_up_proj", down_name: str = "down_proj"
 ) -> tuple[Packed, ...]:

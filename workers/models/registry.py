@@ -1,21 +1,26 @@
-"""`ModelFamily`, what a file of this folder declares about the architectures that it serves, and the table of these
-architectures (docs/add-a-model.md). All others go to the adapter."""
+"""`ModelFamily`, what a file of this folder declares about the architectures that it serves; the table of these
+architectures (docs/add-a-model.md), all others go to the adapter; and the table of those with MTP modules. Imported
+without torch, which a command line that chooses a draft does not need."""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Generic, TypeVar, cast
-
-import torch
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from aerie.workers.config import Implementation
-from aerie.workers.distributed.tp_group import TPGroup
-from aerie.workers.models.config import ModelConfig
-from aerie.workers.models.config_fields import architecture_of
-from aerie.workers.models.decoder import TargetModel
-from aerie.workers.models.name_map import NameMap
+from aerie.workers.models.config_fields import MAX_LAYERS, architecture_of, section_of, size_of
 
-ConfigT = TypeVar("ConfigT", bound=ModelConfig)
+if TYPE_CHECKING:
+    import torch
+
+    from aerie.workers.distributed.tp_group import TPGroup
+    from aerie.workers.models.config import ModelConfig
+    from aerie.workers.models.decoder import TargetModel
+    from aerie.workers.models.name_map import NameMap
+
+ConfigT = TypeVar("ConfigT", bound="ModelConfig")
 
 
 def _all(config: Mapping[str, Any]) -> bool:
@@ -84,6 +89,51 @@ ARCHITECTURES = {
 }
 
 
+@dataclass(frozen=True)
+class MtpModules:
+    """The modules for multi-token prediction (MTP) in the checkpoints of an architecture. The families skip their
+    tensors; `aerie.speculative.drafts.mtp` serves them, `aerie.speculative.training.mtp` trains them, and
+    `aerie.deploy.config.drafts` finds them.
+
+    count_key: config.json's field with their number.
+    usual: their number if the field is missing and the checkpoint has the tensors.
+    after_layers: whether they are stored as layers after the last one, with names of layers; else as `mtp.*`.
+    """
+
+    count_key: str
+    usual: int = 0
+    after_layers: bool = False
+
+    def count(self, config: Mapping[str, Any], source: str) -> int | None:
+        """Return their number; None if config.json, or its text_config, does not say. Raises ValueError."""
+        text = {**config, **section_of(config, "text_config", source)}
+        stated = text.get(self.count_key) is not None
+        return size_of(text, self.count_key, source, least=0, most=MAX_LAYERS) if stated else None
+
+    def names(self, num_layers: int, count: int) -> list[str]:
+        """Return patterns of the names of the tensors of `count` modules after `num_layers` layers."""
+        return [f"{self.prefix(num_layers + i)}*" for i in range(count)]
+
+    def prefix(self, num_layers: int) -> str:
+        """Return the start of the names of the first one's tensors. num_layers: of the model."""
+        return f"model.layers.{num_layers}." if self.after_layers else "mtp."
+
+
+AFTER_LAYERS = MtpModules("num_nextn_predict_layers", after_layers=True)
+_QWEN3_5 = MtpModules("mtp_num_hidden_layers")
+
+MTP_MODULES = {  # by architecture; the other ones of the registry have none that is served
+    "DeepseekV3ForCausalLM": AFTER_LAYERS,
+    "Glm4MoeForCausalLM": AFTER_LAYERS,
+    "Glm4MoeLiteForCausalLM": AFTER_LAYERS,
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": _QWEN3_5,
+    "Qwen3NextForCausalLM": MtpModules("mtp_num_hidden_layers", usual=1),
+}
+
+
 _ADAPTER = "aerie.workers.models.adapter"  # serves the other decoders of transformers
 
 
@@ -113,3 +163,8 @@ def family_of(architecture: str, source: str) -> Family:
         f"{source}: architecture {architecture or 'none'} is not supported as a target; supported are "
         f"{', '.join(ARCHITECTURES)}, and the decoders of transformers, which has none of this name"
     )
+
+
+def mtp_modules_of(config: Mapping[str, Any]) -> MtpModules | None:
+    """Return where a checkpoint with this config.json has its modules; None for an architecture without."""
+    return MTP_MODULES.get(architecture_of(config))

@@ -10,21 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from aerie.attention.config import MIN_WINDOW
-from aerie.speculative.drafts.config import draft_architecture, read_section, refuse_unknown, speculators_layers
+from aerie.speculative.drafts.config import read_section, refuse_unknown, speculators_layers
+from aerie.speculative.drafts.recognition import draft_architecture
 from aerie.speculative.tree_shape import MAX_WIDTH
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.config_fields import ids_of, number_of, section_of, size_of
 from aerie.workers.models.qwen.windows import layers_with_windows
-
-# Unsupported drafts with the same backbone, by a part of their architecture's or algorithm's name.
-_REFUSED = {
-    "domino": "Domino",
-    "lilicorr": "LiLiCorr",
-    "xpress": "XPress",
-    "peagle": "P-EAGLE",
-    "p_eagle": "P-EAGLE",
-    "gemma4dspark": "DeepSpec (Gemma 4's layers)",
-}
 
 # Keys of `Scales`, which DFlash and DFlash2 have.
 SCALES = frozenset(("input_embedding_scale", "output_multiplier", "final_logit_softcapping"))
@@ -122,24 +113,6 @@ class BlockForm:
 
 def is_speculators(raw: Mapping[str, Any]) -> bool:
     return "speculators_model_type" in raw
-
-
-def algorithm(raw: Mapping[str, Any]) -> str | None:
-    """Return the method of a block draft with this config.json: dflash, dflash2 or dspark; None for another draft.
-    Raises ValueError for a known but unsupported draft."""
-    name = str(raw.get("speculators_model_type") or draft_architecture(raw)).lower()
-    nested = raw.get("dflash_config")
-    projector = str(nested.get("projector_type") or "").lower() if isinstance(nested, dict) else ""
-    for part, refused in _REFUSED.items():
-        if part in name or part in projector:
-            raise ValueError(
-                f"draft (architecture {draft_architecture(raw)}) is a {refused} head, which is not served; use a "
-                "DFlash head of the same target"
-            )
-    if "dspark" in name:
-        # also DeepSpec's name for DFlash heads, which have no Markov head
-        return "dflash" if raw.get("markov_rank") == 0 else "dspark"
-    return "dflash2" if "dflash2" in name else "dflash" if "dflash" in name else None
 
 
 def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = frozenset()) -> dict[str, Any]:

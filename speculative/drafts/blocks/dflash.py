@@ -14,7 +14,6 @@ from aerie.speculative.drafts.blocks.config import (
     SCALES,
     BlockForm,
     Scales,
-    algorithm,
     layers_config,
     read_capture,
     read_form,
@@ -50,10 +49,6 @@ class DFlash(DraftMethod):
     model: LlamaConfig
     form: BlockForm
     scales: Scales
-
-    @classmethod
-    def recognises(cls, raw: Mapping[str, Any]) -> bool:
-        return algorithm(raw) == cls.name
 
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:

@@ -14,8 +14,6 @@ from aerie.deploy.cli import main
 from aerie.deploy.config import model as model_config
 from aerie.deploy.config.drafts import draft_method, own_draft
 from aerie.speculative.config import SpeculativeConfig
-from aerie.speculative.drafts.mtp import DeepseekMtp, QwenMtp
-from aerie.workers.models.registry import ARCHITECTURES
 from tests.support import MODELS, ROOT
 
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
@@ -96,14 +94,6 @@ def test_a_models_own_module_drafts(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
     assert own_draft(tmp_path) == section
-
-
-@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_modules_are_found_for_the_architectures_whose_modules_are_served(tmp_path: Path, architecture: str) -> None:
-    raw = {"architectures": [architecture], "num_nextn_predict_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    served = any(method.recognises(raw) for method in (DeepseekMtp, QwenMtp))
-    assert (own_draft(tmp_path) is not None) == served
 
 
 @pytest.mark.parametrize(

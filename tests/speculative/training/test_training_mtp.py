@@ -27,7 +27,7 @@ from tests.support.drafts.mtp import check_states, check_trained
 from tests.support.targets import hybrid
 from tests.support.targets.deepseek import SIZES, Balance, ModuleTarget, build_deepseek, save_module_target
 from tests.support.targets.hybrid import build_hybrid
-from tests.support.tiny_models import add_qwen_mtp, make_target
+from tests.support.tiny_models import add_mtp, add_qwen_mtp, make_target
 
 PARTS = (
     "gate.weight",
@@ -94,11 +94,13 @@ def test_a_saved_module_is_read_again(tmp_path: Path, model: ModuleTarget, token
     assert all(name.startswith(("model.layers.3.", "mtp.")) for name in alone)
 
 
-@pytest.mark.parametrize("architecture, stacked", [("Qwen3_5Moe", True), ("Qwen3Next", False)])
+@pytest.mark.parametrize(
+    "architecture, stacked", [("Qwen3_5Moe", True), ("Qwen3Next", False), ("Glm4Moe", False), ("Glm4MoeLite", False)]
+)
 def test_a_module_with_experts_computes_what_is_served(tmp_path: Path, architecture: str, stacked: bool) -> None:
     """Read from stacked and from single matrices."""
     target = make_target(tmp_path / "t", architecture=architecture)
-    add_qwen_mtp(target, stacked=stacked)
+    add_mtp(target) if architecture.startswith("Glm") else add_qwen_mtp(target, stacked=stacked)
     head = read_module(target).eval()
 
     def states(embeddings: torch.Tensor, features: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,12 @@ from aerie.kernels.capability import Capability
 from aerie.kernels.kv.batches import PrefillBatch
 from aerie.speculative.build import plan_engine
 from aerie.speculative.config import SpeculativeConfig
-from aerie.speculative.drafts.blocks.config import LayerView, algorithm
+from aerie.speculative.drafts.blocks.config import LayerView
 from aerie.speculative.drafts.blocks.dflash import Block, DFlash
 from aerie.speculative.drafts.blocks.drafter import block_states
 from aerie.speculative.drafts.drafter import DraftRunner
 from aerie.speculative.drafts.loading import load_draft
+from aerie.speculative.drafts.recognition import method_of
 from aerie.speculative.drafts.registry import read_draft
 from aerie.speculative.speculation import draft_choices
 from aerie.workers.config import ModelSource
@@ -75,7 +76,7 @@ def served(draft: Path, target: Path, group: TPGroup = SOLO) -> DraftRunner:
     """The head in `draft` in float32 as an engine loads it, with a pool."""
     source = ModelSource(path=str(target), dtype="float32")
     config = read_target_config(source, group.size)
-    method = read_draft(algorithm(read_config_json(draft)) or "", str(draft), str(target), config)
+    method = read_draft(method_of(read_config_json(draft)) or "", str(draft), str(target), config)
     decoder = load_target(source, config, group, CPU, 128, method.capture)
     model = load_draft(method, source, decoder, group, CPU, 128)
     pool = KVPool(method.model.kv_groups(group.size, torch.float32), NUM_PAGES, PAGE_SIZE, CPU)
