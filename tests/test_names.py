@@ -30,6 +30,7 @@ _DOTTED = re.compile(rf"(?<![\w./-])(?:(?:{'|'.join(PACKAGES)})[.:]|aerie\.)(?:[
 _PATH = re.compile(rf"(?<![\w.:/-])(?:(?:{'|'.join(PACKAGES)}|docs|examples)/[\w./*-]*|[\w./*-]+\.(?:py|md|svg))(?!\w)")
 _MEMBER = re.compile(r"(?<![\w.])([A-Z]\w*)\.([a-z_]\w*)")
 _LISTED = re.compile(r" {0,4}([a-z][a-z0-9_]*(?:, [a-z][a-z0-9_]*)*)(?:  +|: )\S")
+_ACTION = re.compile(r"def (_*(?:is|has|was|can|may|needs)_\w+)\((?:[^()]|\([^()]*\))*\) -> None:")
 _KEY = re.compile(rf"(?<![\w./])({'|'.join(AerieConfig.model_fields)})((?:\.[a-z_]+)+)(?![\w/(])")
 
 
@@ -111,3 +112,14 @@ def test_names_are_told_apart() -> None:
     assert not is_path("openai_api.py") and not is_path("cluster/channel.py") and not is_path("docs/*.txt")
     assert has_attribute("Scheduler", "submit") and not has_attribute("Scheduler", "submits")
     assert _is_key("ingress.api_keys") and not _is_key("ingress.edge.api_keys") and not _is_key("ingress.keys")
+
+
+def test_a_name_that_asks_a_question_is_not_one_of_an_action() -> None:
+    """`is_late(request)` reads as a test; what records or changes something has a verb."""
+    actions = [
+        f"{name}: {match[1]}"
+        for name in files()
+        if name.endswith(".py") and name.split("/")[0] in PACKAGES
+        for match in _ACTION.finditer((ROOT / name).read_text())
+    ]
+    assert not actions

@@ -36,7 +36,7 @@ class ReuseRates:
         self._ticks: dict[Group, list[float]] = defaultdict(lambda: [0.0] * NUM_AGES)
         self._rates: dict[Group, list[float]] = {}  # as of the last `refresh`
 
-    def was_there(self, group: Group, start: int, end: int) -> None:
+    def record_presence(self, group: Group, start: int, end: int) -> None:
         """Record that a snapshot was in the group between ages `start` and `end`."""
         ticks = self._ticks[group]
         while start < end:
@@ -45,7 +45,7 @@ class ReuseRates:
             ticks[age] += until - start
             start = until
 
-    def was_used(self, group: Group, age: int) -> None:
+    def record_use(self, group: Group, age: int) -> None:
         """Record that a snapshot of the group was used at this age."""
         self._uses[group][age_class(age)] += 1
 

@@ -84,7 +84,7 @@ class Snapshots:
     def use(self, snapshot: Snapshot) -> None:
         """Record that a request resumes at a snapshot."""
         self._record(snapshot)
-        self._rates.was_used(_group(snapshot), self._now - snapshot.since)
+        self._rates.record_use(_group(snapshot), self._now - snapshot.since)
         self._tick()
         snapshot.since = snapshot.recorded = self._now
 
@@ -130,7 +130,7 @@ class Snapshots:
         """Record the time of a snapshot in its group. Must be called before its group changes."""
         if snapshot is not None:
             since = snapshot.since
-            self._rates.was_there(_group(snapshot), snapshot.recorded - since, self._now - since)
+            self._rates.record_presence(_group(snapshot), snapshot.recorded - since, self._now - since)
             snapshot.recorded = self._now
 
 

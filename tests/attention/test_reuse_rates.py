@@ -16,9 +16,9 @@ def lives(rates, rng, draw_use, draw_end, count=3000):
     for _ in range(count):
         use, end = draw_use(rng), draw_end(rng)
         age = int(min(use, end))
-        rates.was_there(LAST, 0, age)
+        rates.record_presence(LAST, 0, age)
         if use <= end:
-            rates.was_used(LAST, age)
+            rates.record_use(LAST, age)
     rates.refresh(1.0)
 
 
@@ -45,8 +45,8 @@ def test_nothing_is_known_before_the_next_refresh_and_old_lives_are_forgotten():
     rates = ReuseRates()
     before = rates.rate(LAST, 0)
     for _ in range(100):
-        rates.was_there(LAST, 0, 4)
-        rates.was_used(LAST, 4)
+        rates.record_presence(LAST, 0, 4)
+        rates.record_use(LAST, 4)
     assert rates.rate(LAST, 0) == before
     rates.refresh(1.0)
     after = rates.rate(LAST, 0)
@@ -59,7 +59,7 @@ def test_nothing_is_known_before_the_next_refresh_and_old_lives_are_forgotten():
 @pytest.mark.parametrize("start, end", [(0, 1), (0, 17), (5, 5), (3, 4096), (1000, 70_000), (5000, 5001)])
 def test_all_ticks_are_counted_once_each_at_its_age(start, end):
     rates = ReuseRates()
-    rates.was_there(LAST, start, end)
+    rates.record_presence(LAST, start, end)
     expected = [0.0] * NUM_AGES
     for age in range(start, end):
         expected[age_class(age)] += 1

@@ -21,7 +21,7 @@ from aerie.speculative.build import EngineSpec, local_engine, plan_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.speculation import draft_choices
 from aerie.workers.distributed.tp_group import SOLO
-from aerie.workers.runner.backends import ModelShape, needs_cpu_seq_lens, target_backends
+from aerie.workers.runner.backends import ModelShape, cpu_length_readers, target_backends
 from aerie.workers.runner.batch import StepBatch, StepTensors
 from aerie.workers.runner.build import load_parts
 from aerie.workers.runner.decoding import DecodingStrategy
@@ -146,10 +146,10 @@ def test_one_backend_that_reads_lengths_on_the_host_costs_the_graphs(
     shape = shape_on(pair, (9, 0), monkeypatch)
     target = target_backends(TargetAttention("flashinfer", "trtllm"), shape, {Mode.VERIFY: False})
     draft = choose_backends(draft_choices(DraftAttention("flashinfer", "flashinfer", "trtllm"), shape, tree=False))
-    assert needs_cpu_seq_lens(target, draft) is None
+    assert cpu_length_readers(target, draft) is None
     reader = dataclasses.replace(BACKENDS["flashinfer"], cpu_seq_lens_modes=frozenset({Mode.DRAFT_EXTEND}))
     monkeypatch.setitem(BACKENDS, "flashinfer", reader)
-    reason = needs_cpu_seq_lens(target, draft)
+    reason = cpu_length_readers(target, draft)
     assert reason == "flashinfer in draft_extend"
     with caplog.at_level(logging.WARNING):
         worker = pair.spec().worker

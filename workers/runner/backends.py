@@ -86,7 +86,7 @@ def target_backends(
     return dict.fromkeys(chosen, override)
 
 
-def needs_cpu_seq_lens(*models: Mapping[Mode, AttentionBackend]) -> str | None:
+def cpu_length_readers(*models: Mapping[Mode, AttentionBackend]) -> str | None:
     """Return the names of backends of rounds that read lengths on the host, for the log. None without such backends:
     then rounds can be CUDA graphs, and no lengths are copied to the host."""
     readers = {

@@ -26,7 +26,7 @@ from aerie.workers.runner.backends import (
     Backends,
     ModelShape,
     chunks_on_device,
-    needs_cpu_seq_lens,
+    cpu_length_readers,
     target_backends,
     target_choices,
 )
@@ -96,7 +96,7 @@ def build_rank(
         strategy = engine.speculation.strategy(parts, others, phases.done)
     eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars, pools=parts.pools, states=parts.states)
     graphed, first = None, frozenset[GraphKey]()
-    if rounds_are_graphs(worker, here, needs_cpu_seq_lens(backends, others), rank):
+    if rounds_are_graphs(worker, here, cpu_length_readers(backends, others), rank):
         with_chunks = not deterministic and chunks_on_device(backends, others)
         graphed = graphed_strategy(strategy, parts.slots, parts.layout, CudaRecorder(), with_chunks)
         first = first_graphs(graphed, parts.layout, worker.cache.page_size, device)

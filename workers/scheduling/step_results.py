@@ -80,7 +80,7 @@ class StepResults:
             request.output += new
             sequence.tenant.charge(count)
             if awaits_tokens:
-                self._queues.has_new_tokens(sequence)
+                self._queues.record_new_tokens(sequence)
             if num_accepted >= 0:
                 request.acceptance_histogram[num_accepted] += 1
                 request.num_draft_tokens += num_drafts
@@ -144,7 +144,7 @@ class StepResults:
             if sequence.request.sampling.grammar is None:
                 outputs.append(self._fail(sequence, NOT_ENTERED, now))
                 continue
-            queues.grammars.is_late(sequence, now)
+            queues.grammars.record_late_mask(sequence, now)
             queues.preempt(sequence, newest)
             self._stats.num_late_masks += 1
         return late
@@ -153,7 +153,7 @@ class StepResults:
         """Resume requests whose masks are ready."""
         for number in unpack_i32(result.masks_ready).tolist() if result.masks_ready else ():
             if self._queues.find_number(number) is not None:
-                self._queues.grammars.has_mask(number)
+                self._queues.grammars.record_mask(number)
 
     def _prompt_ended(self, sequence: Sequence, now: float) -> None:
         """Record the first token after a prompt, and insert the prompt into the prefix cache."""

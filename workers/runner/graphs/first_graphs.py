@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: str | None, rank: int) -> bool:
     """Whether rounds are captured as CUDA graphs. Rank 0 warns if an attention backend prevents it.
 
-    host_readers: the result of `needs_cpu_seq_lens`.
+    host_readers: the result of `cpu_length_readers`.
     """
     wanted = device.captures_graphs and worker.cuda_graphs
     if wanted and host_readers is not None and rank == 0:

@@ -49,7 +49,7 @@ class GrammarQueue:
         """Record that the ranks have compiled these announced grammars."""
         self._compiled.update(numbers)
 
-    def is_late(self, sequence: Sequence, now: float) -> None:
+    def record_late_mask(self, sequence: Sequence, now: float) -> None:
         """Record that a request's mask is late."""
         self._late_since.setdefault(sequence.number, now)
         if sequence.number in self._ready_before_late:
@@ -57,7 +57,7 @@ class GrammarQueue:
         else:
             self._awaiting_mask.add(sequence.number)
 
-    def has_mask(self, number: int) -> None:
+    def record_mask(self, number: int) -> None:
         """Record that a late mask is ready. This report may arrive before the report that the mask is late."""
         if number in self._awaiting_mask:
             self._awaiting_mask.remove(number)
@@ -73,7 +73,7 @@ class GrammarQueue:
         """Whether the mask of any running request is late."""
         return bool(self._late_since)
 
-    def has_new_tokens(self, sequence: Sequence) -> None:
+    def record_new_tokens(self, sequence: Sequence) -> None:
         """Record that a request has new tokens, so that its mask is not late."""
         self._late_since.pop(sequence.number, None)
 

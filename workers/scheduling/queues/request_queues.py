@@ -185,12 +185,12 @@ class RequestQueues:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether any request needs `has_new_tokens`."""
+        """Whether any request needs `record_new_tokens`."""
         return bool(self.suspects) or self.grammars.has_late
 
-    def has_new_tokens(self, sequence: Sequence) -> None:
+    def record_new_tokens(self, sequence: Sequence) -> None:
         """Record that a step emitted tokens for a request."""
-        self.grammars.has_new_tokens(sequence)
+        self.grammars.record_new_tokens(sequence)
         if sequence.probation:
             sequence.probation -= 1
             if sequence.probation == 0:
