@@ -4,10 +4,11 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from aerie.attention.config import CacheConfig
 from aerie.deploy.config.value_names import ALGORITHMS, BACKENDS, OTHER_BACKENDS, OTHER_PARSERS, PARSERS
+from aerie.speculative.config import Method
 
 # Keys that are none of the configuration: of the checkpoint's config.json, the command line, the environment.
 QUANTIZATION = "quantization_config.quant_method"
@@ -159,8 +160,7 @@ def speculative(value: Any) -> Changes:
     """Parse vLLM's object: method, model, num_speculative_tokens, draft_tensor_parallel_size; for n-grams also
     prompt_lookup_min and prompt_lookup_max."""
     found = dict(json_object(value))
-    methods = {name: name for name in ("eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix")}
-    methods |= {"ngram": "suffix"}
+    methods = {name: name for name in get_args(Method)} | {"ngram": "suffix"}
     model, method = found.pop("model", None), found.pop("method", None)
     if str(method).endswith("_mtp"):  # vLLM has a name for each model's
         method = "mtp"

@@ -29,13 +29,11 @@ from tests.support.targets.deepseek import SIZES, Balance, ModuleTarget, build_d
 from tests.support.targets.hybrid import build_hybrid
 from tests.support.tiny_models import add_mtp, add_qwen_mtp, make_target
 
-PARTS = (
-    "gate.weight",
-    "experts.gate_up_proj",
-    "experts.down_proj",
-    "shared_expert.up_proj.weight",
-    "shared_expert_gate.weight",
-)
+EXPERTS = ("gate.weight", "experts.gate_up_proj", "experts.down_proj")
+PARTS = {
+    "Qwen3_5Moe": (*EXPERTS, "shared_expert.up_proj.weight", "shared_expert_gate.weight"),
+    "Glm4Moe": (*EXPERTS, "shared_experts.up_proj.weight"),
+}
 SMALL = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 256}
 SHAPE = SMALL | {
     "moe_intermediate_size": 24,
@@ -113,18 +111,24 @@ def test_a_module_with_experts_computes_what_is_served(tmp_path: Path, architect
 
 
 @pytest.mark.slow  # `test_a_module_with_experts_computes_what_is_served`, and the training of one without
+@pytest.mark.parametrize("architecture", PARTS)
 def test_the_module_of_a_mixture_of_experts_is_trained_and_served(
-    tmp_path: Path, rows: Path, tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    rows: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    capsys: pytest.CaptureFixture[str],
+    architecture: str,
 ) -> None:
-    target, draft = make_target(tmp_path / "t", architecture="Qwen3_5Moe", vocab_size=300), tmp_path / "draft"
-    add_qwen_mtp(target, stacked=True)
+    target, draft = make_target(tmp_path / "t", architecture=architecture, vocab_size=300), tmp_path / "draft"
+    add_mtp(target) if architecture == "Glm4Moe" else add_qwen_mtp(target, stacked=True)
     tokenizer.save_pretrained(target)
     before = read_module(target).state_dict()
     line = f"train-draft --method mtp --target {target} --output {draft} --data {rows} --batch-tokens 512"
     assert run(f"{line} --val-fraction 0.1 --warmup-steps 2 --steps 2 --ttt-length 2 --measure-depths 2") == 0
     assert "acceptance_length" in capsys.readouterr().out
     after = read_module(draft).state_dict()
-    assert all(not torch.equal(after[f"layer.mlp.{name}"], before[f"layer.mlp.{name}"]) for name in PARTS)
+    parts = [f"layer.mlp.{name}" for name in PARTS[architecture]]
+    assert all(not torch.equal(after[part], before[part]) for part in parts)
     prompts, answers = [list(range(40, 60)), list(range(70, 83))], []
     for speculation in (None, SpeculativeConfig(str(draft), "mtp", num_steps=2, top_k=2, num_draft_tokens=4)):
         worker = WorkerConfig(ModelSource(str(target), dtype="float32", device="cpu"), CacheConfig(4, num_pages=80))
