@@ -239,9 +239,9 @@ class GraphCapture:
 
     limit_s: seconds that a start may spend on graphs after the first ones.
     limit_gb: device memory in GB (10^9 bytes) for graphs of other rounds than greedy and purely random ones; at most a
-        twentieth of the free memory at the start, and beyond 2 GB a tenth of what weights leave. All graphs of
-        Llama-2-70B with a chain on two H200 take 4.7. Without them, steps are padded: with 2 GB, first tokens there
-        took 1.3 times as long under load.
+        twentieth of the free memory at the start, and beyond 2 GB a tenth of what weights leave and 30 MB for
+        each of `SchedulerConfig.max_running`. All graphs of Llama-2-70B with a chain and 192 requests on two H200 take
+        4.7. Without them, steps are padded: with 2 GB, first tokens there took 1.3 times as long under load.
     busy_interval_s: shortest time between captures while requests run; 0 captures before every step until all graphs
         exist.
     """

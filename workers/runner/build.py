@@ -107,7 +107,7 @@ def build_rank(
         remedy = "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"
         with torch.inference_mode(), must_fit("CUDA graphs", remedy):
             graphed.capture(
-                memory.capture_limits(group),
+                memory.capture_limits(group, parts.layout.scheduler.num_slots),
                 group,
                 first,
                 advance=lambda done, total: advance("capturing graphs", done, total, "graphs"),

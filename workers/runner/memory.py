@@ -26,6 +26,7 @@ from aerie.workers.scheduling.plan import GraphCount
 GRAPH_BYTES = 8 * 10**6  # bytes of a captured round, without its tensors; measured on an H200: 0.1 GB for 22 graphs
 GRAPH_SHARE = 0.05  # limit of optional graphs, as a share of the memory that is free at the start
 GRAPH_SHARE_BESIDE_WEIGHTS = 0.1
+GRAPH_BYTES_PER_SLOT = 30 * 10**6  # with more slots there are more graphs, of larger tensors: 25 MB for 192 on a 70B
 FEW_GRAPHS_BYTES = 2 * 10**9
 _MAX_WAIT_S = 10.0  # maximum wait until a killed process's memory is freed
 
@@ -77,12 +78,18 @@ class RankMemory:
         """Bytes that this rank has allocated so far."""
         return max(0, self._memory.used() - self._used_at_start)
 
-    def capture_limits(self, group: TPGroup) -> GraphCapture:
+    def capture_limits(self, group: TPGroup, num_slots: int | None = None) -> GraphCapture:
         """Return the limits of optional graphs: as configured, but at most `GRAPH_SHARE` of the memory, and beyond
-        `FEW_GRAPHS_BYTES` at most `GRAPH_SHARE_BESIDE_WEIGHTS` of what weights leave."""
+        `FEW_GRAPHS_BYTES` at most `GRAPH_SHARE_BESIDE_WEIGHTS` of what weights leave, and `GRAPH_BYTES_PER_SLOT`.
+
+        num_slots: `SchedulerConfig.num_slots`; None: not known yet.
+        """
         limits = self._worker.graph_capture
-        beside = max(FEW_GRAPHS_BYTES, GRAPH_SHARE_BESIDE_WEIGHTS * (self._free_at_start - self._weights))
-        max_gb = self._min_over_ranks(int(min(GRAPH_SHARE * self._free_at_start, beside)), group) / 1e9
+        needed = GRAPH_SHARE_BESIDE_WEIGHTS * (self._free_at_start - self._weights)
+        if num_slots is not None:
+            needed = min(needed, GRAPH_BYTES_PER_SLOT * num_slots)
+        most = min(GRAPH_SHARE * self._free_at_start, max(FEW_GRAPHS_BYTES, needed))
+        max_gb = self._min_over_ranks(int(most), group) / 1e9
         return replace(limits, limit_gb=min(limits.limit_gb, max_gb))
 
     def settle_slots(self, layout: EngineLayout, group: TPGroup) -> EngineLayout:
@@ -112,7 +119,8 @@ class RankMemory:
         cache, activations, graphs = self._worker.cache, peaks.all_steps, 0
         self._activations = activations
         if num_graphs:
-            graphs = num_graphs * GRAPH_BYTES + peaks.rounds + int(self.capture_limits(group).limit_gb * 1e9)
+            graphs = num_graphs * GRAPH_BYTES + peaks.rounds
+            graphs += int(self.capture_limits(group, layout.scheduler.num_slots).limit_gb * 1e9)
         self._for_graphs = graphs
         kv_bytes = kv_bytes_asked(cache, layout.bytes_per_page, layout.slot_bytes, layout.bytes_per_snapshot)
         if kv_bytes is None:

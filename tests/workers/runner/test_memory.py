@@ -137,22 +137,26 @@ def test_a_small_gpu_keeps_less_for_graphs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total_gb", "weights_gb", "limit_gb"),
+    ("total_gb", "weights_gb", "num_slots", "limit_gb"),
     [
-        (140, 16, 6.0),  # as configured
-        (140, 69, 6.0),
-        (140, 100, 4.0),  # a tenth of what weights leave
-        (80, 69, 2.0),
-        (80, 16, 4.0),  # a twentieth of the memory
+        (140, 16, None, 6.0),  # as configured
+        (140, 69, 200, 6.0),
+        (140, 100, None, 4.0),  # a tenth of what weights leave
+        (80, 69, None, 2.0),
+        (80, 16, 200, 4.0),  # a twentieth of the memory
+        (140, 16, 100, 3.0),  # 30 MB a request
+        (140, 16, 8, 2.0),
     ],
 )
-def test_large_weights_leave_less_for_graphs(total_gb: int, weights_gb: int, limit_gb: float) -> None:
+def test_large_weights_and_few_requests_leave_less_for_graphs(
+    total_gb: int, weights_gb: int, num_slots: int | None, limit_gb: float
+) -> None:
     worker, layout = settings()
     memory = DescribedMemory(total_gb * GB)
     rank = RankMemory(memory, worker, layout, GPU)
     with rank.counting_weights():
         memory.taken += weights_gb * GB
-    assert rank.capture_limits(SOLO) == GraphCapture(limit_gb=limit_gb)
+    assert rank.capture_limits(SOLO, num_slots) == GraphCapture(limit_gb=limit_gb)
 
 
 def test_others_on_the_gpu_leave_less() -> None:
