@@ -22,9 +22,11 @@ def run(arguments: argparse.Namespace) -> int:
     late = threading.Timer(LIMIT_S, _give_up, (found[ADDRESS],))
     late.daemon = True
     late.start()
-    reach_ray(found)
-    report: Report = load("aerie.deploy.status.collect:read_report")(found[ADDRESS], arguments.name)
-    late.cancel()
+    try:
+        reach_ray(found)
+        report: Report = load("aerie.deploy.status.collect:read_report")(found[ADDRESS], arguments.name)
+    finally:
+        late.cancel()
     print(as_json(report) if arguments.json else "\n".join(lines(report)))
     return 0 if report.is_well else 1
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,8 @@ def test_a_ray_that_does_not_answer_is_one_line(place: Path, capsys: pytest.Capt
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         assert main(["status", "--address", address]) == 2
+        timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+        assert all(timer.finished.is_set() for timer in timers), "the process would end later"
     assert capsys.readouterr().err.startswith(f"{address}: Ray does not answer there (")
 
 
