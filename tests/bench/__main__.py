@@ -32,6 +32,7 @@ BENCHES = {
     "tenants": ("host.tenants", "first tokens of one key while another floods the server"),
     "first_token": ("tracing.first_token", "every leg of first tokens under arrivals; steps, predicted and measured"),
     "startup": ("host.startup", "a start of `aerie serve`, kernels, graphs, a restart (GPU with --gpu)"),
+    "memory_growth": ("host.memory_growth", "memory while thousands of requests are answered (CPU)"),
     "replicas": ("replicas", "the choice between several engines of one machine"),
     "gsm8k": ("quality.gsm8k", "accuracy, acceptance length and equal answers of a running server"),
     "saved_states": ("quality.saved_states", "what saved states of bfloat16 cost in text (CPU)"),
