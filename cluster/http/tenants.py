@@ -41,8 +41,8 @@ class Tenant:
         self.cache_seed = _hash(self.name.encode()) if has_own_cache else b""
 
     def owner(self, priority: int) -> Owner:
-        """Return what the engine is told of a request. priority: the client's own; more urgent ones than the key may
-        have are raised to its limit."""
+        """Return the key's name, weight and priority for the engine. priority: as the client sent it; if it is more
+        urgent than the key's limit, the limit applies."""
         return Owner(self.name, self._weight, min(MAX_PRIORITY, max(self._priority_limit, priority)))
 
     def cache_salt(self, asked: bytes) -> bytes:

@@ -1,5 +1,5 @@
-"""`aerie doctor --bundle FILE`: versions, findings, configuration, plan, status and recent logs in one archive, for
-somebody who helps. Secrets are removed (`aerie.deploy.status.redaction`)."""
+"""`aerie doctor --bundle FILE`: versions, findings, configuration, plan, status and recent logs in one archive, for a
+bug report. Secrets are removed (`aerie.deploy.status.redaction`)."""
 
 import contextlib
 import io

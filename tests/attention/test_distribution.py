@@ -45,7 +45,7 @@ def came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Record:
 
 
 def arguments(extra: str = "train") -> list[str]:
-    """What pip is told, as the shell splits the command."""
+    """pip's arguments after `install`, split as a shell splits the command."""
     program, *words = shlex.split(install_command(extra))
     assert program == sys.executable and words[:3] == ["-m", "pip", "install"]
     return words[3:]
