@@ -47,7 +47,9 @@ _KNOWN = {
     *("enable_confidence_head", "confidence_head_with_markov"),
 }
 _SECTIONS = ("dflash_config", "dspark_config")  # z-lab's, and SpecForge's, which repeats its keys at the top level
-_SECTION_KEYS = {"target_layer_ids", "mask_token_id", "block_size", "causal", "num_anchors", "sample_from_anchor"}
+# JetSpec's loader reads `causal_head`, NeMo's training writes `causal`; both mean the same.
+_CAUSAL_KEYS = ("causal", "causal_head")
+_SECTION_KEYS = {"target_layer_ids", "mask_token_id", "block_size", "num_anchors", "sample_from_anchor", *_CAUSAL_KEYS}
 # Layer descriptions of `speculators`; the module has Qwen3's layers for both.
 _LAYERS = {"qwen3": "Qwen3ForCausalLM", "llama": "Qwen3ForCausalLM"}
 
@@ -227,9 +229,12 @@ def _sliding(raw: Mapping[str, Any], window: int, source: str) -> LayerView:
 
 
 def _causal(raw: Mapping[str, Any], default: bool, source: str) -> bool:
-    """Whether a z-lab head's block is causal: `is_causal`, or JetSpec's `dflash_config.causal`."""
+    """Whether a z-lab head's block is causal: `is_causal`, or a key of JetSpec's heads in `dflash_config`."""
     if is_speculators(raw):
         return default
-    causal = section_of(raw, "dflash_config", source).get("causal")
-    given = causal if causal is not None else raw.get("is_causal")
-    return default if given is None else bool(given)
+    section = section_of(raw, "dflash_config", source)
+    given = {key: bool(section[key]) for key in _CAUSAL_KEYS if section.get(key) is not None}
+    if len(set(given.values())) > 1:
+        raise ValueError(f"{source}: dflash_config={given}: both keys mean the same; correct the draft's config")
+    causal = next(iter(given.values()), raw.get("is_causal"))
+    return default if causal is None else bool(causal)

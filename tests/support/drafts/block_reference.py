@@ -243,6 +243,13 @@ def z_lab(head: BlockHead, layers: list[int] | None = None) -> dict[str, Any]:
     }
 
 
+def jetspec(head: BlockHead) -> dict[str, Any]:
+    """JetSpec's config.json: z-lab's with another key for causal blocks."""
+    config = z_lab(head)
+    config["dflash_config"]["causal_head"] = config["dflash_config"].pop("causal")
+    return config
+
+
 def deepspec(head: BlockHead) -> dict[str, Any]:
     """DeepSpec's config.json, with a Markov head or without."""
     return head.layer_config() | {

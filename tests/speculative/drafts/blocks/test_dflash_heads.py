@@ -31,7 +31,7 @@ from aerie.workers.models.config import read_config_json
 from aerie.workers.models.loading import load_target, read_target_config
 from aerie.workers.runner.backends import ModelShape
 from tests.speculative.conftest import Pair
-from tests.support.drafts.block_reference import BlockHead, BlockReference, deepspec, speculators, z_lab
+from tests.support.drafts.block_reference import BlockHead, BlockReference, deepspec, jetspec, speculators, z_lab
 from tests.support.drafts.eagle3_reference import save_head
 from tests.support.slow import slow
 from tests.support.thread_group import on_ranks
@@ -52,7 +52,8 @@ HEADS = {
     "z-lab": (BlockHead(), z_lab),
     "z-lab, block of 16": (BlockHead(block=16), z_lab),
     "z-lab, causal windows": (BlockHead(layers=3, windows=(64, None, 64), causal=(True, False, True)), z_lab),
-    "JetSpec, causal": (BlockHead(causal=(True, True)), z_lab),
+    "JetSpec, causal": (BlockHead(causal=(True, True)), jetspec),
+    "NeMo, causal": (BlockHead(causal=(True, True)), z_lab),
     "z-lab, scaled and capped": (BlockHead(scales=(3.0, 0.5, 2.0)), z_lab),
     "DeepSpec": (BlockHead(block=7, from_anchor=True), deepspec),
     "speculators": (BlockHead(draft_vocab=40, in_speculators=True), speculators),
@@ -193,6 +194,7 @@ def test_a_window_hides_the_text_before_it(pair: Pair, tmp_path: Path) -> None:
         ({"architectures": ["Gemma4DSparkModel"]}, r"is a DeepSpec \(Gemma 4's layers\) head, which is not served"),
         ({"output_multiplier": -1}, "output_multiplier=-1: must be a number above 0"),
         ({"dflash_config": {"final_logit_softcapping": "x"}}, "final_logit_softcapping='x': must be a number above 0"),
+        ({"dflash_config": {"causal": True, "causal_head": False}}, "both keys mean the same"),
         ({"another_flag": True}, "another_flag=True is not supported"),
         ({"partial_rotary_factor": 0.25}, "partial_rotary_factor=0.25 is not supported"),
     ],
