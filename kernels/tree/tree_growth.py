@@ -7,7 +7,7 @@ from aerie.kernels.contracts import check_slots
 from aerie.kernels.operation import Implementation, on_gpu, operation
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree, check_trees
 
-MAX_CUT_CANDIDATES = 256  # the kernel compares all pairs of candidates
+MAX_CUT_CANDIDATES = 1024  # the kernel sorts them in registers
 
 
 def _check_level(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> None:

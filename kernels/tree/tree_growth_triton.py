@@ -116,6 +116,13 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
 
 
 @triton.jit
+def ordered(score):
+    """Return int32 numbers that compare like float32 scores, which are not NaN."""
+    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
 def _cut(
     found_token_ptr,
     found_score_ptr,
@@ -133,28 +140,25 @@ def _cut(
     W_TABLE: tl.constexpr,
     NODES: tl.constexpr,
     CANDIDATES: tl.constexpr,
-    MAX_DEPTH: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
 ):
     b = tl.program_id(0)
     c = tl.arange(0, CANDIDATES)
-    there = c < num_candidates
     base = b * num_candidates
-    score = tl.load(found_score_ptr + base + c, mask=there, other=float("-inf"))
+    score = tl.load(found_score_ptr + base + c, mask=c < num_candidates, other=float("-inf"))
     # among equal scores the one drafted first wins, so a node's parent is kept, too, and precedes it
-
-    before = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (c[None, :] < c[:, None]))
-    rank = tl.sum((before & there[None, :]).to(tl.int32), 1)
-    place = tl.where((rank < W - 1) & there, rank + 1, 0)  # node 0 is the root
+    key = (ordered(score).to(tl.int64) << 32) | (CANDIDATES - 1 - c)
+    kept = CANDIDATES - 1 - (tl.topk(key, NODES) & 0xFFFFFFFF).to(tl.int32)
     node = tl.arange(0, NODES)
     inside = (node > 0) & (node < W)
-    candidate = tl.sum(tl.where(place[None, :] == node[:, None], c[None, :], 0), 1)
+    candidate = tl.where(inside, tl.gather(kept, tl.maximum(node - 1, 0), 0), -2)  # node 0 is the root
     above = tl.load(found_parent_ptr + base + candidate, mask=inside, other=-1).to(tl.int32)
-    parent = tl.sum(tl.where(c[None, :] == above[:, None], place[None, :], 0), 1)
-    own = tl.full([NODES], 1, tl.int64) << node.to(tl.int64)
-    is_parent = parent[:, None] == node[None, :]
-    mask = own | 1
-    for _ in tl.static_range(MAX_DEPTH - 1):
-        mask = own | 1 | tl.sum(tl.where(is_parent, mask[None, :], 0), 1)
+    parent = tl.sum(tl.where(candidate[None, :] == above[:, None], node[None, :], 0), 1)
+    mask = tl.full([NODES], 1, tl.int64) << node.to(tl.int64)
+    up = parent
+    for _ in tl.static_range(DOUBLINGS):  # the root is its own parent
+        mask |= tl.gather(mask, up, 0)
+        up = tl.gather(up, up, 0)
     slot = tl.load(slot_ptr + b)
     out = slot * W_TABLE + node
     root = node == 0
@@ -172,6 +176,8 @@ def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates
     fields = trees.fields
     batch, num_candidates = candidates.scores.shape
     assert num_candidates <= MAX_CUT_CANDIDATES
+    nodes = triton.next_power_of_2(width)
+    padded = max(16, nodes, triton.next_power_of_2(num_candidates))
     _cut[(batch,)](
         candidates.tokens,
         candidates.scores,
@@ -184,8 +190,13 @@ def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates
         num_candidates,
         W=width,
         W_TABLE=fields[0].shape[1],
-        NODES=triton.next_power_of_2(width),
-        CANDIDATES=max(16, triton.next_power_of_2(num_candidates)),
-        MAX_DEPTH=candidates.max_depth,
-        num_warps=4,
+        NODES=nodes,
+        CANDIDATES=padded,
+        DOUBLINGS=candidates.max_depth.bit_length(),
+        num_warps=cut_warps(padded),
     )
+
+
+def cut_warps(num_candidates: int) -> int:
+    """Return the warps of `_cut`: eight candidates a thread, so that small cuts need no barriers."""
+    return max(1, min(8, num_candidates // 256))

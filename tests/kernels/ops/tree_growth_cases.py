@@ -76,6 +76,7 @@ def _moved(of: T, device: torch.device) -> T:
 
 
 TREES = ((4, 5, 8), (2, 2, 4), (3, 4, 16), (8, 4, 32), (10, 3, 60), (1, 1, 2))
+DEEP = (7, 15, 63)  # the default of block heads: 693 candidates
 KINDS = ("mapped", "plain", "masked", "broken")
 CASES = (
     *(
@@ -84,5 +85,5 @@ CASES = (
         for level in sorted({0, 1, steps - 1} & set(range(steps)))
         for kind in (KINDS if width in (8, 60) else KINDS[:1])
     ),
-    *(_best(*tree, kind) for tree in TREES for kind in KINDS[1:]),
+    *(_best(*tree, kind) for tree in (*TREES, DEEP) for kind in KINDS[1:]),
 )

@@ -58,6 +58,8 @@ NORMED_LATENTS: tuple[dict[str, str], dict[str, Any]] = (
     | {"q_scales_ptr": None, "BY_GROUP": False, "INTERPRETED": False},
 )
 FIELDS = dict.fromkeys(("token_ptr", "parent_ptr", "depth_ptr", "mask_ptr"), "i64")
+CUT = FIELDS | dict.fromkeys(("found_token_ptr", "found_parent_ptr", "slot_ptr", "bonus_ptr", "tree_depth_ptr"), "i64")
+CUT |= {"found_score_ptr": "fp32"}
 
 
 def head_constants(
@@ -444,11 +446,15 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     ),
     "tree cut": (
         tree_growth_triton._cut,
-        FIELDS
-        | dict.fromkeys(("found_token_ptr", "found_parent_ptr", "slot_ptr", "bonus_ptr", "tree_depth_ptr"), "i64")
-        | {"found_score_ptr": "fp32"},
-        {"W": 16, "W_TABLE": 20, "NODES": 16, "CANDIDATES": 128, "MAX_DEPTH": 5},
-        4,
+        CUT,
+        {"W": 16, "W_TABLE": 20, "NODES": 16, "CANDIDATES": 128, "DOUBLINGS": 3},
+        1,
+    ),
+    "tree of 63 nodes cut": (
+        tree_growth_triton._cut,
+        CUT,
+        {"W": 63, "W_TABLE": 63, "NODES": 64, "CANDIDATES": 1024, "DOUBLINGS": 4},
+        tree_growth_triton.cut_warps(1024),
     ),
     "guides followed": (
         guides_triton._follow,
