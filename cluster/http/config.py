@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from aerie.attention.distribution import install_command
 from aerie.cluster.http.keys import KeyConfig, checked
+from aerie.workers.scheduling.plan import VALUES
+
+Config = TypeVar("Config")
 
 # Rows of `aerie.cluster.http.parsers.families.FAMILIES`.
 OutputParserName = Literal[
@@ -30,7 +33,25 @@ OutputParserName = Literal[
 ]
 
 
+SERVER_DEFAULTS = {name: value for name, value in VALUES.items() if value.server_default}
+
+
+def with_defaults(cls: type[Config]) -> type[Config]:
+    """Add a key `default_NAME` to a section for each declared value that has `server_default`."""
+    lines = [(cls.__doc__ or "").rstrip() + "\n"]
+    for name, value in SERVER_DEFAULTS.items():
+        cls.__annotations__[f"default_{name}"] = value.kind | None
+        setattr(cls, f"default_{name}", None)
+        lines.append(
+            f"    default_{name}: for requests without {name}; none: that of the model's generation_config.json, or "
+            f"{value.default:g}.\n"
+        )
+    cls.__doc__ = "".join(lines)
+    return cls
+
+
 @dataclass(frozen=True)
+@with_defaults
 class EdgeConfig:
     """The section `ingress`: model names, load limits, limits of one request, access, defaults.
 
@@ -74,12 +95,6 @@ class EdgeConfig:
     chat_template: file of a chat template, under the same path on every node; "": the model's own.
     chat_template_kwargs: variables for the chat template, such as `{enable_thinking: false}`; a request's own override
         them.
-    default_temperature: default for requests without a temperature; none: that of the model's generation_config.json,
-        or 1. The next four keys work alike.
-    default_top_p: nucleus sampling; 1: off.
-    default_top_k: 0: off.
-    default_min_p: 0: off.
-    default_repetition_penalty: 1: off.
     """
 
     served_model_name: str = ""
@@ -111,11 +126,12 @@ class EdgeConfig:
     output_parser: OutputParserName | Literal["auto"] = "auto"
     chat_template: str = ""
     chat_template_kwargs: Mapping[str, str | int | float | bool | None] | None = None
-    default_temperature: float | None = None
-    default_top_p: float | None = None
-    default_top_k: int | None = None
-    default_min_p: float | None = None
-    default_repetition_penalty: float | None = None
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """The declared values that requests have by default, by name."""
+        defaults = {name: vars(self)[f"default_{name}"] for name in SERVER_DEFAULTS}
+        return {name: value for name, value in defaults.items() if value is not None}
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -131,10 +147,8 @@ class EdgeConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name}={value}: must be above 0{rule}")
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ValueError(f"{name}={value}: must be between {low:g} and {high:g}")
+        for name, value in self.sampling_defaults.items():
+            SERVER_DEFAULTS[name].check(f"default_{name}", value)
         if self.max_stored_responses < 0 or self.max_stored_bytes < 1:
             raise ValueError(
                 f"max_stored_responses={self.max_stored_responses}, max_stored_bytes={self.max_stored_bytes}: the "
@@ -152,7 +166,6 @@ class EdgeConfig:
 _LEAST: Mapping[str, tuple[int, str]] = {
     "max_model_len": (0, "at least 1, or 0 for the engine's"),
     "max_bytes_per_token": (0, "1 or more, or 0 for the longest"),
-    "default_top_k": (0, "at least 0 (0: off)"),
     "max_concurrent_requests": (1, "at least 1"),
     "max_pending_bytes": (1, "at least 1"),
     "max_body_bytes": (1, "at least 1"),
@@ -170,12 +183,6 @@ _ABOVE_ZERO: Mapping[str, str] = {
     "grammar_timeout_s": " seconds",
     "body_timeout_s": " seconds",
     "retry_after_s": "",
-}
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "default_temperature": (0.0, 2.0),
-    "default_top_p": (0.0, 1.0),
-    "default_min_p": (0.0, 1.0),
-    "default_repetition_penalty": (0.01, 100.0),
 }
 
 

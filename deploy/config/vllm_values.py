@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from aerie.attention.config import CacheConfig
+from aerie.cluster.http.config import SERVER_DEFAULTS
 from aerie.deploy.config.value_names import ALGORITHMS, BACKENDS, OTHER_BACKENDS, OTHER_PARSERS, PARSERS
 from aerie.speculative.config import Method
 
@@ -256,10 +257,10 @@ def parser(value: Any) -> Changes:
 
 
 def sampling_defaults(value: Any) -> Changes:
-    known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     found = json_object(value)
-    if others := [name for name in found if name not in known]:
-        raise OptionError(f"{', '.join(others)}: only {', '.join(known)} have defaults here; send it with requests")
+    if others := [name for name in found if name not in SERVER_DEFAULTS]:
+        known = ", ".join(SERVER_DEFAULTS)
+        raise OptionError(f"{', '.join(others)}: only {known} have defaults here; send it with requests")
     return {f"ingress.default_{name}": value for name, value in found.items()}
 
 
@@ -269,6 +270,5 @@ def generation_config(value: Any) -> Changes:
         case "auto":
             return {}
         case "vllm":
-            off = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-            return {f"ingress.default_{name}": number for name, number in off.items()}
+            return {f"ingress.default_{name}": value.default for name, value in SERVER_DEFAULTS.items()}
     raise OptionError("only `auto` and `vllm` are supported: put generation_config.json into the model's folder")

@@ -32,7 +32,6 @@ from aerie.cluster.http.requests.parameters import (
 )
 from aerie.cluster.http.requests.prompts import check_token_ids
 from aerie.cluster.http.requests.structured_output import GrammarMaker
-from aerie.cluster.http.text.model_files import SAMPLING_DEFAULTS
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.transport.messages import TokenDelta
 from aerie.deploy.checks import checked
@@ -91,7 +90,7 @@ class OfflineEngine:
         self._last_tried: Grammar | None = None
         try:
             limit = plan_engine(spec).layout.max_model_len
-            defaults = {f"default_{name}": getattr(config.ingress, f"default_{name}") for name in SAMPLING_DEFAULTS}
+            defaults = {f"default_{name}": value for name, value in config.ingress.sampling_defaults.items()}
             limits = dataclasses.replace(LIMITS, max_model_len=limit, **defaults)
             self._limits: EdgeConfig = with_sampling_defaults(limits, self.tokenizer.sampling_defaults)
             self.thread = EngineThread(spec)
@@ -100,9 +99,8 @@ class OfflineEngine:
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the model's recommended parameters, else greedy sampling."""
-        values = {name: getattr(self._limits, f"default_{name}") for name in SAMPLING_DEFAULTS}
-        known = {name: value for name, value in values.items() if value is not None}
-        return SamplingParams(max_tokens=DEFAULT_TOKENS, **(known or {"temperature": 0.0}))
+        known: dict[str, Any] = {**self._limits.sampling_defaults} or {"temperature": 0.0}
+        return SamplingParams(max_tokens=DEFAULT_TOKENS, **known)
 
     @functools.lru_cache(8)  # noqa: B019 - as long-lived as the engine
     def _tokenizer_with(self, chat_template: str) -> ChatTokenizer:

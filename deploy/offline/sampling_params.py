@@ -13,6 +13,7 @@ from aerie.cluster.http.errors import ApiError
 from aerie.cluster.http.requests.parameters import num_choices, stop_strings
 from aerie.cluster.http.schema.body import Refusals, validated, without_refused
 from aerie.cluster.http.schema.request import IGNORED, REFUSED, CompletionRequest
+from aerie.workers.scheduling.plan import VALUES
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -86,8 +87,19 @@ def _refuses(cls: type[T]) -> type[T]:
     return cls
 
 
+def _with_values(cls: type[T]) -> type[T]:
+    """Add the declared values (`aerie.workers.sampling.values`) that a dataclass does not name. It names those that
+    type checkers and editors should show."""
+    for name, value in VALUES.items():
+        if name not in cls.__annotations__:
+            cls.__annotations__[name] = value.kind
+            setattr(cls, name, value.default)
+    return cls
+
+
 @_refuses
 @dataclass(kw_only=True)
+@_with_values
 class SamplingParams:
     """Sampling parameters and the end of an answer. Those that Aerie cannot honour are refused by name.
 

@@ -193,4 +193,4 @@ class Sampler:
         return self._shard.best_of_ranks(*choose(logits, self._draws(rows), self._shard.first))
 
     def _draws(self, rows: Rows) -> Draws:
-        return Draws(rows.slots, rows.positions, self._slots.temperature, self._slots.seed)
+        return Draws(rows.slots, rows.positions, self._slots.values["temperature"], self._slots.values["seed"])

@@ -6,11 +6,13 @@ while the next step runs.
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from aerie.workers.sampling.values import Value, declared_values, uses
 
 MAX_STOP_TOKEN_IDS = 64  # per request, including end-of-sequence ids; the size of a device tensor's row
 
@@ -46,7 +48,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
-    """Sampling parameters of a request. Defaults: sampling from the model's distribution.
+    """Sampling parameters of a request. Defaults: sampling from the model's distribution. A field with a `Value` is a
+    declaration from which fields of requests, defaults of servers, and columns of slots follow.
 
     temperature 0, top_k 1 or top_p 0: greedy; ties go to the lowest id.
     top_k, top_p, min_p: filters after temperature, in this order; 0, 1 and 0 turn them off. top_p and min_p apply to
@@ -67,33 +70,98 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """
 
     max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: Annotated[
+        float,
+        Value(
+            ge=0.0,
+            le=2.0,
+            server_default=True,
+            normalised=lambda value: value if value >= MIN_TEMPERATURE else 0.0,
+            on_device=True,
+            stored=lambda init: init.sampling.temperature if init.sampling.is_random else 0.0,
+        ),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Value(
+            ge=-1,
+            lt=2**31,
+            server_default=True,
+            normalised=lambda value: max(0, int(value)),
+            on_device=True,
+            use="filter",
+        ),
+    ] = 0
+    top_p: Annotated[float, Value(ge=0.0, le=1.0, server_default=True, on_device=True, use="filter")] = 1.0
+    min_p: Annotated[float, Value(ge=0.0, le=1.0, server_default=True, on_device=True, use="filter")] = 0.0
+    seed: Annotated[
+        int,
+        Value(
+            ge=-(2**63),
+            lt=2**64,
+            generate_name="sampling_seed",
+            on_device=True,
+            stored=lambda init: signed_64_bits(init.sampling.seed),
+        ),
+    ] = 0
+    presence_penalty: Annotated[float, Value(ge=-2.0, le=2.0, on_device=True, use="counts")] = 0.0
+    frequency_penalty: Annotated[float, Value(ge=-2.0, le=2.0, on_device=True, use="counts")] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Value(
+            gt=0.0,
+            le=100.0,
+            server_default=True,
+            on_device=True,
+            stored=lambda init: init.sampling.repetition_penalty - 1.0,
+            use="counts",
+        ),
+    ] = 1.0
     logit_bias: dict[int, float] = {}
-    min_tokens: int = 0
+    min_tokens: Annotated[int, Value(ge=0, lt=2**31, generate_name="min_new_tokens", use="shaping")] = 0
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int = -1
-    speculative: bool = True
+    speculative: Annotated[bool, Value()] = True
     grammar: Grammar | None = None
     cache_salt: bytes = b""
     prompt_logprobs: int = -1
 
     @property
+    def is_random(self) -> bool:
+        """Whether the request is sampled. Filters that keep one token make it greedy, so that ties, which are common in
+        bfloat16, go to the lowest id."""
+        return self.temperature > 0 and self.top_k != 1 and self.top_p > 0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether filters may exclude tokens."""
+        return self.is_random and _filters(self)
+
+    @property
     def needs_token_counts(self) -> bool:
         """Whether sampling needs the number of occurrences of each token."""
-        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+        return _counts(self)
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether the request changes logits before sampling: penalties, biases, or min_tokens."""
+        return bool(self.logit_bias) or _shapes(self)
 
     @property
     def is_rare(self) -> bool:
         """Whether sampling needs more than temperature and filters, for which not all shapes have graphs."""
-        shaped = self.needs_token_counts or self.logit_bias or self.min_tokens
-        return bool(shaped or self.logprobs >= 0 or self.grammar is not None)
+        return self.shapes_logits or self.logprobs >= 0 or self.grammar is not None
+
+
+MIN_TEMPERATURE = 1e-5  # below this, sampling is greedy in effect, and dividing logits by the temperature overflows
+VALUES = declared_values(SamplingParams)
+_filters, _counts, _shapes = uses(VALUES, "filter"), uses(VALUES, "counts"), uses(VALUES, "counts", "shaping")
+
+
+def signed_64_bits(value: int) -> int:
+    """Return the lowest 64 bits of `value` as a signed integer."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >> 63 else value
 
 
 class SlotInit(msgspec.Struct, frozen=True, array_like=True):

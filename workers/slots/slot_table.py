@@ -4,9 +4,9 @@ The last row is the padding slot. It is always finished, and its page table is z
 reads the tables. `SlotTable.facts` has the parts of each slot's `SlotInit` that the host needs.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,42 +16,50 @@ from torch import Tensor
 from aerie.kernels.sampling.filters import Filters
 from aerie.kernels.sampling.penalties import PenaltyTables
 from aerie.kernels.slots.commit import Commit, CommitTables, commit
-from aerie.workers.scheduling.plan import (
-    MAX_STOP_TOKEN_IDS,
-    SamplingParams,
-    SlotInit,
-    StepPlan,
-    unpack_i32,
-)
+from aerie.workers.sampling.values import Number
+from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS, VALUES, SamplingParams, SlotInit, StepPlan, unpack_i32
 
+T = TypeVar("T")
 NO_TOKEN = -1
 
 
 @dataclass(frozen=True)
 class SlotFacts:
-    """Host-side properties of the request in a slot. number: see `SlotInit`."""
+    """Host-side properties of the request in a slot, computed once. number: see `SlotInit`; the others:
+    `SamplingParams`."""
 
     sampling: SamplingParams
-    number: int = -1
+    number: int
+    is_random: bool
+    is_filtered: bool
+    shapes_logits: bool
 
-    @property
-    def is_random(self) -> bool:
-        """Whether the request is sampled. Filters that keep one token make it greedy, so that ties, which are common in
-        bfloat16, go to the lowest id."""
-        s = self.sampling
-        return s.temperature > 0 and s.top_k != 1 and s.top_p > 0
+    @staticmethod
+    def of(init: SlotInit) -> "SlotFacts":
+        s = init.sampling
+        return SlotFacts(s, init.number, s.is_random, s.is_filtered, s.shapes_logits)
 
-    @property
-    def is_filtered(self) -> bool:
-        """Whether filters may exclude tokens."""
-        s = self.sampling
-        return self.is_random and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
 
-    @property
-    def shapes_logits(self) -> bool:
-        """Whether the request changes logits before sampling: penalties, biases, or min_tokens."""
-        s = self.sampling
-        return s.needs_token_counts or bool(s.logit_bias) or s.min_tokens > 0
+@dataclass(frozen=True)
+class Column:
+    """A column of a slot's row. of: its value for a new request."""
+
+    name: str
+    kind: type[Number]
+    of: Callable[[SlotInit], Number]
+
+
+# The slot's own state, then the declared values. Kernels get the columns by the names of their dataclasses' fields.
+COLUMNS = (
+    Column("bonus", int, lambda init: 0),
+    Column("max_len", int, lambda init: init.max_len),
+    Column("min_len", int, lambda init: init.prompt_len + init.sampling.min_tokens),
+    Column("finished", bool, lambda init: False),
+    Column("shapes_logits", bool, lambda init: init.sampling.shapes_logits),
+    *(Column(value.name, value.kind, value.column) for value in VALUES.values() if value.on_device),
+)
+_DTYPES: dict[type[Number], torch.dtype] = {int: torch.int64, float: torch.float32, bool: torch.bool}
+_BY_KIND = {kind: [column for column in COLUMNS if column.kind is kind] for kind in _DTYPES}
 
 
 class SlotTable:
@@ -73,14 +81,17 @@ class SlotTable:
 
         self.page_table = filled(0, torch.int32, max_pages)
         self.seq_len = filled(0, torch.int32)  # committed KV tokens, without the bonus
-        # Parameters share three tensors, so that a new request writes three rows. The fields are their columns.
-        self._ints = filled(0, torch.int64, 5)
-        self.bonus, self.max_len, self.min_len, self.seed, self.top_k = self._ints.unbind(1)
-        self._floats = filled(0, torch.float32, 6)
-        self.temperature, self.top_p, self.min_p = self._floats[:, :3].unbind(1)
-        self.penalties = self._floats[:, 3:]  # presence, frequency, repetition - 1
-        self._flags = filled(False, torch.bool, 2)
-        self.finished, self.shapes_logits = self._flags.unbind(1)
+        # Columns of one dtype share a tensor, so that a new request writes three rows.
+        self._tables = {kind: filled(0, dtype, len(_BY_KIND[kind])) for kind, dtype in _DTYPES.items()}
+        self.values = {
+            column.name: self._tables[kind][:, i] for kind in _DTYPES for i, column in enumerate(_BY_KIND[kind])
+        }
+        self.bonus, self.max_len, self.min_len = (self.values[name] for name in ("bonus", "max_len", "min_len"))
+        self.finished, self.shapes_logits = self.values["finished"], self.values["shapes_logits"]
+        floats = [column.name for column in _BY_KIND[float]]
+        first = floats.index("presence_penalty")
+        assert floats[first : first + 3] == ["presence_penalty", "frequency_penalty", "repetition_penalty"]
+        self.penalties = self._tables[float][:, first : first + 3]
         self.finished[:] = True
         self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_TOKEN_IDS)
         self.tokens = filled(0, torch.int32, max_tokens)  # prompt and output by position, including the newest token
@@ -89,33 +100,24 @@ class SlotTable:
         self.output_counts = filled(0, torch.int32, vocab_size)
         self.in_prompt = filled(False, torch.bool, vocab_size)
         self.bias = filled(0.0, torch.float32, vocab_size)
-        self.commit_tables = CommitTables(
-            self.seq_len,
-            self.bonus,
-            self.max_len,
-            self.finished,
-            self.shapes_logits,
-            self.stop_ids,
-            self.output_counts,
-            self.seed,
-        )
-        self.penalty_tables = PenaltyTables(
-            self.output_counts,
-            self.in_prompt,
-            self.bias,
-            self.penalties,
-            self.min_len,
-            self.stop_ids,
-            self.shapes_logits,
-        )
-        self.filters = Filters(self.temperature, self.top_k, self.top_p, self.min_p)
+        self.commit_tables = self.view(CommitTables)
+        self.penalty_tables = self.view(PenaltyTables)
+        self.filters = self.view(Filters)
         self.facts: dict[int, SlotFacts] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all tables; on the meta device, the bytes that they would have."""
-        tables = (self.page_table, self.seq_len, self._ints, self._floats, self._flags, self.stop_ids, self.tokens)
+        tables = (self.page_table, self.seq_len, *self._tables.values(), self.stop_ids, self.tokens)
         return sum(table.nbytes for table in (*tables, self.output_counts, self.in_prompt, self.bias))
+
+    def view(self, kernel_tables: type[T]) -> T:
+        """Return a kernel's dataclass of columns, filled by the names of its fields."""
+        return kernel_tables(**{field.name: self._column(field.name) for field in fields(kernel_tables)})  # type: ignore[arg-type]
+
+    def _column(self, name: str) -> Tensor:
+        column: Tensor = self.values[name] if name in self.values else vars(self)[name]
+        return column
 
     def columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays that `enter` needs on the device; empty if the plan has no new requests or pages."""
@@ -125,7 +127,7 @@ class SlotTable:
         for init in plan.inits:
             if self.tokens.shape[1] and (init.prompt or init.output):
                 columns[f"tokens of {init.slot}"] = unpack_i32(init.prompt + init.output)
-            if SlotFacts(init.sampling).shapes_logits:
+            if init.sampling.shapes_logits:
                 columns |= {f"{name} of {init.slot}": array for name, array in _shaping_columns(init).items()}
         if plan.page_updates:
             slots, places, pages = unpack_i32(plan.page_updates).reshape(-1, 3).T
@@ -140,12 +142,11 @@ class SlotTable:
             # A new request starts with dummy pages, so that its page table never refers to another request's pages.
             self.page_table.index_fill_(0, slots, 0)  # an assignment would copy the 0 from the host, synchronously
             self.seq_len[slots] = columns["init cached"]
-            self._ints[slots] = columns["init ints"]
-            self._floats[slots] = columns["init floats"]
-            self._flags[slots] = columns["init flags"]
+            for kind, table in self._tables.items():
+                table[slots] = columns[f"init {kind.__name__}"]
             self.stop_ids[slots] = columns["init stops"]
         for init in plan.inits:
-            self.facts[init.slot] = facts = SlotFacts(init.sampling, init.number)
+            self.facts[init.slot] = facts = SlotFacts.of(init)
             if facts.shapes_logits and f"{_SHAPING[0]} of {init.slot}" in columns:
                 self._init_shaping(init.slot, columns)
             if (tokens := columns.get(f"tokens of {init.slot}")) is not None:
@@ -170,33 +171,19 @@ class SlotTable:
 def _init_columns(inits: Sequence[SlotInit]) -> dict[str, npt.NDArray[Any]]:
     """Return the rows that new requests write, by table."""
     stops = np.full((len(inits), MAX_STOP_TOKEN_IDS), NO_TOKEN)
-    ints, floats, flags = [], [], []
     for row, init in enumerate(inits):
-        sampling = init.sampling
-        facts = SlotFacts(sampling)
-        assert len(sampling.stop_token_ids) <= MAX_STOP_TOKEN_IDS, "API validation limits stop_token_ids"
-        stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
-        min_len = init.prompt_len + sampling.min_tokens
-        ints.append((0, init.max_len, min_len, _signed(sampling.seed), sampling.top_k))
-        floats.append(
-            (
-                sampling.temperature if facts.is_random else 0.0,
-                sampling.top_p,
-                sampling.min_p,
-                sampling.presence_penalty,
-                sampling.frequency_penalty,
-                sampling.repetition_penalty - 1.0,
-            )
-        )
-        flags.append((False, facts.shapes_logits))
-    return {
+        ids = init.sampling.stop_token_ids
+        assert len(ids) <= MAX_STOP_TOKEN_IDS, "API validation limits stop_token_ids"
+        stops[row, : len(ids)] = ids
+    columns: dict[str, npt.NDArray[Any]] = {
         "init slots": np.array([init.slot for init in inits], np.int64),
         "init cached": np.array([init.num_cached for init in inits], np.int32),
-        "init ints": np.array(ints, np.int64),
-        "init floats": np.array(floats, np.float32),
-        "init flags": np.array(flags, np.bool_),
         "init stops": stops,
     }
+    for kind, dtype in ((int, np.int64), (float, np.float32), (bool, np.bool_)):
+        rows = [[column.of(init) for column in _BY_KIND[kind]] for init in inits]
+        columns[f"init {kind.__name__}"] = np.array(rows, dtype)
+    return columns
 
 
 _SHAPING = ("output", "prompt", "biased", "bias")
@@ -212,9 +199,3 @@ def _shaping_columns(init: SlotInit) -> dict[str, npt.NDArray[Any]]:
         np.array(list(bias.values()), np.float32),
     )
     return dict(zip(_SHAPING, arrays, strict=True))
-
-
-def _signed(seed: int) -> int:
-    """Return the lowest 64 bits of `seed` as a signed integer."""
-    seed &= (1 << 64) - 1
-    return seed - (1 << 64) if seed >> 63 else seed

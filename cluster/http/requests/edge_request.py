@@ -36,7 +36,7 @@ from aerie.cluster.http.requests.prompts import (
 )
 from aerie.cluster.http.requests.structured_output import GrammarMaker
 from aerie.cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
-from aerie.cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from aerie.cluster.http.schema.request import ChatCompletionRequest, CompletionRequest, requested
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.text.user_text import ChatText
 from aerie.cluster.http.thinking_budget import ThinkingBudget
@@ -158,7 +158,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
             raise invalid("tools", "constrained tool calls cannot be combined with allowed_token_ids or bad_words")
     else:
         grammar = answer_grammar(first.sampling.grammar, calls, request.output_parser, text, template, maker, continued)
-    if grammar is not None and body.min_tokens:
+    if grammar is not None and first.sampling.min_tokens:
         raise invalid("min_tokens", "min_tokens cannot be combined with a form of answer, which says where it may end")
     return dataclasses.replace(
         request,
@@ -273,7 +273,7 @@ def _request(
         skip_special_tokens=body.skip_special_tokens is not False,
         echo_only=max_tokens == 0,
     )
-    random_seed = secrets.randbits(64)
+    random_seed, seed = secrets.randbits(64), requested(body).get("seed")
     choices = []
     for p, prompt in enumerate(prompts):
         budget = answer_tokens(len(prompt), max_tokens if max_tokens != 0 else 1, chat, config)
@@ -281,8 +281,8 @@ def _request(
             raise invalid("min_tokens", f"min_tokens={sampling.min_tokens} is more than the {budget} tokens allowed")
         for i in range(n):
             # With a seed, each prompt of a batch gets the same answer as alone.
-            seed = choice_seed(random_seed, p * n + i) if body.seed is None else choice_seed(body.seed, i)
-            own = msgspec.structs.replace(sampling, max_tokens=budget, seed=seed)
+            own_seed = choice_seed(random_seed, p * n + i) if seed is None else choice_seed(seed, i)
+            own = msgspec.structs.replace(sampling, max_tokens=budget, seed=own_seed)
             choices.append(Choice(p, own, form, grammar_param))
     options = body.stream_options
     return EdgeRequest(

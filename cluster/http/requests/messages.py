@@ -26,6 +26,7 @@ from aerie.cluster.http.schema.messages import (
 )
 from aerie.cluster.http.schema.request import ChatCompletionRequest
 from aerie.cluster.http.text.template_facts import Efforts
+from aerie.workers.scheduling.plan import VALUES
 
 MessageDict = dict[str, Any]
 THINKING_PARSERS = (
@@ -39,16 +40,10 @@ _SAME_NAMES = (
     "model",
     "max_tokens",
     "stream",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "seed",
-    "speculative",
     "cache_salt",
     "chat_template_kwargs",
     "request_id",
+    *VALUES,
 )
 _OWN_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "thinking"}
 _ERROR_TYPES = {

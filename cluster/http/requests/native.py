@@ -11,13 +11,13 @@ from aerie.cluster.http.requests.edge_request import EdgeRequest, text_request
 from aerie.cluster.http.requests.parameters import check_total_scores, num_choices
 from aerie.cluster.http.requests.prompts import listed_prompts
 from aerie.cluster.http.schema.body import validated, without_refused
-from aerie.cluster.http.schema.native import DEFAULT_NEW_TOKENS, NativeRequest, NativeSampling
+from aerie.cluster.http.schema.native import DEFAULT_NEW_TOKENS, VALUE_NAMES, NativeRequest, NativeSampling
 from aerie.cluster.http.schema.request import CompletionRequest
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 
 _FIELDS = frozenset(NativeSampling.model_fields)
 # SGLang's names that differ from the completion's.
-_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_NAMES = {"max_new_tokens": "max_tokens"} | {theirs: ours for ours, theirs in VALUE_NAMES.items()}
 _OURS_TO_THEIRS = {"prompt": "text", "prompt_logprobs": "logprob_start_len"} | {
     ours: name for name, ours in _NAMES.items()
 }

@@ -10,11 +10,11 @@ from typing import Any
 from aerie.cluster.http.config import EdgeConfig, OutputParserName
 from aerie.cluster.http.errors import invalid, model_not_found, too_long, unsupported
 from aerie.cluster.http.parsers.families import FAMILIES
-from aerie.cluster.http.schema.request import ChatCompletionRequest, CompletionRequest
+from aerie.cluster.http.schema.request import ChatCompletionRequest, CompletionRequest, requested
 from aerie.cluster.http.text.long_text import Truncation
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.thinking_budget import ThinkingBudget
-from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS, Grammar, SamplingParams
+from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS, VALUES, Grammar, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +113,6 @@ def check_total_scores(num_top: int, num_tokens: int, param: str, config: EdgeCo
         )
 
 
-MIN_TEMPERATURE = 1e-5  # below this, sampling is greedy in effect, and dividing logits by the temperature overflows
-
-
 def sampling_params(
     body: ChatCompletionRequest | CompletionRequest,
     logprobs: int,
@@ -126,9 +123,6 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the parameters shared by all choices; max_tokens and seed are set later. eos: the model's end-of-sequence
     ids. Raises ApiError."""
-    temperature = _given(body.temperature, config.default_temperature, 1.0)
-    top_p = _given(body.top_p, config.default_top_p, 1.0)
-    top_k = max(0, int(_given(body.top_k, config.default_top_k, 0)))
     # Scripts written for another model send its ids. Ids outside of this model's vocabulary have no effect.
     stop_tokens = eos.union(token for token in body.stop_token_ids or [] if token < tokenizer.num_ids)
     if len(stop_tokens) > MAX_STOP_TOKEN_IDS:
@@ -137,23 +131,17 @@ def sampling_params(
             f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS}, the model's own {len(eos)} "
             "included; send fewer, or use stop strings",
         )
-    if grammar is not None and body.min_tokens:
+    values = {name: VALUES[name].of(value) for name, value in (config.sampling_defaults | requested(body)).items()}
+    if grammar is not None and values.get("min_tokens"):
         raise invalid("min_tokens", "min_tokens cannot be combined with a form of answer, which says where it may end")
+    if values.get("top_p") == 0.0:  # permitted by OpenAI; keeps the most likely token, which is what top_k=1 says
+        values |= {"top_k": 1, "top_p": 1.0}
     return SamplingParams(
         max_tokens=0,
-        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
-        # top_p=0 is permitted by OpenAI and keeps the most likely token, which is what top_k=1 says.
-        top_k=top_k if top_p > 0.0 else 1,
-        top_p=top_p if top_p > 0.0 else 1.0,
-        min_p=_given(body.min_p, config.default_min_p, 0.0),
-        presence_penalty=_given(body.presence_penalty, None, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, None, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, config.default_repetition_penalty, 1.0),
+        **values,
         logit_bias=_logit_bias(body.logit_bias or {}, tokenizer),
-        min_tokens=body.min_tokens or 0,
         stop_token_ids=tuple(sorted(stop_tokens)),
         logprobs=logprobs,
-        speculative=body.speculative is not False,
         grammar=grammar,
         cache_salt=b"" if body.cache_salt is None else _salt(body.cache_salt),
     )
@@ -184,11 +172,6 @@ def _logit_bias(given: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, 
             )
         biases[token] = float(bias)
     return biases
-
-
-def _given(value: float | None, configured: float | None, otherwise: float) -> float:
-    """Return the request's value, else the configuration's or the model's, else `otherwise`."""
-    return next((each for each in (value, configured) if each is not None), otherwise)
 
 
 def chat_parser(config: EdgeConfig) -> OutputParserName:
@@ -225,15 +208,16 @@ async def thinking_budget(
 
 def with_sampling_defaults(config: EdgeConfig, recommended: Mapping[str, float]) -> EdgeConfig:
     """Fill open defaults of the configuration with the model's recommendations. Raises ValueError."""
-    values: dict[str, float] = {}
-    for name, value in recommended.items():
-        if getattr(config, f"default_{name}") is None:
-            # Hugging Face writes 0 and -1 for "off"
-            values[f"default_{name}"] = max(0, int(value)) if name == "top_k" else value
+    known = config.sampling_defaults
+    values = {
+        f"default_{name}": VALUES[name].of(value)  # Hugging Face writes 0 and -1 for a top_k that is off
+        for name, value in recommended.items()
+        if name not in known
+    }
     if not values:
         return config
     logger.info("sampling defaults of generation_config.json: %s", ", ".join(f"{k}={v:g}" for k, v in values.items()))
     try:
-        return dataclasses.replace(config, **values)  # type: ignore[arg-type]
+        return dataclasses.replace(config, **values)
     except ValueError as error:
         raise ValueError(f"generation_config.json: {error}; correct it, or set ingress.{next(iter(values))}") from None

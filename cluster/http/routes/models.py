@@ -12,6 +12,7 @@ from aerie.cluster.http.routes.status import require_engine
 from aerie.cluster.http.schema.response import ModelCard, ModelList, ThinkingSwitch, VersionReply
 from aerie.cluster.http.serving import Edge
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.workers.scheduling.plan import VALUES
 
 _QUESTION = [{"role": "user", "content": "hi"}]
 
@@ -69,7 +70,4 @@ def thinking_switch(tokenizer: ChatTokenizer) -> ThinkingSwitch | None:
 
 def _default_sampling(config: EdgeConfig) -> dict[str, float]:
     """Return the sampling parameters of a request without any: temperature always, the others where they are set."""
-    names = ("top_p", "top_k", "min_p", "repetition_penalty")
-    values = {name: getattr(config, f"default_{name}") for name in names}
-    temperature = 1.0 if config.default_temperature is None else config.default_temperature
-    return {"temperature": temperature} | {name: value for name, value in values.items() if value is not None}
+    return {"temperature": VALUES["temperature"].default} | config.sampling_defaults

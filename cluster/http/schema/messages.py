@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, Tag
 
 from aerie.cluster.http.schema.body import MAX_PARTS, Refusals, Schema, by_type, known_type_or_other, text_or_list
 from aerie.cluster.http.schema.message import Arguments, FunctionName, OtherTool
-from aerie.cluster.http.schema.request import Count, RequestId, Seed
+from aerie.cluster.http.schema.request import Count, RequestId, with_values
 from aerie.cluster.http.schema.response import RequestMetrics, Struct
 
 CacheControl = dict[str, Any] | None  # accepted without effect, because every prefix is cached
@@ -150,6 +150,7 @@ class CountTokensRequest(Schema):
     cache_control: CacheControl = None
 
 
+@with_values()
 class MessagesRequest(CountTokensRequest):
     """Continue a conversation. If the last message is the assistant's, the answer continues it."""
 
@@ -158,13 +159,6 @@ class MessagesRequest(CountTokensRequest):
     max_tokens: Count
     stop_sequences: Annotated[list[str], Field(max_length=1024, fail_fast=True)] | None = None
     stream: bool | None = None
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
-    seed: Seed | None = None
-    speculative: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     request_id: RequestId | None = None
     # Without effect.

@@ -13,15 +13,18 @@ from aerie.cluster.http.schema.request import (
     CommonSampling,
     JSONSchema,
     RequestId,
-    Seed,
     Strings,
     TokenIds,
+    with_values,
 )
 from aerie.cluster.http.schema.response import Struct
+from aerie.workers.scheduling.plan import VALUES
 
 DEFAULT_NEW_TOKENS = 128  # SGLang's
+VALUE_NAMES = {name: value.generate_name for name, value in VALUES.items() if value.generate_name}
 
 
+@with_values(VALUE_NAMES)
 class NativeSampling(CommonSampling):
     """`sampling_params`."""
 
@@ -32,8 +35,6 @@ class NativeSampling(CommonSampling):
     }
 
     max_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    min_new_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    sampling_seed: Seed | None = None
     no_stop_trim: bool | None = None
     n: int | None = None
     json_schema: JSONSchema = None

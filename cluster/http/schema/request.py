@@ -4,17 +4,16 @@ A parameter is supported, ignored because it has no effect, refused with a reaso
 (`aerie.cluster.http.schema.body`). `aerie.cluster.http.requests.edge_request` makes the checks that need the tokenizer.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, RootModel, WithJsonSchema
+from pydantic import Field, RootModel, WithJsonSchema, create_model
 
 from aerie.cluster.http.schema.body import Refusals, Schema
 from aerie.cluster.http.schema.message import Message, ReasoningEffort, ToolChoice, Tools
-from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS
+from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS, VALUES
 
-Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Model = TypeVar("Model", bound=Schema)
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_ALLOWED_TOKENS = 1024
@@ -115,17 +114,31 @@ class StreamOptions(Schema):
     include_obfuscation: bool | None = None
 
 
-class CommonSampling(Schema):
-    """Sampling parameters that OpenAI's, vLLM's and SGLang's clients spell alike. Ranges are OpenAI's where OpenAI has
-    the parameter, else vLLM's."""
+def with_values(names: Mapping[str, str] | None = None) -> Callable[[type[Model]], type[Model]]:
+    """Return a decorator that adds a field to a schema for each declared value (`aerie.workers.sampling.values`), None
+    by default. names: the fields' names that differ from the values'."""
+    fields: dict[str, Any] = {}
+    for name, value in VALUES.items():
+        kind: Any = Annotated[value.kind, Field(**value.bounds)]
+        fields[(names or {}).get(name, name)] = kind | None, None
 
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] | None = None
-    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] | None = None
+    def decorated(schema: type[Model]) -> type[Model]:
+        return create_model(
+            schema.__name__, __base__=schema, __module__=schema.__module__, __doc__=schema.__doc__, **fields
+        )
+
+    return decorated
+
+
+def requested(body: Schema) -> dict[str, Any]:
+    """Return the declared values that a request has, by name; those that are null are left out."""
+    return {name: value for name in VALUES if (value := vars(body)[name]) is not None}
+
+
+class CommonSampling(Schema):
+    """Sampling parameters, besides the declared values, that OpenAI's, vLLM's and SGLang's clients spell alike. Ranges
+    are OpenAI's where OpenAI has the parameter, else vLLM's."""
+
     logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] | None = None
     stop: Stop = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -133,14 +146,12 @@ class CommonSampling(Schema):
     skip_special_tokens: bool | None = None
 
 
+@with_values()
 class SamplingFields(CommonSampling):
     """Parameters that all of OpenAI's routes share."""
 
     model: str | None = None
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    seed: Seed | None = None
     include_stop_str_in_output: bool | None = None
-    speculative: bool | None = None
     structured_outputs: dict[str, Any] | None = None  # see `aerie.cluster.http.requests.structured_output`
     allowed_token_ids: Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None

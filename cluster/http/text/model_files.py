@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from aerie.cluster.http.config import SERVER_DEFAULTS
 from aerie.workers.structured_output.tokenizer_file import read_json
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def special_tokens(config: Mapping[str, Any], saved_map: Mapping[str, Any]) -> dict[str, str]:
@@ -65,7 +65,7 @@ def sampling_defaults(path: Path) -> dict[str, float]:
     """Return the sampling parameters of generation_config.json, by name. Raises ValueError for values that are no
     numbers."""
     content = read_json(path)
-    found = {name: content[name] for name in SAMPLING_DEFAULTS if content.get(name) is not None}
+    found = {name: content[name] for name in SERVER_DEFAULTS if content.get(name) is not None}
     for name, value in found.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{path}: {name}={value!r}: must be a number; correct or remove it")

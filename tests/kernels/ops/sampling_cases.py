@@ -110,7 +110,7 @@ def _draw(size: int, device: torch.device) -> tuple[Tensor, Draws, SlotTable]:
     slots = torch.arange(len(FILTERS), device=device)
     positions = torch.tensor([[3, 10**6]], device=device).expand(len(FILTERS), -1)
     logits = rows(2 * len(FILTERS), size, dtype=torch.float32, device=device) * 3
-    return logits, Draws(slots, positions, table.temperature, table.seed), table
+    return logits, Draws(slots, positions, table.filters.temperature, table.commit_tables.seed), table
 
 
 def _limits(size: int, device: torch.device) -> tuple[Any, ...]:

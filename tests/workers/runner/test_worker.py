@@ -82,9 +82,11 @@ def test_strategy_gets_what_the_plan_says() -> None:
     kinds = [chunks.final_lengths, chunks.batch.qo_indptr, chunks.batch.starts, chunks.batch.page_table]
     assert {tensor.dtype for tensor in kinds} == {torch.int32}
     assert slots.seq_len[[2, 4]].tolist() == [0, 5] and slots.max_len[[2, 4]].tolist() == [12, 16]
-    assert slots.min_len[[2, 4]].tolist() == [11, 7] and slots.seed[4] == -5
+    assert slots.min_len[[2, 4]].tolist() == [11, 7] and slots.commit_tables.seed[4] == -5
     assert slots.stop_ids[4, :3].tolist() == [3, 8, -1] and slots.finished.tolist() == [1, 1, 0, 1, 0, 1, 1]
-    assert slots.shapes_logits.tolist() == [0, 0, 1, 0, 1, 0, 0] and slots.temperature[4].item() == pytest.approx(0.7)
+    assert slots.shapes_logits.tolist() == [0, 0, 1, 0, 1, 0, 0] and slots.filters.temperature[
+        4
+    ].item() == pytest.approx(0.7)
     assert slots.output_counts[4, 6] == 1 and slots.in_prompt[4].nonzero().flatten().tolist() == [1, 2]
     assert slots.bias[4, 4] == 2.0
 

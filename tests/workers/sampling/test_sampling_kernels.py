@@ -67,9 +67,9 @@ def logits_of(rows: int, size: int, seed: int, dtype: torch.dtype = torch.float3
 
 def kept_by_reference(logits: Tensor, slots: SlotTable, of: Tensor) -> tuple[Tensor, Tensor]:
     """[rows, n]: what each row keeps, and the gaps."""
-    temperature, filtered = slots.temperature[of], slots.temperature[of] > 0
+    temperature, filtered = slots.filters.temperature[of], slots.filters.temperature[of] > 0
     gap = gaps(logits.float(), torch.where(filtered, temperature, 1.0))
-    limit = gap_limits(gap, slots.top_k[of], slots.top_p[of], slots.min_p[of])
+    limit = gap_limits(gap, slots.filters.top_k[of], slots.filters.top_p[of], slots.filters.min_p[of])
     return gap <= torch.where(filtered, limit, MAX_GAP).unsqueeze(1), gap
 
 
@@ -110,7 +110,7 @@ def test_draws_are_those_of_torch_up_to_near_ties(size: int) -> None:
     who = torch.arange(len(FILTERS), device=DEVICE)
     positions = torch.randint(0, 10**6, (1, width), device=DEVICE).expand(len(FILTERS), -1)  # strides of zero
     logits = logits_of(len(FILTERS) * width, size, size)
-    draws = Draws(who, positions, slots.temperature, slots.seed)
+    draws = Draws(who, positions, slots.filters.temperature, slots.commit_tables.seed)
     on_cpu = table(size, torch.device("cpu"))
     in_torch = Draws(who.cpu(), positions.cpu(), on_cpu.temperature, on_cpu.seed)
     expected = in_torch.perturbed(logits.cpu(), torch.arange(first, first + size))
@@ -138,7 +138,7 @@ def test_every_path_on_a_device_draws_the_same() -> None:
     who = torch.full((12,), 1, device=DEVICE)  # the slot without filters
     positions = torch.arange(24, device=DEVICE).view(12, 2)
     logits, ids = logits_of(24, size, 3), torch.arange(size, device=DEVICE)
-    draws = Draws(who, positions, slots.temperature, slots.seed)
+    draws = Draws(who, positions, slots.filters.temperature, slots.commit_tables.seed)
     value, column = choose(logits, draws, 0)
     all_kept = Limits(torch.full_like(value, float("inf")), torch.full_like(value, MAX_GAP).int())
     filtered = choose(logits, draws, 0, all_kept)
@@ -160,17 +160,19 @@ def test_drafts_drop_what_torch_drops(size: int, shards: int) -> None:
     who = torch.randperm(len(FILTERS) + 1, generator=torch.Generator().manual_seed(size)).to(DEVICE)  # and padding
     of = who.repeat_interleave(width)
     logits = logits_of(len(of), size, size + 7)
-    temperature = slots.temperature[of]
+    temperature = slots.filters.temperature[of]
     scaled = scaled_logits(logits, torch.where(temperature > 0, temperature, 1.0))
     summary = count_levels_operation.reference(logits, who, slots.filters)
-    lowest = lowest_kept(summary, slots.top_k[of], slots.top_p[of], slots.min_p[of])
+    lowest = lowest_kept(summary, slots.filters.top_k[of], slots.filters.top_p[of], slots.filters.min_p[of])
     dropped = (temperature > 0).unsqueeze(1) & (scaled < lowest.unsqueeze(1))
     doubtful = (scaled - lowest.unsqueeze(1)).abs() < 1e-5
     chosen = slots.filters
     # contiguous, as a rank's logits are
     parts = [part.contiguous() for part in logits.chunk(shards, dim=1)]
     summary = torch.cat([count_levels(part, who, chosen) for part in parts], dim=1)
-    draws = Draws(who, torch.arange(len(of), device=DEVICE).view(-1, width), slots.temperature, slots.seed)
+    draws = Draws(
+        who, torch.arange(len(of), device=DEVICE).view(-1, width), slots.filters.temperature, slots.commit_tables.seed
+    )
     ids = torch.arange(size, device=DEVICE)
     noisy = perturb(logits, draws, ids, chosen, None)
     ours = perturb(logits, draws, ids, chosen, summary)
@@ -239,8 +241,8 @@ def test_a_shard_of_padding_gives_no_nan(size: int) -> None:
     draws = Draws(
         torch.zeros(5, dtype=torch.int64, device=DEVICE) + 1,
         torch.arange(5, device=DEVICE).unsqueeze(1),
-        slots.temperature,
-        slots.seed,
+        slots.filters.temperature,
+        slots.commit_tables.seed,
     )
     value, column = choose(logits, draws, 0)
     assert bool((value[[0, 3]] == float("-inf")).all()) and column[[0, 3]].tolist() == [0, 0]
@@ -256,7 +258,7 @@ def test_a_row_that_is_not_finite_chooses_nothing(filtered: bool) -> None:
     slots = table(size)
     who = torch.arange(len(FILTERS), device=DEVICE)
     logits = logits_of(len(FILTERS), size, 5)
-    draws = Draws(who, who.unsqueeze(1), slots.temperature, slots.seed)
+    draws = Draws(who, who.unsqueeze(1), slots.filters.temperature, slots.commit_tables.seed)
     limits = find_limits(logits, who, slots.filters) if filtered else None
     _, expected = choose(logits, draws, 0, limits)
     logits[1, size // 2], logits[3], logits[4, 7] = float("nan"), float("nan"), float("inf")

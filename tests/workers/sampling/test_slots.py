@@ -68,7 +68,7 @@ def test_a_new_owner_does_not_inherit_pages() -> None:
 def test_seeds_keep_all_64_bits() -> None:
     slots = SlotTable(1, 1, 16, CPU)
     enter(slots, SlotInit(0, 0, 1, 2, SamplingParams(1, seed=(1 << 64) - 5)))
-    assert slots.seed[0] == -5
+    assert slots.commit_tables.seed[0] == -5
 
 
 COUNTED = SamplingParams(

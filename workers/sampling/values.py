@@ -1,0 +1,87 @@
+"""`Value`: the declaration of a per-request value that is one number, in `SamplingParams`.
+
+From it follow the field of requests over HTTP and in Python, `ingress.default_*`, and the slot's column on the device
+(docs/add-a-per-request-value.md). Without torch, because the API imports it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+Number = int | float | bool
+
+
+@dataclass(frozen=True)
+class Value:
+    """Metadata of an annotated field of type int, float or bool.
+
+    ge, gt, le, lt: bounds of the value in a request.
+    generate_name: its name in `sampling_params` of /generate, if SGLang's differs.
+    server_default: whether generation_config.json and `ingress.default_NAME` may set it for requests without it.
+    normalised: converts the request's value to the engine's.
+    on_device: whether a slot has a column of this name: int64, float32 or bool, according to the field's type.
+    stored: the column's value for a `SlotInit`; None: the value itself.
+    use: the sampling code that a value other than the default needs. filter: top-k, top-p and min-p. shaping: changes
+        of logits. counts: changes of logits that depend on the number of occurrences of each token.
+    name, kind, default: from the field.
+    """
+
+    ge: Number | None = None
+    gt: Number | None = None
+    le: Number | None = None
+    lt: Number | None = None
+    generate_name: str = ""
+    server_default: bool = False
+    normalised: Callable[[Any], Number] | None = None
+    on_device: bool = False
+    stored: Callable[[Any], Number] | None = None
+    use: Literal["", "filter", "shaping", "counts"] = ""
+    name: str = ""
+    kind: type[Number] = float
+    default: Number = 0
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """The bounds that are set, by their names."""
+        return {name: bound for name in ("ge", "gt", "le", "lt") if (bound := getattr(self, name)) is not None}
+
+    def check(self, label: str, value: Number) -> None:
+        """Raise ValueError if a value is out of bounds. label: its name in the message."""
+        low = value > self.gt if self.gt is not None else self.ge is None or value >= self.ge
+        high = value < self.lt if self.lt is not None else self.le is None or value <= self.le
+        if not (low and high):
+            names = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+            rules = " and ".join(f"{names[name]} {bound:g}" for name, bound in self.bounds.items())
+            if self.ge is not None and self.le is not None:
+                rules = f"between {self.ge:g} and {self.le:g}"
+            raise ValueError(f"{label}={value}: must be {rules}")
+
+    def of(self, value: Number) -> Any:
+        """Return the engine's value for a request's."""
+        return self.kind(value) if self.normalised is None else self.normalised(value)
+
+    def column(self, init: Any) -> Number:
+        """Return what the slot's column holds. init: a `SlotInit`."""
+        value: Number = getattr(init.sampling, self.name) if self.stored is None else self.stored(init)
+        return value
+
+
+def declared_values(params: type) -> dict[str, Value]:
+    """Return the declarations of a struct's annotated fields, by name, in their order."""
+    found = {}
+    defaults = dict(zip(reversed(params.__struct_fields__), reversed(params.__struct_defaults__), strict=False))  # type: ignore[attr-defined]
+    for name, hint in get_type_hints(params, include_extras=True).items():
+        kind, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        for value in metadata:
+            if isinstance(value, Value):
+                found[name] = replace(value, name=name, kind=kind, default=defaults[name])
+    return found
+
+
+def uses(values: Mapping[str, Value], *kinds: str) -> Callable[[Any], bool]:
+    """Return whether a `SamplingParams` has a value with one of these uses, other than its default. At least two values
+    must have them."""
+    found = {name: value.default for name, value in values.items() if value.use in kinds}
+    get, defaults = attrgetter(*found), tuple(found.values())  # one call for all of them: 0.2 us
+    return lambda sampling: bool(get(sampling) != defaults)
