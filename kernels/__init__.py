@@ -10,6 +10,7 @@ pdl                 programmatic dependent launch: the rule, and what each kerne
 cuda_source         compiles, loads and launches kernels in CUDA C++; device.cuh: device functions that they share
 interpreter_triton  whether Triton's interpreter runs the kernels
 to_device           asynchronous copies from host memory
+score_order_triton  sort keys of scores and their places, in kernels
 span                a rank's share of rows, heads or experts
 
 kv           paged KV: the batches of a pass, a layer's pages, FP8 rows, which positions rows write

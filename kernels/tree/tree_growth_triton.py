@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aerie.kernels.score_order_triton import place_of, sort_key
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree
 from aerie.kernels.tree.tree_growth import MAX_CUT_CANDIDATES
 
@@ -116,13 +117,6 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
 
 
 @triton.jit
-def ordered(score):
-    """Return int32 numbers that compare like float32 scores, which are not NaN."""
-    bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
 def _cut(
     found_token_ptr,
     found_score_ptr,
@@ -147,8 +141,7 @@ def _cut(
     base = b * num_candidates
     score = tl.load(found_score_ptr + base + c, mask=c < num_candidates, other=float("-inf"))
     # among equal scores the one drafted first wins, so a node's parent is kept, too, and precedes it
-    key = (ordered(score).to(tl.int64) << 32) | (CANDIDATES - 1 - c)
-    kept = CANDIDATES - 1 - (tl.topk(key, NODES) & 0xFFFFFFFF).to(tl.int32)
+    kept = place_of(tl.topk(sort_key(score, c, CANDIDATES), NODES), CANDIDATES)
     node = tl.arange(0, NODES)
     inside = (node > 0) & (node < W)
     candidate = tl.where(inside, tl.gather(kept, tl.maximum(node - 1, 0), 0), -2)  # node 0 is the root

@@ -1,20 +1,33 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kernels of `aerie.kernels.vocabulary.topk_log_softmax`: two launches. torch's topk and logsumexp take a dozen
-launches and 80 us for one row."""
+launches and 80 us for one row. Up to ONE_BY_ONE tokens are found one after another, more by sorting."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from aerie.kernels.score_order_triton import place_of, score_of, sort_key
 from aerie.kernels.vocabulary.topk_log_softmax import MAX_K
 
 BLOCK = 4096
+ONE_BY_ONE = 16
 ALIGNED = 4  # float32 numbers in 16 bytes
 
 
 @triton.jit
-def _partial(x_ptr, value_ptr, index_ptr, top_ptr, total_ptr, size, row_stride, K: tl.constexpr, BLOCK: tl.constexpr):
+def _partial(
+    x_ptr,
+    value_ptr,
+    index_ptr,
+    top_ptr,
+    total_ptr,
+    size,
+    row_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SORTED: tl.constexpr,
+):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
@@ -23,6 +36,13 @@ def _partial(x_ptr, value_ptr, index_ptr, top_ptr, total_ptr, size, row_stride, 
     origin = tl.where(top == float("-inf"), 0.0, top)
     tl.store(top_ptr + place, top)
     tl.store(total_ptr + place, tl.sum(tl.exp(x - origin), 0))
+    if SORTED:
+        x = tl.where(x == x, x, float("-inf"))
+        key = tl.topk(sort_key(x, tl.arange(0, BLOCK), BLOCK), K)
+        found = place * K + tl.arange(0, K)
+        tl.store(value_ptr + found, score_of(key))
+        tl.store(index_ptr + found, part * BLOCK + place_of(key, BLOCK))
+        return
     for i in tl.static_range(K):
         best = tl.max(x, 0)  # ignores NaN
         # the smallest column among equals: see the contract
@@ -44,9 +64,11 @@ def _combine(
     norm_ptr,
     parts,
     size,
+    k,
     K: tl.constexpr,
     PARTS: tl.constexpr,
     FOUND: tl.constexpr,
+    SORTED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
@@ -61,6 +83,13 @@ def _combine(
     found = tl.arange(0, FOUND)
     value = tl.load(value_ptr + row * parts * K + found, mask=found < parts * K, other=float("-inf"))
     index = tl.load(index_ptr + row * parts * K + found, mask=found < parts * K, other=size)
+    if SORTED:  # parts are in order of columns, and each part's tokens in order of score and column
+        key = tl.topk(sort_key(value, found, FOUND), K)
+        chosen = tl.load(index_ptr + row * parts * K + place_of(key, FOUND), mask=place_of(key, FOUND) < parts * K)
+        i = tl.arange(0, K)
+        tl.store(log_probability_ptr + row * k + i, score_of(key) - origin, mask=i < k)
+        tl.store(id_ptr + row * k + i, tl.minimum(chosen, size - 1).to(tl.int64), mask=i < k)
+        return
     for i in tl.static_range(K):
         best = tl.max(value, 0)
         chosen = tl.min(tl.where(value == best, index, size), 0)
@@ -74,9 +103,10 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """`aerie.kernels.vocabulary.topk_log_softmax.topk_log_softmax`."""
     rows, size = logits.shape
     assert k <= MAX_K
-    parts, device = triton.cdiv(size, BLOCK), logits.device
-    values = torch.empty((rows, parts, k), dtype=torch.float32, device=device)
-    indices = torch.empty((rows, parts, k), dtype=torch.int32, device=device)
+    parts, device, by_sorting = triton.cdiv(size, BLOCK), logits.device, k > ONE_BY_ONE
+    each = triton.next_power_of_2(k) if by_sorting else k
+    values = torch.empty((rows, parts, each), dtype=torch.float32, device=device)
+    indices = torch.empty((rows, parts, each), dtype=torch.int32, device=device)
     # Both must be aligned to 16 bytes, because Triton compiles another kernel for other alignments.
     count = triton.cdiv(rows * parts, ALIGNED) * ALIGNED
     tops, totals = torch.empty((2, count), dtype=torch.float32, device=device).unbind(0)
@@ -84,7 +114,7 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     ids = torch.empty((rows, k), dtype=torch.int64, device=device)
     norms = torch.empty(rows, dtype=torch.float32, device=device)
     _partial[(rows, parts)](
-        logits, values, indices, tops, totals, size, logits.stride(0), K=k, BLOCK=BLOCK, num_warps=8
+        logits, values, indices, tops, totals, size, logits.stride(0), each, BLOCK, by_sorting, num_warps=8
     )
     _combine[(rows,)](
         values,
@@ -96,9 +126,11 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         norms,
         parts,
         size,
-        K=k,
+        k,
+        K=each,
         PARTS=triton.next_power_of_2(parts),
-        FOUND=triton.next_power_of_2(parts * k),
-        num_warps=2,
+        FOUND=triton.next_power_of_2(parts * each),
+        SORTED=by_sorting,
+        num_warps=8 if by_sorting else 2,
     )
     return best, ids, norms

@@ -199,7 +199,7 @@ CASES = (
             *(
                 Case(operation, f"{size}-{k}", lambda device, k=k, logits=logits: (logits(device)[:4], k), slow=slow)
                 for operation in (topk_log_softmax, norms_and_top)
-                for k in (1, 4, 16)
+                for k in (1, 4, 16, *((33, 64) if operation is topk_log_softmax and size > 64 else ()))
                 if dtype == torch.float32
             ),
         )

@@ -58,6 +58,8 @@ NORMED_LATENTS: tuple[dict[str, str], dict[str, Any]] = (
     | {"q_scales_ptr": None, "BY_GROUP": False, "INTERPRETED": False},
 )
 FIELDS = dict.fromkeys(("token_ptr", "parent_ptr", "depth_ptr", "mask_ptr"), "i64")
+TOP = dict.fromkeys(("value_ptr", "top_ptr", "total_ptr", "log_probability_ptr", "norm_ptr"), "fp32")
+TOP |= {"id_ptr": "i64"}
 CUT = FIELDS | dict.fromkeys(("found_token_ptr", "found_parent_ptr", "slot_ptr", "bonus_ptr", "tree_depth_ptr"), "i64")
 CUT |= {"found_score_ptr": "fp32"}
 
@@ -357,16 +359,17 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "topk": (
         topk._partial,
         BF16 | dict.fromkeys(("value_ptr", "top_ptr", "total_ptr"), "fp32"),
-        {"K": 10, "BLOCK": topk.BLOCK},
+        {"K": 10, "BLOCK": topk.BLOCK, "SORTED": False},
         8,
     ),
-    "topk combined": (
-        topk._combine,
-        dict.fromkeys(("value_ptr", "top_ptr", "total_ptr", "log_probability_ptr", "norm_ptr"), "fp32")
-        | {"id_ptr": "i64"},
-        {"K": 10, "PARTS": 32, "FOUND": 512},
-        2,
+    "topk combined": (topk._combine, TOP, {"K": 10, "PARTS": 32, "FOUND": 512, "SORTED": False}, 2),
+    "topk sorted": (
+        topk._partial,
+        BF16 | dict.fromkeys(("value_ptr", "top_ptr", "total_ptr"), "fp32"),
+        {"K": 64, "BLOCK": topk.BLOCK, "SORTED": True},
+        8,
     ),
+    "topk sorted and combined": (topk._combine, TOP, {"K": 64, "PARTS": 64, "FOUND": 4096, "SORTED": True}, 8),
     "commit": (
         commit._commit_one,
         dict.fromkeys(
