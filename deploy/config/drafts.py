@@ -11,9 +11,13 @@ from safetensors import SafetensorError, safe_open
 from aerie.cluster.config import ConfigError
 from aerie.speculative.config import BLOCK_METHODS, Method
 from aerie.speculative.drafts.recognition import draft_architecture, method_of
+from aerie.speculative.tree_shape import max_nodes
 from aerie.workers.models.registry import mtp_modules_of
 
-_TREE_NODES = 16  # verified nodes of a block's tree: a tile of a matrix product
+# Limits of a block's tree. With 7 children a node, growth level by level is within 1 % of the best tree of 63 nodes.
+_TREE_CHILDREN = 7
+_TREE_NODES = 63
+_TREE_NODES_OF_EXPERTS = 32  # each verified row reads other experts
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -35,13 +39,10 @@ def draft_method(folder: Path) -> str:
 
 
 def block_shape(folder: Path, target: Path) -> dict[str, Any]:
-    """Return the shape to draft with the block draft in `folder`, an upper limit (`speculative.adaptive`); empty for
-    other heads.
+    """Return the shape to draft with the block draft in `folder`, an upper limit (`speculative.adaptive`): a tree of
+    the block's depth. Empty for other heads.
 
-    A chain of the whole block, or a tree of its depth if the head scores children given their parent and verified rows
-    are cheap. In a mixture of experts they are not, because each row reads other experts. DSpark's tree of 16 nodes has
-    1.3 to 1.4 times the tokens per round of its chain of 8 (tests/bench/RESULTS.md); DFlash's children are the same for
-    all nodes of a level.
+    The engine chooses among chains and narrower trees by load and text (`TreeShape.smaller`).
     """
     config, method = _config(folder), draft_method(folder)
     if method not in BLOCK_METHODS:
@@ -54,9 +55,11 @@ def block_shape(folder: Path, target: Path) -> dict[str, Any]:
     kind = str(config.get("speculators_model_type") or draft_architecture(config)).lower()
     from_anchor = given.get("sample_from_anchor", "dspark" in kind)
     depth = int(size) - (not from_anchor)
-    if method == "dflash" or depth < 2 or _has_experts(target):
+    if depth < 2:
         return {"num_steps": depth, "num_draft_tokens": depth + 1}
-    return {"num_steps": depth, "top_k": 4, "num_draft_tokens": max(_TREE_NODES, depth + 1)}
+    nodes = _TREE_NODES_OF_EXPERTS if _has_experts(target) else _TREE_NODES
+    nodes = min(max(nodes, depth + 1), _TREE_NODES, max_nodes(depth, _TREE_CHILDREN))
+    return {"num_steps": depth, "top_k": _TREE_CHILDREN, "num_draft_tokens": nodes}
 
 
 def _has_experts(target: Path) -> bool:

@@ -53,7 +53,8 @@ MODELS = {
     "llama-3-70b": Dimensions(8192, 64, 8, 128, 28672, 128256, 32000, 80),
     "tiny": Dimensions(64, 4, 2, 16, 96, 256, 64, 8),
 }
-# block-N: of drafts that draft a block of N rows in one pass; block-tree: 16 nodes of a block of 8
+# block-N: of drafts that draft a block of N rows in one pass; block-tree: 16 nodes of a block of 8; block-tree-N: N
+# nodes of a block of 16
 SHAPES = {
     "plain": None,
     "chain": (3, 1, 4),
@@ -61,6 +62,7 @@ SHAPES = {
     "block-8": (7, 1, 8),
     "block-16": (15, 1, 16),
     "block-tree": (7, 4, 16),
+    **{f"block-tree-{width}": (15, 7, width) for width in (16, 24, 32, 48, 63)},
 }
 PROFILED_ROUNDS = 10
 PIPELINE = 4  # a request's first results, which come while steps with prompts are still under way
@@ -164,7 +166,9 @@ def engine_spec(
 ) -> EngineSpec:
     """An engine for `batch` requests of one shape. attention: the backend of every phase of target and draft.
     implementation: see `ModelSource`."""
-    tokens_per_request = setting.prompt_tokens + setting.output_tokens + 64
+    tree = SHAPES[shape]
+    ahead = 64 if tree is None else 64 + 2 * tree[2]  # positions that rounds in flight may write
+    tokens_per_request = setting.prompt_tokens + setting.output_tokens + ahead
     page_size = page_size_of(folder / "target")
     pages = batch * -(-tokens_per_request // page_size) + 8
     worker = WorkerConfig(
@@ -181,7 +185,6 @@ def engine_spec(
         cuda_graphs=cuda_graphs,
         attention=TargetAttention(attention, attention),
     )
-    tree = SHAPES[shape]
     if tree is None:
         return EngineSpec(worker)
     num_steps, top_k, width = tree

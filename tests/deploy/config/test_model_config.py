@@ -162,32 +162,31 @@ def test_a_heads_method_and_block_are_found(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = model_config.model_args(TARGET, str(tmp_path), None)["speculative"]
-    sizes = {} if depth is None else {"num_steps": depth, "num_draft_tokens": depth + 1}
-    if method in ("dspark", "dflash2"):
-        sizes |= {"top_k": 4, "num_draft_tokens": 16}
+    sizes = {} if depth is None else {"num_steps": depth, "top_k": 7, "num_draft_tokens": 63}
     assert args == {"path": str(tmp_path), "method": method} | sizes
 
 
-@pytest.mark.parametrize("method", ["dspark", "dflash2"])
+@pytest.mark.parametrize("method", ["dflash", "dspark", "dflash2"])
 def test_a_block_drafts_tree_has_the_shapes_that_pay_at_every_load(tmp_path: Path, method: str) -> None:
-    """Short chains for load, a tree of half the nodes where it has any, and the tree."""
+    """Chains for load, narrower trees, and the tree."""
     (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": method, "block_size": 8}))
     args = model_config.model_args(TARGET, str(tmp_path), None)["speculative"]
     shapes = [shape.name for shape in SpeculativeConfig(**args).shapes.shapes]
-    whole = ["8/4/16"] if method == "dspark" else ["6/2/8", "7/4/16"]
-    assert shapes == ["plain", "2/1/3", "4/1/5", *whole]
+    depth = 8 if method == "dspark" else 7
+    trees = [f"{depth}/7/{width}" for width in (16, 24, 32, 48, 63)]
+    assert shapes == ["plain", "2/1/3", "4/1/5", f"{depth}/1/{depth + 1}", *trees]
 
 
 @pytest.mark.parametrize(
     ("head", "experts", "expected"),
     [
-        ({"architectures": ["DFlash2DraftModel"], "block_size": 16}, "num_experts", (15, 1, 16)),
-        ({"speculators_model_type": "dspark", "block_size": 8}, "n_routed_experts", (8, 1, 9)),
-        ({"speculators_model_type": "dspark", "block_size": 8}, "num_local_experts", (8, 1, 9)),
-        ({"architectures": ["DFlash2DraftModel"], "block_size": 16}, "", (15, 4, 16)),
-        ({"architectures": ["DFlash2DraftModel"], "block_size": 24}, "", (23, 4, 24)),
+        ({"architectures": ["DFlash2DraftModel"], "block_size": 16}, "num_experts", (15, 7, 32)),
+        ({"speculators_model_type": "dspark", "block_size": 8}, "n_routed_experts", (8, 7, 32)),
+        ({"speculators_model_type": "dspark", "block_size": 8}, "num_local_experts", (8, 7, 32)),
+        ({"architectures": ["DFlash2DraftModel"], "block_size": 16}, "", (15, 7, 63)),
+        ({"architectures": ["DFlash2DraftModel"], "block_size": 24}, "", (23, 7, 63)),
         ({"architectures": ["DFlash2DraftModel"], "block_size": 2}, "", (1, 1, 2)),
-        ({"architectures": ["DFlashDraftModel"], "block_size": 16}, "", (15, 1, 16)),
+        ({"architectures": ["DFlashDraftModel"], "block_size": 16}, "", (15, 7, 63)),
     ],
 )
 def test_a_block_drafts_a_tree_where_verified_rows_are_cheap(

@@ -40,6 +40,16 @@ def test_smaller_shapes_are_smaller_and_possible(shape: TreeShape) -> None:
     assert shape.is_chain == (shape.top_k == 1)
 
 
+def test_a_blocks_tree_has_chains_and_trees_of_finely_stepped_widths() -> None:
+    tree = TreeShape.of(15, 7, 63, in_block=True)
+    assert [each.name for each in tree.smaller()] == [
+        *("4/1/5", "8/1/9", "15/1/16"),
+        *("15/7/16", "15/7/24", "15/7/32", "15/7/48"),
+    ]
+    short = TreeShape.of(7, 7, 20, in_block=True)
+    assert [each.name for each in short.smaller()] == ["2/1/3", "4/1/5", "7/1/8", "7/7/16"]
+
+
 def test_a_narrow_tree_is_no_chain_to_the_scheduler() -> None:
     """Nodes of one as wide as deep may be siblings: it shares no estimate with chains and is not run beside chunks."""
     chain, narrow = TreeShape.of(2, 1, 3), TreeShape.of(3, 2, 4)
