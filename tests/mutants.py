@@ -36,14 +36,13 @@ SCHEDULING = tuple(
         "waiting_queue",
         "slot_admission",
         "scheduler_simulation",
-        "capture_pacing",
         "grammar_queue",
         "late_masks",
         "lost_ranks",
         "slot_windows",
         "shared_prefixes",
     )
-)
+) + tuple(f"tests/workers/scheduling/commands/test_{name}.py" for name in ("capture_pacing", "command_queue"))
 PAGES = (
     "tests/attention/kv_cache",
     *(f"tests/workers/scheduling/test_{n}.py" for n in ("slot_pages", "scheduler", "scheduler_simulation")),

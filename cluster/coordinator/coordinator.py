@@ -6,11 +6,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 from aerie.cluster.coordinator.loop import CoordinatorLoop, CoordinatorSettings
 from aerie.cluster.linux import use_short_time_slice
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome
+from aerie.workers.scheduling.commands.command import CommandAnswer, Work
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.scheduler import Scheduler
 
@@ -87,6 +89,13 @@ class Coordinator:
     def stats(self) -> EngineStats:
         """Return state and counters; the last ones if the loop has ended."""
         return self._call(self._loop.stats) if self._thread.is_alive() else self._loop.stats()
+
+    def carry_out(self, work: Work) -> "Future[Sequence[CommandAnswer]]":
+        """Let all ranks carry out a command between two steps. Return a future of their answers, by rank; one answer
+        with rank -1 if the ranks are lost."""
+        answers: Future[Sequence[CommandAnswer]] = Future()
+        self._call(lambda: self._loop.carry_out(work, answers.set_result))
+        return answers
 
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""

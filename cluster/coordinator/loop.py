@@ -19,6 +19,8 @@ from aerie.cluster.transport.channel import Context
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome
 from aerie.cluster.transport.reactor import Reactor
 from aerie.cluster.transport.sockets import Transport
+from aerie.workers.scheduling.commands.command import CommandAnswer, Work
+from aerie.workers.scheduling.commands.command_queue import OnAnswered
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import GraphCount, StepResult
 from aerie.workers.scheduling.request import RequestOutput, UnfinishedError
@@ -129,6 +131,7 @@ class CoordinatorLoop:
             epoch,
             self._clock,
             self._take_result,
+            self._take_answers,
             self._worker_group_lost,
             places,
         )
@@ -168,6 +171,7 @@ class CoordinatorLoop:
         if self.status != "dead":
             self._publish()  # events of the same iteration
         self.streams.fail_all(reason)
+        self._scheduler.commands.fail_all(reason)
         if self._worker_group is not None:
             self._worker_group.stop()
             self._worker_group.close(_LINGER_MS)
@@ -194,6 +198,13 @@ class CoordinatorLoop:
             self.streams.slot_wait_s(),
         )
 
+    def carry_out(self, work: Work, on_answered: OnAnswered) -> None:
+        """Queue a command for the attached ranks. on_answered: called in this thread; see `CommandQueue.add`."""
+        if self._worker_group is None:
+            on_answered((CommandAnswer(-1, -1, -1, error=self._fault()),))
+        else:
+            self._scheduler.commands.add(work, on_answered)
+
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""
         try:
@@ -215,6 +226,9 @@ class CoordinatorLoop:
                 return
             plan = self._scheduler.schedule()
             if plan is None:
+                command = self._scheduler.next_command()
+                if command is not None:
+                    self._worker_group.send_command(command)
                 return
             self._plan_timing.sent(now, self._scheduler.expected)
             self._worker_group.send(plan)
@@ -223,6 +237,11 @@ class CoordinatorLoop:
         if result.epoch == self._scheduler.epoch:
             self._plan_timing.answered(self._clock(), result.elapsed_s)
         self._outputs += self._scheduler.apply(result)
+        self.streams.states.changed()
+        self._last_step_s = self._clock()
+
+    def _take_answers(self, answers: Sequence[CommandAnswer]) -> None:
+        self._scheduler.command_answered(answers)
         self.streams.states.changed()
         self._last_step_s = self._clock()
 

@@ -1,4 +1,5 @@
-"""The coordinator's links to its ranks: plans out, results in, and detection of hangs and deaths."""
+"""The coordinator's links to its ranks: plans and commands out, results and answers in, and detection of hangs and
+deaths."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,6 +9,7 @@ from aerie.cluster.transport.encoding import encode
 from aerie.cluster.transport.messages import Heartbeat, RankFailure, Stop
 from aerie.cluster.transport.reactor import Reactor
 from aerie.cluster.transport.sockets import Transport
+from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.plan import StepPlan, StepResult
 
 IDLE_HEARTBEAT_LIMIT_S = 10.0  # maximum time between heartbeats of an idle rank, which sends one every half second
@@ -21,6 +23,7 @@ class WorkerLinks:
     """Links to one epoch of ranks. The reactor's thread calls the callbacks.
 
     on_result: called with rank 0's results.
+    on_answers: called with the answers of all ranks to a command, by rank.
     on_lost: called at most once, with the reason, if a rank dies, is stopped, fails, hangs or stops reading; then the
         owner calls `close`.
     places: location of each rank, for the reasons.
@@ -35,6 +38,7 @@ class WorkerLinks:
         epoch: int,
         clock: Callable[[], float],
         on_result: Callable[[StepResult], None],
+        on_answers: Callable[[Sequence[CommandAnswer]], None],
         on_lost: Callable[[str], None],
         places: Sequence[str] = (),
     ) -> None:
@@ -43,6 +47,9 @@ class WorkerLinks:
         self._reactor = reactor
         self._clock = clock
         self._on_result = on_result
+        self._on_answers = on_answers
+        self._answers: dict[int, CommandAnswer] = {}  # by rank, to the command in flight
+        self._extra_s = 0.0  # of the command in flight
         self._on_lost = on_lost
         self._is_lost = False
         self._unanswered: deque[tuple[int, float]] = deque()
@@ -63,8 +70,18 @@ class WorkerLinks:
 
     def send(self, plan: StepPlan) -> None:
         """Send a plan to all ranks."""
-        raw = encode(plan)
-        self._unanswered.append((plan.step, self._clock()))
+        self._send(plan)
+
+    def send_command(self, command: Command) -> None:
+        """Send a command to all ranks, while no plan is unanswered. Send nothing else before `on_answers`."""
+        assert not self._unanswered, "commands are sent while nothing is in flight"
+        self._answers.clear()
+        self._extra_s = command.work.extra_s
+        self._send(command)
+
+    def _send(self, message: StepPlan | Command) -> None:
+        raw = encode(message)
+        self._unanswered.append((message.step, self._clock()))
         for link in self._links:
             if not link.send(raw):
                 self._lose(f"{self._names[link.rank]} does not read its plans")
@@ -90,7 +107,7 @@ class WorkerLinks:
     def hung_step(self, now: float) -> str:
         """Return a sentence about a step that takes so long that new requests would hang, or ""."""
         oldest = self.oldest_plan(now)
-        if oldest is None or oldest[1] < max(HUNG_S, HUNG_RATIO * self._longest_s):
+        if oldest is None or oldest[1] < max(HUNG_S, HUNG_RATIO * self._longest_s) + self._extra_s:
             return ""
         return f"step {oldest[0]} has had no result for {oldest[1]:.1f} s"
 
@@ -105,7 +122,7 @@ class WorkerLinks:
                 if now - stamp > IDLE_HEARTBEAT_LIMIT_S:
                     self._lose(f"{name} hangs: idle, and no heartbeat for {now - stamp:.1f} s")
                     return
-        if oldest is not None and oldest[1] > step_timeout_s:
+        if oldest is not None and oldest[1] > step_timeout_s + self._extra_s:
             heard = ", ".join(
                 f"{name} {now - stamp:.1f} s ago"
                 for name, stamp in zip(self._names, self.last_heartbeat_s, strict=True)
@@ -140,11 +157,21 @@ class WorkerLinks:
                     self._longest_s = max(self._longest_s, self._clock() - sent_s)
                 self._on_result(message)
                 return  # send the next plan before reading another result
+            elif isinstance(message, CommandAnswer):
+                self._answered(link.rank, message)
             elif isinstance(message, RankFailure):
                 self._lose(f"{self._names[link.rank]} failed: {message.message}")
             else:
                 assert isinstance(message, Heartbeat), f"rank {link.rank} sent a {type(message).__name__}"
                 self.last_heartbeat[link.rank] = message
+
+    def _answered(self, rank: int, answer: CommandAnswer) -> None:
+        self._answers[rank] = answer
+        if len(self._answers) == len(self._names):
+            self._unanswered.popleft()
+            self._extra_s = 0.0
+            self.last_heartbeat_s = [self._clock()] * len(self._names)
+            self._on_answers([self._answers[rank] for rank in range(len(self._names))])
 
     def _check(self, link: RankLink) -> None:
         reason = link.monitor.check()

@@ -1,4 +1,5 @@
-"""A rank's loop: plans in, results and heartbeats out. Called by the worker actor, and by tests, without Ray."""
+"""A rank's loop: plans and commands in, results, answers and heartbeats out. Called by the worker actor, and by tests,
+without Ray."""
 
 import time
 import traceback
@@ -12,6 +13,7 @@ from aerie.cluster.transport.channel import RankChannel
 from aerie.cluster.transport.messages import Heartbeat, Stop
 from aerie.cluster.transport.sockets import Transport
 from aerie.workers.runner.executor import StepExecutor
+from aerie.workers.scheduling.commands.command import Command
 
 HEARTBEAT_S = 0.5
 IDLE_WORK_INTERVAL_S = 30.0
@@ -45,9 +47,10 @@ def run_worker_loop(
     clock: Callable[[], float] = time.monotonic,
     idle_work: Callable[[], None] | None = None,
 ) -> Literal["stopped", "coordinator lost"]:
-    """Execute plans in order until a `Stop` comes or the coordinator's connection closes; return which.
+    """Execute plans and commands in order until a `Stop` comes or the coordinator's connection closes; return which.
 
-    Rank 0 sends results, all ranks send heartbeats. An error of the executor is sent with its traceback, and raised.
+    Rank 0 sends results; all ranks send answers and heartbeats. An error of the executor is sent with its traceback,
+    and raised.
     idle_work: called after steps, once none has run for `HEARTBEAT_S`, at most every `IDLE_WORK_INTERVAL_S`.
     """
     use_exact_timers()
@@ -91,7 +94,7 @@ class _Loop:
         self._last_step_s = clock()
 
     def turn(self) -> Literal["stopped", "coordinator lost"] | None:
-        """Wait for a plan if none is pending, launch plans, and take finished results."""
+        """Wait for a message if no step is pending, launch plans, carry out commands, and take finished results."""
         executor, channel = self._executor, self._channel
         now = self._clock()
         if now >= self._heartbeat_due_s:
@@ -112,11 +115,9 @@ class _Loop:
             message = channel.receive()
             if isinstance(message, Stop):
                 return "stopped"
+            if isinstance(message, Command):
+                return None if self._carry_out(message) else _end(channel)
             if message is not None:
-                # Rank 0 has reported the step before a capture; this rank may not have polled yet.
-                while message.capture and executor.num_pending > 0:
-                    if not self._take():
-                        return _end(channel)
                 executor.submit(message)
                 launched = True
         if executor.num_pending > 0 and executor.ready():
@@ -129,6 +130,14 @@ class _Loop:
     def _is_time_for_idle_work(self, now: float) -> bool:
         idle = self._executor.num_pending == 0 and now - self._last_step_s >= HEARTBEAT_S
         return idle and now >= self._idle_work_due_s and self._num_steps > self._steps_before_idle_work
+
+    def _carry_out(self, command: Command) -> bool:
+        """Carry out a command and send the answer. Return False if the coordinator is lost."""
+        while self._executor.num_pending > 0:  # rank 0 has reported the last step; this rank may not have polled yet
+            if not self._take():
+                return False
+        answers = self._executor.carry_out(command)
+        return all(self._channel.send(answer) for answer in answers)
 
     def _take(self) -> bool:
         """Wait for the oldest step's result, which rank 0 sends. Return False if the coordinator is lost."""

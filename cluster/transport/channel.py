@@ -13,6 +13,7 @@ import zmq
 from aerie.cluster.transport.encoding import BadMessageError, Message, decode, encode, encode_numbered
 from aerie.cluster.transport.messages import EngineState, Heartbeat, RankFailure, Refused, Stop, TokenBatch, TokenDelta
 from aerie.cluster.transport.sockets import PeerMonitor, Transport, open_socket
+from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.plan import StepPlan, StepResult
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -149,8 +150,8 @@ class RankLink:
 class RankChannel:
     """A rank's end: bound before its worker group is attached, then driven by `aerie.cluster.replica.worker_loop`.
 
-    Plans of another epoch are dropped. A plan out of order is an error: this rank alone would miss a step, and the next
-    collective would hang."""
+    Plans and commands of another epoch are dropped. One out of order is an error: this rank alone would miss a step,
+    and the next collective would hang."""
 
     def __init__(self, context: Context, transport: Transport, rank: int, epoch: int, name: str) -> None:
         self.rank = rank
@@ -171,8 +172,8 @@ class RankChannel:
         """Wait for a message or a change of the connection, at most `timeout_ms`; return whether there was one."""
         return any(socket is self._monitor.socket for socket, _ in self._poller.poll(timeout_ms))
 
-    def receive(self) -> StepPlan | Stop | None:
-        """Return the next plan or stop, or None, without waiting."""
+    def receive(self) -> StepPlan | Command | Stop | None:
+        """Return the next plan, command or stop, or None, without waiting."""
         while True:
             try:
                 message = decode(self._socket.recv(zmq.NOBLOCK))
@@ -180,7 +181,7 @@ class RankChannel:
                 return None
             if isinstance(message, Stop):
                 return message
-            if not isinstance(message, StepPlan):
+            if not isinstance(message, StepPlan | Command):
                 raise BadMessageError(f"rank {self.rank} got a {type(message).__name__}")
             if message.epoch != self.epoch:
                 continue
@@ -193,7 +194,7 @@ class RankChannel:
         """Return the reason that the coordinator is lost, or None."""
         return self._monitor.check()
 
-    def send(self, message: StepResult | Heartbeat) -> bool:
+    def send(self, message: StepResult | CommandAnswer | Heartbeat) -> bool:
         """Send without waiting. Return False without a reader: the coordinator has not connected yet, or is lost."""
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)

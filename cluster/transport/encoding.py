@@ -14,11 +14,14 @@ from aerie.cluster.transport.messages import (
     Subscribe,
     TokenBatch,
 )
+from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.plan import StepPlan, StepResult
 
 Message = (
     StepPlan
     | StepResult
+    | Command
+    | CommandAnswer
     | Heartbeat
     | RankFailure
     | Stop

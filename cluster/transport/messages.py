@@ -1,5 +1,5 @@
 """Messages between ingresses, engine replicas, coordinators and ranks, besides the plans and results of
-`aerie.workers.scheduling.plan`.
+`aerie.workers.scheduling.plan` and the commands of `aerie.workers.scheduling.commands.command`.
 
 An ingress sends a `GenerateRequest` to a coordinator. The replies come in order on the same connection: `Refused`, or
 the tokens and the end in `TokenBatch`es, one per ingress and step.

@@ -17,7 +17,8 @@ from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.graphs.graph_keys import bucket_sizes
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
-from aerie.workers.scheduling.capture_pacing import IDLE_S
+from aerie.workers.scheduling.commands.capture_pacing import IDLE_S
+from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.plan import SamplingParams, StepPlan
 from aerie.workers.scheduling.request import Request
 from tests.speculative.conftest import EOS, Pair
@@ -112,18 +113,24 @@ def test_what_is_recorded_between_steps_changes_no_answer(pair: Pair) -> None:
         pacing._clock, pacing._interval_s = lambda: now[0], 5.0
         pacing.reset()
         pacing.graphs = worker.graphs
-        at_start, submit, num_busy = worker.graphs, worker.submit, 0
+        at_start, submit, carry_out, num_busy = worker.graphs, worker.submit, worker.carry_out, 0
 
         def noted(plan: StepPlan) -> None:
+            now[0] += 0.5
+            before = worker.graphs.num_captured
+            submit(plan)
+            assert worker.graphs.num_captured == before
+
+        def counted(command: Command) -> tuple[CommandAnswer, ...]:
             nonlocal num_busy
             now[0] += 0.5
             before = worker.graphs.num_captured
-            num_busy += plan.capture
-            assert not plan.capture or (worker.num_pending == 0 and not plan.slots and not plan.chunks)
-            submit(plan)
-            assert worker.graphs.num_captured == before + plan.capture
+            num_busy += 1
+            answers = carry_out(command)
+            assert worker.graphs.num_captured == before + 1
+            return answers
 
-        worker.submit = noted  # type: ignore[method-assign]
+        worker.submit, worker.carry_out = noted, counted  # type: ignore[method-assign]
         assert answers(engine, pair.prompts) == expected
         assert 2 < num_busy <= now[0] / 5.0 and engine.scheduler.stats.num_steps > 8 * num_busy
         assert worker.graphs.num_waiting == at_start.num_waiting - num_busy > 0

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from aerie.attention.kv_cache.window_pages import WindowSizes
 from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from aerie.workers.config import RoundShape, RoundShapes
+from aerie.workers.scheduling.commands.command import Captured, Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import (
     Chunk,
@@ -246,13 +247,18 @@ class ScriptedExecutor:
             time.sleep(max(0.0, done_s - time.monotonic()))
         return result
 
+    def carry_out(self, command: Command) -> tuple[CommandAnswer, ...]:
+        """Stand for a capture."""
+        assert not self._pending and command.step not in self.capture_steps
+        self.capture_steps.append(command.step)
+        if self.delay_s:
+            time.sleep(self.delay_s)
+        count = self.graphs
+        self.graphs = GraphCount(count.num_captured + 1, count.num_waiting - 1, count.missed_rows)
+        return (CommandAnswer(command.epoch, command.step, 0, Captured(self.graphs)),)
+
     def submit(self, plan: StepPlan) -> None:
         assert len(self._pending) < 2, "a third step was submitted"
-        if plan.capture:
-            assert not self._pending and plan.step not in self.capture_steps
-            self.capture_steps.append(plan.step)
-            count = self.graphs
-            self.graphs = GraphCount(count.num_captured + 1, count.num_waiting - 1, count.missed_rows)
         self._apply_tables(plan)
         entries: list[tuple[list[int], int, int]] = []  # tokens, FINISH_*, accepted
         logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}

@@ -3,6 +3,7 @@ by `aerie.workers.runner.worker.Worker`."""
 
 from typing import Protocol
 
+from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
@@ -16,7 +17,7 @@ class StepExecutor(Protocol):
 
     @property
     def graphs(self) -> GraphCount:
-        """Number of CUDA graphs, the same on every rank. Plans request further captures."""
+        """Number of CUDA graphs, the same on every rank. Commands request further captures."""
 
     def submit(self, plan: StepPlan) -> None:
         """Launch a step. On a GPU this returns before the step is done; on a CPU it runs the step."""
@@ -30,3 +31,6 @@ class StepExecutor(Protocol):
 
     def take(self) -> StepResult:
         """Wait for the oldest pending step and return its result, equal on all ranks. Only rank 0's result is sent."""
+
+    def carry_out(self, command: Command) -> tuple[CommandAnswer, ...]:
+        """Carry out a command, while no step is pending. Return the answers of this executor's ranks, by rank."""

@@ -36,12 +36,16 @@ class LocalEngine:
         self.executor = executor
 
     def step(self) -> list[RequestOutput]:
-        """Submit the next plan, if there is one. Then take one result, if two are pending or there was no plan."""
+        """Submit the next plan, if there is one. Then take one result, if two are pending or there was no plan. If
+        neither, carry out the next command."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.executor.submit(plan)
         if self.executor.num_pending == 2 or (plan is None and self.executor.num_pending):
             return self.scheduler.apply(self.executor.take())
+        if plan is None and (command := self.scheduler.next_command()) is not None:
+            self.scheduler.command_answered(self.executor.carry_out(command))
+            return []
         assert plan is not None or self.scheduler.num_waiting == 0, "requests wait but no step can run"
         return []
 

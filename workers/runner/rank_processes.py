@@ -13,6 +13,7 @@ from aerie.workers.distributed.ports import free_port
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.build import build_rank
 from aerie.workers.runner.layout import EnginePlan
+from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
@@ -42,6 +43,7 @@ class RankProcesses:
         self.layout = plan.layout
         self._num_pending = 0
         self._decoder = msgspec.msgpack.Decoder(StepResult)
+        self._answers = msgspec.msgpack.Decoder(CommandAnswer)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(worker.tensor_parallel):
@@ -76,9 +78,7 @@ class RankProcesses:
         return self._pipes[0].poll()
 
     def submit(self, plan: StepPlan) -> None:
-        raw = msgspec.msgpack.encode(plan)
-        for pipe in self._pipes:
-            pipe.send_bytes(raw)
+        self._send(plan)
         self._num_pending += 1
 
     def take(self) -> StepResult:
@@ -87,6 +87,15 @@ class RankProcesses:
         result = self._decoder.decode(results[0])
         self.graphs = result.graphs
         return result
+
+    def carry_out(self, command: Command) -> tuple[CommandAnswer, ...]:
+        self._send(command)
+        return tuple(self._answers.decode(pipe.recv_bytes()) for pipe in self._pipes)
+
+    def _send(self, message: StepPlan | Command) -> None:
+        raw = msgspec.msgpack.encode(message)
+        for pipe in self._pipes:
+            pipe.send_bytes(raw)
 
     def close(self) -> None:
         """End the child processes."""
@@ -108,11 +117,16 @@ def run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str, 
         return
     executor = built.worker
     pipe.send(Ready(built.layout, executor.costs, executor.graphs))
-    decoder = msgspec.msgpack.Decoder(StepPlan)
+    decoder: msgspec.msgpack.Decoder[StepPlan | Command] = msgspec.msgpack.Decoder(StepPlan | Command)
     while True:
         try:
-            plan = decoder.decode(pipe.recv_bytes())
+            message = decoder.decode(pipe.recv_bytes())
         except EOFError:
             return
-        executor.submit(plan)
-        pipe.send_bytes(msgspec.msgpack.encode(executor.take()))
+        answer: StepResult | CommandAnswer
+        if isinstance(message, Command):
+            (answer,) = executor.carry_out(message)
+        else:
+            executor.submit(message)
+            answer = executor.take()
+        pipe.send_bytes(msgspec.msgpack.encode(answer))

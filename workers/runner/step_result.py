@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 class PendingStep:
     """A submitted step whose result has not been taken.
 
-    emitted: None if the plan was a capture.
     num_logprobs: `SamplingParams.logprobs` of each entry, stored because the slot may have a new request by now.
     started_s: `time.perf_counter` at the submission.
     ended_s: `time.perf_counter` at the end; None if the device may still run the step.
@@ -38,7 +37,7 @@ class PendingStep:
     """
 
     plan: StepPlan
-    emitted: HostOutput | None
+    emitted: HostOutput
     num_logprobs: tuple[int, ...]
     started_s: float
     failed: dict[int, Failure]
@@ -55,10 +54,6 @@ class PendingStep:
         """
         plan, emitted = self.plan, self.emitted
         elapsed_s, took_s = ended_s - self.started_s, ended_s - max(self.started_s, previous_end_s)
-        if emitted is None:
-            return StepResult(
-                plan.epoch, plan.step, b"", b"", b"", b"", elapsed_s=elapsed_s, took_s=took_s, graphs=graphs
-            )
         tokens, matches, min_entropies = emitted.columns
         rows: list[list[int]] = tokens.tolist()
         counts = [row[-3] for row in rows]

@@ -16,10 +16,12 @@ from aerie.attention.recurrent.pool import StatePool
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.runner.batch import StepTensors
 from aerie.workers.runner.chunk_tensors import in_order
+from aerie.workers.runner.commands import CommandHandlers
 from aerie.workers.runner.decoding import DecodingStrategy
 from aerie.workers.runner.graphs.host_output import HostOutput
 from aerie.workers.runner.plan_batch import PlanBatches, entries_of
 from aerie.workers.runner.step_result import PendingStep
+from aerie.workers.scheduling.commands.command import Captured, CaptureGraph, Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import Failure, GraphCount, StepPlan, StepResult
 from aerie.workers.slots.slot_table import SlotTable
@@ -45,7 +47,11 @@ class LateCaptures(Protocol):
 
 
 class Worker:
-    """Implements `aerie.workers.runner.executor.StepExecutor`. costs: set after their measurement, if any."""
+    """Implements `aerie.workers.runner.executor.StepExecutor`.
+
+    costs: set after their measurement, if any.
+    handlers: carry out its commands.
+    """
 
     def __init__(
         self,
@@ -69,6 +75,8 @@ class Worker:
         self._pending: deque[PendingStep] = deque()
         self._last_end_s = -math.inf  # `time.perf_counter` at the end of the last step whose result was taken
         self._batches = PlanBatches(slots, grammars, pools, states, group)
+        self.handlers = CommandHandlers(group.rank)
+        self.handlers.add(CaptureGraph, self._capture)
 
     @property
     def num_pending(self) -> int:
@@ -86,19 +94,12 @@ class Worker:
     def ready(self) -> bool:
         if not self._pending:
             return False
-        emitted = self._pending[0].emitted
-        return emitted is None or emitted.is_here()
+        return self._pending[0].emitted.is_here()
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
         assert len(self._pending) < 2, "a third step was submitted before a result was taken"
         started_s = time.perf_counter()
-        if plan.capture:
-            assert not self._pending, "a capture was requested while a step runs"
-            if self._captures is not None:
-                self._captures.capture_next(self._group)
-            self._pending.append(PendingStep(plan, None, (), started_s, {}, {}))
-            return
         if plan.grammars and self._captures is not None:
             self._captures.want_masked()
         entries = entries_of(plan)
@@ -128,14 +129,21 @@ class Worker:
 
     def take(self) -> StepResult:
         pending = self._pending.popleft()
-        events = MaskEvents()
-        if pending.emitted is not None:
-            pending.emitted.wait()
-            if self._grammars is not None:
-                events = self._grammars.events(pending.emitted)
+        pending.emitted.wait()
+        events = MaskEvents() if self._grammars is None else self._grammars.events(pending.emitted)
         previous_end_s = self._last_end_s
         self._last_end_s = time.perf_counter() if pending.ended_s is None else pending.ended_s
         return pending.result(events, self.graphs, self._last_end_s, previous_end_s)
+
+    @torch.inference_mode()
+    def carry_out(self, command: Command) -> tuple[CommandAnswer, ...]:
+        assert not self._pending, "a command came while a step is pending"
+        return (self.handlers.carry_out(command),)
+
+    def _capture(self, work: CaptureGraph) -> Captured:
+        if self._captures is not None:
+            self._captures.capture_next(self._group)
+        return Captured(self.graphs)
 
     def _assert_ranks_agree(self, tensors: StepTensors) -> None:
         """Compare the step's output over the ranks. Needs a gather and a device sync, so only in debug mode."""

@@ -14,7 +14,7 @@ In the order of one step:
    slot_lengths     host-side lengths of each slot's request
    slot_pages       slots, their page tables, and the pages that steps in flight may write
    state_saves      chooses when and where states of recurrent layers are saved
-   capture_pacing   decides when a serving engine captures another CUDA graph
+   commands         work between two steps, such as the capture of a CUDA graph
 3. Predicted time limits the size of a plan.
    cost_table       milliseconds of steps, measured at the start
    timing           current times of steps: the table, corrected by every step that ran

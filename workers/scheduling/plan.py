@@ -219,7 +219,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     a field, and "->" the reader.
 
     epoch: number of the worker group. -> `RankChannel`, which drops plans of another epoch
-    step: its number, one more than the previous plan's. -> the result
+    step: its number, one more than that of the previous plan or `Command`. -> the result
     slots: int32, slots of the requests that run a round. -> `PlanBatches`
     shape: index of the tree shape to verify; larger drafted trees are cut to it. From `ShapeChoice`. -> the strategy,
         `GraphKeys`
@@ -244,8 +244,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
         the position. From `StateSaves`. -> `PlanBatches`
     window_updates: int32 pairs (page, window page): from this plan on, layers with a window use the window page for
         this page; 0, the dummy page, for none. From `WindowPages`. -> `KVPool`
-    capture: all ranks capture the same graph instead of running a step. Sent while nothing is in flight; the result has
-        no entries. From `CapturePacing`. -> `GraphedDecoding`
     """
 
     epoch: int
@@ -259,7 +257,6 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     inits: tuple[SlotInit, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     grammars: tuple[Grammar, ...] = ()
-    capture: bool = False
     ended: bytes = b""
     mask_wait_ms: float = 1000.0
     cleared_pages: bytes = b""

@@ -5,7 +5,7 @@ later. Pure: takes and returns plain values, and gets the clock as an argument.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -16,7 +16,9 @@ from aerie.attention.kv_cache.snapshots import Snapshots
 from aerie.attention.kv_cache.window_pages import WindowPages, WindowSizes
 from aerie.workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout
-from aerie.workers.scheduling.capture_pacing import CapturePacing
+from aerie.workers.scheduling.commands.capture_pacing import CapturePacing
+from aerie.workers.scheduling.commands.command import CaptureGraph, Command, CommandAnswer
+from aerie.workers.scheduling.commands.command_queue import CommandQueue
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepRounds
 from aerie.workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
@@ -87,6 +89,7 @@ class Scheduler:
         self.rounds = RoundPlanner(self.queues, shapes, self.shape_choice, choose_shape)
         self.admission = Admission(config, max_model_len, self.queues, shapes, self.shape_choice.survival, clock)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
+        self.commands = CommandQueue()
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
         self.epoch = 0
         self._in_flight: deque[InFlightStep] = deque()
@@ -198,6 +201,7 @@ class Scheduler:
         self._in_flight.clear()
         self._grammars.reset()
         self._prefill.shared.clear()
+        self.commands.fail_all("the ranks were lost")
         self.captures.reset()
         self.epoch = epoch
         self._next_step = 0
@@ -205,9 +209,13 @@ class Scheduler:
         return self.queues.requeue(had_step)
 
     def schedule(self) -> StepPlan | None:
-        """Return the next plan; None if nothing can run before another result or request arrives."""
+        """Return the next plan; None if nothing can run before another result, answer or request arrives, or before
+        `next_command`."""
         if self.captures.is_due(is_idle=not self.num_running and not self.num_waiting):
-            return None if self._in_flight else self._plan_capture()
+            self.captures.is_pending = True
+            self.commands.add(CaptureGraph(), self.captures.answered)
+        if not self.commands.is_empty:
+            return None
         slot_pages = self.slot_pages
         slot_pages.slide()
         builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
@@ -296,17 +304,22 @@ class Scheduler:
             return []
         in_flight_step = self._in_flight.popleft()
         assert result.step == in_flight_step.step, f"result of step {result.step}, awaited {in_flight_step.step}"
-        if self.captures.has_ended(result.graphs):
-            return []
+        self.captures.graphs = result.graphs
         self._grammars.compiled(unpack_i32(result.grammars_ready).tolist())
         outputs = self._results.apply(in_flight_step, result, self._next_step - 1)
         if self._prefill.budget is not None and result.step % UPDATE_EVERY == UPDATE_EVERY - 1:
             self._prefill.budget = self.admission.expected.budget = self._prefill.budget.updated()
         return outputs
 
-    def _plan_capture(self) -> StepPlan:
-        """Return a plan to capture a graph. Called with nothing in flight; no other plan is sent before its result."""
-        self._in_flight.append(InFlightStep.without_requests(self._next_step))
-        self.captures.in_flight = True
+    def next_command(self) -> Command | None:
+        """Return the next command; None if none waits, or while steps or another command are in flight. Call it when
+        `schedule` returns None."""
+        if self._in_flight or not self.commands.is_due:
+            return None
         self._next_step += 1
-        return StepPlan(self.epoch, self._next_step - 1, b"", 0, 0, capture=True)
+        return self.commands.next(self.epoch, self._next_step - 1)
+
+    def command_answered(self, answers: Sequence[CommandAnswer]) -> None:
+        """End the command in flight with the answers of all ranks, unless they belong to another epoch."""
+        if answers[0].epoch == self.epoch:
+            self.commands.answered(answers)

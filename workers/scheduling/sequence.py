@@ -120,12 +120,6 @@ class InFlightStep:
             self.slots = np.concatenate((self.slots, np.array([sequence.slot for sequence in rest], np.int64)))
             self.numbers = np.concatenate((self.numbers, np.array([sequence.number for sequence in rest], np.int64)))
 
-    @staticmethod
-    def without_requests(step: int) -> "InFlightStep":
-        """Return a step that captures a graph."""
-        none = np.empty(0, np.int64)
-        return InFlightStep(step, [], none, none, 0, 0, none, "", [])
-
 
 @dataclass(slots=True, eq=False)
 class PlanBuilder:

@@ -25,6 +25,7 @@ from aerie.cluster.transport.sockets import Transport
 from aerie.deploy.bench.table import table
 from aerie.kernels.slots.finish import FINISH_LENGTH
 from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
+from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import GraphCount, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.request import RequestOutput
@@ -59,6 +60,9 @@ class InstantExecutor:
 
     def take(self) -> StepResult:
         return self._results.pop(0)
+
+    def carry_out(self, command: Command) -> tuple[CommandAnswer, ...]:
+        raise AssertionError("no graph waits")
 
     def submit(self, plan: StepPlan) -> None:
         if not plan.chunks and plan.slots == self._slots and self._num_usual > 0:

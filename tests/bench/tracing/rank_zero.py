@@ -18,6 +18,7 @@ from aerie.workers.runner.build import build_rank
 from aerie.workers.runner.local_engine import LocalEngine, engine_of
 from aerie.workers.runner.rank_processes import run_rank
 from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import GraphCount, StepPlan, StepResult
 
@@ -46,10 +47,18 @@ class RankZero:
         return self._own.ready()
 
     def submit(self, plan: StepPlan) -> None:
-        raw = msgspec.msgpack.encode(plan)
+        self._send(plan)
+        self._own.submit(plan)
+
+    def carry_out(self, command: Command) -> tuple[CommandAnswer, ...]:
+        self._send(command)
+        answers = self._own.carry_out(command)
+        return answers + tuple(msgspec.msgpack.decode(pipe.recv_bytes(), type=CommandAnswer) for pipe in self._pipes)
+
+    def _send(self, message: StepPlan | Command) -> None:
+        raw = msgspec.msgpack.encode(message)
         for pipe in self._pipes:
             pipe.send_bytes(raw)
-        self._own.submit(plan)
 
     def take(self) -> StepResult:
         for pipe in self._pipes:

@@ -36,6 +36,7 @@ from aerie.workers.runner.graphs.first_graphs import graphed_strategy
 from aerie.workers.runner.layout import EnginePlan
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.request import Request
 from aerie.workers.scheduling.scheduler import Scheduler
@@ -150,6 +151,9 @@ class WatchedRank:
     def take(self) -> StepResult:
         return self._worker.take()
 
+    def carry_out(self, command: Command) -> tuple[CommandAnswer, ...]:
+        return self._worker.carry_out(command)
+
     def submit(self, plan: StepPlan) -> None:
         for init in plan.inits:
             self._texts[init.slot] = self._scheduler.queues.by_slot[init.slot].tokens.tolist()
@@ -157,8 +161,6 @@ class WatchedRank:
         self._worker.submit(plan)
         finals = [chunk.slot for chunk in plan.chunks if chunk.next_token < 0]
         emitted = self._worker._pending[-1].emitted
-        if emitted is None:  # a step that only captures a graph
-            return
         emitted.wait()
         rows = emitted.rows.tolist()
         drafting = plan.drafting or bytes(len(rows))

@@ -16,6 +16,7 @@ from aerie.attention.config import CacheConfig
 from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_NONE
 from aerie.workers.config import RoundShapes, SchedulerConfig
 from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.plan import GraphCount, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.request import Request
@@ -122,6 +123,9 @@ class PairRank:
         done_s, result = self._pending.popleft()
         self.clock.now = max(self.clock.now, done_s)
         return result
+
+    def carry_out(self, command: Command) -> tuple[CommandAnswer, ...]:
+        raise AssertionError("no graph waits")
 
     def submit(self, plan: StepPlan) -> None:
         pair, started_s = self._pair, self.clock.now

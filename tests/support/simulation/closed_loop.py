@@ -15,7 +15,7 @@ from aerie.attention.config import CacheConfig
 from aerie.cluster.coordinator.plan_timing import PlanTiming
 from aerie.workers.config import PLAIN, RoundShapes, SchedulerConfig
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
-from aerie.workers.scheduling.plan import SamplingParams, StepPlan
+from aerie.workers.scheduling.plan import SamplingParams, StepPlan, StepResult
 from aerie.workers.scheduling.request import Request
 from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.simulation.load import CHAIN, SimulatedRank
@@ -108,6 +108,7 @@ def serve(groups: list[Clients], costs: CostTable, target_ms: float, seconds: fl
             scheduler.submit(Request(str(number), [1] * 3, SamplingParams(group.max_tokens)))
         if result_s <= clock.now:
             result = rank.results.popleft()[1]
+            assert isinstance(result, StepResult), "no graph waits"
             timing.answered(clock.now, result.elapsed_s)
             for output in scheduler.apply(result):
                 answer = running[output.request.request_id]

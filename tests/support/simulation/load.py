@@ -23,6 +23,7 @@ from aerie.cluster.coordinator.plan_timing import PlanTiming
 from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 from aerie.workers.config import PLAIN, GraphCapture, RoundShape, RoundShapes, SchedulerConfig
 from aerie.workers.runner.graphs.graph_keys import TOKEN_BUCKETS
+from aerie.workers.scheduling.commands.command import Captured, Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.latency_budget import LatencyBudget
 from aerie.workers.scheduling.plan import GraphCount, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
@@ -194,7 +195,7 @@ class SimulatedRank:
         graphs: SimulatedGraphs | None = None,
     ) -> None:
         self.busy_s = self.idle_s = 0.0
-        self.results: deque[tuple[float, StepResult]] = deque()
+        self.results: deque[tuple[float, StepResult | CommandAnswer]] = deque()
         self._step_ms = step_ms
         self._rng = random.Random(seed)
         self._emitted = emitted
@@ -211,8 +212,6 @@ class SimulatedRank:
         """Take over a plan that is made at `now`; its result is appended with the time when it can be read."""
         rounds = unpack_i32(plan.slots).tolist()
         took_s = self._step_ms(plan, sum(self._seq_len[slot] for slot in rounds)) / 1000
-        if plan.capture and self._graphs is not None:
-            self._graphs.capture()
         arrived_s = now + self._send_s
         if rounds:
             self.idle_s += max(0.0, arrived_s - self._free_s)
@@ -246,6 +245,16 @@ class SimulatedRank:
             graphs=GraphCount() if self._graphs is None else self._graphs.count,
         )
         self.results.append((self._free_s + self._receive_s, result))
+
+    def carry_out(self, command: Command, now: float) -> None:
+        """Capture a graph; the answer is appended with the time when it can be read."""
+        if self._graphs is not None:
+            self._graphs.capture()
+        self._free_s = max(self._free_s, now + self._send_s) + CAPTURE_MS / 1000
+        self.busy_s += CAPTURE_MS / 1000
+        graphs = GraphCount() if self._graphs is None else self._graphs.count
+        answer = CommandAnswer(command.epoch, command.step, 0, Captured(graphs))
+        self.results.append((self._free_s + self._receive_s, answer))
 
     def _round(self, slot: int, shape: int) -> int:
         if self._finished[slot]:
@@ -367,8 +376,6 @@ def simulate(
             scheduler._prefill.budget = FirstComeBudget(**vars(budget))
 
     def step_ms(plan: StepPlan, kv_tokens: int) -> float:
-        if plan.capture:
-            return CAPTURE_MS
         counts = [len(chunk.tokens) // 4 for chunk in plan.chunks]
         tokens, pairs = sum(counts), sum(n * chunk.start for n, chunk in zip(counts, plan.chunks, strict=True))
         num_requests, context, extra_ms = len(plan.slots) // 4, pairs / max(1, tokens), 0.0
@@ -415,8 +422,11 @@ def simulate(
             num_submitted += 1
         if result_s <= clock.now:
             result = rank.results.popleft()[1]
-            timing.answered(clock.now, result.elapsed_s)
-            _count(scheduler.apply(result), served, clock.now)
+            if isinstance(result, CommandAnswer):
+                scheduler.command_answered([result])
+            else:
+                timing.answered(clock.now, result.elapsed_s)
+                _count(scheduler.apply(result), served, clock.now)
         plan_due_s = math.inf
         while scheduler.num_in_flight < 2:
             due_s = timing.due_s() if policy.just_in_time else -math.inf
@@ -425,6 +435,9 @@ def simulate(
                 break
             plan = scheduler.schedule()
             if plan is None:
+                command = scheduler.next_command()
+                if command is not None:
+                    rank.carry_out(command, clock.now)
                 break
             timing.sent(clock.now, scheduler.expected)
             rank.execute(plan, clock.now)

@@ -1,9 +1,9 @@
 """Captures a decoding strategy's steps as CUDA graphs and replays them. `GraphedDecoding` wraps a `CuttableStrategy`.
 
 The state of requests is in device tensors, by slot. A captured round therefore has only two inputs, the slots that run
-and the slots that draft. Each replay writes the same output tensors. A start captures some graphs; plans request the
-others (`aerie.workers.scheduling.capture_pacing`). A step whose graph is not captured yet is padded to a larger graph.
-A step runs eagerly if there is no larger graph, and in these cases:
+and the slots that draft. Each replay writes the same output tensors. A start captures some graphs; commands request the
+others (`aerie.workers.scheduling.commands.capture_pacing`). A step whose graph is not captured yet is padded to a
+larger graph. A step runs eagerly if there is no larger graph, and in these cases:
 
 - more prompt tokens or chunks than any graph has;
 - mixed batches with penalties or log-probabilities;

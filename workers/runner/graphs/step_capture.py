@@ -20,6 +20,7 @@ from torch import Tensor
 from aerie.attention.backend import NewUnderCaptureError
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.runner.batch import StepBatch, StepTensors
+from aerie.workers.runner.commands import InconsistentRankError
 from aerie.workers.runner.decoding import CuttableStrategy
 from aerie.workers.runner.graphs.graph_inputs import StepInput
 from aerie.workers.runner.graphs.graph_keys import GraphKey
@@ -32,12 +33,9 @@ logger = logging.getLogger(__name__)
 _MIN_SHARED_BYTES = 1 << 18  # smaller tensors between two graphs are not copied to the shared memory
 
 
-class BrokenStepError(RuntimeError):
-    """This rank failed within a collective step.
-
-    The other ranks wait in the step's next collective, so this rank cannot tell them. It must exit, and all ranks are
-    restarted.
-    """
+class BrokenStepError(InconsistentRankError):
+    """This rank failed within a collective step. The other ranks wait in the step's next collective, so this rank
+    cannot tell them."""
 
 
 class CaptureError(RuntimeError):

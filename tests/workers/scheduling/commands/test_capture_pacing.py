@@ -2,8 +2,9 @@
 
 import pytest
 
-from aerie.workers.scheduling.capture_pacing import IDLE_S, CapturePacing
-from aerie.workers.scheduling.plan import GraphCount, StepResult
+from aerie.workers.scheduling.commands.capture_pacing import IDLE_S, CapturePacing
+from aerie.workers.scheduling.commands.command import Captured, CaptureGraph, CommandAnswer
+from aerie.workers.scheduling.plan import GraphCount
 from tests.support.simulation.scheduler import Simulation
 
 
@@ -14,18 +15,37 @@ class Clock:
         return self.now
 
 
+def captured(pacing: CapturePacing, *graphs: int) -> None:
+    pacing.answered([CommandAnswer(0, 0, rank, Captured(GraphCount(*graphs))) for rank in range(2)])
+
+
 def test_an_idle_engine_captures_one_after_the_other() -> None:
     clock = Clock()
     pacing = CapturePacing(5.0, clock)
     assert not pacing.is_due(is_idle=True), "nothing is waiting"
     pacing.graphs = GraphCount(10, 2)
     assert pacing.is_due(is_idle=True)
-    pacing.in_flight = True
-    assert pacing.is_due(is_idle=False), "nothing else may be planned"
-    assert pacing.has_ended(GraphCount(11, 1)) and not pacing.in_flight
+    pacing.is_pending = True
+    assert not pacing.is_due(is_idle=True), "one at a time"
+    captured(pacing, 11, 1)
+    assert not pacing.is_pending and pacing.graphs == GraphCount(11, 1)
     clock.now += IDLE_S
-    assert pacing.is_due(is_idle=True) and not pacing.has_ended(GraphCount(11, 0))
+    assert pacing.is_due(is_idle=True)
+    captured(pacing, 12, 0)
     assert not pacing.is_due(is_idle=True)
+
+
+def test_a_failed_capture_is_the_last_one_of_these_ranks() -> None:
+    clock = Clock()
+    pacing = CapturePacing(5.0, clock)
+    pacing.graphs = GraphCount(10, 2)
+    pacing.is_pending = True
+    pacing.answered([CommandAnswer(0, 0, 0, Captured(GraphCount(11, 1))), CommandAnswer(0, 0, 1, error="no memory")])
+    clock.now += 100 * IDLE_S
+    assert not pacing.is_pending and not pacing.is_due(is_idle=True)
+    pacing.reset()
+    pacing.graphs = GraphCount(10, 2)
+    assert pacing.is_due(is_idle=True), "other ranks may"
 
 
 def test_who_comes_back_soon_meets_no_capture() -> None:
@@ -76,26 +96,29 @@ def test_under_load_there_is_an_interval_between_captures() -> None:
         clock.now += 0.01
         if pacing.is_due(is_idle=False):
             times.append(clock.now)
-            pacing.in_flight = True
+            pacing.is_pending = True
             clock.now += 0.1
-            pacing.has_ended(GraphCount(10, 100, missed_rows=1))
+            captured(pacing, 10, 100, 1)
     gaps = [later - sooner for sooner, later in zip(times, times[1:], strict=False)]
     assert len(times) == 7 and all(5.1 <= gap < 5.12 for gap in gaps)
 
 
-def test_a_capture_is_a_plan_by_itself_and_nothing_is_planned_before_its_result() -> None:
+def test_nothing_is_planned_between_a_capture_and_its_answers() -> None:
     sim = Simulation()
     scheduler = sim.scheduler
     scheduler.captures.graphs = GraphCount(10, 1)
     sim.clock.now += IDLE_S
-    plan = scheduler.schedule()
-    assert plan is not None and plan.capture and (plan.slots, plan.chunks) == (b"", ())
+    assert scheduler.schedule() is None
+    command = scheduler.next_command()
+    assert command is not None and command.work == CaptureGraph()
     request = sim.submit([5, 6, 7], max_tokens=4)
-    assert scheduler.schedule() is None and scheduler.num_in_flight == 1
-    result = StepResult(scheduler.epoch, plan.step, b"", b"", b"", b"", graphs=GraphCount(11, 0))
-    assert scheduler.apply(result) == [] and scheduler.num_in_flight == 0
+    assert scheduler.schedule() is None and scheduler.next_command() is None
+    scheduler.command_answered([CommandAnswer(command.epoch, command.step, 0, Captured(GraphCount(11, 0)))])
+    assert scheduler.captures.graphs == GraphCount(11, 0)
+    sim.executor.graphs = GraphCount(11, 0)
     sim.run()
     sim.check_output(request)
+    assert [plan.step for plan in sim.plans] == list(range(command.step + 1, command.step + 1 + len(sim.plans)))
 
 
 @pytest.mark.parametrize("max_running", [1, 4])
@@ -107,10 +130,8 @@ def test_no_graph_is_captured_while_a_request_runs_or_waits(max_running: int) ->
         sim.submit([1, 2, 3], max_tokens=6)
     while sim.scheduler.num_running or sim.scheduler.num_waiting:
         sim.clock.now += 10 * IDLE_S
-        plan = sim.schedule()
-        assert plan is None or not plan.capture
+        assert sim.schedule() is not None and sim.scheduler.next_command() is None
         sim.read()
-    assert sim.schedule() is None
+    assert sim.schedule() is None and sim.scheduler.next_command() is None
     sim.clock.now += 2 * IDLE_S
-    plan = sim.schedule()
-    assert plan is not None and plan.capture
+    assert sim.schedule() is None and sim.scheduler.next_command() is not None

@@ -5,10 +5,14 @@ If requests never pause, it runs once steps have lost as much time to padding, b
 capture takes. So captures never cost more than they could have saved.
 """
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from aerie.workers.scheduling.commands.command import Captured, CommandAnswer, first_error
 from aerie.workers.scheduling.plan import GraphCount
+
+logger = logging.getLogger(__name__)
 
 IDLE_S = 0.5  # after the last request
 
@@ -19,7 +23,7 @@ class CapturePacing:
     busy_interval_s: minimum seconds between captures while requests run; 0: capture everything before the next step.
     clock: returns seconds.
     graphs: the ranks' last report.
-    in_flight: a capture is planned and has no result yet.
+    is_pending: a capture is queued, and has no answer yet.
     row_ms: milliseconds that a row adds to a step; None if unknown: then any padding justifies a capture.
     """
 
@@ -33,18 +37,16 @@ class CapturePacing:
     def reset(self) -> None:
         """Start again with new ranks."""
         self.graphs = GraphCount()
-        self.in_flight = False
+        self.is_pending = False
+        self._has_failed = False
         self._since_s = self._clock()
 
     def is_due(self, is_idle: bool) -> bool:
-        """Return whether the next plan must be a capture, which is sent when no step is in flight. is_idle: whether
-        there are no requests."""
+        """Return whether to queue a capture now. is_idle: whether there are no requests."""
         now_s = self._clock()
         if not is_idle:
             self._last_request_s = now_s
-        if self.in_flight:
-            return True
-        if self.graphs.num_waiting == 0:
+        if self.graphs.num_waiting == 0 or self.is_pending or self._has_failed:
             return False
         if now_s >= self._last_request_s + IDLE_S:
             return True
@@ -56,11 +58,15 @@ class CapturePacing:
         graphs, row_ms = self.graphs, self.row_ms
         return graphs.missed_rows > 0 and (row_ms is None or graphs.missed_rows * row_ms >= graphs.capture_ms)
 
-    def has_ended(self, graphs: GraphCount) -> bool:
-        """Store the graph count of a result. Return whether it is the result of a capture."""
-        self.graphs = graphs
-        if not self.in_flight:
-            return False
-        self.in_flight = False
+    def answered(self, answers: Sequence[CommandAnswer]) -> None:
+        """Store the graph counts after a capture. After an error there are no further captures with these ranks."""
+        self.is_pending = False
         self._since_s = self._clock()
-        return True
+        if error := first_error(answers):
+            self._has_failed = True
+            if answers[0].rank >= 0:
+                logger.warning("no further CUDA graphs are captured, because a capture failed: %s", error)
+            return
+        result = answers[0].result
+        assert isinstance(result, Captured)
+        self.graphs = result.graphs

@@ -1,0 +1,107 @@
+"""Commands through the coordinator to scripted ranks in threads."""
+
+import threading
+import time
+
+import pytest
+
+from aerie.workers.runner.commands import CommandHandlers, InconsistentRankError
+from aerie.workers.scheduling.commands.command import Captured, CaptureGraph, first_error
+from aerie.workers.scheduling.plan import GraphCount
+from tests.support.cluster import until
+from tests.support.scripted import scripted_output
+
+
+class Noting:
+    """Handlers of a scripted rank, which note the number of the rank's steps. fail: raised, if any."""
+
+    def __init__(self, executor, rank):
+        self.seen = []
+        self.fail = None
+        self._executor = executor
+        self._handlers = CommandHandlers(rank)
+        self._handlers.add(CaptureGraph, self._note)
+        executor.carry_out = lambda command: (self._handlers.carry_out(command),)
+
+    def _note(self, work):
+        assert self._executor.num_pending == 0
+        if self.fail is not None:
+            raise self.fail
+        self.seen.append(self._executor.num_steps)
+        return Captured(GraphCount(num_captured=len(self.seen)))
+
+
+@pytest.fixture
+def served(make_bed):
+    bed = make_bed(delay_s=0.002)
+    ranks = bed.new_ranks()
+    notes = [Noting(executor, rank) for rank, executor in enumerate(ranks.executors)]
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 1)
+    return bed, notes
+
+
+def test_every_rank_answers_at_the_same_place_among_the_plans_and_no_token_is_lost(served):
+    bed, notes = served
+    wanted = {f"q{i}": scripted_output(5, bed.generate(f"q{i}", seed=i, max_tokens=250)) for i in range(3)}
+    until(lambda: bed.coordinator.stats().num_running == 3)
+    for number in range(12):
+        answers = bed.coordinator.carry_out(CaptureGraph()).result(10)
+        assert [answer.rank for answer in answers] == [0, 1]
+        assert [answer.result for answer in answers] == [Captured(GraphCount(number + 1))] * 2
+        time.sleep(0.003 * (number % 3))
+    for name, tokens in wanted.items():
+        bed.ingress.read_end(name)
+        assert bed.ingress.tokens(name) == tokens
+    assert notes[0].seen == notes[1].seen and len(set(notes[0].seen)) > 4
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_command_that_fails_on_one_rank_fails_alone(served, rank):
+    bed, notes = served
+    sampling = bed.generate("q", max_tokens=60)
+    notes[rank].fail = ValueError("no such file")
+    answers = bed.coordinator.carry_out(CaptureGraph()).result(10)
+    assert [answer.error for answer in answers] == ["no such file" if each == rank else "" for each in range(2)]
+    assert first_error(answers) == f"rank {rank}: no such file"
+    notes[rank].fail = None
+    assert first_error(bed.coordinator.carry_out(CaptureGraph()).result(10)) == ""
+    bed.ingress.read_end("q")
+    assert bed.ingress.tokens("q") == scripted_output(5, sampling) and not bed.lost
+
+
+def test_a_rank_that_is_inconsistent_afterwards_ends_the_group_and_requests_run_on_the_next(served):
+    bed, notes = served
+    sampling = bed.generate("q", max_tokens=100)
+    until(lambda: bed.coordinator.stats().num_running == 1)
+    notes[1].fail = InconsistentRankError("half of the weights")
+    futures = [bed.coordinator.carry_out(CaptureGraph()) for _ in range(2)]
+    for future in futures:
+        (answer,) = future.result(10)
+        assert answer.rank == -1 and answer.error == "the ranks were lost"
+    until(lambda: bed.lost)
+    assert "rank 1 failed" in bed.lost[0] and "half of the weights" in bed.lost[0]
+    (answer,) = bed.coordinator.carry_out(CaptureGraph()).result(10)
+    assert "recovering" in answer.error
+    ranks = bed.new_ranks(2)
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 2)
+    bed.ingress.read_end("q")
+    assert bed.ingress.tokens("q") == scripted_output(5, sampling)
+
+
+def test_a_stopped_engine_answers_commands_that_wait(served):
+    bed, notes = served
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait(work):
+        entered.set()
+        leave.wait(10)
+        return Captured(GraphCount())
+
+    notes[0]._handlers.add(CaptureGraph, wait)
+    futures = [bed.coordinator.carry_out(CaptureGraph()) for _ in range(2)]
+    assert entered.wait(10)
+    bed.coordinator.stop()
+    leave.set()
+    assert [first_error(future.result(10)) for future in futures] == ["the engine was stopped"] * 2
