@@ -11,12 +11,13 @@ import pytest
 from aerie.speculative.build import EngineSpec, local_engine, plan_engine
 from aerie.workers.runner.build import build_rank
 from aerie.workers.runner.local_engine import LocalEngine
-from aerie.workers.scheduling.commands.command import Captured, CaptureGraph, CommandAnswer
+from aerie.workers.scheduling.commands.command import Captured, CaptureGraph, CommandAnswer, first_error
 from aerie.workers.scheduling.plan import GraphCount, SamplingParams
 from aerie.workers.scheduling.request import Request
 from aerie.workers.scheduling.scheduler import Scheduler
 from tests.speculative.conftest import EOS, Pair
 from tests.support.ranks import run_ranks
+from tests.support.repository.pages import page_code
 
 GREEDY = SamplingParams(24, 0.0, stop_token_ids=(EOS,))
 RANDOM = msgspec.structs.replace(GREEDY, temperature=1.0, seed=5)
@@ -88,6 +89,22 @@ def test_a_command_sees_what_the_plan_before_it_left_on_every_rank(
             assert error or on_rank == known, f"rank {rank}"
         assert any(error for error, _, _ in looks) and not all(error for error, _, _ in looks)
     assert all([known for _, _, known in looks] == [known for _, _, known in outcomes[0][1]] for _, looks in outcomes)
+
+
+def test_the_example_of_the_page_sums_weights(pair: Pair) -> None:
+    """docs/add-a-command.md, as it is written there."""
+    page, answered = page_code("add-a-command.md"), list[Sequence[CommandAnswer]]()
+    with local_engine(pair.spec()) as engine:
+        worker: Any = engine.executor
+        model = worker._strategy._target.model
+        worker.handlers.add(page.SumWeights, page.handler(model))
+        engine.scheduler.commands.add(page.SumWeights(), answered.append)
+        engine.step()
+        ((answer,),) = answered
+        sums: Any = answer.result
+        assert first_error([answer]) == ""
+        assert sums.by_name["lm_head.method.weight"] == pytest.approx(float(model.lm_head.method.weight.double().sum()))
+        assert len(sums.by_name) == len(list(model.parameters())) > 10
 
 
 def test_rank_processes_answer_commands_between_steps(pair: Pair) -> None:
