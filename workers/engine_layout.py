@@ -56,6 +56,7 @@ class EngineLayout:
     chunk_bytes: scratch of a recurrent layer's GPU kernels for the longest prompt chunk.
     num_snapshots: number of these copies per rank; known with the number of pages.
     has_latent_rows: whether the target's layers cache latent rows (MLA).
+    hidden_size: the target's.
     served_by: see `aerie.workers.models.config.ModelConfig.served_by`.
     known_pages, known_window_pages: KV pages of a built rank; before that the configured number, if any.
     memory: memory use of this rank; None before it is built.
@@ -76,6 +77,7 @@ class EngineLayout:
     num_snapshots: int = 0
     has_latent_rows: bool = False
     served_by: str | None = None
+    hidden_size: int = 0
     graph_capture: GraphCapture = GraphCapture()  # noqa: RUF009 - frozen
     known_pages: int | None = None
     known_window_pages: int = 0

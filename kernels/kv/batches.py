@@ -100,6 +100,20 @@ class ChunkLists:
 
 
 @dataclass(frozen=True)
+class RowInputs:
+    """Inputs of chunk rows besides token ids.
+
+    rows: [n] int64, rows whose embeddings are given, counted from the first chunk row; None for none.
+    embeddings: [n, hidden_size] float32; None without `rows`.
+    positions: [rows of the chunks] int64 rotary positions; None: the KV positions.
+    """
+
+    rows: Tensor | None
+    embeddings: Tensor | None
+    positions: Tensor | None
+
+
+@dataclass(frozen=True)
 class PrefillBatch:
     """C prompt chunks, described by device tensors of fixed sizes, so that a captured step can read them. Chunk c has
     rows qo_indptr[c] .. qo_indptr[c + 1] - 1 (counted from the first chunk row) at positions starts[c] onwards. Each
@@ -119,10 +133,11 @@ class PrefillBatch:
     kept_from: [C] int32, first position of each chunk whose KV is stored. Earlier rows only advance the state of
         recurrent layers: their KV is already in shared pages, so they write to page 0. None: the KV of all rows is
         stored.
-    slots: [C] int64, slots whose states recurrent layers read and write, arbitrary for chunks without rows; None for
-        models without such layers.
+    slots: [C] int64, arbitrary for chunks without rows; None in captured steps of models without recurrent layers and
+        without a `RowIndex`.
     saved_at: [C] int32, position after which a chunk's state is saved; -1: not saved. None: none is saved.
     saved_row: [C] int64, row of the state pool to which it is saved.
+    inputs: of some rows, besides their ids; None for most steps.
     """
 
     qo_indptr: Tensor
@@ -136,6 +151,7 @@ class PrefillBatch:
     slots: Tensor | None = None
     saved_at: Tensor | None = None
     saved_row: Tensor | None = None
+    inputs: RowInputs | None = None
 
     @staticmethod
     def from_lists(

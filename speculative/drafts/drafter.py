@@ -62,6 +62,8 @@ class DraftRunner(ModelRunner[DraftModel]):
     ) -> ForwardContext:
         """Build a context; see `ModelRunner`. Only the last draft layer attends for `attending` alone; earlier layers
         compute every row, because later layers' KV is computed from their output."""
+        if chunks is not None and chunks.inputs is not None:  # drafts see the placeholders' ids, at KV positions
+            chunks = replace(chunks, inputs=None)
         if self.window is not None:
             decode, chunks = self._windowed(decode), self._windowed(chunks)
             if attending is not None:

@@ -15,7 +15,7 @@ from aerie.attention.recurrent.batch import StateBatch
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.delta_rule.tables import DeltaRows, DeltaWeights
 from aerie.kernels.experts.route import TokenSlots
-from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch
+from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, RowInputs
 from aerie.kernels.kv.slot_mapping import map_rows
 from aerie.kernels.norm.head_norms import HeadNorms
 from aerie.kernels.rope.rotation import Angles
@@ -57,6 +57,8 @@ class ForwardContext:
     live_mapping: [rows] int64, like `slot_mapping`, but only padding rows are on page 0. None if this holds for
         `slot_mapping`; `PrefillBatch.kept_from` and window pages put other rows there.
     windowed: the context with the page table of window pages; None without windowed layers.
+    inputs: of chunk rows, besides their ids; None for most passes.
+    batches: the batches of all rows, from which `row_slots` is computed.
     """
 
     pool: KVPool
@@ -71,6 +73,32 @@ class ForwardContext:
     states: StateBatch | None = None
     live_mapping: Tensor | None = None
     windowed: "ForwardContext | None" = None
+    inputs: RowInputs | None = None
+    batches: tuple[DecodeBatch | None, PrefillBatch | None] = (None, None)
+
+    def embedded(self, x: Tensor) -> Tensor:
+        """Return x [rows, hidden_size], the embeddings of the rows' ids, with those that requests give in their place;
+        x itself if none does."""
+        if self.inputs is None or self.inputs.rows is None or self.inputs.embeddings is None:
+            return x
+        decode = self.batches[0]
+        first = 0 if decode is None else decode.num_rows
+        return x.index_copy(0, first + self.inputs.rows, self.inputs.embeddings.to(x.dtype))
+
+    @cached_property
+    def row_slots(self) -> Tensor:
+        """Return [rows] int32: the slot of each row's request. Padding rows have the padding slot or another row's.
+        Computed from the pass's tensors when a layer asks for it, so that a captured pass contains it; other passes do
+        not."""
+        decode, chunks = self.batches
+        parts = []
+        if decode is not None:
+            assert decode.slots is not None, "rounds of a target have slots"
+            parts.append(decode.slots.int().repeat_interleave(decode.rows))
+        if chunks is not None:
+            assert chunks.slots is not None, "captured without a `RowIndex`"
+            parts.append(chunks.slots.int()[chunks.row_chunks().clamp_max(chunks.num_chunks - 1)])
+        return _joined(parts)
 
     def of_layer(self, layer: int) -> "ForwardContext":
         """Return the context whose pages have the layer's KV."""
@@ -150,6 +178,23 @@ class ForwardContext:
         return torch.cat((decode, self.chunks.forward(q[split:], kv, rule, sinks)))
 
 
+class RowIndex:
+    """Tells linear layers which request each of their rows belongs to, such as for adapters chosen by request. Given to
+    the layers' `LinearMethod`s, and to `TargetRunner`, which enters the context of each pass."""
+
+    def __init__(self) -> None:
+        self.context: ForwardContext | None = None
+
+    def of(self, num_rows: int) -> Tensor:
+        """Return [num_rows] int32: the slots of a layer's rows. num_rows: all rows of the pass, or those that attend in
+        the last layer."""
+        assert self.context is not None, "the target's runner enters the context of each pass"
+        slots = self.context.row_slots
+        if slots.shape[0] == num_rows or self.context.last is None:
+            return slots
+        return self.context.last.attending_rows(slots)
+
+
 def make_context(
     pool: KVPool,
     backends: Mapping[Mode, AttentionBackend],
@@ -188,14 +233,15 @@ def _context(
     attending: Attending | None,
 ) -> ForwardContext:
     """Return the context of layers without a window."""
-    positions, slots, live = [], [], None
+    positions, slots, live, batches = [], [], None, (decode, chunks)
     if decode is not None:
         own_positions, own_slots = map_rows(decode, pool.page_size)
         positions.append(own_positions if decode_positions is None else decode_positions)
         slots.append(own_slots)
     if chunks is not None:
         chunk_positions, chunk_slots = map_rows(chunks, pool.page_size)
-        positions.append(chunk_positions)
+        given = None if chunks.inputs is None else chunks.inputs.positions
+        positions.append(chunk_positions if given is None else given)
         if chunks.kept_from is not None:
             live = _joined([*slots, map_rows(replace(chunks, kept_from=None), pool.page_size)[1]])
         slots.append(chunk_slots)
@@ -213,6 +259,8 @@ def _context(
             backends[Mode.PREFILL].expand(chunks, pool.page_size) if chunks is not None and attending is None else None
         ),
         live_mapping=live,
+        inputs=None if chunks is None else chunks.inputs,
+        batches=batches,
     )
 
 

@@ -101,6 +101,7 @@ class Decoder(TargetModel):
         residual, positions = self.embed_tokens(ids), context.positions
         if self.embedding_scale is not None:
             residual = residual * self.embedding_scale
+        residual = context.embedded(residual)
         inputs = None if self.layer_inputs is None else self.layer_inputs(ids, residual)
         captured = residual.new_empty((ids.shape[0], len(self.capture), self.config.hidden_size))
         added: Tensor | None = None

@@ -60,7 +60,8 @@ class StepBatch:
     draft_slots: [B + F] int64 slot of each entry that drafts, else the padding slot.
     max_kv_len: host-side bound of the KV positions that the step reads or writes.
     needs: sampling needs of all entries.
-    prompt_targets: None if no prompt log-probabilities are requested. Steps with prompt targets run eagerly.
+    prompt_targets: None if no prompt log-probabilities are requested.
+    shifts: [B] int64, distance of the rotary positions of the rounds' tokens from their KV positions; None: 0.
     """
 
     slots: Tensor
@@ -71,6 +72,14 @@ class StepBatch:
     chunks: PromptChunks | None
     needs: SamplingNeeds
     prompt_targets: PromptTargets | None = None
+    shifts: Tensor | None = None
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether no captured step can run it: captured steps compute only the last row of each chunk in the last
+        layer, embed all ids, and have KV positions as rotary positions."""
+        has_inputs = self.chunks is not None and self.chunks.batch.inputs is not None
+        return self.prompt_targets is not None or has_inputs or self.shifts is not None
 
     @property
     def num_requests(self) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from aerie.kernels.kv.batches import ChunkLists, PrefillBatch
+from aerie.kernels.kv.batches import ChunkLists, PrefillBatch, RowInputs
 from aerie.workers.runner.batch import PromptChunks, PromptTargets
 from aerie.workers.scheduling.plan import Chunk, StepPlan, unpack_i32
 
@@ -27,6 +27,7 @@ def chunk_columns(plan: StepPlan, has_states: bool = False) -> dict[str, npt.NDA
     num_finals = sum(chunk.next_token < 0 for chunk in chunks)
     return (
         _target_columns(chunks, ids)
+        | _input_columns(chunks, counts)
         | (_state_columns(plan, chunks) if has_states else {})
         | {
             "chunk ids": np.concatenate(ids).astype(np.int64),
@@ -55,15 +56,46 @@ def prompt_chunks(
             num_rows=sum(counts),
             lists=ChunkLists(tuple(chunk.start for chunk in chunks), counts),
             kept_from=columns["chunk kept from"] if has_states else None,
-            slots=slots if has_states else None,
+            slots=slots,
             saved_at=columns["chunk saved at"] if has_states else None,
             saved_row=columns["chunk saved rows"] if has_states else None,
+            inputs=_inputs(columns),
         ),
         ids=columns["chunk ids"],
         next_ids=columns["chunk next ids"],
         final_slots=slots[: final_lengths.shape[0]],
         final_lengths=final_lengths,
     )
+
+
+def _input_columns(chunks: list[Chunk], counts: npt.NDArray[np.int32]) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays that `_inputs` needs; empty unless a chunk has inputs. counts: each chunk's number of rows."""
+    columns: dict[str, npt.NDArray[Any]] = {}
+    if all(chunk.inputs is None for chunk in chunks):
+        return columns
+    rows, embeddings, positions, first, has_positions = [], [], [], 0, False
+    for chunk, count in zip(chunks, counts.tolist(), strict=True):
+        for each in chunk.inputs.embeddings if chunk.inputs is not None else ():
+            start = first + each.start - chunk.start
+            rows.append(np.arange(start, start + each.num_rows, dtype=np.int64))
+            embeddings.append(each.rows())
+        if chunk.inputs is not None and chunk.inputs.positions:
+            positions.append(unpack_i32(chunk.inputs.positions).astype(np.int64))
+            has_positions = True
+        else:
+            positions.append(np.arange(chunk.start, chunk.start + count, dtype=np.int64))
+        first += count
+    if rows:
+        columns |= {"embedded rows": np.concatenate(rows), "embeddings": np.concatenate(embeddings)}
+    if has_positions:
+        columns["chunk positions"] = np.concatenate(positions)
+    return columns
+
+
+def _inputs(columns: Mapping[str, Tensor]) -> RowInputs | None:
+    if "embedded rows" not in columns and "chunk positions" not in columns:
+        return None
+    return RowInputs(columns.get("embedded rows"), columns.get("embeddings"), columns.get("chunk positions"))
 
 
 def _state_columns(plan: StepPlan, chunks: list[Chunk]) -> dict[str, npt.NDArray[Any]]:

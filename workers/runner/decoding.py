@@ -88,11 +88,12 @@ class Autoregressive(CuttableStrategy):
     def forward(self, batch: StepBatch) -> Passed:
         slots, chunks = self._slots, batch.chunks
         rounds = self._rounds(batch) if batch.num_requests else None
+        positions = None if batch.shifts is None else slots.seq_len[batch.slots].long() + batch.shifts
         if chunks is not None:
             begin_finals(slots, chunks)
         ids = joined((slots.bonus[batch.slots], chunks.ids if chunks else None))
         every_row = batch.prompt_targets is not None
-        out = self._target.forward(ids, rounds, None, chunks.batch if chunks else None, every_row)
+        out = self._target.forward(ids, rounds, positions, chunks.batch if chunks else None, every_row)
         return Passed(batch.rows(width=1).with_finals(out.hidden, every_row), prompt_hidden(batch, out.hidden, 1))
 
     def _rounds(self, batch: StepBatch) -> DecodeBatch:

@@ -196,6 +196,7 @@ def plan_engine(
         kv_in_fp8=of_kv == FP8,
         has_latent_rows=has_latent_rows(of_target),
         served_by=target.served_by,
+        hidden_size=target.hidden_size,
         graph_capture=worker.graph_capture,
         bytes_per_snapshot=snapshot_bytes(recurrent, saved_dtype(cache)),
         chunk_bytes=chunk_bytes(recurrent, min(scheduler.step_token_limit, max_model_len)),

@@ -12,7 +12,7 @@ from aerie.attention.kv_cache.pool import KVPool
 from aerie.attention.recurrent.batch import StateBatch
 from aerie.attention.recurrent.pool import StatePool
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch
-from aerie.workers.layers.forward_context import Attending, ForwardContext, make_context, through_windows
+from aerie.workers.layers.forward_context import Attending, ForwardContext, RowIndex, make_context, through_windows
 from aerie.workers.models.decoder import DecoderOutput, TargetModel
 
 ModelT = TypeVar("ModelT")
@@ -39,9 +39,14 @@ class ModelRunner(Generic[ModelT]):
 
 @dataclass(frozen=True)
 class TargetRunner(ModelRunner[TargetModel]):
-    """Runs the target. states: states of its recurrent layers; None without such layers."""
+    """Runs the target.
+
+    states: states of its recurrent layers; None without such layers.
+    row_index: of layers that depend on their rows' requests; None without such layers.
+    """
 
     states: StatePool | None = None
+    row_index: RowIndex | None = None
 
     def forward(
         self,
@@ -75,6 +80,8 @@ class TargetRunner(ModelRunner[TargetModel]):
         return self._run(ids, replace(context, last=last))
 
     def _run(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
+        if self.row_index is not None:
+            self.row_index.context = context
         output: DecoderOutput = self.model(ids, context)
         return output
 

@@ -54,6 +54,7 @@ class PlanBatches:
         self._group = group
         self._round_slots = _SlotIds("round slots", slots.device)
         self._draft_slots = _SlotIds("draft slots", slots.device)
+        self._shifted: set[int] = set()  # slots of requests with rotary positions of their own
 
     def of(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> StepBatch:
         """Write the plan's new requests to their slots, and return the batch. Makes at most one copy to the device,
@@ -78,6 +79,10 @@ class PlanBatches:
         for pool in self._pools:
             _enter_pages(pool, sent)
         table.enter(plan, sent)
+        for init in plan.inits:
+            (self._shifted.add if init.position_shift else self._shifted.discard)(init.slot)
+        round_slots = self._round_slots.on_device(rounds, sent)
+        is_shifted = bool(self._shifted) and not self._shifted.isdisjoint(rounds)
         if plan.inits and self._group.size > 1:
             # A request that failed on one rank must emit nothing on any rank, because all ranks must emit the same
             # tokens. NCCL's gather takes about 20 us; the request's prompt takes milliseconds.
@@ -88,7 +93,7 @@ class PlanBatches:
         if self._grammars is not None:
             self._grammars.enter(plan)
         return StepBatch(
-            slots=self._round_slots.on_device(rounds, sent),
+            slots=round_slots,
             shape=plan.shape,
             next_shape=plan.next_shape,
             draft_slots=self._draft_slots.on_device(drafts, sent),
@@ -96,6 +101,7 @@ class PlanBatches:
             chunks=prompt_chunks(plan, sent, table.page_table, self._states is not None) if plan.chunks else None,
             needs=SamplingNeeds.of([table.facts[slot] for slot in entries]),
             prompt_targets=prompt_targets(plan, sent),
+            shifts=table.values["position_shift"][round_slots] if is_shifted else None,
         )
 
     def _entering(self, plan: StepPlan, failed: dict[int, Failure]) -> dict[str, npt.NDArray[Any]]:

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.sampling.values import Value, declared_values, uses
 
 MAX_STOP_TOKEN_IDS = 64  # per request, including end-of-sequence ids; the size of a device tensor's row
@@ -175,6 +176,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     number: the request's number, the same each time it enters a slot.
     state_row: with recurrent layers, the row of the state after `num_cached` tokens, which is copied to the slot before
         the plan runs; -1: the request starts at position 0.
+    position_shift: `PromptInputs.shift`.
     """
 
     slot: int
@@ -186,6 +188,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     output: bytes = b""
     number: int = -1
     state_row: int = -1
+    position_shift: int = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -197,6 +200,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     logprobs: -1: none; k: the result has log-probabilities of the prompt tokens after each of `tokens`, with the k most
         likely tokens. There is at least one such token.
     kept_from: the first position whose KV is written; earlier tokens only advance recurrent states.
+    inputs: inputs besides `tokens`, at positions of the prompt.
     """
 
     slot: int
@@ -205,6 +209,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     next_token: int
     logprobs: int = -1
     kept_from: int = 0
+    inputs: PromptInputs | None = None
 
     @property
     def num_logprobs(self) -> int:

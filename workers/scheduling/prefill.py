@@ -200,11 +200,12 @@ class PrefillPlanner:
         budget.take(count, start)
         end = start + count
         is_last = end == total
-        next_token = -1 if is_last else int(sequence.tokens[end])
+        next_token = -1 if is_last else int(sequence.ids(end, end + 1)[0])
         asks = sequence.request.wants_prompt_logprobs and count > is_last
         logprobs = sequence.request.sampling.prompt_logprobs if asks else -1
-        tokens, kept_from = pack_i32(sequence.tokens[start:end]), sequence.kept if start < sequence.kept else 0
-        builder.chunks.append(Chunk(sequence.slot, start, tokens, next_token, logprobs, kept_from))
+        tokens, kept_from = pack_i32(sequence.ids(start, end)), sequence.kept if start < sequence.kept else 0
+        inputs = None if sequence.request.inputs is None else sequence.request.inputs.cut(start, end)
+        builder.chunks.append(Chunk(sequence.slot, start, tokens, next_token, logprobs, kept_from, inputs))
         if saves is not None:
             saves.plan_chunk(sequence.slot, start, sequence.tokens[start:end], sequence.request.sampling.stop_token_ids)
         if asks:

@@ -6,6 +6,7 @@ from enum import Enum, StrEnum
 
 import msgspec
 
+from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs
 
 
@@ -44,6 +45,7 @@ class Request:
     prompt: token ids; from another process an `array("i")`, which takes a tenth of a list's memory.
     output: token ids so far.
     owner: whose request it is.
+    inputs: of the prompt, besides its tokens.
     cached_tokens: prompt tokens found in the prefix cache at its first admission.
     num_rounds: rounds that verified drafts.
     acceptance_histogram: [k] rounds that accepted k draft tokens.
@@ -56,6 +58,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     output: list[int] = field(default_factory=list)
     owner: Owner = Owner()  # noqa: RUF009 - immutable
+    inputs: PromptInputs | None = None
     cached_tokens: int = 0
     num_rounds: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)

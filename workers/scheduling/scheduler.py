@@ -61,12 +61,14 @@ class Scheduler:
         graph_capture: GraphCapture = GraphCapture(),  # noqa: B008 - frozen
         num_snapshots: int | None = None,
         window: WindowSizes | None = None,
+        hidden_size: int = 0,
     ) -> None:
         """num_pages: pages of each rank's pool, without page 0.
         lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`).
         choose_shape: replaces `ShapeChoice`; called once per step for the index of the shape.
         num_snapshots: saved states that each rank's state pool has room for; None without recurrent layers.
         window: sizes of windowed layers; None without such layers.
+        hidden_size: the target's.
         """
         self._config = config
         self.cache = cache
@@ -87,7 +89,8 @@ class Scheduler:
         self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars, shapes.keeps_tokens)
         self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
         self.rounds = RoundPlanner(self.queues, shapes, self.shape_choice, choose_shape)
-        self.admission = Admission(config, max_model_len, self.queues, shapes, self.shape_choice.survival, clock)
+        survival = self.shape_choice.survival
+        self.admission = Admission(config, max_model_len, self.queues, shapes, survival, clock, hidden_size)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.commands = CommandQueue()
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
@@ -111,6 +114,7 @@ class Scheduler:
             graph_capture=layout.graph_capture,
             num_snapshots=layout.num_snapshots if layout.bytes_per_snapshot else None,
             window=layout.window_sizes,
+            hidden_size=layout.hidden_size,
         )
 
     def use_costs(self, costs: CostTable) -> None:

@@ -19,6 +19,8 @@ class Sequence:
 
     number: order of arrival; its priority for pages.
     tenant: whose request it is.
+    prompt: keys of the prompt in the prefix cache: its tokens, except where `Request.inputs` begin (`InputKeys`).
+    tokens: keys of prompt and output at its last admission.
     turn: its tenant's counter when its prompt was begun, by which the whole prompt is ranked; None while it waits, or
         if no tenant ran more requests then.
     deadline_s: its priority among prompts (`aerie.workers.scheduling.prefill`).
@@ -36,7 +38,7 @@ class Sequence:
     tenant: Tenant
     deadline_s: float = field(init=False)
     prompt: npt.NDArray[np.int32] = field(init=False)
-    tokens: npt.NDArray[np.int32] = field(init=False)  # prompt and output at its last admission
+    tokens: npt.NDArray[np.int32] = field(init=False)
     max_len: int = field(init=False)
     slot: int = -1
     turn: float | None = None
@@ -72,8 +74,18 @@ class Sequence:
             return self.order < other.order
         return self.rank(self.tenant.served) < other.rank(other.tenant.served)
 
+    def ids(self, start: int, end: int) -> npt.NDArray[np.int32]:
+        """Return the token ids at these positions of `tokens`."""
+        keys, inputs = self.tokens[start:end], self.request.inputs
+        if inputs is None:
+            return keys
+        replaced = (np.flatnonzero(keys < 0) + start).tolist()
+        ids = keys.copy()
+        ids[[place - start for place in replaced]] = [self.request.prompt[place] for place in replaced]
+        return ids
+
     def known_tokens(self) -> npt.NDArray[np.int32]:
-        """Prompt and output, int32."""
+        """Keys of prompt and output, int32."""
         output = self.request.output
         return np.concatenate((self.prompt, np.asarray(output, np.int32))) if output else self.prompt
 

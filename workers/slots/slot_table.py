@@ -54,6 +54,7 @@ COLUMNS = (
     Column("bonus", int, lambda init: 0),
     Column("max_len", int, lambda init: init.max_len),
     Column("min_len", int, lambda init: init.prompt_len + init.sampling.min_tokens),
+    Column("position_shift", int, lambda init: init.position_shift),
     Column("finished", bool, lambda init: False),
     Column("shapes_logits", bool, lambda init: init.sampling.shapes_logits),
     *(Column(value.name, value.kind, value.column) for value in VALUES.values() if value.on_device),

@@ -78,9 +78,10 @@ class TransformersModel(TargetModel):
         """ids: [rows] int64. Writes the rows' KV to the context's pool."""
         self._streams.clear()
         with self._passing.over(context), self._host_constants.over_pass():
-            out = decoder(self.theirs)(
-                input_ids=ids.unsqueeze(0), position_ids=context.positions.unsqueeze(0), use_cache=False
-            )
+            inputs = {"input_ids": ids.unsqueeze(0)}
+            if context.inputs is not None:
+                inputs = {"inputs_embeds": context.embedded(self.embed_tokens(ids)).unsqueeze(0)}
+            out = decoder(self.theirs)(**inputs, position_ids=context.positions.unsqueeze(0), use_cache=False)
         hidden = out[0].squeeze(0)
         if context.last is not None:
             hidden = context.last.attending_rows(hidden)

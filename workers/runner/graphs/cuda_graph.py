@@ -65,7 +65,7 @@ class GraphedDecoding:
 
     buckets, tokens, expands: as in `GraphKeys`.
     max_kv_len: maximum KV length of a request, including the writes of its rounds in flight.
-    has_states: whether the model has recurrent layers.
+    has_states, has_row_index: as in `aerie.workers.runner.graphs.graph_inputs.ChunkInput`.
     report: the captures of the start.
     """
 
@@ -79,12 +79,13 @@ class GraphedDecoding:
         tokens: Sequence[int] = (),
         expands: bool = False,
         has_states: bool = False,
+        has_row_index: bool = False,
     ) -> None:
         self._inner = inner
         self._slots = slots
         self._keys = GraphKeys(inner.shapes, buckets, tokens, expands)
         self._recorder = recorder
-        self._step_capture = StepCapture(inner, slots, max_kv_len, recorder, has_states)
+        self._step_capture = StepCapture(inner, slots, max_kv_len, recorder, has_states, has_row_index)
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._fallbacks: dict[GraphKey, GraphKey | None] = {}  # graph to use for a missing one; None: run eagerly
         self._queue = CaptureQueue((), (), GraphCapture())

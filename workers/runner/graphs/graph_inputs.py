@@ -36,9 +36,17 @@ class ChunkInput:
     num_rows: maximum prompt tokens of all chunks together.
     seen_limit: see `PrefillBatch`.
     has_states: whether the model has recurrent layers.
+    has_row_index: whether layers ask for their rows' slots (`aerie.workers.layers.forward_context.RowIndex`).
     """
 
-    def __init__(self, num_rows: int, seen_limit: int | None, slots: SlotTable, has_states: bool = False) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        seen_limit: int | None,
+        slots: SlotTable,
+        has_states: bool = False,
+        has_row_index: bool = False,
+    ) -> None:
         device, count = slots.device, MAX_CHUNKS
 
         def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -50,7 +58,8 @@ class ChunkInput:
         self._page_table = zeros(torch.int32, count, slots.page_table.shape[1])
         self._ids = zeros(torch.int64, num_rows)
         self._next_ids = zeros(torch.int64, count)
-        self._state_slots = SlotInput(count, slots.padding_slot, device) if has_states else None
+        needs_slots = has_states or has_row_index
+        self._slots = SlotInput(count, slots.padding_slot, device) if needs_slots else None
         self._kept_from, self._saved_at, self._saved_row = (
             zeros(dtype, count) if has_states else None for dtype in (torch.int32, torch.int32, torch.int64)
         )
@@ -68,7 +77,7 @@ class ChunkInput:
             lists=None,
             seen_limit=self._seen_limit,
             kept_from=self._kept_from,
-            slots=None if self._state_slots is None else self._state_slots.tensor,
+            slots=None if self._slots is None else self._slots.tensor,
             saved_at=self._saved_at,
             saved_row=self._saved_row,
         )
@@ -93,14 +102,15 @@ class ChunkInput:
         self._ids[: batch.num_rows] = given.ids
         self._next_ids[:count] = given.next_ids
         self._final_slots.fill(given.final_slots)
-        if self._state_slots is not None:
-            self._fill_states(self._state_slots, batch)
+        if self._slots is not None:
+            assert batch.slots is not None, "chunks without their slots"
+            self._slots.fill(batch.slots)
+        if self._kept_from is not None:
+            self._fill_states(batch)
         self._final_lengths[:num_finals] = given.final_lengths
         self._final_lengths[num_finals:] = 0
 
-    def _fill_states(self, slots: SlotInput, batch: PrefillBatch) -> None:
-        assert batch.slots is not None, "chunks without the slots of their states"
-        slots.fill(batch.slots)
+    def _fill_states(self, batch: PrefillBatch) -> None:
         inputs = (self._kept_from, 0), (self._saved_at, -1), (self._saved_row, 0)
         for (own, padding), given in zip(inputs, (batch.kept_from, batch.saved_at, batch.saved_row), strict=True):
             assert own is not None
@@ -112,14 +122,20 @@ class ChunkInput:
 class StepInput:
     """Inputs of a step: `num_requests` rounds and, unless `num_rows` is 0, prompt chunks.
 
-    num_rows, seen_limit, has_states: as in `ChunkInput`.
+    num_rows, seen_limit, has_states, has_row_index: as in `ChunkInput`.
     """
 
     def __init__(
-        self, num_requests: int, num_rows: int, seen_limit: int | None, slots: SlotTable, has_states: bool = False
+        self,
+        num_requests: int,
+        num_rows: int,
+        seen_limit: int | None,
+        slots: SlotTable,
+        has_states: bool = False,
+        has_row_index: bool = False,
     ) -> None:
         self._num_requests = num_requests
-        self._chunks = ChunkInput(num_rows, seen_limit, slots, has_states) if num_rows else None
+        self._chunks = ChunkInput(num_rows, seen_limit, slots, has_states, has_row_index) if num_rows else None
         self._padding_slot = slots.padding_slot
         self._slots = SlotInput(num_requests, slots.padding_slot, slots.device)
         entries = num_requests + (MAX_CHUNKS if num_rows else 0)

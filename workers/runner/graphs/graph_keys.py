@@ -237,8 +237,8 @@ class GraphKeys:
 
     def of(self, batch: StepBatch) -> GraphKey | None:
         """Return the key of the smallest graph that can run `batch`, captured or not; None if none can."""
-        if batch.prompt_targets is not None:
-            return None  # captured steps compute only the last row of each chunk in the last layer
+        if batch.is_eager:
+            return None
         shape, needs = batch.shape, batch.needs
         if batch.chunks is not None:
             shape = shape if batch.num_requests else self._shapes.default

@@ -72,7 +72,7 @@ class StepCapture:
     """Captures steps of the strategy `inner`.
 
     max_kv_len: maximum KV length of a request, including the writes of its rounds in flight.
-    has_states: whether the model has recurrent layers.
+    has_states, has_row_index: as in `ChunkInput`.
     """
 
     def __init__(
@@ -82,12 +82,13 @@ class StepCapture:
         max_kv_len: int,
         recorder: Recorder,
         has_states: bool = False,
+        has_row_index: bool = False,
     ) -> None:
         self._inner = inner
         self._slots = slots
         self._max_kv_len = max_kv_len
         self._recorder = recorder
-        self._has_states = has_states
+        self._per_chunk = has_states, has_row_index
         self._kinds_run: set[GraphKey] = set()
         self._shared: dict[tuple[str, torch.dtype], Tensor] = {}
         self._outgrown: list[Tensor] = []  # smaller buffers that earlier graphs still use
@@ -128,7 +129,7 @@ class StepCapture:
 
     def _padding(self, key: GraphKey) -> tuple[StepInput, Callable[[], StepBatch]]:
         """Return inputs of a step that are filled with padding, and a function that returns a new batch over them."""
-        given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots, self._has_states)
+        given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots, *self._per_chunk)
         return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
 
     def _run(self, step: Callable[[], object], group: TPGroup) -> None:

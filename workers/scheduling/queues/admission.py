@@ -29,12 +29,15 @@ class Admission:
         shapes: RoundShapes,
         survival: Survival,
         clock: Callable[[], float],
+        hidden_size: int = 0,
     ) -> None:
+        """hidden_size: the target's, which embeddings in requests must have."""
         self._config = config
         self._max_model_len = max_model_len
         self._queues = queues
         self._max_kv_tokens_at_end = shapes.max_kv_tokens_at_end
         self._clock = clock
+        self._hidden_size = hidden_size
         self.expected = ExpectedWait(queues, shapes, survival, clock)
 
     def wait_s(self, tenant: Tenant | None = None) -> float | None:
@@ -94,6 +97,8 @@ class Admission:
                 f"max_tokens={sampling.max_tokens}: must be above the {len(request.output)} output tokens that the "
                 "request brings"
             )
+        if request.inputs is not None:
+            request.inputs.check(len(request.prompt), self._hidden_size, self._max_model_len - sampling.max_tokens)
         length = len(request.prompt) + sampling.max_tokens
         if length > self._max_model_len:
             raise RequestTooLargeError(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from aerie.attention.kv_cache.prefix_cache import Match
+from aerie.workers.prompt_inputs import InputKeys
 from aerie.workers.scheduling.plan import SlotInit, pack_i32
 from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
 from aerie.workers.scheduling.queues.tenants import Tenants
@@ -45,6 +46,7 @@ class RequestQueues:
         self._stats = stats
         self._keeps_tokens = keeps_tokens
         self._num_submitted = 0
+        self._input_keys = InputKeys()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_id
@@ -76,6 +78,8 @@ class RequestQueues:
     def add(self, request: Request, now: float, deadline_s: Callable[[Sequence], float]) -> None:
         """Queue a request that `Admission.check` has accepted."""
         sequence = Sequence(request, self._num_submitted, now, self.tenants.of(request.owner))
+        if request.inputs is not None:
+            sequence.prompt = sequence.tokens = self._input_keys.of(sequence.prompt, request.inputs)
         sequence.tenant.last_s = now
         sequence.deadline_s = deadline_s(sequence)
         self._num_submitted += 1
@@ -111,10 +115,11 @@ class RequestQueues:
             prompt_len=len(request.prompt),
             max_len=sequence.max_len,
             sampling=request.sampling,
-            prompt=pack_i32(sequence.prompt) if counts else b"",
+            prompt=pack_i32(sequence.ids(0, len(request.prompt))) if counts else b"",
             output=pack_i32(request.output) if counts or grammar is not None else b"",
             number=sequence.number,
             state_row=match.row,
+            position_shift=0 if request.inputs is None else request.inputs.shift,
         )
 
     def start_decoding(self, sequence: Sequence) -> None:
