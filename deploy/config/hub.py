@@ -1,4 +1,5 @@
-"""Downloads models given as OWNER/NAME or OWNER/NAME@REVISION instead of a folder.
+"""Downloads models given as OWNER/NAME, OWNER/NAME@REVISION, or OWNER/NAME:Q4_K_M for a GGUF file of that type, instead
+of a folder.
 
 huggingface_hub downloads them, with its cache, progress bars, token (`hf auth login`, HF_TOKEN), mirror (HF_ENDPOINT)
 and offline mode (HF_HUB_OFFLINE).
@@ -13,8 +14,9 @@ from typing import Any
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy.config.files import path_sections
+from aerie.deploy.config.gguf_files import chosen_file, gguf_folder, is_gguf_path, patterns_of
 
-PATTERNS = ["*.json", "*.safetensors", "*.jinja"]  # files to download from a repository
+PATTERNS = ("*.json", "*.safetensors", "*.jinja")  # files to download from a repository
 FOLDERS = "models"  # folder of downloads of packaged configurations; no account on the hub has this name
 
 
@@ -33,13 +35,14 @@ def with_downloads(args: Mapping[str, Any], base: Path) -> dict[str, Any]:
     found = copy.deepcopy(dict(args))
     for key, section in path_sections(found).items():
         given = section["path"]
-        if not is_hub_name(given, base):
+        if not is_hub_name(given, base) and not is_gguf_path(given):
             continue
         try:
-            section["path"] = str(model_folder(given, None))
+            named = str(base / Path(given).expanduser()) if is_gguf_path(given) else given
+            section["path"] = str(model_folder(named, None))
         except ConfigError as error:
             raise ConfigError(f"{key}.path={error}; a relative path would start at {base}") from None
-        if key == "model":
+        if key == "model" and not is_gguf_path(given):
             ingress = found.setdefault("ingress", {})
             if isinstance(ingress, dict) and not ingress.get("served_model_name"):
                 ingress["served_model_name"] = given.partition("@")[0]
@@ -47,17 +50,32 @@ def with_downloads(args: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def model_folder(given: str, revision: str | None) -> Path:
-    """Return a model's folder: `given` itself, or the local copy of a hub model, downloaded if it is missing. revision:
-    branch, tag or commit, if `given` has none. Raises ConfigError that names what is missing and where to put it."""
+    """Return a model's folder: `given` itself, the one that stands for a GGUF file, or the local copy of a hub model,
+    downloaded if it is missing. revision: branch, tag or commit, if `given` has none. Raises ConfigError that names
+    what is missing and where to put it."""
     folder = Path(given).expanduser()
     if folder.is_dir():
         return folder.resolve()
+    if is_gguf_path(given):
+        return gguf_folder(folder)
     name, _, wanted = given.partition("@")
-    return _downloaded(given, name, wanted or revision)
+    name, _, kind = name.partition(":")
+    if kind:
+        found = _downloaded(given, name, wanted or revision, patterns_of(kind))
+        return gguf_folder(chosen_file(found, kind, given))
+    folder = _downloaded(given, name, wanted or revision)
+    missing = missing_files(folder)
+    if missing:
+        raise ConfigError(
+            f"{given}: {folder} has no {', '.join(missing)}; a download that broke off goes on when the hub can be "
+            "reached, and a repository without them is no checkpoint in safetensors (of GGUF files name one, as in "
+            f"{name}:Q4_K_M)"
+        )
+    return folder
 
 
 @functools.cache
-def _downloaded(given: str, name: str, revision: str | None) -> Path:
+def _downloaded(given: str, name: str, revision: str | None, patterns: tuple[str, ...] = PATTERNS) -> Path:
     """Download once per process, because a start calls this several times."""
     # The import takes half a second.
     from huggingface_hub import constants, snapshot_download
@@ -71,7 +89,7 @@ def _downloaded(given: str, name: str, revision: str | None) -> Path:
     )
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except HFValidationError as error:
         raise ConfigError(f"{given}: no such folder, and no name on the hub ({error})") from None
     except GatedRepoError:
@@ -89,13 +107,6 @@ def _downloaded(given: str, name: str, revision: str | None) -> Path:
             "copy; without a network put config.json, the tokenizer's files and *.safetensors into a folder and give "
             "its path"
         ) from None
-    missing = missing_files(folder)
-    if missing:
-        raise ConfigError(
-            f"{given}: {folder} has no {', '.join(missing)}; a download that broke off goes on when the hub can be "
-            "reached, and a repository without them is no checkpoint in safetensors"
-        )
-    return folder
 
 
 def missing_files(folder: Path) -> list[str]:

@@ -14,6 +14,7 @@ from aerie.cluster.config import ConfigError
 from aerie.deploy.config import vllm_options
 from aerie.deploy.config.drafts import block_shape, draft_method, own_draft
 from aerie.deploy.config.files import find_config, key_digest, packaged_names
+from aerie.deploy.config.gguf_files import is_gguf_folder, is_gguf_path, with_tokenizer
 from aerie.deploy.config.hub import model_folder
 from aerie.deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, Changes, OptionError
 
@@ -92,7 +93,7 @@ def use_options(args: dict[str, Any], keys: Changes) -> dict[str, Any]:
         if key == DOWNLOADS:
             raise ConfigError(f"download_dir={value}: set {DOWNLOADS} in the environment")
         if key == OWN_TOKENIZER:
-            _check_tokenizer(value, args)
+            _use_tokenizer(value, args)
         elif key == QUANTIZATION:
             _check_quantization(value, Path(args["model"]["path"]))
         elif key == "speculative.path":
@@ -133,10 +134,12 @@ def _vllm_keys(arguments: argparse.Namespace, report: Callable[[str], None] = la
     return keys
 
 
-def _check_tokenizer(given: str, args: dict[str, Any]) -> None:
-    """Refuse another tokenizer than the model's own. Raises ConfigError."""
+def _use_tokenizer(given: str, args: dict[str, Any]) -> None:
+    """Use another tokenizer for a GGUF file; refuse it for other models. Raises ConfigError."""
     path = args["model"]["path"]
-    if given not in (path, args.get("ingress", {}).get("served_model_name")) and str(Path(given).resolve()) != path:
+    if is_gguf_folder(Path(path)):
+        args["model"]["path"] = str(with_tokenizer(Path(path), Path(given).expanduser().resolve()))
+    elif given not in (path, args.get("ingress", {}).get("served_model_name")) and str(Path(given).resolve()) != path:
         remedy = "put its tokenizer.json and tokenizer_config.json into the model's folder"
         raise ConfigError(f"--tokenizer {given}: the tokenizer is the model's own; {remedy}")
 
@@ -153,6 +156,8 @@ def _template_file(given: str) -> str:
 
 def _check_quantization(wanted: str, model: Path) -> None:
     """Refuse --quantization if the checkpoint has another. Raises ConfigError."""
+    if wanted == "gguf" and is_gguf_folder(model):
+        return
     raw = json.loads((model / "config.json").read_text())
     present = (raw.get("quantization_config") or {}).get("quant_method")
     if _SAME_QUANTIZATION.get(wanted, wanted) != present:
@@ -164,8 +169,10 @@ def _check_quantization(wanted: str, model: Path) -> None:
 
 
 def names_model(given: str) -> bool:
-    """Whether this is a folder with a checkpoint, or a name of the form OWNER/NAME and no file."""
+    """Whether this is a folder with a checkpoint, a GGUF file, or a name of the form OWNER/NAME and no file."""
     path = Path(given).expanduser()
+    if is_gguf_path(given):
+        return True
     if path.is_dir():
         return (path / "config.json").is_file()
     is_name = given.count("/") == 1 and not given.startswith((".", "/", "~")) and not given.endswith((".yaml", ".yml"))
@@ -173,7 +180,8 @@ def names_model(given: str) -> bool:
 
 
 def _served_name(given: str, folder: Path) -> str:
-    return folder.name if Path(given).expanduser().is_dir() else given.partition("@")[0]
+    is_path = is_gguf_path(given) or Path(given).expanduser().is_dir()
+    return folder.name if is_path else given.partition("@")[0]
 
 
 def _assign(args: dict[str, Any], assignment: str) -> None:

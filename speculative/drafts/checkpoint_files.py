@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.capability import Capability
+from aerie.workers.models.gguf.tensors import is_gguf_folder
 from aerie.workers.models.weights import INDEX, CheckpointTensor, checkpoint_files, checkpoint_tensors, opened
 
 _PICKLE = "pytorch_model.bin"
@@ -17,7 +18,8 @@ _CPU = torch.device("cpu")
 def has_weights(folder: str | Path) -> bool:
     """Whether the folder has weights in any format, or an index of them."""
     folder = Path(folder)
-    return (folder / INDEX).exists() or (folder / _PICKLE).exists() or any(folder.glob("*.safetensors"))
+    is_saved = (folder / INDEX).exists() or (folder / _PICKLE).exists() or any(folder.glob("*.safetensors"))
+    return is_saved or is_gguf_folder(folder)
 
 
 def draft_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[CheckpointTensor]:

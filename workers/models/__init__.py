@@ -16,6 +16,7 @@ moe        common parts of families with experts
 config     `ModelConfig`, the configuration of every target, read from config.json
 decoder    `TargetModel`, the interface of targets; `Decoder`, the base of all families: embedding, layers, head
 name_map   `NameMap`: a family's tensor names in checkpoints
-weights    loads safetensors into parameters; errors name the tensors that do not fit
+gguf       GGUF files as checkpoints
+weights    loads safetensors or GGUF into parameters; errors name the tensors that do not fit
 loading    loads a target: configuration, checks and weights
 """

@@ -1,6 +1,6 @@
-"""Loads safetensors into parameters: finds the module of each tensor, which loads its shard, and reports missing,
-unexpected and wrong tensors. On the meta device only headers are read, which checks a checkpoint before a start
-(`aerie.speculative.build.check_weights`)."""
+"""Loads safetensors or GGUF files into parameters: finds the module of each tensor, which loads its shard, and reports
+missing, unexpected and wrong tensors. On the meta device only headers are read, which checks a checkpoint before a
+start (`aerie.speculative.build.check_weights`)."""
 
 import json
 import os
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from aerie.kernels.capability import Capability
 from aerie.workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
+from aerie.workers.models.gguf.tensors import gguf_tensors, is_gguf_folder, read_index
 from aerie.workers.models.name_map import NameMap
 
 INDEX = "model.safetensors.index.json"
@@ -49,13 +50,16 @@ class CheckpointTensor(NamedTuple):
 
 
 def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Iterator[CheckpointTensor]:
-    """Yield every tensor of the folder's safetensors files, on the CPU. Files are memory-mapped, so a rank reads only
-    what it copies.
+    """Yield every tensor of the folder's safetensors files, or of the GGUF file that it stands for, on the CPU. Files
+    are memory-mapped, so a rank reads only what it copies.
 
     device: "meta" yields shapes and dtypes of the headers; only lists of integers, such as a draft's token ids, have
         values.
     Raises ValueError, naming the file, if there are no files, the index names a missing one, or one cannot be read.
     """
+    if is_gguf_folder(folder):
+        yield from (CheckpointTensor(*each) for each in gguf_tensors(folder, device))
+        return
     files = checkpoint_files(folder)
     ahead = _ReadAhead(files) if Capability.of(device).has_memory else None
     for path in files:
@@ -96,12 +100,12 @@ class _ReadAhead:
 
 
 def counted(tensors: Iterable[CheckpointTensor], folder: str | Path, advance: Advance) -> Iterator[CheckpointTensor]:
-    """Yield `tensors`, and call `advance` after each."""
+    """Yield `tensors`, and call `advance` after each. Dequantised tensors are larger than in the files."""
     total, taken = num_checkpoint_bytes(folder), 0
     for each in tensors:
         yield each
         taken += each.tensor.nbytes
-        advance(taken, total)
+        advance(min(taken, total), total)
 
 
 def _read(file: Any, name: str, device: torch.device, path: Path) -> Tensor:
@@ -133,8 +137,11 @@ def opened(path: Path, device: torch.device = _CPU) -> Iterator[Any]:
 
 
 def checkpoint_files(folder: str | Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: those that its index names, if it has one, by name."""
+    """Return the files of a checkpoint's weights: safetensors, those that its index names if it has one, by name; or
+    GGUF."""
     folder = Path(folder)
+    if is_gguf_folder(folder):
+        return [Path(path) for path in read_index(folder).paths]
     index = folder / INDEX
     if index.exists():
         names = sorted(set(_weight_map(index).values()))
@@ -158,7 +165,9 @@ def modules_with_weight(folder: str | Path) -> frozenset[str]:
     folder = Path(folder)
     index = folder / INDEX
     names: list[str] = []
-    if index.exists():
+    if is_gguf_folder(folder):
+        names = [tensor.name for tensor in read_index(folder).tensors]
+    elif index.exists():
         names = list(_weight_map(index))
     else:
         for path in sorted(folder.glob("*.safetensors")):

@@ -6,6 +6,7 @@ Adding one is a file beside this one (the `QuantMethod`, its `LinearMethod`) and
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from aerie.workers.quantization.block_scheme import METHOD, read_blocks
 from aerie.workers.quantization.floats import (
     read_compressed_fp4,
     read_compressed_fp8,
@@ -40,6 +41,7 @@ QUANT_METHODS: dict[str, QuantReader] = {
     "gptq": read_gptq,
     "auto-round": read_auto_round,
     "intel/auto-round": read_auto_round,
+    METHOD: read_blocks,
 }
 
 

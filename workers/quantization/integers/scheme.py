@@ -22,16 +22,23 @@ from aerie.workers.quantization.quant_method import QuantMethod
 from aerie.workers.quantization.separate_parts import SeparateParts
 
 
+class ModuleScheme(LinearLayout):
+    """The storage of one module's weight. Equal for modules that can be merged into one product."""
+
+    @abstractmethod
+    def experts_method(self, shape: ExpertsShape) -> ExpertsMethod:
+        """See `QuantMethod.experts_method`."""
+
+
 @dataclass(frozen=True)
-class IntScheme(IntFormat, LinearLayout):
-    """The storage of one module's weight, equal for modules that can be merged into one product."""
+class IntScheme(IntFormat, ModuleScheme):
+    """Integers of 4 or 8 bits."""
 
     @property
     def all_kinds(self) -> tuple[str, ...]:
         return self.kinds
 
     def experts_method(self, shape: ExpertsShape) -> ExpertsMethod:
-        """See `QuantMethod.experts_method`."""
         return UnorderedIntExperts(shape, self) if self.ordered else PackedExperts(shape, IntMatrix(self))
 
     def stored(self, part: Part) -> StoredMatrix:
@@ -64,10 +71,10 @@ class SchemeQuant(QuantMethod):
         return "weights of few bits are multiplied in the model's type (this device has no product of them)"
 
     @abstractmethod
-    def declared(self, name: str) -> IntScheme | None:
+    def declared(self, name: str) -> ModuleScheme | None:
         """Return the scheme that quantization_config declares for a module; None: it is not quantised."""
 
-    def scheme_of(self, name: str) -> IntScheme | None:
+    def scheme_of(self, name: str) -> ModuleScheme | None:
         return None if name in self.stored_plain else self.declared(name)
 
     def fitted(self, with_weight: Callable[[], frozenset[str]]) -> Self:
@@ -76,21 +83,25 @@ class SchemeQuant(QuantMethod):
 
         def is_plain(name: str) -> bool:
             scheme = self.declared(name)
-            return scheme is not None and "weight" not in scheme.kinds
+            return scheme is not None and "weight" not in scheme.all_kinds
 
         return replace(self, stored_plain=frozenset(filter(is_plain, with_weight())))
 
     def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
         schemes = [self.scheme_of(name) for name in names]
         if len(set(schemes)) == 1:
-            return _method(schemes[0], shape)
+            return self.method_of(names, schemes[0], shape)
         return SeparateParts(
             shape,
             [
-                _method(scheme, LinearShape((replace(part, offset=0),)))
-                for scheme, part in zip(schemes, shape.parts, strict=True)
+                self.method_of([name], scheme, LinearShape((replace(part, offset=0),)))
+                for name, scheme, part in zip(names, schemes, shape.parts, strict=True)
             ],
         )
+
+    def method_of(self, names: Sequence[str], scheme: ModuleScheme | None, shape: LinearShape) -> LinearMethod:
+        """Return the method of a layer whose modules `names` all have the same scheme."""
+        return UnquantizedLinearMethod(shape) if scheme is None else PackedLinear(shape, scheme)
 
     def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
         schemes = {name: self.scheme_of(name) for name in names}
@@ -102,7 +113,3 @@ class SchemeQuant(QuantMethod):
             )
         scheme = next(iter(schemes.values()))
         return UnquantizedExperts(shape) if scheme is None else scheme.experts_method(shape)
-
-
-def _method(scheme: IntScheme | None, shape: LinearShape) -> LinearMethod:
-    return UnquantizedLinearMethod(shape) if scheme is None else PackedLinear(shape, scheme)

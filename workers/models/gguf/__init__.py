@@ -1,0 +1,8 @@
+"""GGUF files (llama.cpp's format) as checkpoints.
+
+header      reads and checks the metadata and the list of tensors
+families    each architecture's config.json and tensor names
+vocabulary  tokenizer.json and the files beside it
+folder      writes the folder of a checkpoint that stands for the files; a server reads that
+tensors     reads the weights of such a folder
+"""
