@@ -88,7 +88,7 @@ def _refuses(cls: type[T]) -> type[T]:
 
 
 def _with_values(cls: type[T]) -> type[T]:
-    """Add the declared values (`aerie.workers.sampling.values`) that a dataclass does not name. It names those that
+    """Add the declared values (`aerie.workers.request_values`) that a dataclass does not name. It names those that
     type checkers and editors should show."""
     for name, value in VALUES.items():
         if name not in cls.__annotations__:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aerie.workers.prompt_inputs import PromptInputs
-from aerie.workers.sampling.values import Value, declared_values, uses
+from aerie.workers.request_values import Value, declared_values, uses
 
 MAX_STOP_TOKEN_IDS = 64  # per request, including end-of-sequence ids; the size of a device tensor's row
 

@@ -115,7 +115,7 @@ class StreamOptions(Schema):
 
 
 def with_values(names: Mapping[str, str] | None = None) -> Callable[[type[Model]], type[Model]]:
-    """Return a decorator that adds a field to a schema for each declared value (`aerie.workers.sampling.values`), None
+    """Return a decorator that adds a field to a schema for each declared value (`aerie.workers.request_values`), None
     by default. names: the fields' names that differ from the values'."""
     fields: dict[str, Any] = {}
     for name, value in VALUES.items():

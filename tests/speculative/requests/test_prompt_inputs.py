@@ -1,4 +1,4 @@
-"""Prompts with inputs besides their token ids, and layers that know their rows' requests."""
+"""Prompts with inputs besides their token ids, and layers that know their rows' requests: docs/add-an-input.md."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Per-request values that are declared in `SamplingParams`."""
+"""Per-request values that are declared in `SamplingParams`: docs/add-a-per-request-value.md."""
 
 import json
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aerie.workers.sampling.values import Value
+from aerie.workers.request_values import Value
 from aerie.workers.scheduling.plan import VALUES
 from tests.cluster.http.requests import declared_value
 
