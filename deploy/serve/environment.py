@@ -22,6 +22,9 @@ FAULT_ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
+    # By default a proxy whose process takes longer than 5 s to start is killed, and with it Serve's start: on a busy
+    # machine its imports alone took 20 s. Serve's start itself gives up after 60 s (Ray 2.60).
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "55",
 }
 # Variables for every process that Serve starts, including `ray start`. Measured on Ray 2.60 and two
 # cores: 32 streams of 50 chunks/s cost 0.15 cores with these and 0.9 without.

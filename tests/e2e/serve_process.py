@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,13 +82,15 @@ def serve_process(
     ray_folder: Path | None = None,
     arguments: Sequence[str] = ("my.yaml",),
     before: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
     **sections: Any,
 ) -> Iterator[ServeProcess]:
     """The embedded pair, ready. ray_folder: Ray's, with sessions below it; None: one that is removed afterwards.
-    arguments: the command's, beside the port. before: a command that starts it. sections: keys of those of `args`."""
+    arguments: the command's, beside the port. before: a command that starts it. variables: of its
+    environment. sections: keys of those of `args`."""
     port = free_port()
     made = None if ray_folder is not None else tempfile.mkdtemp(prefix="ae", dir="/tmp")
-    variables = os.environ | RAY_ENVIRONMENT | {"RAY_TMPDIR": str(ray_folder or made), "PYTHONPATH": str(ROOT)}
+    environment = os.environ | RAY_ENVIRONMENT | {"RAY_TMPDIR": str(ray_folder or made), "PYTHONPATH": str(ROOT)}
     content = yaml.safe_load(starting_point("eagle"))
     args = content["applications"][0]["args"]
     for name, keys in ({"engine": {"drain_timeout_s": 90}} | sections).items():
@@ -98,7 +100,12 @@ def serve_process(
     with log.open("wb") as console:
         command = [*before, sys.executable, "-m", "aerie.deploy.cli", "serve", *arguments, "--port", str(port)]
         process = subprocess.Popen(
-            command, cwd=folder, env=variables, stdout=console, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=folder,
+            env=environment | dict(variables or {}),
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     server = ServeProcess(process, port, log)
     started: list[psutil.Process] = []

@@ -11,8 +11,25 @@ import httpx
 import pytest
 
 from tests.e2e.serve_process import ServeProcess, assert_nothing_left, body, serve_process, until
+from tests.support import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
+# Serve's default limit is 5 s. The controller is the first process that imports the module, the proxy the second.
+SLOW_IMPORT = """
+import sys, time
+from importlib.abc import MetaPathFinder
+
+class Slow(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "ray.serve._private.haproxy" and "default_worker.py" in " ".join(sys.argv):
+            with open({marks!r}, "a+") as marks:
+                marks.write("x")
+                marks.flush()
+                if marks.tell() == 2:
+                    time.sleep(12)
+
+sys.meta_path.insert(0, Slow())
+"""
 
 
 def _stream(server: ServeProcess, max_tokens: int, out: list[str], started: threading.Event) -> None:
@@ -137,3 +154,13 @@ def test_a_killed_ingress_is_answered_for_with_503_and_comes_back(server: ServeP
         assert time.monotonic() - killed_s < 60
     print(f"ingress killed: serving again after {time.monotonic() - killed_s:.1f} s; answers until then: {seen}")
     assert answer.json()["choices"][0]["text"] == expected
+
+
+def test_proxy_that_starts_slowly_is_waited_for(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(SLOW_IMPORT.format(marks=str(marks)))
+    with serve_process(tmp_path, variables={"PYTHONPATH": f"{folder}:{ROOT}"}) as server:
+        assert server.complete().status_code == 200
+    assert len(marks.read_text()) >= 2
