@@ -26,7 +26,7 @@ class SpeculativeConfig:
         newest tokens earlier in the request's own text.
     num_steps: depth of the draft tree, for block drafts at most a block; tokens drafted by `suffix`, whose default is
         15.
-    top_k: children per expanded node; 1 drafts a chain.
+    top_k: children per node; 1 drafts a chain.
     num_draft_tokens: nodes verified per round, including the root; num_steps + 1 for a chain.
     draft_tp: ranks that the draft is sharded over; 1: every rank holds all of it; none: as for the target.
     synthetic_acceptance_length: for benchmarks with dummy weights: accept drafts at random so that 1 + accepted /
@@ -71,7 +71,7 @@ class SpeculativeConfig:
                 f"num_draft_tokens={self.num_draft_tokens}: a chain (top_k=1) has num_steps + 1 = "
                 f"{self.num_steps + 1} tokens, its root included; set that, or raise top_k"
             )
-        most_nodes = max_nodes(self.num_steps, self.top_k)
+        most_nodes = max_nodes(self.num_steps, self.top_k, self.method in BLOCK_METHODS)
         if self.num_draft_tokens > most_nodes:
             raise ValueError(
                 f"num_draft_tokens={self.num_draft_tokens}: a tree of num_steps={self.num_steps} and "

@@ -40,10 +40,11 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class TreeShape(RoundShape):
-    """A tree (EAGLE-2, arXiv 2406.16858, section 4) or, with top_k 1, a chain. Built by `TreeShape.of`.
+    """A tree (EAGLE-2, arXiv 2406.16858, section 4; of a block, the best nodes of all:
+    `aerie.kernels.tree.best_first`) or, with top_k 1, a chain. Built by `TreeShape.of`.
 
     num_steps: drafted levels.
-    top_k: children per expanded node, and expanded nodes per level.
+    top_k: children per expanded node, and except in a block expanded nodes per level.
     in_block: one pass over a block drafts all levels (`aerie.speculative.drafts.blocks`).
     branch: number of nodes after the model's, for a branch copied from the text (`aerie.speculative.suffix_drafts`).
     """
@@ -131,8 +132,15 @@ class TreeShape(RoundShape):
         return TreeShape.of(depth, 1, depth + 1, self.in_block)
 
 
-def max_nodes(num_steps: int, top_k: int) -> int:
-    """Return the nodes of the whole candidate tree, including the root."""
+def max_nodes(num_steps: int, top_k: int, in_block: bool = False) -> int:
+    """Return the nodes of the whole candidate tree, including the root. in_block: see `TreeShape`; at most MAX_WIDTH
+    are counted."""
+    if in_block:
+        nodes, level = 1, 1
+        for _ in range(num_steps):
+            level = min(level * top_k, MAX_WIDTH)
+            nodes += level
+        return min(nodes, MAX_WIDTH)
     return 1 + top_k + (num_steps - 1) * top_k**2
 
 

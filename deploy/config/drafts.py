@@ -14,7 +14,7 @@ from aerie.speculative.drafts.recognition import draft_architecture, method_of
 from aerie.speculative.tree_shape import max_nodes
 from aerie.workers.models.registry import mtp_modules_of
 
-# Limits of a block's tree. With 7 children a node, growth level by level is within 1 % of the best tree of 63 nodes.
+# Limits of a block's tree
 _TREE_CHILDREN = 7
 _TREE_NODES = 63
 _TREE_NODES_OF_EXPERTS = 32  # each verified row reads other experts
@@ -58,7 +58,7 @@ def block_shape(folder: Path, target: Path) -> dict[str, Any]:
     if depth < 2:
         return {"num_steps": depth, "num_draft_tokens": depth + 1}
     nodes = _TREE_NODES_OF_EXPERTS if _has_experts(target) else _TREE_NODES
-    nodes = min(max(nodes, depth + 1), _TREE_NODES, max_nodes(depth, _TREE_CHILDREN))
+    nodes = min(max(nodes, depth + 1), _TREE_NODES, max_nodes(depth, _TREE_CHILDREN, in_block=True))
     return {"num_steps": depth, "top_k": _TREE_CHILDREN, "num_draft_tokens": nodes}
 
 

@@ -39,14 +39,22 @@ def convolve_blocks(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> Tens
 
 
 def _check_scores(
-    unary: Tensor, candidates: Tensor, projected: Tensor, row: int, previous: Tensor, before: Tensor, after: Tensor
+    unary: Tensor,
+    candidates: Tensor,
+    projected: Tensor | None,
+    row: int,
+    previous: Tensor,
+    before: Tensor,
+    after: Tensor,
 ) -> None:
     assert unary.dim() == 3 and unary.dtype == torch.float32 and unary.is_contiguous() and 0 <= row < unary.shape[1]
     assert candidates.shape == unary.shape and candidates.dtype == torch.int64 and candidates.is_contiguous()
-    assert projected.shape[:2] == unary.shape[:2] and projected.is_contiguous()
+    if projected is not None:
+        assert projected.shape[:2] == unary.shape[:2] and projected.is_contiguous()
+        assert projected.shape[2] == before.shape[1] and projected.dtype == before.dtype
     assert previous.shape[0] == unary.shape[0] and previous.dtype == torch.int64 and previous.is_contiguous()
-    assert before.shape == after.shape and before.shape[1] == projected.shape[2]
-    assert before.is_contiguous() and after.is_contiguous() and before.dtype == after.dtype == projected.dtype
+    assert before.dim() == after.dim() == 2 and before.shape[1] == after.shape[1]
+    assert before.is_contiguous() and after.is_contiguous() and before.dtype == after.dtype
 
 
 @operation(
@@ -54,20 +62,28 @@ def _check_scores(
     contract=_check_scores,
 )
 def score_candidates(
-    unary: Tensor, candidates: Tensor, projected: Tensor, row: int, previous: Tensor, before: Tensor, after: Tensor
+    unary: Tensor,
+    candidates: Tensor,
+    projected: Tensor | None,
+    row: int,
+    previous: Tensor,
+    before: Tensor,
+    after: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return scores of a row's candidates after each of k tokens, and the candidates' ids: unary[:, row] +
+    """Return scores of a row's candidates after each of k nodes, and the candidates' ids: unary[:, row] +
     <before[previous] * projected[:, row], after[candidate]>, in float32.
 
     unary       [B, depths, n] float32, contiguous
     candidates  [B, depths, n] int64, contiguous: token ids
-    projected   [B, depths, rank], contiguous
-    previous    [B, k] int64, contiguous: token ids
-    before [vocabulary, rank], contiguous, as projected: vectors of the previous token
-    after       shape and dtype of `before`: vectors of candidates
+    projected   [B, depths, rank], contiguous, as before; None: 1
+    previous    [B, k] int64, contiguous: the row of `before` of each node, for example its token
+    before      [any, rank], contiguous: vectors of nodes
+    after       [vocabulary, rank], contiguous, as before: vectors of candidates
     ->          [B * k, n] float32; [B * k, n] int64
     """
     k = previous.shape[1]
-    mine, ids, first = (each[:, row].repeat_interleave(k, dim=0) for each in (unary, candidates, projected.float()))
-    first = first * before[previous.flatten()].float()
+    mine, ids = (each[:, row].repeat_interleave(k, dim=0) for each in (unary, candidates))
+    first = before[previous.flatten()].float()
+    if projected is not None:
+        first = first * projected[:, row].float().repeat_interleave(k, dim=0)
     return mine + (first.unsqueeze(1) * after[ids].float()).sum(-1), ids

@@ -93,7 +93,8 @@ def _score_candidates(
     token = tl.load(candidate_ptr + place * n + column, mask=inside, other=0)
     previous = tl.load(previous_ptr + entry)
     first = tl.load(before_ptr + previous * rank + part, mask=there, other=0.0).to(tl.float32)
-    first *= tl.load(projected_ptr + place * rank + part, mask=there, other=0.0).to(tl.float32)
+    if projected_ptr is not None:
+        first *= tl.load(projected_ptr + place * rank + part, mask=there, other=0.0).to(tl.float32)
     seen = inside[:, None] & there[None, :]
     second = tl.load(after_ptr + token[:, None] * rank + part[None, :], mask=seen, other=0.0).to(tl.float32)
     score = tl.load(unary_ptr + place * n + column, mask=inside, other=0.0) + tl.sum(second * first[None, :], 1)
@@ -102,10 +103,16 @@ def _score_candidates(
 
 
 def score_candidates(
-    unary: Tensor, candidates: Tensor, projected: Tensor, row: int, previous: Tensor, before: Tensor, after: Tensor
+    unary: Tensor,
+    candidates: Tensor,
+    projected: Tensor | None,
+    row: int,
+    previous: Tensor,
+    before: Tensor,
+    after: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """`aerie.kernels.drafting.block_head.score_candidates`."""
-    (_, depths, n), rank, count = unary.shape, projected.shape[2], previous.numel()
+    (_, depths, n), rank, count = unary.shape, before.shape[1], previous.numel()
     scores = torch.empty((count, n), dtype=torch.float32, device=unary.device)
     ids = torch.empty((count, n), dtype=torch.int64, device=unary.device)
     _score_candidates[(count,)](

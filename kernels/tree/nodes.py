@@ -59,7 +59,7 @@ class Candidates:
     tokens: [B, C] int64.
     scores: [B, C] float32 log-probability of the path, so no node's exceeds its parent's.
     parents: [B, C] int64 index of a candidate; -1 for the root.
-    depths: [C] int64, at most max_depth.
+    depths: [C] int64, or [B, C] if requests have different ones; at most max_depth.
     """
 
     tokens: Tensor
@@ -84,14 +84,14 @@ class Level:
     tokens: [B, k] int64.
     scores: [B, k] float32.
     candidate: [B, k] int64 index of each among the candidates.
-    mask: [B, k] int64 suffix columns that each sees.
+    mask: [B, k] int64 suffix columns that each sees; None for block drafts, whose nodes have no KV.
     parent: [B * k] int64 row of the level above that each was drafted from; in the first level, row of the request.
     """
 
     tokens: Tensor
     scores: Tensor
     candidate: Tensor
-    mask: Tensor
+    mask: Tensor | None
     parent: Tensor
 
 

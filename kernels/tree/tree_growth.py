@@ -17,7 +17,7 @@ def _check_level(candidates: Candidates, above: Level | None, children: Children
         candidates.tokens.is_contiguous() and candidates.scores.is_contiguous() and candidates.parents.is_contiguous()
     )
     for each in () if above is None else (above.scores, above.candidate, above.mask):
-        assert each.shape[1] == children.ids.shape[1] and each.is_contiguous()
+        assert each is not None and each.shape[1] == children.ids.shape[1] and each.is_contiguous()
 
 
 def _check_cut(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
@@ -54,7 +54,9 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
     best, chosen = (t[:, :k].contiguous() for t in torch.sort(scores, dim=1, descending=True, stable=True))
     parent = chosen // k
     bits = torch.ones(k, dtype=torch.int64, device=device) << (first_bit + torch.arange(k, device=device))
-    mask = bits.repeat(batch, 1) if above is None else above.mask.gather(1, parent) | bits
+    mask = bits.repeat(batch, 1)
+    if above is not None and above.mask is not None:
+        mask |= above.mask.gather(1, parent)
     rows_above = torch.arange(batch, device=device).unsqueeze(1) * parents + parent
     return Level(tokens.gather(1, chosen), best, chosen + first, mask, rows_above.flatten())
 
@@ -106,7 +108,7 @@ def best_tree(root: Tensor, candidates: Candidates, width: int) -> Tree:
     return Tree(
         tokens=torch.cat((root.unsqueeze(1), candidates.tokens.gather(1, kept)), dim=1),
         parents=parents,
-        depths=torch.cat((zero, candidates.depths[kept]), dim=1),
+        depths=torch.cat((zero, candidates.depths.expand(root.shape[0], -1).gather(1, kept)), dim=1),
         masks=_ancestor_masks(parents, candidates.max_depth),
     )
 

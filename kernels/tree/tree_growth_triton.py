@@ -130,6 +130,7 @@ def _cut(
     tree_depth_ptr,
     mask_ptr,
     num_candidates,
+    depth_stride,
     W: tl.constexpr,
     W_TABLE: tl.constexpr,
     NODES: tl.constexpr,
@@ -157,7 +158,7 @@ def _cut(
     root = node == 0
     token = tl.load(found_token_ptr + base + candidate, mask=inside, other=0)
     token = tl.where(root, tl.load(bonus_ptr + slot * bonus_stride), token)
-    depth = tl.load(depth_ptr + candidate, mask=inside, other=0)
+    depth = tl.load(depth_ptr + b * depth_stride + candidate, mask=inside, other=0)
     tl.store(token_ptr + out, token, mask=node < W)
     tl.store(parent_ptr + out, parent.to(tl.int64), mask=node < W)
     tl.store(tree_depth_ptr + out, depth, mask=node < W)
@@ -181,6 +182,7 @@ def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates
         bonus.stride(0),
         *fields,
         num_candidates,
+        candidates.depths.expand(batch, -1).stride(0),
         W=width,
         W_TABLE=fields[0].shape[1],
         NODES=nodes,

@@ -197,6 +197,7 @@ class Drafter:
         for step in self._steps:
             if level is not None:
                 suffix, mask = step.suffix, level.mask
+                assert mask is not None, "`grow` computes it"
                 decode = DecodeBatch(Mode.DRAFT_DECODE, k, suffix, length, mask, batch.page_table, batch.max_kv_len)
                 context = self._runner.context(decode, positions[step.depth - 2])
                 # copies, because the draft may change them in place

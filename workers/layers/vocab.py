@@ -74,6 +74,20 @@ class VocabShard:
         log_probability = best - torch.logsumexp(norms.squeeze(-1), 0).unsqueeze(-1)
         return log_probability.float(), ids.movedim(0, 1).flatten(1).gather(1, place).long()
 
+    def values_at(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits of token ids that every rank has: [rows, n] float32, the same on every rank. Gathers n
+        numbers per row and rank, once.
+
+        logits: [rows, size].
+        ids: [rows, n] int64.
+        """
+        if self.group.size == 1:
+            return logits.gather(1, ids).float()
+        local = ids - self.first
+        mine = (local >= 0) & (local < self.size)
+        found = logits.gather(1, torch.where(mine, local, 0)).float()
+        return self.group.all_gather(torch.where(mine, found, float("-inf"))).amax(0)
+
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Gather logits [rows, size] of all ranks: [rows, vocab_size]."""
         return self.group.all_gather_last(logits)[..., : self.vocab_size]

@@ -98,14 +98,14 @@ class DFlash(DraftMethod):
 class RowCandidates:
     """The candidate tokens of each block row, for heads that propose no others. The same on every rank.
 
-    scores: [B, depths, n] float32 log-probabilities that ignore the previous token.
-    ids: [B, depths, n] int64 target ids.
-    projected: [B, depths, rank] projections of the rows' states.
+    scores: [B, depths, n] float32 log-probabilities that ignore the previous token, up to a constant per row.
+    ids: [B, depths, n] int64 draft ids.
+    projected: [B, depths, rank] projections of the rows' states; None if the head has none.
     """
 
     scores: Tensor
     ids: Tensor
-    projected: Tensor
+    projected: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -188,13 +188,14 @@ class DFlashModel(DraftModel):
         out: tuple[Tensor, Tensor] = layer(normed, residual, angles, context)
         return out
 
-    def candidates_of(self, states: Tensor, logits: Tensor) -> RowCandidates | None:
-        """Return `Block.candidates` of its states and logits."""
+    def candidates_of(self, states: Tensor, logits: Tensor, noisy: Tensor | None = None) -> RowCandidates | None:
+        """Return `Block.candidates` of its states and logits. noisy: logits with the target's noise, in a batch with
+        random requests."""
         return None
 
     def candidates_after(self, block: Block, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and ids, [B * k, num_candidates], of the candidates of `row` after previous [B, k] int64 target
-        ids."""
+        """Return scores and draft ids, [B * k, num_candidates], of the candidates of `row` after previous [B, k] int64
+        target ids."""
         raise NotImplementedError
 
     def after(self, block: Block, row: int, previous: Tensor) -> Tensor:

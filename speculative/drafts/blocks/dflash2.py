@@ -186,7 +186,7 @@ class DFlash2Model(DFlashModel):
         assert isinstance(layer, DFlash2Layer)
         return layer.run(normed, residual, angles, context, rows)
 
-    def candidates_of(self, states: Tensor, logits: Tensor) -> RowCandidates:
+    def candidates_of(self, states: Tensor, logits: Tensor, noisy: Tensor | None = None) -> RowCandidates:
         scores, ids = self.lm_head.shard.topk_log_softmax(logits.flatten(0, 1), self.num_candidates)
         shape = (*logits.shape[:2], -1)
         return RowCandidates(scores.view(shape), ids.view(shape), self.selector.project(states))

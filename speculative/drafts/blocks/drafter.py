@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
-from aerie.kernels.tree.nodes import Candidates, Children, chain
-from aerie.kernels.tree.tree_growth import grow
+from aerie.kernels.tree.best_first import grow_best, level_rows
+from aerie.kernels.tree.nodes import Children, chain
 from aerie.kernels.vocabulary.largest import largest
 from aerie.kernels.vocabulary.topk_log_softmax import topk_log_softmax
 from aerie.speculative.drafts.blocks.dflash import Block, DFlashModel
@@ -55,7 +55,10 @@ class BlockDrafter(Drafter):
         hidden = block_states(self._runner, ids, length, batch.page_table, batch.max_kv_len)
         states = hidden[:, hidden.shape[1] - self._shape.num_steps :]
         logits: Tensor = self._model.logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])  # type: ignore[no-untyped-call]
-        return Block(states, logits, self._model.candidates_of(states, logits))
+        noisy = None
+        if batch.needs.random and self._model.num_candidates:
+            noisy = self._noisy(logits.flatten(0, 1), batch, length.long().unsqueeze(1) + self._after)
+        return Block(states, logits, self._model.candidates_of(states, logits, noisy))
 
     def _all_at_once(self, batch: DraftBatch, block: Block) -> None:
         """Draft chains whose tokens do not depend on one another."""
@@ -76,18 +79,23 @@ class BlockDrafter(Drafter):
         self._trees.write(batch.slots, chain(bonus, torch.stack(tokens, dim=1)))
 
     def _grow_tree(self, batch: DraftBatch, block: Block) -> None:
-        candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._shape.num_steps)
-        level, previous = None, self._slots.bonus[batch.slots].unsqueeze(1)
-        for step in self._steps:
-            if batch.guidance is None and not self._model.conditional:  # all parents have the same children
-                children = _repeated(self._children(batch, block, step.depth, previous[:, :1]), step.rows)
-            else:
-                children = self._children(batch, block, step.depth, previous)
-            level = grow(candidates, level, children, step.first_candidate, 0)  # no later step reads its masks
+        """Draft the best nodes of all levels. Under grammars at most top_k nodes of a level have children, because each
+        is scored over the vocabulary."""
+        shape, pool, level = self._shape, None, None
+        previous = self._slots.bonus[batch.slots].unsqueeze(1)
+        for depth in range(1, shape.num_steps + 1):
+            if batch.guidance is None and not self._model.conditional:
+                previous = previous[:, :1]  # all nodes of a level have the same children
+            children = self._children(batch, block, depth, previous)
+            rows = level_rows(depth, shape.num_steps, shape.top_k, shape.width)
+            if batch.guidance is not None:
+                rows = min(rows, shape.top_k)
+            pool, level = grow_best(pool, level, children, depth, shape.width, rows)
             previous = level.tokens
-            if batch.guidance is not None and not step.is_last:
+            if batch.guidance is not None and depth < shape.num_steps:
                 batch.guidance.grown(level)
-        self._trees.write_best(batch.slots, self._slots.bonus, candidates, self._shape.width)
+        assert pool is not None, "a tree has levels"
+        self._trees.write_best(batch.slots, self._slots.bonus, pool, shape.width)
 
     def _best_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Tensor:
         """Return the [B] target ids of the best tokens at `depth` after previous [B, 1]."""
@@ -116,6 +124,7 @@ class BlockDrafter(Drafter):
     def _candidates_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and target ids, [B * k, num_candidates], of a row's candidates after previous [B, k]."""
         scores, ids = self._model.candidates_after(block, depth - 1, previous)
+        ids = self._model.to_target(ids)
         return self._noisy(scores, batch, self._positions(batch, depth, previous), ids), ids
 
     def _of_first_rank(self, x: Tensor) -> Tensor:
@@ -152,11 +161,3 @@ def block_states(runner: DraftRunner, ids: Tensor, length: Tensor, page_table: T
         decode = DecodeBatch(Mode.DRAFT_DECODE, rows, rows, length, mask, page_table, max_kv_len)
         contexts[view] = runner.context(replace(decode, chain=view.causal, window=window))
     return model.block(ids, [contexts[view] for view in model.form.views]).view(batch, rows, -1)
-
-
-def _repeated(children: Children, times: int) -> Children:
-    """Return the children of each of `times` parents per request."""
-    if times == 1:
-        return children
-    scores, ids = (each.repeat_interleave(times, dim=0) for each in (children.log_probabilities, children.ids))
-    return Children(scores, ids, children.target_ids)

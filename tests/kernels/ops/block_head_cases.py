@@ -19,7 +19,9 @@ def _convolution(blocks: int, length: int, channels: int, taps: int, groups: int
     return Case(convolve_blocks, name, arguments)
 
 
-def _scores(batch: int, width: int, depths: int, candidates: int, rank: int, dtype: torch.dtype) -> Case:
+def _scores(
+    batch: int, width: int, depths: int, candidates: int, rank: int, dtype: torch.dtype, scaled: bool = True
+) -> Case:
     def arguments(device: torch.device) -> tuple[object, ...]:
         generator = torch.Generator().manual_seed(rank)
         ids = torch.randint(0, 50, (batch, depths, candidates), generator=generator)
@@ -27,9 +29,9 @@ def _scores(batch: int, width: int, depths: int, candidates: int, rank: int, dty
         unary = rows(batch * depths, candidates, dtype=torch.float32, device=device).view(ids.shape)
         projected = rows(batch * depths, rank, dtype=dtype, device=device).view(batch, depths, rank)
         before, after = (rows(50, rank, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
-        return unary, ids.to(device), projected, depths - 1, previous.to(device), before, after
+        return unary, ids.to(device), projected if scaled else None, depths - 1, previous.to(device), before, after
 
-    name = f"{batch}-{width}-{depths}-{candidates}-{rank}-{str(dtype).removeprefix('torch.')}"
+    name = f"{batch}-{width}-{depths}-{candidates}-{rank}-{scaled}-{str(dtype).removeprefix('torch.')}"
     return Case(score_candidates, name, arguments, tolerance=2e-5)
 
 
@@ -44,4 +46,5 @@ CASES = (
         for shape in ((1, 1, 7, 16, 256), (3, 4, 15, 16, 64), (2, 3, 1, 5, 24))
         for dtype in TYPES
     ),
+    *(_scores(2, 3, 4, 64, 40, dtype, scaled=False) for dtype in TYPES),
 )

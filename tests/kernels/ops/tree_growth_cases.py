@@ -1,11 +1,12 @@
-"""`aerie.kernels.tree.tree_growth`: trees of several widths and depths, level by level. Many scores are equal; under
-a grammar fewer tokens than a level has nodes are finite; and a broken draft's are NaN or infinite."""
+"""`aerie.kernels.tree.tree_growth` and `best_first`: trees of several widths and depths, level by level. Many scores
+are equal; under a grammar fewer tokens than a level has nodes are finite; and a broken draft's are NaN or infinite."""
 
 from collections.abc import Iterator
 from typing import TypeVar
 
 import torch
 
+from aerie.kernels.tree.best_first import grow_best, level_rows
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree
 from aerie.kernels.tree.tree_growth import grow, write_best
 from aerie.speculative.tree_shape import TreeShape
@@ -52,8 +53,8 @@ def _grow(top_k: int, steps: int, level: int, kind: str) -> Case:
     def arguments(device: torch.device) -> tuple[object, ...]:
         for step, (candidates, above, found, first, first_bit) in enumerate(_growth(top_k, steps, kind)):
             if step == level:
-                there = None if above is None else _moved(above, device)
-                return _moved(candidates, device), there, _moved(found, device), first, first_bit
+                there = None if above is None else moved(above, device)
+                return moved(candidates, device), there, moved(found, device), first, first_bit
         raise AssertionError
 
     return Case(grow, f"{top_k}-level-{level}-{kind}", arguments, written=(0,), exact=True)
@@ -64,12 +65,12 @@ def _best(top_k: int, steps: int, width: int, kind: str) -> Case:
         candidates = [grown[0] for grown in _growth(top_k, steps, kind)][-1]
         trees = Tree(*torch.full((4, 7, width + 2), 3, device=device).unbind(0))  # of an engine with a wider shape too
         bonus = torch.arange(14, device=device).view(7, 2)[:, 0] + 900
-        return trees, torch.tensor(SLOTS, device=device), bonus, _moved(candidates, device), width
+        return trees, torch.tensor(SLOTS, device=device), bonus, moved(candidates, device), width
 
     return Case(write_best, f"{top_k}/{steps}/{width}-{kind}", arguments, (0,), exact=True)
 
 
-def _moved(of: T, device: torch.device) -> T:
+def moved(of: T, device: torch.device) -> T:
     return type(of)(
         *(each.to(device).contiguous() if isinstance(each, torch.Tensor) else each for each in vars(of).values())
     )
@@ -78,7 +79,49 @@ def _moved(of: T, device: torch.device) -> T:
 TREES = ((4, 5, 8), (2, 2, 4), (3, 4, 16), (8, 4, 32), (10, 3, 60), (1, 1, 2))
 DEEP = (7, 15, 63)  # the default of block heads: 693 candidates
 KINDS = ("mapped", "plain", "masked", "broken")
+
+BestGrown = tuple[Candidates | None, Level | None, Children, int, int, int]
+
+
+def _best_growth(top_k: int, steps: int, width: int, kind: str) -> Iterator[BestGrown]:
+    generator = torch.Generator().manual_seed(width)
+    pool: Candidates | None = None
+    level: Level | None = None
+    rows = 1
+    for depth in range(1, steps + 1):
+        parents = 1 if kind == "shared" else rows
+        found = proposals(BATCH * parents, top_k, 50, generator, kind == "mapped")
+        if kind == "broken":
+            scores = found.log_probabilities
+            for value in ("nan", "inf", "-inf"):
+                scores[torch.rand(scores.shape, generator=generator) < 0.15] = float(value)
+        rows = level_rows(depth, steps, top_k, width)
+        arguments = pool, level, found, depth, width, rows
+        yield arguments
+        pool, level = grow_best.reference(*arguments)
+
+
+def _grow_best(top_k: int, steps: int, width: int, depth: int, kind: str) -> Case:
+    def arguments(device: torch.device) -> tuple[object, ...]:
+        for pool, level, found, at, nodes, rows in _best_growth(top_k, steps, width, kind):
+            if at == depth:
+                there = (None if each is None else moved(each, device) for each in (pool, level))
+                return *there, moved(found, device), at, nodes, rows
+        raise AssertionError
+
+    return Case(grow_best, f"{top_k}/{steps}/{width}-level-{depth}-{kind}", arguments, exact=True)
+
+
+BEST_FIRST = tuple(
+    _grow_best(*tree, depth, kind)
+    for tree, depths in (((3, 4, 9), (1, 2, 4)), ((7, 15, 63), (1, 3, 4)), ((7, 15, 128), (5,)))
+    for depth in depths
+    for kind in ("mapped", "shared", "broken")
+)
+
+
 CASES = (
+    *BEST_FIRST,
     *(
         _grow(top_k, steps, level, kind)
         for top_k, steps, width in TREES

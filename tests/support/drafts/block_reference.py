@@ -183,6 +183,15 @@ class BlockReference:
             logits = torch.full_like(logits, float("-inf")).index_put((ids,), scores)
         return logits
 
+    def proposed(self, hidden: Tensor, depth: int, previous: int, most: int = 64) -> Tensor:
+        """`after` of the tokens that a draft may propose: heads with a bias correct a row's `most` best tokens."""
+        logits = self.after(hidden, depth, previous)
+        if self.head.kind != "dspark":
+            return logits
+        state = hidden[depth - 1 if self.head.from_anchor else depth]
+        best = (state @ self.lm_head.T).topk(min(most, len(logits))).indices
+        return torch.full_like(logits, float("-inf")).index_put((best,), logits[best])
+
     def logits(self, features: Tensor, anchor: int, rows: int | None = None) -> Tensor:
         """Logits of depths 1 onwards, [depths, draft vocabulary]."""
         logits = self.hidden(features, anchor, rows) @ self.lm_head.T

@@ -154,7 +154,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "rope": "0/0 0/2 1.cos/0 1.cos/1 1.sin/0 1.sin/1 1.index/0 2.q/0",
         "rope_store": "0/0 0/1 0/2 1/0 1/1 1/2 2/0 2/1 2/2 3.cos/0 3.cos/1 3.sin/0 3.sin/1 3.index/0 5/0 6.q/0 6.k/0",
         "router_gemm": "0/1 1/1 2/0",
-        "score_candidates": "0/0 0/1 0/2 1/0 1/1 1/2 2/0 2/1 2/2 4/0 5/0 5/1 6/0 6/1",
+        "score_candidates": "0/0 0/1 0/2 1/0 1/1 1/2 2/0 2/1 2/2 4/0 5/1 6/1",
         "sigmoid_mul": "0/0 0/1 0/2 1/0 1/1 1/2 2/0 2/1 2/2",
         "silu_mul": "0/1",
         "write_best": (

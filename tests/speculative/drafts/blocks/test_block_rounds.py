@@ -278,12 +278,12 @@ def paths_of(pair: Pair, head: BlockHead, text: list[int], speculative: Speculat
         found = {}
         for parent, score in level.items():
             previous = parent[-1] if parent else text[-1]
-            best = reference.after(states, depth, previous).log_softmax(-1).topk(speculative.top_k)
+            best = reference.proposed(states, depth, previous).log_softmax(-1).topk(speculative.top_k)
             for value, token in zip(*(each.tolist() for each in best), strict=True):
                 found[*parent, token] = score + value
-        paths |= found
-        level = dict(sorted(found.items(), key=lambda item: -item[1])[: speculative.top_k])
-    return set(sorted(paths, key=lambda p: -paths[p])[: speculative.num_draft_tokens - 1])
+        paths = dict(sorted((paths | found).items(), key=lambda item: -item[1])[: speculative.num_draft_tokens - 1])
+        level = {path: score for path, score in found.items() if path in paths}
+    return set(paths)
 
 
 @pytest.mark.parametrize("shape,random", [("chain", True), ("tree", False)])

@@ -1,0 +1,167 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+"""The kernel of `best_first`: one launch a level, one program a request.
+
+Which nodes stay is decided by a search for the score of the last one: bit by bit, until the number of scores at or
+above it is the wanted one. So nothing is sorted, and the order of drafting is kept by prefix sums.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from aerie.kernels.score_order_triton import ordered
+from aerie.kernels.tree.nodes import Candidates, Children, Level
+
+
+@triton.jit
+def _are_best(score, there, limit):
+    """Return whether each of the scores is among the `limit` largest; among equal ones the first are."""
+    key = ordered(score).to(tl.uint32, bitcast=True) ^ 0x80000000
+    key = tl.where(there, key, 0)
+    last = tl.zeros([1], tl.uint32)
+    bit = tl.full([1], 0x80000000, tl.uint32)
+    count = limit * 0 - 1
+    step = 0
+    while (step < 32) & (count != limit):
+        at_least = tl.sum((key >= (last | bit)).to(tl.int32), 0)
+        last = tl.where(at_least >= limit, last | bit, last)
+        count = tl.where(at_least >= limit, at_least, count)
+        bit = bit >> 1
+        step += 1
+    above = there & (key > last)
+    equal = there & (key == last)
+    return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= limit - tl.sum(above.to(tl.int32), 0)))
+
+
+@triton.jit(do_not_specialize=["num_pool", "parents", "num_kept", "num_rows", "depth"])
+def _grow_best(
+    score_ptr,
+    id_ptr,
+    map_ptr,
+    pool_token_ptr,
+    pool_score_ptr,
+    pool_parent_ptr,
+    pool_depth_ptr,
+    above_score_ptr,
+    above_candidate_ptr,
+    token_ptr,
+    kept_score_ptr,
+    parent_ptr,
+    depth_ptr,
+    level_token_ptr,
+    level_score_ptr,
+    level_candidate_ptr,
+    level_parent_ptr,
+    num_pool,
+    parents,
+    num_kept,
+    num_rows,
+    depth,
+    ROOT: tl.constexpr,
+    SHARED: tl.constexpr,
+    CUT: tl.constexpr,
+    K: tl.constexpr,
+    TOTAL: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    b = tl.program_id(0)
+    entry = tl.arange(0, TOTAL)
+    in_pool = entry < num_pool
+    child = tl.maximum(entry - num_pool, 0)
+    is_child = (entry >= num_pool) & (child < parents * K)
+    row = b * parents + child // K
+    source = (b if SHARED else row) * K + child % K
+    score = tl.load(score_ptr + source, mask=is_child, other=float("-inf"))
+    score = tl.where(score < float("inf"), score, float("-inf"))
+    token = tl.load(id_ptr + source, mask=is_child, other=0)
+    if map_ptr is not None:
+        token = tl.load(map_ptr + token, mask=is_child, other=0)
+    over = entry * 0 - 1
+    level_of = entry * 0 + depth
+    if not ROOT:
+        score += tl.load(above_score_ptr + row, mask=is_child, other=0.0)
+        old = b * num_pool + entry
+        score = tl.where(in_pool, tl.load(pool_score_ptr + old, mask=in_pool, other=0.0), score)
+        token = tl.where(in_pool, tl.load(pool_token_ptr + old, mask=in_pool, other=0), token)
+        level_of = tl.where(in_pool, tl.load(pool_depth_ptr + old, mask=in_pool, other=0).to(tl.int32), level_of)
+        over = tl.load(above_candidate_ptr + row, mask=is_child, other=-1).to(tl.int32)
+        over = tl.where(in_pool, tl.load(pool_parent_ptr + old, mask=in_pool, other=-1).to(tl.int32), over)
+    kept = in_pool | is_child
+    if CUT:
+        kept = _are_best(score, kept, num_kept)
+    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+    if not ROOT:
+        over = tl.where(over >= 0, tl.gather(place, tl.maximum(over, 0), 0), -1)
+    out = b * num_kept + place
+    tl.store(token_ptr + out, token, mask=kept)
+    tl.store(kept_score_ptr + out, score, mask=kept)
+    tl.store(parent_ptr + out, over.to(tl.int64), mask=kept)
+    tl.store(depth_ptr + out, level_of.to(tl.int64), mask=kept)
+
+    new = (kept & is_child).to(tl.int32)
+    at = tl.cumsum(new, 0) - 1
+    writes = (new > 0) & (at < num_rows)
+    at += b * num_rows
+    tl.store(level_token_ptr + at, token, mask=writes)
+    tl.store(level_score_ptr + at, score, mask=writes)
+    tl.store(level_candidate_ptr + at, place.to(tl.int64), mask=writes)
+    tl.store(level_parent_ptr + at, row.to(tl.int64), mask=writes)
+    spare = tl.arange(0, ROWS)
+    is_spare = (spare >= tl.sum(new, 0)) & (spare < num_rows)
+    spare += b * num_rows
+    zero = tl.zeros([ROWS], tl.int64)
+    tl.store(level_token_ptr + spare, zero, mask=is_spare)
+    tl.store(level_score_ptr + spare, zero.to(tl.float32) + float("-inf"), mask=is_spare)
+    tl.store(level_candidate_ptr + spare, zero, mask=is_spare)
+    tl.store(level_parent_ptr + spare, zero + b * parents, mask=is_spare)
+
+
+def grow_best(
+    pool: Candidates | None, above: Level | None, children: Children, depth: int, width: int, num_rows: int
+) -> tuple[Candidates, Level]:
+    """`aerie.kernels.tree.best_first.grow_best`."""
+    (rows, k), device = children.ids.shape, children.ids.device
+    batch, parents = (rows, 1) if above is None else above.tokens.shape
+    num_pool = 0 if pool is None else pool.tokens.shape[1]
+    total = num_pool + parents * k
+    num_kept = min(total, width - 1)
+    tokens, over, depths = torch.empty((3, batch, num_kept), dtype=torch.int64, device=device).unbind(0)
+    scores = torch.empty((batch, num_kept), dtype=torch.float32, device=device)
+    kept = Candidates(tokens, scores, over, depths, depth)
+    level_tokens, candidate, parent = torch.empty((3, batch, num_rows), dtype=torch.int64, device=device).unbind(0)
+    level_scores = torch.empty((batch, num_rows), dtype=torch.float32, device=device)
+    level = Level(level_tokens, level_scores, candidate, None, parent.flatten())
+    old, over_level = pool or kept, above or level
+    padded = max(16, triton.next_power_of_2(total))
+    _grow_best[(batch,)](
+        children.log_probabilities,
+        children.ids,
+        children.target_ids,
+        old.tokens,
+        old.scores,
+        old.parents,
+        old.depths,
+        over_level.scores,
+        over_level.candidate,
+        tokens,
+        scores,
+        over,
+        depths,
+        level_tokens,
+        level_scores,
+        candidate,
+        parent,
+        num_pool,
+        parents,
+        num_kept,
+        num_rows,
+        depth,
+        ROOT=above is None,
+        SHARED=rows == batch,
+        CUT=num_kept < total,
+        K=k,
+        TOTAL=padded,
+        ROWS=triton.next_power_of_2(num_rows),
+        num_warps=max(1, min(8, padded // 256)),
+    )
+    return kept, level
