@@ -9,6 +9,7 @@ weights use torch (4 rows, torch and oneDNN: 64 x 64, 4 and 23 us; 256 x 512, 36
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor
 from aerie.kernels.capability import num_multiprocessors
 from aerie.kernels.gemm.tiles import INPUT_STEP, MAX_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
 from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.host.library import compiles
 from aerie.kernels.norm.activation import silu_mul
 from aerie.kernels.operation import Implementation, anywhere, on_host, operation
 
@@ -30,6 +32,16 @@ class TorchGEMM:
     """torch's GEMM, the reference. weight: [out, in]."""
 
     weight: Tensor
+
+    owns_weight: ClassVar[bool] = False  # whether it has a copy of its own, so that the given weight can be freed
+
+    def dense(self) -> Tensor:
+        """Return the weight [out, in]."""
+        return self.weight
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows `ids` [n] int64 of the weight: [n, in]."""
+        return F.embedding(ids, self.weight)
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         """Return [rows, out] for x [rows, in], in `out` if given."""
@@ -101,7 +113,14 @@ def _fits_onednn(weight: Tensor, options: GEMMOptions) -> bool:
     return options.workspace is None and weight.dtype == torch.float32 and is_large and bool(torch._C._has_mkldnn)
 
 
+def _fits_host(weight: Tensor, options: GEMMOptions) -> bool:
+    return options.host and weight.numel() >= _MIN_PACKED_WEIGHTS
+
+
 @operation(
+    Implementation(
+        "c++", "aerie.kernels.host.products:HostGEMM.of", compiles, _fits_host, "float32 rows, 2**18 weights or more"
+    ),
     Implementation(
         "triton", "aerie.kernels.gemm.skinny_triton:FixedRowsGEMM.of", anywhere, _wants(True), "deterministic"
     ),

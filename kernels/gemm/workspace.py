@@ -9,6 +9,7 @@ from torch import Tensor
 from aerie.kernels.capability import Capability
 from aerie.kernels.gemm.blocks import largest
 from aerie.kernels.gemm.tiles import workspace_size
+from aerie.kernels.host.library import compiles
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,14 @@ class GEMMOptions:
     deterministic: a row's result must not depend on other rows (needs the workspace).
     fp8: whether the device multiplies FP8 (needs the workspace).
     packed: whether the device multiplies 4- and 8-bit weights (`aerie.kernels.packed`).
+    host: whether the device is a CPU with kernels for float32 rows (`aerie.kernels.host`).
     """
 
     workspace: Workspace | None = None
     deterministic: bool = False
     fp8: bool = False
     packed: bool = False
+    host: bool = False
 
     @staticmethod
     def of(
@@ -64,6 +67,6 @@ class GEMMOptions:
         """
         here = Capability.of(device)
         if not here.is_gpu or dtype.itemsize != 2:
-            return GEMMOptions(packed=here.is_gpu)
+            return GEMMOptions(packed=here.is_gpu, host=dtype == torch.float32 and compiles(here))
         workspace = Workspace.of_size(*largest([workspace_size(shapes), *others]), device)
         return GEMMOptions(workspace, deterministic, here.multiplies_fp8, packed=True)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aerie.kernels.host.library import compiles
 from aerie.kernels.operation import Implementation, on_gpu, operation
 
 
@@ -17,7 +18,17 @@ def _check_sigmoid(x: Tensor, gate: Tensor, added: Tensor | None = None) -> None
     assert added is None or (added.is_contiguous() and added.shape == x.shape and added.dtype == x.dtype)
 
 
-@operation(Implementation("triton", "aerie.kernels.norm.norm_triton:silu_mul", on_gpu), contract=_check_gate_up)
+@operation(
+    Implementation("triton", "aerie.kernels.norm.norm_triton:silu_mul", on_gpu),
+    Implementation(
+        "c++",
+        "aerie.kernels.host.rows:silu_mul",
+        compiles,
+        lambda gate_up: gate_up.dtype == torch.float32 and gate_up.is_contiguous(),
+        "float32",
+    ),
+    contract=_check_gate_up,
+)
 def silu_mul(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up.
 

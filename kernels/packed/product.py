@@ -9,6 +9,7 @@ from torch import Tensor
 
 from aerie.kernels.capability import num_multiprocessors
 from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.host.library import compiles
 from aerie.kernels.norm.activation import silu_mul
 from aerie.kernels.operation import Implementation, operation
 from aerie.kernels.packed.cuda.gated_mlp_tiles import GROUP, MAX_ROWS, gated_mlp_tiles
@@ -52,8 +53,19 @@ class PackedProduct:
         """Return silu(first half of the outputs) * second half, [rows, out_features / 2]."""
         return silu_mul(self.multiply(x, None))
 
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """Return the dequantised weight, [out_features, in_features]."""
+        return dequantize(self.weight, dtype)
+
+
+def _fits_host(weight: PackedWeight, options: GEMMOptions) -> bool:
+    return options.host and weight.code != "e2m1" and weight.row_scale is None and weight.group % 2 == 0
+
 
 @operation(
+    Implementation(
+        "c++", "aerie.kernels.host.products:HostPackedProduct.of", compiles, _fits_host, "float32 rows, integers"
+    ),
     Implementation(
         "cuda",
         "aerie.kernels.packed.cuda.product_cuda:CudaPackedProduct.of",

@@ -155,6 +155,23 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def plain_codes(weight: PackedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the arguments codes, scales and zeros of `pack`; for a linear layer."""
+    n, k, groups = weight.out_features, weight.in_features, -(-weight.in_features // weight.group)
+    codes = torch.cat([_unpacked(weight.codes[tiles], weight.code).to(torch.uint8) for tiles, _ in _slices(n, k)])
+    scales, zeros = (None if each is None else _plain(each)[:n, :groups] for each in (weight.scales, weight.zeros))
+    assert scales is not None
+    return codes[:n, :k], scales, zeros
+
+
+def without_memory(weight: PackedWeight) -> PackedWeight:
+    """Return the sizes of a weight whose numbers are elsewhere, with tensors on the meta device."""
+    zeros = None if weight.zeros is None else weight.zeros.to("meta")
+    row_scale = None if weight.row_scale is None else weight.row_scale.to("meta")
+    codes, scales = weight.codes.to("meta"), weight.scales.to("meta")
+    return replace(weight, codes=codes, scales=scales, zeros=zeros, row_scale=row_scale)
+
+
 def _check(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, row_scale: Tensor | None, group: int, code: Code
 ) -> None:

@@ -4,6 +4,7 @@
 import torch
 from torch import Tensor
 
+from aerie.kernels.host.library import compiles
 from aerie.kernels.kv.fp8 import write_rows
 from aerie.kernels.kv.nan_values import without_nan
 from aerie.kernels.kv.views import LayerKV
@@ -44,6 +45,20 @@ def _check_rope_store(
     )
 
 
+def _serves_host(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    angles: Angles,
+    kv: LayerKV,
+    slot_mapping: Tensor,
+    norms: HeadNorms | None = None,
+) -> bool:
+    size = q.shape[2]
+    adjacent = all(x.dtype == torch.float32 and x.stride(1) == size and x.stride(2) == 1 for x in (q, k, v))
+    return norms is None and adjacent and kv.k.dtype == kv.v.dtype == torch.float32
+
+
 @operation(
     Implementation(
         "triton_norm",
@@ -60,6 +75,9 @@ def _check_rope_store(
             norms is None and _is_power_of_two(q.shape[2]) and _is_power_of_two(angles.cos.shape[1])
         ),
         "no norms; head_dim and rotated dimensions powers of two",
+    ),
+    Implementation(
+        "c++", "aerie.kernels.host.rows:rope_store", compiles, _serves_host, "no norms; float32, heads adjacent"
     ),
     contract=_check_rope_store,
 )

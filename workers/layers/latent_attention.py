@@ -51,7 +51,7 @@ class LatentUpProjection(ColumnParallelLinear):
 
     def finish(self, options: GEMMOptions) -> None:
         # multiplied in the model's dtype, by `aerie.kernels.latent`
-        super().finish(dataclasses.replace(options, fp8=False, packed=False, deterministic=False))
+        super().finish(dataclasses.replace(options, fp8=False, packed=False, host=False, deterministic=False))
         self.deterministic = options.deterministic
         assert isinstance(self.method, DenseLinearMethod), "only dense weights have views per head"
         self.keys_and_values = self.method.dense_weight()

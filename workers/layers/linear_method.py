@@ -143,6 +143,13 @@ class DenseLinearMethod(LinearMethod):
     def dtype(self) -> torch.dtype:
         return self.dense_weight().dtype
 
+    def described(self) -> Tensor:
+        """Return the weight, or a tensor of its shape and dtype without its numbers and memory, if `dense_weight` would
+        convert it."""
+        if self._gemm is None or not self._gemm.owns_weight:
+            return self.dense_weight()
+        return torch.zeros((), dtype=self.dtype).expand(self.shape.out_features, self.shape.in_features)
+
     def finish(self, options: GEMMOptions) -> None:
         self._gemm = choose_gemm(self.dense_weight(), options)
 
@@ -193,11 +200,18 @@ class UnquantizedLinearMethod(DenseLinearMethod):
         self._last: dict[int, TorchGEMM] = {}  # for `multiply_last`, by the number of columns
         self._options: GEMMOptions | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
     def dense_weight(self) -> Tensor:
-        return self.weight
+        """Return the weight; a copy, converted at each call, if the GEMM has it in its own layout."""
+        return self.weight if self._gemm is None or not self._gemm.owns_weight else self._gemm.dense()
 
     def finish(self, options: GEMMOptions) -> None:
         super().finish(options)
+        if self._gemm is not None and self._gemm.owns_weight:
+            self.weight.data = self.weight.data.new_empty((0, self.shape.in_features))
         self._options = options
         self._last.clear()
 
@@ -206,7 +220,7 @@ class UnquantizedLinearMethod(DenseLinearMethod):
         self.check(x, bias)
         assert isinstance(x, Tensor), "fp8_inputs is None"
         if count not in self._last:
-            self._last[count] = choose_gemm(self.weight[-count:], self._options)
+            self._last[count] = choose_gemm(self.dense_weight()[-count:], self._options)
         return self._last[count].multiply(x, None if bias is None else bias[-count:], None)
 
     def load(self, kind: str, part: Part, full: Tensor) -> None:

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from aerie.kernels.gemm.choice import TorchGEMM
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.span import Span
 from aerie.kernels.vocabulary.largest import largest
 from aerie.kernels.vocabulary.topk_log_softmax import topk_log_softmax
@@ -100,21 +102,38 @@ class VocabShard:
 
 
 class VocabEmbedding(WeightedModule):
-    """An embedding table [vocab, hidden], sharded by vocabulary. Each rank looks up its ids; the results are summed."""
+    """An embedding table [vocab, hidden], sharded by vocabulary. Each rank looks up its ids; the results are summed.
+
+    weight: [rows of the shard, hidden]; without rows while a tied head's GEMM has the table.
+    """
 
     def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup) -> None:
         super().__init__()
         self.shard = VocabShard(vocab_size, group)
         self.weight = nn.Parameter(torch.empty(self.shard.size, hidden_size), requires_grad=False)
+        self._table: TorchGEMM | None = None
+
+    def move_to(self, table: TorchGEMM) -> None:
+        """Free the weight, which `table` has in its own layout."""
+        self._table = table
+        self.weight.data = self.weight.data.new_empty((0, self.weight.shape[1]))
+
+    @property
+    def dense_weight(self) -> Tensor:
+        """Return the weight; a copy, converted at each call, after `move_to`."""
+        return self.weight if self._table is None else self._table.dense()
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight) if self._table is None else self._table.rows(ids)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return [rows, hidden] for token ids [rows] int64."""
         shard = self.shard
         if shard.group.size == 1:
-            return F.embedding(ids, self.weight)
+            return self._rows(ids)
         local = ids - shard.first
         mine = (local >= 0) & (local < shard.size)
-        rows = F.embedding(torch.where(mine, local, 0), self.weight) * mine.unsqueeze(-1)
+        rows = self._rows(torch.where(mine, local, 0)) * mine.unsqueeze(-1)
         return shard.group.all_reduce(rows)
 
     def weight_keys(self) -> tuple[WeightKey, ...]:
@@ -140,8 +159,17 @@ class TiedLinearMethod(DenseLinearMethod):
         super().__init__(shape)
         self._embedding = (embedding,)  # the tuple keeps it from being a submodule
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding[0].weight.dtype
+
     def dense_weight(self) -> Tensor:
-        return self._embedding[0].weight
+        return self._embedding[0].dense_weight
+
+    def finish(self, options: GEMMOptions) -> None:
+        super().finish(options)
+        if self._gemm is not None and self._gemm.owns_weight:
+            self._embedding[0].move_to(self._gemm)
 
     def load(self, kind: str, part: Part, full: Tensor) -> None:
         raise AssertionError("has nothing to load")

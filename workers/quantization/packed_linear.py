@@ -4,7 +4,7 @@ multiplies by a part of the weight."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,10 @@ class PackedPart:
 
     def dense(self, in_features: int, dtype: torch.dtype) -> Tensor:
         """Return [rows, in_features], exact in float32."""
-        dense = dequantize(self.weight, dtype)
+        return self.in_order(dequantize(self.weight, dtype), in_features)
+
+    def in_order(self, dense: Tensor, in_features: int) -> Tensor:
+        """Return [rows, in_features] of the dequantised weight, exact in float32."""
         if self.gather is None:
             return dense[:, self.margins[0] : self.margins[0] + in_features]
         out = dense.new_zeros((dense.shape[0], in_features))
@@ -98,6 +101,14 @@ class _Product:
     part: PackedPart
     product: PackedProduct
 
+    @staticmethod
+    def of(part: PackedPart, options: GEMMOptions) -> "_Product":
+        product = choose_product(part.weight, options)
+        return _Product(replace(part, weight=product.weight), product)  # which may have the numbers elsewhere
+
+    def dense(self, in_features: int, dtype: torch.dtype) -> Tensor:
+        return self.part.in_order(self.product.dense(dtype), in_features)
+
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
         return self.product.multiply(self.part.inputs(x), bias, out)
 
@@ -131,7 +142,7 @@ class PackedLinear(DenseLinearMethod):
         if self._dense is not None:
             return self._dense
         assert self._packed, "call finish first"
-        return torch.cat([product.part.dense(self.shape.in_features, self._dtype) for product in self._packed])
+        return torch.cat([product.dense(self.shape.in_features, self._dtype) for product in self._packed])
 
     def _of(self, part: Part) -> StoredMatrix:
         stored = self.stored[self.shape.parts.index(part)]
@@ -160,9 +171,9 @@ class PackedLinear(DenseLinearMethod):
         self._options = options
         if len(self.stored):
             packed = self.layout.pack([self._of(part) for part in self.shape.parts], self.shape)
-            self._packed = [_Product(part, choose_product(part.weight, options)) for part in packed]
+            self._packed = [_Product.of(part, options) for part in packed]
             self.stored = nn.ModuleList()
-        if not options.packed:
+        if not options.packed and any(type(each.product) is PackedProduct for each in self._packed):
             self._dense = self.dense_weight()
             self._packed = []
             super().finish(options)

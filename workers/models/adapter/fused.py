@@ -37,7 +37,7 @@ class Merged(ColumnParallelLinear):
         """Return the unquantised weight of one of the layers, because models read its dtype."""
         assert isinstance(self.method, DenseLinearMethod)
         part = self.shape.parts[index]
-        return self.method.dense_weight()[part.offset : part.offset + part.rows.size]
+        return self.method.described()[part.offset : part.offset + part.rows.size]
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return self.output_of(0, x)

@@ -36,7 +36,7 @@ class Columns(ColumnParallelLinear):
     def weight(self) -> Tensor:
         """Return the weight of an unquantised layer, [this rank's outputs, inputs], because models read its dtype."""
         assert isinstance(self.method, DenseLinearMethod)
-        return self.method.dense_weight()
+        return self.method.described()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         out = super().forward(x.flatten(0, -2))

@@ -1,0 +1,122 @@
+"""GEMMs of float32 rows with a `HostWeight`: implementations of `aerie.kernels.gemm.choice.choose_gemm` and of
+`aerie.kernels.packed.product.choose_product` on CPUs. They keep the weight in one copy, in their own layout.
+
+A row's result does not depend on the other rows or their number.
+"""
+
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.gemm.choice import TorchGEMM
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.host.library import library
+from aerie.kernels.host.weight import BLOCK, HostWeight, packed, stored_exactly
+from aerie.kernels.packed.product import PackedProduct
+from aerie.kernels.packed.weight import SYMMETRIC_ZERO, PackedWeight, plain_codes, without_memory
+
+_CONVERTED_ROWS = 24  # MIN_CONVERTED_ROWS in products.h: such products need scratch memory
+_WEIGHT = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32)
+
+
+@cache
+def _functions() -> tuple[Any, Any]:
+    lib = library()
+    assert lib is not None, "asked only where `compiles`"
+    product, rows = lib.product, lib.weight_rows
+    product.argtypes = [*_WEIGHT, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_void_p]
+    rows.argtypes = [*_WEIGHT, c_void_p, c_int64, c_void_p, c_int32]
+    product.restype = rows.restype = None
+    return product, rows
+
+
+def _arguments(weight: HostWeight) -> tuple[Any, ...]:
+    codes, scales, offsets = (
+        None if t is None else t.data_ptr() for t in (weight.codes, weight.scales, weight.offsets)
+    )
+    return codes, scales, offsets, weight.outputs, weight.inputs, weight.group, weight.format
+
+
+def multiply(weight: HostWeight, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """Return x W^T + bias: [rows, outputs] float32.
+
+    x: [rows, inputs] float32, last stride 1.
+    bias: [outputs] float32, or None.
+    out: contiguous memory for the result; None allocates it.
+    """
+    rows, threads = x.shape[0], torch.get_num_threads()
+    out = torch.empty((rows, weight.outputs)) if out is None else out
+    scratch = None
+    if weight.offsets is not None or rows >= _CONVERTED_ROWS:
+        scratch = torch.empty(threads * weight.inputs * BLOCK + rows * (weight.inputs // weight.group))
+    _functions()[0](
+        *_arguments(weight),
+        x.data_ptr(),
+        x.stride(0),
+        rows,
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        weight.outputs,
+        threads,
+        None if scratch is None else scratch.data_ptr(),
+    )
+    return out
+
+
+def rows_of(weight: HostWeight, ids: Tensor) -> Tensor:
+    """Return rows `ids` [n] int64 of the weight, dequantised: [n, inputs] float32."""
+    ids = ids.contiguous()
+    out = torch.empty((ids.shape[0], weight.inputs))
+    _functions()[1](*_arguments(weight), ids.data_ptr(), ids.shape[0], out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+@dataclass(frozen=True)
+class HostGEMM(TorchGEMM):
+    """weight: the codes. stored: the weight with its scales."""
+
+    stored: HostWeight
+
+    owns_weight: ClassVar[bool] = True
+
+    @classmethod
+    def of(cls, weight: Tensor, options: GEMMOptions) -> "HostGEMM":
+        """Implement `choose_gemm`."""
+        stored = stored_exactly(weight.detach())
+        return cls(stored.codes, stored)
+
+    def dense(self) -> Tensor:
+        return rows_of(self.stored, torch.arange(self.stored.outputs))
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return rows_of(self.stored, ids)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
+        return multiply(self.stored, x, bias, out)
+
+
+@dataclass(frozen=True)
+class HostPackedProduct(PackedProduct):
+    """weight: without memory. stored: the weight."""
+
+    stored: HostWeight
+
+    @classmethod
+    def of(cls, weight: PackedWeight, options: GEMMOptions) -> "HostPackedProduct":
+        """Implement `choose_product`."""
+        codes, scales, zeros = plain_codes(weight)
+        offsets = None
+        if zeros is not None:
+            offsets = (SYMMETRIC_ZERO[weight.code] - zeros.float()) * scales.float()
+        stored = packed(codes, scales, offsets, weight.group, 4 if weight.code == "int4" else 8)
+        return cls(without_memory(weight), stored)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return rows_of(self.stored, torch.arange(self.stored.outputs)).to(dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return multiply(self.stored, x, bias, out)
