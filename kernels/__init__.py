@@ -1,6 +1,6 @@
 """Operations and their kernels: the ground floor, which imports nothing else of Aerie, reads no environment and knows
-no Ray. A module has an operation's contract and its reference in torch; kernels are in modules named *_triton or
-*_cuda, which need their library; all others import on every machine.
+no Ray. A module has an operation's contract and its reference in torch; kernels are in modules named *_triton,
+*_cuda or *_cpp, which need their library; all others import on every machine.
 
 capability          abilities of a device and the installed libraries; no other module tests for them
 operation           defines operations
@@ -8,6 +8,7 @@ contracts           checks that several operations share
 lazy_import         objects that tables name, imported when they are chosen
 pdl                 programmatic dependent launch: the rule, and what each kernel reads before it waits
 cuda_source         compiles, loads and launches kernels in CUDA C++; device.cuh: device functions that they share
+cpp_library         compiles and loads the kernels for CPUs in cpp/, in C++
 interpreter_triton  whether Triton's interpreter runs the kernels
 to_device           asynchronous copies from host memory
 score_order_triton  sort keys of scores and their places, in kernels

@@ -1,5 +1,5 @@
 """Attention in plain PyTorch: the reference for tests of other backends, and the backend for CPUs, where
-`aerie.kernels.host.attention` computes rounds of float32 heads without sinks and soft caps.
+`aerie.kernels.attend.rounds_cpp` computes rounds of float32 heads without sinks and soft caps.
 
 A row's result does not depend on the tokens or lengths of other requests in the pass: positions after a request's own
 length are masked to minus infinity, and contribute exact zeros. In PyTorch, its last bits may depend on the number of
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend, Prepared, check_inputs
+from aerie.kernels.attend import rounds_cpp
 from aerie.kernels.attend.scores import ScoreRule, row_weights
-from aerie.kernels.host import attention as host
 from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch, newest_columns
 from aerie.kernels.kv.fp8 import read_pages
 from aerie.kernels.kv.views import LatentKV, LayerKV
@@ -40,8 +40,8 @@ class _PreparedDecode(Prepared):
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         check_inputs(q, kv, self.batch, rule, sinks)
         batch = self.batch.through(rule.window)
-        if isinstance(kv, LayerKV) and host.serves(q, kv, rule, batch.window, batch.rows):
-            return host.attend_rounds(q, kv, batch, rule.scale)
+        if isinstance(kv, LayerKV) and rounds_cpp.serves(q, kv, rule, batch.window, batch.rows):
+            return rounds_cpp.attend_rounds(q, kv, batch, rule.scale)
         page_size = page_size_of(kv)
         pages, first = _pages_seen(batch, page_size)
         length = pages.shape[1] * page_size

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aerie.kernels.capability import num_multiprocessors
+from aerie.kernels.cpp_library import compiles
 from aerie.kernels.gemm.tiles import INPUT_STEP, MAX_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.host.library import compiles
 from aerie.kernels.norm.activation import silu_mul
 from aerie.kernels.operation import Implementation, anywhere, on_host, operation
 
@@ -119,7 +119,7 @@ def _fits_host(weight: Tensor, options: GEMMOptions) -> bool:
 
 @operation(
     Implementation(
-        "c++", "aerie.kernels.host.products:HostGEMM.of", compiles, _fits_host, "float32 rows, 2**18 weights or more"
+        "c++", "aerie.kernels.gemm.host_cpp:HostGEMM.of", compiles, _fits_host, "float32 rows, 2**18 weights or more"
     ),
     Implementation(
         "triton", "aerie.kernels.gemm.skinny_triton:FixedRowsGEMM.of", anywhere, _wants(True), "deterministic"

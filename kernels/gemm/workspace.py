@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.capability import Capability
+from aerie.kernels.cpp_library import compiles
 from aerie.kernels.gemm.blocks import largest
 from aerie.kernels.gemm.tiles import workspace_size
-from aerie.kernels.host.library import compiles
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class GEMMOptions:
     deterministic: a row's result must not depend on other rows (needs the workspace).
     fp8: whether the device multiplies FP8 (needs the workspace).
     packed: whether the device multiplies 4- and 8-bit weights (`aerie.kernels.packed`).
-    host: whether the device is a CPU with kernels for float32 rows (`aerie.kernels.host`).
+    host: whether the device is a CPU with kernels for float32 rows (`aerie.kernels.cpp_library`).
     """
 
     workspace: Workspace | None = None

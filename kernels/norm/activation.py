@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aerie.kernels.host.library import compiles
+from aerie.kernels.cpp_library import compiles
 from aerie.kernels.operation import Implementation, on_gpu, operation
 
 
@@ -22,7 +22,7 @@ def _check_sigmoid(x: Tensor, gate: Tensor, added: Tensor | None = None) -> None
     Implementation("triton", "aerie.kernels.norm.norm_triton:silu_mul", on_gpu),
     Implementation(
         "c++",
-        "aerie.kernels.host.rows:silu_mul",
+        "aerie.kernels.norm.norm_cpp:silu_mul",
         compiles,
         lambda gate_up: gate_up.dtype == torch.float32 and gate_up.is_contiguous(),
         "float32",

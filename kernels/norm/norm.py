@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from aerie.kernels.host.library import compiles
+from aerie.kernels.cpp_library import compiles
 from aerie.kernels.norm import head_norms
 from aerie.kernels.operation import Implementation, on_gpu, operation
 
@@ -27,7 +27,7 @@ def _are_float32(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> boo
 
 @operation(
     Implementation("triton", "aerie.kernels.norm.norm_triton:rms_norm", on_gpu),
-    Implementation("c++", "aerie.kernels.host.rows:rms_norm", compiles, _is_float32, "float32"),
+    Implementation("c++", "aerie.kernels.norm.norm_cpp:rms_norm", compiles, _is_float32, "float32"),
     contract=_check_norm,
 )
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @operation(
     Implementation("triton", "aerie.kernels.norm.norm_triton:add_rms_norm", on_gpu),
-    Implementation("c++", "aerie.kernels.host.rows:add_rms_norm", compiles, _are_float32, "float32"),
+    Implementation("c++", "aerie.kernels.norm.norm_cpp:add_rms_norm", compiles, _are_float32, "float32"),
     contract=_check_add_norm,
 )
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -8,13 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aerie.kernels.capability import num_multiprocessors
+from aerie.kernels.cpp_library import compiles
+from aerie.kernels.gemm.host_cpp import multiply, rows_of
+from aerie.kernels.gemm.host_weight import HostWeight, packed
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.host.library import compiles
 from aerie.kernels.norm.activation import silu_mul
 from aerie.kernels.operation import Implementation, operation
 from aerie.kernels.packed.cuda.gated_mlp_tiles import GROUP, MAX_ROWS, gated_mlp_tiles
 from aerie.kernels.packed.cuda.tiles import STEP
-from aerie.kernels.packed.weight import PackedWeight, dequantize
+from aerie.kernels.packed.weight import SYMMETRIC_ZERO, PackedWeight, dequantize, plain_codes, without_memory
 
 
 def packed_product(x: Tensor, weight: PackedWeight, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
@@ -58,13 +60,36 @@ class PackedProduct:
         return dequantize(self.weight, dtype)
 
 
+@dataclass(frozen=True)
+class HostPackedProduct(PackedProduct):
+    """C++ on a CPU. weight: without memory. stored: the weight, in one copy."""
+
+    stored: HostWeight
+
+    @classmethod
+    def of(cls, weight: PackedWeight, options: GEMMOptions) -> "HostPackedProduct":
+        """Implement `choose_product`."""
+        codes, scales, zeros = plain_codes(weight)
+        offsets = None
+        if zeros is not None:
+            offsets = (SYMMETRIC_ZERO[weight.code] - zeros.float()) * scales.float()
+        stored = packed(codes, scales, offsets, weight.group, 4 if weight.code == "int4" else 8)
+        return cls(without_memory(weight), stored)
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return rows_of(self.stored, torch.arange(self.stored.outputs)).to(dtype)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return multiply(self.stored, x, bias, out)
+
+
 def _fits_host(weight: PackedWeight, options: GEMMOptions) -> bool:
     return options.host and weight.code != "e2m1" and weight.row_scale is None and weight.group % 2 == 0
 
 
 @operation(
     Implementation(
-        "c++", "aerie.kernels.host.products:HostPackedProduct.of", compiles, _fits_host, "float32 rows, integers"
+        "c++", "aerie.kernels.packed.product:HostPackedProduct.of", compiles, _fits_host, "float32 rows, integers"
     ),
     Implementation(
         "cuda",

@@ -4,7 +4,7 @@
 import torch
 from torch import Tensor
 
-from aerie.kernels.host.library import compiles
+from aerie.kernels.cpp_library import compiles
 from aerie.kernels.kv.fp8 import write_rows
 from aerie.kernels.kv.nan_values import without_nan
 from aerie.kernels.kv.views import LayerKV
@@ -77,7 +77,11 @@ def _serves_host(
         "no norms; head_dim and rotated dimensions powers of two",
     ),
     Implementation(
-        "c++", "aerie.kernels.host.rows:rope_store", compiles, _serves_host, "no norms; float32, heads adjacent"
+        "c++",
+        "aerie.kernels.rope.rope_store_cpp:rope_store",
+        compiles,
+        _serves_host,
+        "no norms; float32",
     ),
     contract=_check_rope_store,
 )

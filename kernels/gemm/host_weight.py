@@ -1,4 +1,4 @@
-"""`HostWeight`: the memory layout of all weights that `aerie.kernels.host.products` multiplies.
+"""`HostWeight`: the memory layout of all weights that `aerie.kernels.gemm.host_cpp` multiplies.
 
 A weight of integers is code * scale + offset, with a scale and perhaps an offset for each output and group of inputs.
 """

@@ -1,4 +1,6 @@
-"""Compiles the C++ kernels of this folder for this machine's CPU, once, and loads them.
+"""Compiles the C++ kernels in `cpp/` for this machine's CPU, once, and loads them. They multiply, norm and attend
+float32 rows with float32 sums. A row's result depends neither on the other rows nor on their number, so greedy answers
+are equal with and without speculation, alone and in a batch.
 
 Without a C++ compiler (GCC, whose OpenMP runtime torch has loaded already), operations use torch: with 2 threads of an
 EPYC Milan and the weights of SmolLM2-135M, one token's products take 29 ms in oneDNN's float32 and 7 in our int8, those
@@ -48,7 +50,7 @@ def _compiled() -> Path:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise FileNotFoundError("no C++ compiler")
-    folder, key = Path(__file__).parent, hashlib.sha256()
+    folder, key = Path(__file__).parent / "cpp", hashlib.sha256()
     for part in (*((folder / name).read_bytes() for name in SOURCES), repr(_FLAGS).encode(), _cpu()):
         key.update(part)
     target = _cache_folder() / f"host-{key.hexdigest()[:20]}.so"

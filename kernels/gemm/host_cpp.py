@@ -1,5 +1,5 @@
-"""GEMMs of float32 rows with a `HostWeight`: implementations of `aerie.kernels.gemm.choice.choose_gemm` and of
-`aerie.kernels.packed.product.choose_product` on CPUs. They keep the weight in one copy, in their own layout.
+"""Products of float32 rows with a `HostWeight` on CPUs; an implementation of `aerie.kernels.gemm.choice.choose_gemm`.
+The weight is kept in one copy.
 
 A row's result does not depend on the other rows or their number.
 """
@@ -12,12 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from aerie.kernels.cpp_library import library
 from aerie.kernels.gemm.choice import TorchGEMM
+from aerie.kernels.gemm.host_weight import BLOCK, HostWeight, stored_exactly
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.host.library import library
-from aerie.kernels.host.weight import BLOCK, HostWeight, packed, stored_exactly
-from aerie.kernels.packed.product import PackedProduct
-from aerie.kernels.packed.weight import SYMMETRIC_ZERO, PackedWeight, plain_codes, without_memory
 
 _CONVERTED_ROWS = 24  # MIN_CONVERTED_ROWS in products.h: such products need scratch memory
 _WEIGHT = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32)
@@ -96,27 +94,4 @@ class HostGEMM(TorchGEMM):
         return rows_of(self.stored, ids)
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        return multiply(self.stored, x, bias, out)
-
-
-@dataclass(frozen=True)
-class HostPackedProduct(PackedProduct):
-    """weight: without memory. stored: the weight."""
-
-    stored: HostWeight
-
-    @classmethod
-    def of(cls, weight: PackedWeight, options: GEMMOptions) -> "HostPackedProduct":
-        """Implement `choose_product`."""
-        codes, scales, zeros = plain_codes(weight)
-        offsets = None
-        if zeros is not None:
-            offsets = (SYMMETRIC_ZERO[weight.code] - zeros.float()) * scales.float()
-        stored = packed(codes, scales, offsets, weight.group, 4 if weight.code == "int4" else 8)
-        return cls(without_memory(weight), stored)
-
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        return rows_of(self.stored, torch.arange(self.stored.outputs)).to(dtype)
-
-    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         return multiply(self.stored, x, bias, out)

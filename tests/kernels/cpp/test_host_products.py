@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.capability import Capability
+from aerie.kernels.cpp_library import compiles
 from aerie.kernels.gemm.choice import choose_gemm
+from aerie.kernels.gemm.host_cpp import HostGEMM, multiply, rows_of
+from aerie.kernels.gemm.host_weight import BFLOAT16, FLOAT32, INT8, HostWeight, packed, stored_exactly
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.host.library import compiles
-from aerie.kernels.host.products import HostGEMM, HostPackedProduct, multiply, rows_of
-from aerie.kernels.host.weight import BFLOAT16, FLOAT32, INT8, HostWeight, packed, stored_exactly
-from aerie.kernels.packed.product import choose_product
+from aerie.kernels.packed.product import HostPackedProduct, choose_product
 from aerie.kernels.packed.weight import dequantize, pack
 
 pytestmark = pytest.mark.skipif(not compiles(Capability.of(torch.device("cpu"))), reason="no C++ compiler")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
-from aerie.kernels.host.library import compiles, library
+from aerie.kernels.cpp_library import compiles, library
 from aerie.kernels.kv.batches import DecodeBatch
 from aerie.kernels.kv.views import LatentKV, LayerKV
 

@@ -1,4 +1,4 @@
-// The functions that `aerie.kernels.host` calls. Rows are float32, [rows, size] with a leading dimension in elements.
+// The functions that `aerie.kernels` calls. Rows are float32, [rows, size] with a leading dimension in elements.
 
 #include <omp.h>
 

@@ -1,5 +1,5 @@
 // Vectors of float32 for the kernels of this folder: GCC's vector extensions, which become AVX2, AVX-512 or NEON.
-// Compiled by `aerie.kernels.host.library`.
+// Compiled by `aerie.kernels.cpp_library`.
 
 #include <cmath>
 #include <cstdint>

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from aerie.kernels.attend import references
+from aerie.kernels.attend import rounds_cpp as attention
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
-from aerie.kernels.host import attention
-from aerie.kernels.host.library import compiles
+from aerie.kernels.cpp_library import compiles
 from aerie.kernels.kv.batches import DecodeBatch, Mode
 from aerie.kernels.kv.views import LayerKV
 from aerie.kernels.norm.activation import silu_mul

@@ -1,0 +1,48 @@
+"""Norms and the gate of MLPs for float32 rows on CPUs."""
+
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.cpp_library import library
+
+
+@cache
+def _functions() -> tuple[Any, Any]:
+    lib = library()
+    assert lib is not None, "asked only where `compiles`"
+    p, i, n = c_void_p, c_int64, c_int32
+    lib.rms_norm.argtypes = [p, i, p, p, i, i, c_float, p, n]
+    lib.silu_mul.argtypes = [p, i, i, p, n]
+    lib.rms_norm.restype = lib.silu_mul.restype = None
+    return lib.rms_norm, lib.silu_mul
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `aerie.kernels.norm.norm.rms_norm`."""
+    return _norm(x, None, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `aerie.kernels.norm.norm.add_rms_norm`."""
+    return _norm(x, residual, weight, eps)
+
+
+def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    size, out = weight.shape[0], torch.empty_like(x)
+    added = None if residual is None else residual.data_ptr()
+    rows = x.numel() // max(size, 1)
+    threads = torch.get_num_threads()
+    _functions()[0](x.data_ptr(), size, added, weight.data_ptr(), rows, size, eps, out.data_ptr(), threads)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `aerie.kernels.norm.activation.silu_mul`."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, size))
+    _functions()[1](gate_up.data_ptr(), rows, size, out.data_ptr(), torch.get_num_threads())
+    return out
