@@ -19,7 +19,7 @@ from aerie.workers.models.gguf.vocabulary import Vocabulary, write_vocabulary
 from aerie.workers.quantization.block_scheme import METHOD
 from aerie.workers.quantization.block_types import BLOCK_TYPES
 
-_VERSION = 1  # of what is written: raise it with a change
+_VERSION = 2  # of what is written: raise it with a change
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
     "chat_template.jinja",

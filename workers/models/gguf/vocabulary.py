@@ -120,12 +120,12 @@ class Vocabulary:
         return tokenizer
 
     def _sentencepiece(self) -> Tokenizer:
-        # Spaces that SentencePiece writes as "▁" are plain in user-defined tokens of files.
-        tokens = [_SPACE * len(token) if token and not token.strip(" ") else token for token in self._tokens]
         pieces = self._get("merges")
-        merges = [tuple(merge.split(" ", 1)) for merge in pieces] if pieces else self._merges_by_score(tokens)
+        merges = [tuple(merge.split(" ", 1)) for merge in pieces] if pieces else self._merges_by_score()
         unknown = self._token("unknown")
-        tokenizer = Tokenizer(BPE(self._numbers(tokens), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+        tokenizer = Tokenizer(
+            BPE(self._numbers(self._tokens), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        )
         prefixed = bool(self._get("add_space_prefix", True))
         spaces = normalizers.Replace(" ", _SPACE)
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
@@ -133,11 +133,11 @@ class Vocabulary:
         tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
         return tokenizer
 
-    def _merges_by_score(self, tokens: list[str]) -> list[tuple[str, str]]:
+    def _merges_by_score(self) -> list[tuple[str, str]]:
         """Return the merges of which SentencePiece stores only the results: pairs of tokens that make a token, in
-        descending order of its score."""
-        mergeable = {token: i for i, token in enumerate(tokens) if self._kinds[i] in (_NORMAL, _USER_DEFINED)}
-        scores = self._get("scores") or [0.0] * len(tokens)
+        descending order of its score. User-defined tokens are found in the text first, as in SentencePiece."""
+        mergeable = {token: i for i, token in enumerate(self._tokens) if self._kinds[i] == _NORMAL}
+        scores = self._get("scores") or [0.0] * len(self._tokens)
         found = []
         for token, number in mergeable.items():
             pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
@@ -153,12 +153,12 @@ class Vocabulary:
         return numbers
 
     def _add_tokens(self, tokenizer: Tokenizer) -> None:
-        """Make control and user-defined tokens be found in texts, except spaces, which merges make."""
+        """Make control and user-defined tokens be found in texts before all others, the longest first."""
         special = {_CONTROL: True, _UNKNOWN: True, _USER_DEFINED: False}
         added = [
             AddedToken(token, normalized=False, special=special[kind])
             for token, kind in zip(self._tokens, self._kinds, strict=True)
-            if kind in special and token.strip(" ")
+            if kind in special and token
         ]
         tokenizer.add_tokens(added)
 
