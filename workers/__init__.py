@@ -10,6 +10,8 @@ layers             the tensor-parallel layers that models are made of
 quantization       formats of quantised checkpoints: loading and matrix products
 distributed        communication between the ranks of an engine
 config, device, memory_use   configuration of an engine; its device and dtype; its memory use
+request_values     declarations of numbers that requests may set
+prompt_inputs      inputs of a prompt besides its token ids
 interrupt          delays Ctrl-C to the end of a step
 
 Rooms import downwards in this order: runner, models, quantization, layers, distributed.

@@ -73,6 +73,11 @@ class PromptInputs(msgspec.Struct, frozen=True, array_like=True):
     positions: bytes = b""
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the embeddings."""
+        return sum(len(each.data) for each in self.embeddings)
+
+    @property
     def shift(self) -> int:
         """Return how far the rotary positions of output tokens are from the number of tokens before them."""
         positions = np.frombuffer(self.positions, "<i4")

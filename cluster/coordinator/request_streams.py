@@ -192,6 +192,7 @@ class RequestStreams:
                 message.sampling,
                 output=unpack_i32(message.output).tolist(),
                 owner=message.owner,
+                inputs=message.inputs,
             )
             self._scheduler.submit(request, resumed=message.resumed)
             self._scheduler.stats.num_resumed += message.resumed or bool(request.output)

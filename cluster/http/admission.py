@@ -45,9 +45,10 @@ class Admission:
         self._check_bytes(num_bytes)
 
     @contextmanager
-    def enter(self, num_generations: int, num_tokens: int = 0) -> Iterator[None]:
-        """Reserve room for generations with `num_tokens` prompt tokens in all. Raises ApiError."""
-        num_bytes = num_generations * STREAM_BYTES + num_tokens * TOKEN_BYTES
+    def enter(self, num_generations: int, num_tokens: int = 0, input_bytes: int = 0) -> Iterator[None]:
+        """Reserve room for generations with `num_tokens` prompt tokens, and `input_bytes` of other inputs, in all.
+        Raises ApiError."""
+        num_bytes = num_generations * STREAM_BYTES + num_tokens * TOKEN_BYTES + input_bytes
         self.check(num_generations, num_bytes)
         self.num_active += num_generations
         self.num_bytes += num_bytes

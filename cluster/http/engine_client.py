@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
+from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Owner
 
@@ -29,6 +30,7 @@ class EngineClient(Protocol):
         token_origins: bool = False,
         output: Sequence[int] = (),
         owner: Owner = Owner(),  # noqa: B008 - immutable
+        inputs: PromptInputs | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Generate a request's tokens: an async generator of deltas.
 
@@ -36,6 +38,7 @@ class EngineClient(Protocol):
         token_origins: send `drafted` with every delta that has tokens.
         output: tokens that the answer already has; they count against `sampling.max_tokens` and are not sent again.
         owner: whose request it is.
+        inputs: of the prompt, besides its tokens.
         Raises `EngineRefused` before the first delta if no engine accepts the request. The last delta has `finish`;
         later failures set finish="error" instead of raising. Closing the generator (`aclose`, or cancelling the waiting
         task) before the last delta aborts the request.

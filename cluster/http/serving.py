@@ -154,7 +154,7 @@ class GenerationResponse(Response):
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             size = len(self._request.choices), sum(map(len, self._request.prompts))
-            with self._edge.admission.enter(*size), self._tenant.limits.enter(*size):
+            with self._edge.admission.enter(*size, self._request.num_input_bytes), self._tenant.limits.enter(*size):
                 await (self._stream(send) if self._request.stream else self._whole(scope, receive, send))
         except Exception as raised:
             error = raised if isinstance(raised, ApiError) else internal(self._request_id)
@@ -259,13 +259,14 @@ class GenerationResponse(Response):
         # A stop string or the budget may end an answer at any delta.
         running_stats = bool(choice.form.stops) or budget is not None
         owner = self._tenant.owner(request.priority)
+        inputs = request.inputs[choice.prompt] if request.inputs else None
         salt = self._tenant.cache_salt(choice.sampling.cache_salt)
         sampling = msgspec.structs.replace(choice.sampling, cache_salt=salt)
 
         def generate(output: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
             name = f"{self._engine_id}-{index}" + ("-2" if output else "")
             origins = request.return_token_origins
-            return self._edge.engine.generate(prompt, sampling, name, running_stats, origins, output, owner)
+            return self._edge.engine.generate(prompt, sampling, name, running_stats, origins, output, owner, inputs)
 
         parser = self._parsers[index]
         if budget is None or not isinstance(parser, MarkedParser) or parser.reasoning is None:

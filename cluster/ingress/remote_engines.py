@@ -20,6 +20,7 @@ from aerie.cluster.ingress.engine_links import EngineLinks
 from aerie.cluster.ingress.refreshed import Refreshed
 from aerie.cluster.ingress.routing import Prompt
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
+from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import SamplingParams, pack_i32
 from aerie.workers.scheduling.request import Owner
 
@@ -80,6 +81,7 @@ class RemoteEngines:
         token_origins: bool = False,
         output: Sequence[int] = (),
         owner: Owner = Owner(),  # noqa: B008 - immutable
+        inputs: PromptInputs | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """See `EngineClient.generate`. A full queue accepts a request that has output, because its client already has a
         part of the answer."""
@@ -107,6 +109,7 @@ class RemoteEngines:
                 resumed=attempts.was_taken or bool(output),
                 num_crashes=attempts.num_crashes,
                 owner=owner,
+                inputs=inputs,
             )
             async with contextlib.aclosing(self._attempt(attempts, name, request, known, request_id)) as deltas:
                 async for delta in deltas:

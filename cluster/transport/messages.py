@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 
+from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
 from aerie.workers.scheduling.request import Owner
 from aerie.workers.scheduling.stats import Metric, SchedulerStats
@@ -28,6 +29,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
     token_origins: report for every token whether it was drafted.
     owner: whose request it is.
+    inputs: of the prompt, besides its tokens.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     resumed: bool = False
     num_crashes: int = 0
     owner: Owner = Owner()
+    inputs: PromptInputs | None = None
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag=True):

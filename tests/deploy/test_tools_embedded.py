@@ -51,6 +51,7 @@ class OfflineEngine:
         token_origins: bool = False,
         output: Sequence[int] = (),
         owner: Owner = Owner(),  # noqa: B008 - immutable
+        inputs: object = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         ends = tuple(self._llm._engine.tokenizer.eos_token_ids)
         sampling = msgspec.structs.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))

@@ -11,6 +11,7 @@ from aerie.cluster.http.engine_client import EngineRefused
 from aerie.cluster.http.text.chat_template import ChatTemplate
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
+from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import PromptLogprobs, SamplingParams, TokenLogprobs, pack_i32
 from aerie.workers.scheduling.request import Owner
 
@@ -34,6 +35,7 @@ class Call:
     token_origins: bool = False
     output: tuple[int, ...] = ()
     owner: Owner = Owner()  # noqa: RUF009 - immutable
+    inputs: PromptInputs | None = None
 
 
 @dataclass
@@ -66,9 +68,12 @@ class FakeEngine:
         token_origins: bool = False,
         output: Sequence[int] = (),
         owner: Owner = Owner(),  # noqa: B008 - immutable
+        inputs: PromptInputs | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         assert request_id not in {call.request_id for call in self.calls}, "request ids must be unique"
-        self.calls.append(Call(prompt, sampling, request_id, running_stats, token_origins, tuple(output), owner))
+        self.calls.append(
+            Call(prompt, sampling, request_id, running_stats, token_origins, tuple(output), owner, inputs)
+        )
         self.num_active += 1
         self.max_active = max(self.max_active, self.num_active)
         finished = False

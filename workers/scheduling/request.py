@@ -67,6 +67,11 @@ class Request:
     queue_s: float = 0.0
 
     @property
+    def num_input_bytes(self) -> int:
+        """Bytes of `inputs`."""
+        return 0 if self.inputs is None else self.inputs.num_bytes
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of its prompt are still to come."""
         return self.sampling.prompt_logprobs >= 0 and not self.output

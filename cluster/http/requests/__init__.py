@@ -7,6 +7,7 @@ messages           /v1/messages as a chat
 native             SGLang's /generate as completions
 batch              joins requests of one prompt each
 prompts            prompts of every form, as token ids
+prompt_embeds      embeddings in the place of a prompt's tokens
 structured_output  a body's structured-output parameters, as a grammar
 grammar_checker    checks that a grammar compiles
 tools              tools that a chat may or must call

@@ -26,6 +26,7 @@ from aerie.cluster.http.requests.parameters import (
     thinking_budget,
     truncation_of,
 )
+from aerie.cluster.http.requests.prompt_embeds import PLACEHOLDER, read_embeds
 from aerie.cluster.http.requests.prompts import (
     chat_text,
     check_token_ids,
@@ -40,6 +41,7 @@ from aerie.cluster.http.schema.request import ChatCompletionRequest, CompletionR
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.text.user_text import ChatText
 from aerie.cluster.http.thinking_budget import ThinkingBudget
+from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import Grammar, SamplingParams
 
 
@@ -87,6 +89,7 @@ class EdgeRequest:
     include_reasoning: whether the reply shows reasoning. separate_reasoning: in a separate field. stream_reasoning: as
         it arrives.
     priority: as the client wants it, see `Owner`.
+    inputs: inputs of the prompts besides their tokens, one per prompt, or none.
     reads_calls: whether the parser searches tool calls. parallel_calls: whether it shows more than the first.
     The other fields describe how to show the answer.
     """
@@ -114,6 +117,12 @@ class EdgeRequest:
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     priority: int = 0
+    inputs: tuple[PromptInputs, ...] = ()
+
+    @property
+    def num_input_bytes(self) -> int:
+        """Bytes of the prompts' inputs besides tokens."""
+        return sum(inputs.num_bytes for inputs in self.inputs)
 
     @property
     def echo_logprobs(self) -> bool:
@@ -228,6 +237,8 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
         raise unsupported("echo", "with truncate_prompt_tokens it would show text that the model did not see")
     if body.max_tokens == 0 and not body.echo:
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo: true for the prompt alone")
+    if body.prompt_embeds is not None:
+        return _embedded_request(body, config, tokenizer)
     given = listed_prompts(body.prompt, config.max_choices, tokenizer)
     num_choices(body.n, len(given), config)
     kept = truncation_of(body, body.max_tokens, config)
@@ -241,6 +252,19 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
     echo = [p if isinstance(p, str) else await tokenizer.decode_long(p, skips) for p in given] if body.echo else []
     logprobs = -1 if body.logprobs is None else body.logprobs
     return _request(body, prompts, echo, logprobs, body.max_tokens, config, tokenizer)
+
+
+def _embedded_request(body: CompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
+    """Return the request of a body with `prompt_embeds`."""
+    values = vars(body)
+    for name in ("prompt", "echo", "prompt_logprobs", "truncate_prompt_tokens"):
+        if values[name] not in (None, False, "", []):
+            raise unsupported(name, "embeddings stand for the whole prompt, and have no tokens")
+    inputs = read_embeds(body.prompt_embeds, config.max_choices)
+    prompts = [[PLACEHOLDER] * each.embeddings[0].num_rows for each in inputs]
+    logprobs = -1 if body.logprobs is None else body.logprobs
+    request = _request(body, prompts, [], logprobs, body.max_tokens, config, tokenizer)
+    return dataclasses.replace(request, inputs=tuple(inputs))
 
 
 def _request(

@@ -74,7 +74,6 @@ REFUSED: Refusals = {
     "logprob_token_ids": ("use top_logprobs, up to 20 of the likeliest tokens", ([],)),
     "stop_regex": ("use stop, or regex for the form of the whole answer", ([], "")),
     "input_embeds": ("prompts are text or token ids", ()),
-    "prompt_embeds": ("prompts are text or token ids", ()),
     "custom_logit_processor": ("code from requests is not run", ()),
     "session_params": ("send the whole conversation; the prefix cache finds its beginning", ({},)),
     **{name: ("this sampler is not implemented", (off,)) for name, off in OTHER_SAMPLERS.items()},
@@ -93,7 +92,8 @@ IGNORED: Mapping[str, tuple[Any, ...]] = {
 }
 _CHATS_ONLY = "it belongs to /v1/chat/completions"
 _TEXTS_ONLY = "it belongs to /v1/completions"
-CHAT_REFUSED: Refusals = REFUSED | {"prompt": (_TEXTS_ONLY, ()), "best_of": ("ask for n choices", (1,))}
+NO_EMBEDS: Refusals = {"prompt_embeds": (_TEXTS_ONLY, ())}
+CHAT_REFUSED: Refusals = REFUSED | NO_EMBEDS | {"prompt": (_TEXTS_ONLY, ()), "best_of": ("ask for n choices", (1,))}
 TEXT_REFUSED: Refusals = REFUSED | {
     "messages": (_CHATS_ONLY, ()),
     "tools": (_CHATS_ONLY, ([],)),
@@ -226,12 +226,14 @@ class ChatCompletionRequest(_SamplingRequest):
 
 
 class CompletionRequest(_SamplingRequest):
-    """Continue a text."""
+    """Continue a text. prompt_embeds: instead of a prompt, the embeddings of its tokens
+    (`aerie.cluster.http.requests.prompt_embeds`)."""
 
     refused = TEXT_REFUSED
     ignored = IGNORED
 
     prompt: Prompt = None
+    prompt_embeds: Strings = None
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None

@@ -9,7 +9,7 @@ from pydantic import Field, Tag
 from aerie.cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, known_type_or_other, text_or_list
 from aerie.cluster.http.schema.completions import TokenLogprob
 from aerie.cluster.http.schema.message import Arguments, Content, FunctionName, OtherTool, ReasoningEffort, Role
-from aerie.cluster.http.schema.request import IGNORED, REFUSED, Count, SamplingFields
+from aerie.cluster.http.schema.request import IGNORED, NO_EMBEDS, REFUSED, Count, SamplingFields
 from aerie.cluster.http.schema.response import RequestMetrics, Struct
 
 _NOT_HERE = "the whole conversation goes into input, or use previous_response_id"
@@ -128,17 +128,21 @@ class TextOptions(Schema):
 class ResponsesRequest(SamplingFields):
     """Continue a conversation. store: keep the reply in this ingress's memory, for previous_response_id."""
 
-    refused = REFUSED | {
-        "conversation": (_NOT_HERE, ()),
-        "prompt": ("stored prompts are not implemented; " + _NOT_HERE, ()),
-        "messages": ("they go into input", ()),
-        "max_tokens": ("use max_output_tokens", ()),
-        "max_completion_tokens": ("use max_output_tokens", ()),
-        "n": ("a response has one answer", (1,)),
-        "logprobs": ("use top_logprobs and include", (False,)),
-        "enable_response_messages": ("see output, and return_token_ids of /v1/chat/completions", (False,)),
-        **dict.fromkeys(_FORMS, ("use text.format, or structured_outputs", ())),
-    }
+    refused = (
+        REFUSED
+        | NO_EMBEDS
+        | {
+            "conversation": (_NOT_HERE, ()),
+            "prompt": ("stored prompts are not implemented; " + _NOT_HERE, ()),
+            "messages": ("they go into input", ()),
+            "max_tokens": ("use max_output_tokens", ()),
+            "max_completion_tokens": ("use max_output_tokens", ()),
+            "n": ("a response has one answer", (1,)),
+            "logprobs": ("use top_logprobs and include", (False,)),
+            "enable_response_messages": ("see output, and return_token_ids of /v1/chat/completions", (False,)),
+            **dict.fromkeys(_FORMS, ("use text.format, or structured_outputs", ())),
+        }
+    )
     ignored = {name: IGNORED[name] for name in IGNORED if name not in ("store", "service_tier")}
 
     input: Input

@@ -38,6 +38,7 @@ class _Ready:
         token_origins: bool = False,
         output: Sequence[int] = (),
         owner: Owner = Owner(),  # noqa: B008 - immutable
+        inputs: object = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         for delta in self._deltas:
             yield delta

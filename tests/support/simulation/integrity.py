@@ -38,6 +38,7 @@ def check_waiting(waiting: WaitingQueue) -> None:
         sum(len(sequence.prompt) for sequence in sequences),
         sum(sequence.request.sampling.max_tokens for sequence in sequences),
         sum(waiting._backlog.values()),
+        sum(sequence.request.num_input_bytes for sequence in sequences),
     )
 
 

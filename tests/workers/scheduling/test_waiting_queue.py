@@ -113,4 +113,4 @@ def test_totals_follow_requests_that_are_preempted_aborted_and_resumed() -> None
     sim.new_worker_group(1)
     sim.run()
     assert sim.scheduler.stats.num_preemptions > 0
-    assert sim.scheduler.queues.waiting.load == (0, 0, 0, 0)
+    assert sim.scheduler.queues.waiting.load == (0, 0, 0, 0, 0)

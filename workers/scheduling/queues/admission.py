@@ -65,7 +65,7 @@ class Admission:
             return
         if config.max_waiting is not None and load.num_requests >= config.max_waiting:
             raise QueueFullError(f"max_waiting={config.max_waiting}: {load.num_requests} wait; retry later")
-        if load.num_requests and load.bytes_with(len(request.prompt)) > config.max_waiting_bytes:
+        if load.num_requests and load.bytes_with(request) > config.max_waiting_bytes:
             raise QueueFullError(
                 f"max_waiting_bytes={config.max_waiting_bytes}: {load.num_requests} requests with "
                 f"{load.prompt_tokens} prompt tokens wait; retry later"
@@ -80,8 +80,8 @@ class Admission:
         share = tenant.weight / sum(each.weight for each in by_tenant.keys() | {tenant})
         own = by_tenant.get(tenant, ())
         tokens = sum(len(each.prompt) for each in own)
-        load = QueueLoad(len(own), tokens)
-        has_bytes = load.bytes_with(len(request.prompt)) <= share * self._config.max_waiting_bytes
+        load = QueueLoad(len(own), tokens, input_bytes=sum(each.request.num_input_bytes for each in own))
+        has_bytes = load.bytes_with(request) <= share * self._config.max_waiting_bytes
         max_waiting = self._config.max_waiting
         return has_bytes and (max_waiting is None or len(own) + 1 <= share * max_waiting)
 

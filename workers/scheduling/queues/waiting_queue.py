@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from aerie.workers.scheduling.queues.tenants import Tenant, turns
+from aerie.workers.scheduling.request import Request
 from aerie.workers.scheduling.sequence import Sequence
 
 # Bytes of one waiting request without its prompt: request, sampling parameters, sequence and stream (measured in
@@ -27,16 +28,19 @@ class QueueLoad(NamedTuple):
     prompt_tokens: tokens of their prompts.
     max_output_tokens: maximum tokens that they may generate.
     backlog_tokens: prompt tokens to compute, without those found in the prefix cache.
+    input_bytes: bytes of `Request.inputs`.
     """
 
     num_requests: int = 0
     prompt_tokens: int = 0
     max_output_tokens: int = 0
     backlog_tokens: int = 0
+    input_bytes: int = 0
 
-    def bytes_with(self, prompt_tokens: int) -> int:
-        """Return the host memory of the queued requests and one more with `prompt_tokens` tokens."""
-        return (self.num_requests + 1) * REQUEST_BYTES + (self.prompt_tokens + prompt_tokens) * BYTES_PER_TOKEN
+    def bytes_with(self, request: Request) -> int:
+        """Return the host memory of the queued requests and one more."""
+        tokens, inputs = self.prompt_tokens + len(request.prompt), self.input_bytes + request.num_input_bytes
+        return (self.num_requests + 1) * REQUEST_BYTES + tokens * BYTES_PER_TOKEN + inputs
 
 
 class WaitingQueue:
@@ -97,4 +101,5 @@ class WaitingQueue:
             load.prompt_tokens + sign * len(sequence.prompt),
             load.max_output_tokens + sign * sequence.request.sampling.max_tokens,
             load.backlog_tokens + backlog,
+            load.input_bytes + sign * sequence.request.num_input_bytes,
         )
