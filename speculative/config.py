@@ -8,8 +8,8 @@ from aerie.attention.config import MIN_WINDOW
 from aerie.speculative.tree_shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of, suffix_shapes
 from aerie.workers.config import RoundShapes
 
-Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "suffix"]
-BLOCK_METHODS = ("dflash", "dspark", "dflash2")  # methods that draft a block in one pass
+Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "domino", "suffix"]
+BLOCK_METHODS = ("dflash", "dspark", "dflash2", "domino")  # methods that draft a block in one pass
 
 MAX_MATCH = 32
 _DEFAULT_SUFFIX_TOKENS = 15  # 16 rows with the root, which is one tile of a matrix product
@@ -22,8 +22,8 @@ class SpeculativeConfig:
     path: folder of the draft, or its name on the hub; empty for `suffix`, and for `mtp` if it is in the target's
         folder.
     method: `eagle3` (also EAGLE-3.1 and `speculators`), `eagle` (also EAGLE-2), `mtp` (the model's own module, or
-        Gemma 4's assistant), `dflash`, `dspark` and `dflash2` (block drafts), or `suffix`: copy what followed the
-        newest tokens earlier in the request's own text.
+        Gemma 4's assistant), `dflash`, `dspark`, `dflash2` and `domino` (block drafts), or `suffix`: copy what
+        followed the newest tokens earlier in the request's own text.
     num_steps: depth of the draft tree, for block drafts at most a block; tokens drafted by `suffix`, whose default is
         15.
     top_k: children per node; 1 drafts a chain.

@@ -53,7 +53,7 @@ def block_shape(folder: Path, target: Path) -> dict[str, Any]:
     in_speculators = "speculators_model_type" in config
     size = given.get("block_size") or (8 if in_speculators else 16)
     kind = str(config.get("speculators_model_type") or draft_architecture(config)).lower()
-    from_anchor = given.get("sample_from_anchor", "dspark" in kind)
+    from_anchor = given.get("sample_from_anchor", given.get("shift_label", "dspark" in kind))
     depth = int(size) - (not from_anchor)
     if depth < 2:
         return {"num_steps": depth, "num_draft_tokens": depth + 1}

@@ -1,5 +1,6 @@
-"""Operations of a DFlash2 head besides its layers: convolutions over the rows of a block, and the selector's scores.
-Definitions: z-lab's modelling code of DFlash2."""
+"""Operations of block heads besides their layers: convolutions over the rows of a block (DFlash2), scores of candidates
+(DFlash2's selector, biases of DSpark and Domino), and a step of a recurrent unit (Domino). Definitions: z-lab's code of
+DFlash2, torch's GRU."""
 
 import torch
 from torch import Tensor
@@ -87,3 +88,24 @@ def score_candidates(
     if projected is not None:
         first = first * projected[:, row].float().repeat_interleave(k, dim=0)
     return mine + (first.unsqueeze(1) * after[ids].float()).sum(-1), ids
+
+
+def _check_gru(inputs: Tensor, hidden: Tensor, state: Tensor) -> None:
+    assert state.dim() == 2 and state.is_contiguous() and state.is_floating_point()
+    assert inputs.shape == hidden.shape == (state.shape[0], 3 * state.shape[1])
+    assert inputs.is_contiguous() and hidden.is_contiguous() and inputs.dtype == hidden.dtype == state.dtype
+
+
+@operation(Implementation("triton", "aerie.kernels.drafting.block_head_triton:gru_step", on_gpu), contract=_check_gru)
+def gru_step(inputs: Tensor, hidden: Tensor, state: Tensor) -> Tensor:
+    """Return the next states of a gated recurrent unit without biases (torch.nn.GRU), in float32.
+
+    inputs  [n, 3 S], contiguous: the inputs times the input weights; gates reset, update and new
+    hidden  [n, 3 S], contiguous, as inputs: the states times the hidden weights
+    state   [n, S], contiguous, as inputs
+    ->      [n, S], as inputs
+    """
+    of_input, of_state = (each.float().chunk(3, dim=1) for each in (inputs, hidden))
+    reset, update = (torch.sigmoid(of_input[gate] + of_state[gate]) for gate in (0, 1))
+    new = torch.tanh(of_input[2] + reset * of_state[2])
+    return (new + update * (state.float() - new)).to(state.dtype)

@@ -135,3 +135,30 @@ def score_candidates(
         **pdl_wait(unary.device),
     )
     return scores, ids
+
+
+@triton.jit
+def _gru_step(input_ptr, hidden_ptr, state_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = row * 3 * size + column
+    reset = tl.load(input_ptr + gate, mask=inside, other=0.0).to(tl.float32)
+    reset += tl.load(hidden_ptr + gate, mask=inside, other=0.0).to(tl.float32)
+    update = tl.load(input_ptr + gate + size, mask=inside, other=0.0).to(tl.float32)
+    update += tl.load(hidden_ptr + gate + size, mask=inside, other=0.0).to(tl.float32)
+    new = tl.load(input_ptr + gate + 2 * size, mask=inside, other=0.0).to(tl.float32)
+    of_state = tl.load(hidden_ptr + gate + 2 * size, mask=inside, other=0.0).to(tl.float32)
+    new += of_state / (1.0 + tl.exp(-reset))
+    new = 2.0 / (1.0 + tl.exp(-2.0 * new)) - 1.0
+    state = tl.load(state_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    state = new + (state - new) / (1.0 + tl.exp(-update))
+    tl.store(out_ptr + row * size + column, state.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def gru_step(inputs: Tensor, hidden: Tensor, state: Tensor) -> Tensor:
+    """`aerie.kernels.drafting.block_head.gru_step`."""
+    out = torch.empty_like(state)
+    rows, size = state.shape
+    _gru_step[(rows, triton.cdiv(size, BLOCK))](inputs, hidden, state, out, size, BLOCK=BLOCK, num_warps=4)
+    return out

@@ -12,7 +12,7 @@ ASSISTANTS = ("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM")
 
 # Unsupported block drafts, by a part of their architecture's or algorithm's name.
 _REFUSED = {
-    "domino": "Domino",
+    "dspine": "DSpine",
     "lilicorr": "LiLiCorr",
     "xpress": "XPress",
     "peagle": "P-EAGLE",
@@ -56,6 +56,8 @@ def _block_method(raw: Mapping[str, Any]) -> Method | None:
                 f"draft (architecture {draft_architecture(raw)}) is a {refused} head, which is not served; use a "
                 "DFlash head of the same target"
             )
+    if "domino" in name or projector == "domino":
+        return "domino"
     if "dspark" in name:
         # also DeepSpec's name for DFlash heads, which have no Markov head
         return "dflash" if raw.get("markov_rank") == 0 else "dspark"

@@ -6,6 +6,7 @@ from typing import Any
 
 from aerie.speculative.drafts.blocks.dflash import DFlash
 from aerie.speculative.drafts.blocks.dflash2 import DFlash2
+from aerie.speculative.drafts.blocks.domino import Domino
 from aerie.speculative.drafts.blocks.dspark import DSpark
 from aerie.speculative.drafts.eagle import Eagle
 from aerie.speculative.drafts.eagle3 import Eagle3
@@ -25,6 +26,7 @@ METHODS: dict[str, tuple[type[DraftMethod], ...]] = {
     "dflash": (DFlash,),
     "dspark": (DSpark,),
     "dflash2": (DFlash2,),
+    "domino": (Domino,),
 }
 
 

@@ -3,6 +3,7 @@
 config   the layout of a block, and config.json of published heads
 dflash   DFlash: method and model
 dspark   DSpark: a Markov head
+domino   Domino: a bias that depends on the whole path
 dflash2  DFlash2: convolutions and a selector
 drafter  drafts chains and trees from one pass
 """

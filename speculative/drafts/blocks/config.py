@@ -145,7 +145,8 @@ def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: in
             "trained for this target"
         )
     name = str(raw.get("speculators_model_type") or draft_architecture(raw)).lower()
-    from_anchor = bool(given.get("sample_from_anchor", "dspark" in name))  # DeepSpec has no key for it
+    # DeepSpec has no key for it, and Domino another one
+    from_anchor = bool(given.get("sample_from_anchor", given.get("shift_label", "dspark" in name)))
     if size < 2 - from_anchor:
         raise ValueError(f"{source}: block_size={size}: must be at least 2; use a head that drafts")
     return BlockForm(size, mask, from_anchor, _views(path, raw, num_layers))

@@ -193,14 +193,22 @@ class DFlashModel(DraftModel):
         random requests."""
         return None
 
-    def candidates_after(self, block: Block, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+    def candidates_after(
+        self, block: Block, row: int, previous: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return scores and draft ids, [B * k, num_candidates], of the candidates of `row` after previous [B, k] int64
-        target ids."""
+        target ids. state: of the paths to them (`path_state`)."""
         raise NotImplementedError
 
-    def after(self, block: Block, row: int, previous: Tensor) -> Tensor:
-        """Return the logits of `row` after previous [B, k] int64 target ids: [B * k, shard size], newly allocated."""
+    def after(self, block: Block, row: int, previous: Tensor, state: Tensor | None = None) -> Tensor:
+        """Return the logits of `row` after previous [B, k] int64 target ids: [B * k, shard size], newly allocated.
+        state: of the paths to them."""
         return block.logits[:, row].repeat_interleave(previous.shape[1], dim=0)
+
+    def path_state(self, state: Tensor | None, tokens: Tensor) -> Tensor | None:
+        """Return the state [n, any] of paths that end with tokens [n] int64, for heads that read whole paths; None for
+        others. state: [n, any] of the paths before them; None if the tokens are the anchors."""
+        return None
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.lm_head.scaled(hidden, 1 / self.scales.logits, self.scales.soft_cap)

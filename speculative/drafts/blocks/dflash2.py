@@ -191,12 +191,14 @@ class DFlash2Model(DFlashModel):
         shape = (*logits.shape[:2], -1)
         return RowCandidates(scores.view(shape), ids.view(shape), self.selector.project(states))
 
-    def candidates_after(self, block: Block, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+    def candidates_after(
+        self, block: Block, row: int, previous: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         assert block.candidates is not None
         scored: tuple[Tensor, Tensor] = self.selector(block.candidates, row, previous)
         return scored
 
-    def after(self, block: Block, row: int, previous: Tensor) -> Tensor:
+    def after(self, block: Block, row: int, previous: Tensor, state: Tensor | None = None) -> Tensor:
         shard = self.lm_head.shard
         scores, ids = self.candidates_after(block, row, previous)
         local = ids - shard.first

@@ -70,9 +70,10 @@ class BlockDrafter(Drafter):
     def _one_by_one(self, batch: DraftBatch, block: Block) -> None:
         """Draft chains whose tokens depend on the previous token, because of the head or a grammar."""
         bonus = self._slots.bonus[batch.slots]
-        tokens, previous = [], bonus
+        tokens, previous, state = [], bonus, None
         for step in self._steps:
-            previous = self._best_after(batch, block, step.depth, previous.unsqueeze(1))
+            state = self._model.path_state(state, previous)
+            previous = self._best_after(batch, block, step.depth, previous.unsqueeze(1), state)
             if batch.guidance is not None:
                 previous = batch.guidance.follow(previous)
             tokens.append(previous)
@@ -83,10 +84,13 @@ class BlockDrafter(Drafter):
         is scored over the vocabulary."""
         shape, pool, level = self._shape, None, None
         previous = self._slots.bonus[batch.slots].unsqueeze(1)
+        state = self._model.path_state(None, previous.flatten())
         for depth in range(1, shape.num_steps + 1):
             if batch.guidance is None and not self._model.conditional:
                 previous = previous[:, :1]  # all nodes of a level have the same children
-            children = self._children(batch, block, depth, previous)
+            if state is not None and level is not None:
+                state = self._model.path_state(state.index_select(0, level.parent), level.tokens.flatten())
+            children = self._children(batch, block, depth, previous, state)
             rows = level_rows(depth, shape.num_steps, shape.top_k, shape.width)
             if batch.guidance is not None:
                 rows = min(rows, shape.top_k)
@@ -97,22 +101,26 @@ class BlockDrafter(Drafter):
         assert pool is not None, "a tree has levels"
         self._trees.write_best(batch.slots, self._slots.bonus, pool, shape.width)
 
-    def _best_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Tensor:
+    def _best_after(
+        self, batch: DraftBatch, block: Block, depth: int, previous: Tensor, state: Tensor | None
+    ) -> Tensor:
         """Return the [B] target ids of the best tokens at `depth` after previous [B, 1]."""
         head = self._model
         if not self._scores_candidates(batch):
-            return head.to_target(head.lm_head.shard.argmax(self._scores_after(batch, block, depth, previous)))
-        scores, ids = self._candidates_after(batch, block, depth, previous)
+            return head.to_target(head.lm_head.shard.argmax(self._scores_after(batch, block, depth, previous, state)))
+        scores, ids = self._candidates_after(batch, block, depth, previous, state)
         return self._of_first_rank(ids.gather(1, largest(scores)[1].unsqueeze(1)).squeeze(1))
 
-    def _children(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Children:
+    def _children(
+        self, batch: DraftBatch, block: Block, depth: int, previous: Tensor, state: Tensor | None
+    ) -> Children:
         """Return the top_k tokens at `depth` after each of previous [B, k]."""
         head = self._model
         if self._scores_candidates(batch):
-            scores, ids = self._candidates_after(batch, block, depth, previous)
+            scores, ids = self._candidates_after(batch, block, depth, previous, state)
             best, columns, _ = topk_log_softmax(scores, self._shape.top_k)
             return Children(self._of_first_rank(best), self._of_first_rank(ids.gather(1, columns)), None)
-        scores = self._scores_after(batch, block, depth, previous)
+        scores = self._scores_after(batch, block, depth, previous, state)
         found = Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)
         return found if batch.guidance is None else batch.guidance.children(found)
 
@@ -121,9 +129,11 @@ class BlockDrafter(Drafter):
         because masks cover it."""
         return batch.guidance is None and self._model.num_candidates >= self._shape.top_k
 
-    def _candidates_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+    def _candidates_after(
+        self, batch: DraftBatch, block: Block, depth: int, previous: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return scores and target ids, [B * k, num_candidates], of a row's candidates after previous [B, k]."""
-        scores, ids = self._model.candidates_after(block, depth - 1, previous)
+        scores, ids = self._model.candidates_after(block, depth - 1, previous, state)
         ids = self._model.to_target(ids)
         return self._noisy(scores, batch, self._positions(batch, depth, previous), ids), ids
 
@@ -135,10 +145,12 @@ class BlockDrafter(Drafter):
         """Return the [B, k] positions of tokens at `depth` after previous [B, k]."""
         return (self._slots.seq_len[batch.slots].long().unsqueeze(1) + depth).expand(-1, previous.shape[1])
 
-    def _scores_after(self, batch: DraftBatch, block: Block, depth: int, previous: Tensor) -> Tensor:
+    def _scores_after(
+        self, batch: DraftBatch, block: Block, depth: int, previous: Tensor, state: Tensor | None
+    ) -> Tensor:
         """Return [B * k, shard size] logits of tokens at `depth` after previous [B, k] int64, as `Drafter._scores`
         does."""
-        logits = self._model.after(block, depth - 1, previous)
+        logits = self._model.after(block, depth - 1, previous, state)
         if batch.guidance is not None:
             batch.guidance.mask(logits, self._token_ids)
         return self._noisy(logits, batch, self._positions(batch, depth, previous))

@@ -61,9 +61,12 @@ class BiasedModel(DFlashModel):
     the target's noise, because that is what the target will draw from. Under grammars the whole vocabulary is scored.
 
     Vectors of tokens are replicated, so that a level needs no exchange for them.
+
+    num_plain_rows: number of first rows without a bias.
     """
 
     conditional: ClassVar[bool] = True
+    num_plain_rows: int = 0
 
     def __init__(self, method: DFlash, rank: int, group: TPGroup, max_position: int, device: torch.device) -> None:
         super().__init__(method, group, max_position, device)
@@ -78,22 +81,30 @@ class BiasedModel(DFlashModel):
         shape = (*logits.shape[:2], -1)
         return RowCandidates(scores.view(shape), ids.view(shape))
 
-    def candidates_after(self, block: Block, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+    def candidates_after(
+        self, block: Block, row: int, previous: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         of = block.candidates
         assert of is not None
-        vectors, index = self.vectors(block, row, previous)
+        if row < self.num_plain_rows:
+            scores, ids = (each[:, row].repeat_interleave(previous.shape[1], dim=0) for each in (of.scores, of.ids))
+            return scores, ids
+        vectors, index = self.vectors(block, row, previous, state)
         return score_candidates(of.scores, of.ids, None, row, index, vectors, self.successors.weight)
 
-    def after(self, block: Block, row: int, previous: Tensor) -> Tensor:
+    def after(self, block: Block, row: int, previous: Tensor, state: Tensor | None = None) -> Tensor:
         logits, shard = super().after(block, row, previous), self.lm_head.shard
-        vectors, index = self.vectors(block, row, previous)
+        if row < self.num_plain_rows:
+            return logits
+        vectors, index = self.vectors(block, row, previous, state)
         biases = F.linear(vectors[index.flatten()], self.successors.weight[shard.first : shard.end])
         logits[:, : biases.shape[1]] += biases
         return logits
 
     @abstractmethod
-    def vectors(self, block: Block, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """Return vectors [any, rank], and for each of previous [B, k] int64 target ids the index of its vector."""
+    def vectors(self, block: Block, row: int, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return vectors [any, rank], and for each of previous [B, k] int64 target ids the index of its vector. state:
+        of the paths to them."""
 
 
 class DSparkModel(BiasedModel):
@@ -106,7 +117,7 @@ class DSparkModel(BiasedModel):
         width = method.model.hidden_size + method.rank
         self.gate_proj = ReplicatedLinear(width, method.rank, bias=True) if method.gated else None
 
-    def vectors(self, block: Block, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+    def vectors(self, block: Block, row: int, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.gate_proj is None:
             return self.markov_w1.weight, previous
         embedded = self.markov_w1(previous.flatten())

@@ -85,7 +85,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
         (["--speculative-config", "[]"], r"must be a JSON object"),
         (
             ["--speculative-config", '{"method": "medusa"}'],
-            "method medusa: Aerie speculates with eagle, eagle3, mtp, dflash, dspark, dflash2, suffix",
+            "method medusa: Aerie speculates with eagle, eagle3, mtp, dflash, dspark, dflash2, domino, suffix",
         ),
         (["--speculative-config", '{"method": "suffix", "prompt_lookup_max": 4}'], "prompt_lookup_max: not known here"),
         (["--speculative-config", '{"method": "eagle3"}'], "model is missing"),

@@ -3,7 +3,7 @@ projection."""
 
 import torch
 
-from aerie.kernels.drafting.block_head import convolve_blocks, score_candidates
+from aerie.kernels.drafting.block_head import convolve_blocks, gru_step, score_candidates
 from tests.kernels.ops.case import TYPES, Case
 from tests.kernels.ops.norm_cases import rows
 
@@ -35,7 +35,16 @@ def _scores(
     return Case(score_candidates, name, arguments, tolerance=2e-5)
 
 
+def _gru(count: int, size: int, dtype: torch.dtype) -> Case:
+    def arguments(device: torch.device) -> tuple[object, ...]:
+        gates = (rows(count, 3 * size, dtype=dtype, device=device, seed=seed) * 3 for seed in (1, 2))
+        return *gates, rows(count, size, dtype=dtype, device=device)
+
+    return Case(gru_step, f"{count}-{size}-{str(dtype).removeprefix('torch.')}", arguments, tolerance=None)
+
+
 CASES = (
+    *(_gru(count, size, dtype) for count, size in ((1, 24), (5, 1040)) for dtype in TYPES),
     *(
         _convolution(*shape, dtype)
         for shape in ((1, 8, 4096, 2, 256), (3, 7, 1040, 3, 65), (5, 1, 64, 2, 4), (2, 2, 96, 4, 6))

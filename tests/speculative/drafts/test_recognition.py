@@ -115,7 +115,7 @@ def test_any_config_is_of_one_method_of_none_or_refused(raw: dict[str, Any]) -> 
     ("text", "message"),
     [
         ('{"architectures": ["MedusaModel"]}', "MedusaModel belongs to no known method; known are eagle, eagle3, mtp"),
-        ('{"architectures": ["DominoDraftModel"]}', "is a Domino head, which is not served; use a DFlash head"),
+        ('{"architectures": ["DSpineDraftModel"]}', "is a DSpine head, which is not served; use a DFlash head"),
         ('{"speculators_model_type": "medusa"}', "medusa belongs to no known method"),
         ("[1]", "its config.json is no object"),
         ("{", "its config.json cannot be read"),

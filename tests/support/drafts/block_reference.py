@@ -21,8 +21,8 @@ THETA, EPS = 10000.0, 1e-6
 class BlockHead:
     """A tiny head. windows: of each layer, None for full attention; causal: of each layer. in_speculators: windows
     count tokens before the block, as `speculators` does; else tokens up to the row, itself included. kind: dflash,
-    dspark (rank, gated) or dflash2 (taps, group, rank, candidates). scales: input_embedding_scale, output_multiplier
-    and final_logit_softcapping."""
+    dspark (rank, gated), dflash2 (taps, group, rank, candidates) or domino (rank, state, plain). scales:
+    input_embedding_scale, output_multiplier and final_logit_softcapping."""
 
     hidden: int = 64
     layers: int = 2
@@ -45,6 +45,8 @@ class BlockHead:
     taps: int = 2
     group: int = 16
     candidates: int = 12
+    state: int = 40
+    plain: int = 1
     scales: tuple[float, float, float | None] = (1.0, 1.0, None)
 
     def layer_config(self) -> dict[str, Any]:
@@ -110,6 +112,11 @@ class BlockHead:
             if self.gated:
                 tensors["markov_head.gate_proj.weight"] = normal(self.rank, self.hidden + self.rank)
                 tensors["markov_head.gate_proj.bias"] = normal(self.rank)
+        if self.kind == "domino":
+            tensors["prefix_gru.weight_ih_l0"] = 3 * normal(3 * self.state, self.hidden)
+            tensors["prefix_gru.weight_hh_l0"] = 3 * normal(3 * self.state, self.state)
+            tensors["embed_proj.0.weight"] = 3 * normal(self.rank, self.hidden + self.state)
+            tensors["embed_proj.2.weight"] = 3 * normal(self.vocab, self.rank)
         if self.kind == "dflash2":
             for name in ("predecessor", "successor"):
                 tensors[f"candidate_selector.{name}_codebook"] = 5 * normal(self.vocab, self.rank)
@@ -163,8 +170,10 @@ class BlockReference:
 
         return convolution(0), convolution(1)
 
-    def after(self, hidden: Tensor, depth: int, previous: int) -> Tensor:
-        """Logits [draft vocabulary] of `depth` after the token `previous`, of the block's states."""
+    def after(self, hidden: Tensor, depth: int, *path: int) -> Tensor:
+        """Logits [draft vocabulary] of `depth` after the tokens `path`, the anchor and its drafts, of the block's
+        states. Most heads read the last one only."""
+        previous = path[-1]
         state = hidden[depth - 1 if self.head.from_anchor else depth]
         logits, tensors, cap = state @ self.lm_head.T * self.head.scales[1], self.tensors, self.head.scales[2]
         logits = logits if cap is None else cap * torch.tanh(logits / cap)
@@ -175,6 +184,9 @@ class BlockReference:
                 bias = tensors["markov_head.gate_proj.bias"]
                 embedded = torch.sigmoid(self._linear(joined, "markov_head.gate_proj") + bias) * embedded
             logits = logits + tensors["markov_head.markov_w2.weight"] @ embedded
+        if self.head.kind == "domino" and depth > self.head.plain:
+            inner = F.silu(self._linear(torch.cat((state, self.path_state(path))), "embed_proj.0"))
+            logits = logits + tensors["embed_proj.2.weight"] @ inner
         if self.head.kind == "dflash2":
             best, ids = logits.topk(self.head.candidates)
             first = tensors["candidate_selector.predecessor_codebook"][previous]
@@ -183,10 +195,20 @@ class BlockReference:
             logits = torch.full_like(logits, float("-inf")).index_put((ids,), scores)
         return logits
 
-    def proposed(self, hidden: Tensor, depth: int, previous: int, most: int = 64) -> Tensor:
+    def path_state(self, path: tuple[int, ...]) -> Tensor:
+        """torch's own GRU over the embeddings of a path."""
+        gru = torch.nn.GRU(self.head.hidden, self.head.state, bias=False)
+        gru.load_state_dict(
+            {f"weight_{part}_l0": self.tensors[f"prefix_gru.weight_{part}_l0"] for part in ("ih", "hh")}
+        )
+        with torch.no_grad():
+            state: Tensor = gru(self.embedding[torch.tensor(path)])[1][0]
+        return state
+
+    def proposed(self, hidden: Tensor, depth: int, *path: int, most: int = 64) -> Tensor:
         """`after` of the tokens that a draft may propose: heads with a bias correct a row's `most` best tokens."""
-        logits = self.after(hidden, depth, previous)
-        if self.head.kind != "dspark":
+        logits = self.after(hidden, depth, *path)
+        if self.head.kind not in ("dspark", "domino"):
             return logits
         state = hidden[depth - 1 if self.head.from_anchor else depth]
         best = (state @ self.lm_head.T).topk(min(most, len(logits))).indices
@@ -239,6 +261,9 @@ def z_lab(head: BlockHead, layers: list[int] | None = None) -> dict[str, Any]:
     nested: dict[str, Any] = {"mask_token_id": head.mask_id, "target_layer_ids": layers or [0, 2, 4]}
     if head.kind == "dflash2":
         nested |= _dflash2(head)
+    if head.kind == "domino":
+        nested |= {"projector_type": "domino", "pure_draft_prefix_len": head.plain, "shift_label": head.from_anchor}
+        nested |= {"emb_dim": head.rank, "gru_hidden_dim": head.state}
     if all(head.causal):
         nested["causal"] = True
     names = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
@@ -318,6 +343,10 @@ def make_block_head(folder: Path, target: Path, head: BlockHead, copying: bool =
         for i in range(head.layers):
             for name in ("self_attn.o_proj", "mlp.down_proj"):
                 tensors[f"layers.{i}.{name}.weight"] *= 0.02
-    captured = [1, 3, 5] if config["num_hidden_layers"] > 5 else [1, 2, 3]
-    layout = speculators(head, captured[: head.num_captured])
+    captured = ([1, 3, 5] if config["num_hidden_layers"] > 5 else [1, 2, 3])[: head.num_captured]
+    if head.kind == "domino":
+        layers = [layer - 1 for layer in captured]
+        layout = z_lab(head, layers) | {"num_target_layers": config["num_hidden_layers"]}
+    else:
+        layout = speculators(head, captured)
     return save_head(folder, layout, tensors)

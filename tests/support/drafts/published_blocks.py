@@ -71,6 +71,14 @@ class PublishedBlock:
                 "confidence_head.proj.weight": (1, hidden + rank),
                 "confidence_head.proj.bias": (1,),
             }
+        if self.method == "domino":
+            rank, state = given["emb_dim"], given["gru_hidden_dim"]
+            shapes |= {
+                "prefix_gru.weight_ih_l0": (3 * state, hidden),
+                "prefix_gru.weight_hh_l0": (3 * state, state),
+                "embed_proj.0.weight": (rank, hidden + state),
+                "embed_proj.2.weight": (vocab, rank),
+            }
         if self.method == "dflash2":
             rank, taps, groups = given["selector_rank"], given["conv_kernel_size"], hidden // given["conv_group_size"]
             shapes |= {f"candidate_selector.{name}_codebook": (vocab, rank) for name in ("predecessor", "successor")}
@@ -143,6 +151,27 @@ GEMMA31B = layer(5376, 10752, 64, 8, 262144, rope_theta=1000000, rope_scaling=No
 BLOCKS = {
     "z-lab/Qwen3-8B-DFlash-b16": PublishedBlock(
         z_lab(QWEN8B, 36, [1, 9, 17, 25, 33], 151669), "Qwen3-8B", "dflash", (2, 10, 18, 26, 34), 15, (None,) * 5, 58
+    ),
+    "Huang2020/Qwen3-8B-Domino-b16": PublishedBlock(
+        z_lab(QWEN8B, 36, [1, 9, 17, 25, 33], 151669, emb_dim=256)
+        | {
+            "architectures": ["DominoDraftModel"],
+            "dflash_config": {
+                "mask_token_id": 151669,
+                "target_layer_ids": [1, 9, 17, 25, 33],
+                "projector_type": "domino",
+                "pure_draft_prefix_len": 1,
+                "emb_dim": 256,
+                "gru_hidden_dim": 1024,
+                "shift_label": False,
+            },
+        },
+        "Qwen3-8B",
+        "domino",
+        (2, 10, 18, 26, 34),
+        15,
+        (None,) * 5,
+        62,
     ),
     "deepseek-ai/dspark_qwen3_8b_block7": PublishedBlock(
         {
@@ -324,10 +353,5 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             },
         },
         "dflash_config.projector_type='dspark' is not supported",
-    ),
-    "huang2020/Qwen3-8B-Domino-b16": (
-        "Qwen3-8B",
-        z_lab(QWEN8B, 36, [1, 9, 17, 25, 33], 151669) | {"architectures": ["DominoDraftModel"]},
-        "is a Domino head, which is not served",
     ),
 }

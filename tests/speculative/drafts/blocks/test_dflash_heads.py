@@ -17,7 +17,7 @@ from aerie.kernels.kv.batches import PrefillBatch
 from aerie.speculative.build import plan_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.drafts.blocks.config import LayerView
-from aerie.speculative.drafts.blocks.dflash import Block, DFlash
+from aerie.speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel
 from aerie.speculative.drafts.blocks.drafter import block_states
 from aerie.speculative.drafts.drafter import DraftRunner
 from aerie.speculative.drafts.loading import load_draft
@@ -68,6 +68,8 @@ HEADS = {
         speculators,
     ),
     "z-lab's DFlash2": (BlockHead(kind="dflash2"), z_lab),
+    "Domino": (BlockHead(kind="domino"), z_lab),
+    "Domino, shifted labels": (BlockHead(kind="domino", from_anchor=True, plain=2), z_lab),
     "speculators' DFlash2, three taps": (BlockHead(kind="dflash2", taps=3, in_speculators=True), speculators),
     "z-lab's DFlash2, scaled and capped": (BlockHead(kind="dflash2", scales=(0.5, 2.0, 3.0)), z_lab),
 }
@@ -99,7 +101,10 @@ def block_logits(runner: DraftRunner, features: torch.Tensor, anchor: int, rows:
     states = states[not form.from_anchor :]
     logits = runner.model.logits(states)[None]
     block = Block(states[None], logits, runner.model.candidates_of(states[None], logits))
-    logits = [runner.model.after(block, row, torch.tensor([PREVIOUS]))[1] for row in range(len(states))]  # type: ignore[operator]
+    model, previous = runner.model, torch.tensor(PREVIOUS)
+    assert isinstance(model, DFlashModel)
+    state = model.path_state(model.path_state(None, torch.tensor([anchor] * len(PREVIOUS))), previous)
+    logits = [model.after(block, row, previous[None], state)[1] for row in range(len(states))]
     return runner.model.lm_head.shard.gather_logits(torch.stack(logits))
 
 
@@ -108,10 +113,10 @@ def expected(head: BlockHead, tensors: dict[str, torch.Tensor], target: Path, fe
     reference = BlockReference(head, tensors, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
     states = reference.hidden(features, 17, rows)
     depths = rows - (not head.from_anchor)
-    return torch.stack([reference.after(states, depth, PREVIOUS[1]) for depth in range(1, depths + 1)])
+    return torch.stack([reference.after(states, depth, 17, PREVIOUS[1]) for depth in range(1, depths + 1)])
 
 
-SHARDED = ("z-lab", "speculators' DSpark, gated", "speculators' DFlash2, three taps")
+SHARDED = ("z-lab", "Domino", "speculators' DSpark, gated", "speculators' DFlash2, three taps")
 
 
 @pytest.mark.parametrize(
@@ -170,8 +175,9 @@ def test_a_window_hides_the_text_before_it(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes,message",
     [
-        ({"architectures": ["DominoDraftModel"]}, "is a Domino head, which is not served"),
-        ({"dflash_config": {"projector_type": "domino"}}, "is a Domino head, which is not served"),
+        ({"architectures": ["DominoDraftModel"]}, "is a domino head .*; set method: domino"),
+        ({"dflash_config": {"projector_type": "domino"}}, "is a domino head .*; set method: domino"),
+        ({"architectures": ["DSpineDraftModel"]}, "is a DSpine head, which is not served"),
         ({"architectures": ["LiLiCorrDraftModel"]}, "is a LiLiCorr head, which is not served"),
         ({"architectures": ["XPressDraftModel"]}, "is a XPress head, which is not served"),
         ({"speculators_model_type": "peagle"}, "is a P-EAGLE head, which is not served"),
