@@ -43,7 +43,8 @@ class EngineConfig:
     drain_timeout_s: time for running requests at shutdown.
     restart_backoff_s: pause after a failed start, doubled each time.
     max_restarts: failed starts in a row before Serve replaces the replica.
-    threads_per_worker: torch threads of a CPU worker.
+    threads_per_worker: threads that compute on a CPU rank; auto: this machine's physical cores, shared by the engine's
+        ranks; 1 where ranks use GPUs.
     spare_workers: one more process per rank, with everything imported, to replace a dead one (0.2 GB of host memory, no
         device memory); auto: where ranks use GPUs.
     debug: compare the ranks' tokens after every step, and check what operations are called with.
@@ -57,7 +58,7 @@ class EngineConfig:
     drain_timeout_s: float = 30.0
     restart_backoff_s: float = 0.5
     max_restarts: int = 5
-    threads_per_worker: int = 1
+    threads_per_worker: int | Literal["auto"] = "auto"
     spare_workers: bool | Literal["auto"] = "auto"
     debug: bool = False
 
@@ -66,8 +67,9 @@ class EngineConfig:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be above 0 seconds")
         for name in ("max_resumes", "max_restarts", "threads_per_worker"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,24 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+def physical_cores(system: Path = Path("/sys")) -> int:
+    """Return the number of physical cores that this process may use: hardware threads of one core count once, because
+    they share its arithmetic units, and a control group's quota of time limits the number (cgroup-v2(7), cpu.max)."""
+    usable, cpus = os.sched_getaffinity(0), system / "devices" / "system" / "cpu"
+    siblings = set()
+    for cpu in usable:
+        try:
+            siblings.add((cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text())
+        except OSError:
+            siblings.add(str(cpu))
+    try:
+        quota, period = (system / "fs" / "cgroup" / "cpu.max").read_text().split()
+        limit = max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # without a limit it is "max"
+        limit = len(siblings)
+    return min(len(siblings), limit)
+
+
 def process_state(pid: int | str) -> tuple[str, int, int]:
     """Return state, parent and start time, in ticks since the boot, of a process. pid: a number or "self". Raises
     OSError."""

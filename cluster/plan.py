@@ -24,6 +24,7 @@ from aerie.attention.config import DraftAttention
 from aerie.cluster.config import AerieConfig, ConfigError, EngineConfig, IngressConfig
 from aerie.cluster.http.config import TracingConfig
 from aerie.cluster.http.keys import KeyConfig
+from aerie.cluster.linux import physical_cores
 from aerie.cluster.parallel import ReplicasConfig
 from aerie.cluster.placement import NodeResources, Placement, place
 from aerie.speculative.config import SpeculativeConfig
@@ -121,13 +122,18 @@ def resolve_rank(config: AerieConfig, max_model_len: int, device: Literal["cpu",
     `aerie.cluster.placement.choose_device`."""
     worker = config.worker
     model = dataclasses.replace(worker.model, device=device, max_model_len=max_model_len)
-    return RankPlan(
+    asked = config.engine.threads_per_worker
+    plan = RankPlan(
         dataclasses.replace(worker, model=model),
         config.speculative,
         config.draft_attention,
-        config.engine.threads_per_worker,
+        1 if asked == "auto" else asked,
         config.log_format,
     )
+    if asked == "auto" and not plan.uses_gpus:
+        num_ranks = worker.tensor_parallel * config.parallel.min_replicas
+        return dataclasses.replace(plan, threads=max(1, physical_cores() // num_ranks))
+    return plan
 
 
 def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResources]) -> Plan:

@@ -78,7 +78,8 @@ def check_and_start_ranks(
     tell: called with the result of `check_checkpoints` before the plan is printed, which takes seconds on GPUs."""
     log = StartLog("check")
     log.done("torch imported")
-    set_process_environment(config.engine.threads_per_worker)
+    asked = config.engine.threads_per_worker
+    set_process_environment(1 if asked == "auto" else asked)  # ranks on CPUs choose their own number later
     max_model_len = check_checkpoints(config)
     nodes = []
     if gpus is not None:

@@ -1,12 +1,15 @@
 """Settings of a process that keep Linux from stopping it."""
 
+import os
 import platform
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from aerie.cluster.linux import physical_cores
 from tests.support import ROOT
 
 LOOK = """
@@ -97,3 +100,19 @@ def test_a_thread_with_a_short_time_slice_runs_as_soon_as_it_wakes() -> None:
     command = [sys.executable, "-c", WAKE]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, start_new_session=True, timeout=60)
     assert float(run.stdout) < 0.4, run.stderr
+
+
+def test_hardware_threads_of_a_core_count_once_and_a_quota_limits_them(tmp_path: Path) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    for cpu in usable:
+        folder = tmp_path / "devices" / "system" / "cpu" / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}\n")
+    cores = len({cpu // 2 for cpu in usable})
+    assert physical_cores(tmp_path) == cores
+    (tmp_path / "fs" / "cgroup").mkdir(parents=True)
+    limit = tmp_path / "fs" / "cgroup" / "cpu.max"
+    for text, expected in (("max 100000", cores), ("50000 100000", 1), (f"{9 * cores}00000 100000", cores)):
+        limit.write_text(text + "\n")
+        assert physical_cores(tmp_path) == expected
+    assert physical_cores(tmp_path / "none") == len(usable)

@@ -108,7 +108,7 @@ class RankProcesses:
 
 def run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str, pipe: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to children, too; the parent ends them
-    torch.set_num_threads(1)
+    torch.set_num_threads(max(1, torch.get_num_threads() // worker.tensor_parallel))
     try:
         built = build_rank(worker, engine, rank, address)
     except ValueError as error:
