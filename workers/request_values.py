@@ -4,12 +4,18 @@ From it follow the field of requests over HTTP and in Python, `ingress.default_*
 (docs/add-a-per-request-value.md). Without torch, because the API imports it.
 """
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 Number = int | float | bool
+_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "ge": ("at least", operator.ge),
+    "gt": ("above", operator.gt),
+    "le": ("at most", operator.le),
+    "lt": ("below", operator.lt),
+}
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,7 @@ class Value:
     ge, gt, le, lt: bounds of the value in a request.
     generate_name: its name in `sampling_params` of /generate, if SGLang's differs.
     server_default: whether generation_config.json and `ingress.default_NAME` may set it for requests without it.
-    normalised: converts the request's value to the engine's.
+    least: requested values below it mean 0.
     on_device: whether a slot has a column of this name: int64, float32 or bool, according to the field's type.
     stored: the column's value for a `SlotInit`; None: the value itself.
     use: the sampling code that a value other than the default needs. filter: top-k, top-p and min-p. shaping: changes
@@ -33,7 +39,7 @@ class Value:
     lt: Number | None = None
     generate_name: str = ""
     server_default: bool = False
-    normalised: Callable[[Any], Number] | None = None
+    least: Number | None = None
     on_device: bool = False
     stored: Callable[[Any], Number] | None = None
     use: Literal["", "filter", "shaping", "counts"] = ""
@@ -44,22 +50,18 @@ class Value:
     @property
     def bounds(self) -> dict[str, Any]:
         """The bounds that are set, by their names."""
-        return {name: bound for name in ("ge", "gt", "le", "lt") if (bound := getattr(self, name)) is not None}
+        return {name: bound for name in _BOUNDS if (bound := getattr(self, name)) is not None}
 
     def check(self, label: str, value: Number) -> None:
         """Raise ValueError if a value is out of bounds. label: its name in the message."""
-        low = value > self.gt if self.gt is not None else self.ge is None or value >= self.ge
-        high = value < self.lt if self.lt is not None else self.le is None or value <= self.le
-        if not (low and high):
-            names = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-            rules = " and ".join(f"{names[name]} {bound:g}" for name, bound in self.bounds.items())
-            if self.ge is not None and self.le is not None:
-                rules = f"between {self.ge:g} and {self.le:g}"
-            raise ValueError(f"{label}={value}: must be {rules}")
+        if not all(_BOUNDS[name][1](value, bound) for name, bound in self.bounds.items()):
+            rules = [f"{_BOUNDS[name][0]} {bound:g}" for name, bound in self.bounds.items()]
+            raise ValueError(f"{label}={value}: must be {' and '.join(rules)}")
 
     def of(self, value: Number) -> Any:
-        """Return the engine's value for a request's."""
-        return self.kind(value) if self.normalised is None else self.normalised(value)
+        """Return the engine's value for a request's, of the field's type."""
+        value = self.kind(value)
+        return value if self.least is None or value >= self.least else self.kind(0)
 
     def column(self, init: Any) -> Number:
         """Return what the slot's column holds. init: a `SlotInit`."""
@@ -83,5 +85,5 @@ def uses(values: Mapping[str, Value], *kinds: str) -> Callable[[Any], bool]:
     """Return whether a `SamplingParams` has a value with one of these uses, other than its default. At least two values
     must have them."""
     found = {name: value.default for name, value in values.items() if value.use in kinds}
-    get, defaults = attrgetter(*found), tuple(found.values())  # one call for all of them: 0.2 us
+    get, defaults = operator.attrgetter(*found), tuple(found.values())  # one call for all of them: 0.2 us
     return lambda sampling: bool(get(sampling) != defaults)

@@ -48,6 +48,33 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     any_whitespace: bool = True
 
 
+MIN_TEMPERATURE = 1e-5  # below this, sampling is greedy in effect, and dividing logits by the temperature overflows
+
+
+def _signed_seed(init: "SlotInit") -> int:
+    """Return the lowest 64 bits of the seed as a signed integer."""
+    seed = init.sampling.seed & ((1 << 64) - 1)
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+def _temperature(init: "SlotInit") -> float:
+    """Return the temperature; 0 for greedy requests."""
+    return init.sampling.temperature if init.sampling.is_random else 0.0
+
+
+def _less_one(init: "SlotInit") -> float:
+    """Return the repetition penalty less 1, which is 0 in slots that no request has used."""
+    return init.sampling.repetition_penalty - 1.0
+
+
+_TEMPERATURE = Value(ge=0.0, le=2.0, least=MIN_TEMPERATURE, server_default=True, on_device=True, stored=_temperature)
+_TOP_K = Value(ge=-1, lt=2**31, least=0, server_default=True, on_device=True, use="filter")
+_SHARE = Value(ge=0.0, le=1.0, server_default=True, on_device=True, use="filter")
+_SEED = Value(ge=-(2**63), lt=2**64, generate_name="sampling_seed", on_device=True, stored=_signed_seed)
+_PENALTY = Value(ge=-2.0, le=2.0, on_device=True, use="counts")
+_FACTOR = Value(gt=0.0, le=100.0, server_default=True, on_device=True, use="counts", stored=_less_one)
+
+
 class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """Sampling parameters of a request. Defaults: sampling from the model's distribution. A field with a `Value` is a
     declaration from which fields of requests, defaults of servers, and columns of slots follow.
@@ -71,53 +98,14 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     """
 
     max_tokens: int
-    temperature: Annotated[
-        float,
-        Value(
-            ge=0.0,
-            le=2.0,
-            server_default=True,
-            normalised=lambda value: value if value >= MIN_TEMPERATURE else 0.0,
-            on_device=True,
-            stored=lambda init: init.sampling.temperature if init.sampling.is_random else 0.0,
-        ),
-    ] = 1.0
-    top_k: Annotated[
-        int,
-        Value(
-            ge=-1,
-            lt=2**31,
-            server_default=True,
-            normalised=lambda value: max(0, int(value)),
-            on_device=True,
-            use="filter",
-        ),
-    ] = 0
-    top_p: Annotated[float, Value(ge=0.0, le=1.0, server_default=True, on_device=True, use="filter")] = 1.0
-    min_p: Annotated[float, Value(ge=0.0, le=1.0, server_default=True, on_device=True, use="filter")] = 0.0
-    seed: Annotated[
-        int,
-        Value(
-            ge=-(2**63),
-            lt=2**64,
-            generate_name="sampling_seed",
-            on_device=True,
-            stored=lambda init: signed_64_bits(init.sampling.seed),
-        ),
-    ] = 0
-    presence_penalty: Annotated[float, Value(ge=-2.0, le=2.0, on_device=True, use="counts")] = 0.0
-    frequency_penalty: Annotated[float, Value(ge=-2.0, le=2.0, on_device=True, use="counts")] = 0.0
-    repetition_penalty: Annotated[
-        float,
-        Value(
-            gt=0.0,
-            le=100.0,
-            server_default=True,
-            on_device=True,
-            stored=lambda init: init.sampling.repetition_penalty - 1.0,
-            use="counts",
-        ),
-    ] = 1.0
+    temperature: Annotated[float, _TEMPERATURE] = 1.0
+    top_k: Annotated[int, _TOP_K] = 0
+    top_p: Annotated[float, _SHARE] = 1.0
+    min_p: Annotated[float, _SHARE] = 0.0
+    seed: Annotated[int, _SEED] = 0
+    presence_penalty: Annotated[float, _PENALTY] = 0.0
+    frequency_penalty: Annotated[float, _PENALTY] = 0.0
+    repetition_penalty: Annotated[float, _FACTOR] = 1.0
     logit_bias: dict[int, float] = {}
     min_tokens: Annotated[int, Value(ge=0, lt=2**31, generate_name="min_new_tokens", use="shaping")] = 0
     stop_token_ids: tuple[int, ...] = ()
@@ -154,15 +142,8 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
         return self.shapes_logits or self.logprobs >= 0 or self.grammar is not None
 
 
-MIN_TEMPERATURE = 1e-5  # below this, sampling is greedy in effect, and dividing logits by the temperature overflows
 VALUES = declared_values(SamplingParams)
 _filters, _counts, _shapes = uses(VALUES, "filter"), uses(VALUES, "counts"), uses(VALUES, "counts", "shaping")
-
-
-def signed_64_bits(value: int) -> int:
-    """Return the lowest 64 bits of `value` as a signed integer."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value
 
 
 class SlotInit(msgspec.Struct, frozen=True, array_like=True):

@@ -34,7 +34,7 @@ def test_one_declaration_brings_a_value_from_a_body_to_its_slot() -> None:
 @pytest.mark.parametrize(
     ("value", "number", "rule"),
     [
-        (Value(ge=0.0, le=1.0), 1.5, "between 0 and 1"),
+        (Value(ge=0.0, le=1.0), 1.5, "at least 0 and at most 1"),
         (Value(ge=-1, lt=8), 8, "at least -1 and below 8"),
         (Value(gt=0.0), 0.0, "above 0"),
         (Value(le=2), 3, "at most 2"),

@@ -262,5 +262,7 @@ async def test_defaults_are_the_models_where_the_configuration_has_none() -> Non
 def test_a_recommendation_out_of_range_names_the_file() -> None:
     base = chat_tokenizer()
     base.sampling_defaults = {"temperature": 5.0}
-    with pytest.raises(ValueError, match=r"generation_config.json: default_temperature=5.0: must be between 0 and 2"):
+    with pytest.raises(
+        ValueError, match=r"generation_config.json: default_temperature=5.0: must be at least 0 and at most 2"
+    ):
         in_process(FakeEngine(says("x")), base)
