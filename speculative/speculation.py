@@ -16,7 +16,7 @@ from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.decoding import SpeculativeDecoding
 from aerie.speculative.drafts.checkpoint_files import missing_tables
 from aerie.speculative.drafts.drafter import DraftRunner, TargetKVRunner
-from aerie.speculative.drafts.loading import load_draft
+from aerie.speculative.drafts.loading import load_draft, running_draft
 from aerie.speculative.drafts.method import DraftMethod
 from aerie.speculative.tree_shape import TreeShape
 from aerie.workers.config import RoundShapes
@@ -95,6 +95,9 @@ class DraftSpeculation:
             self.draft, worker.model, parts.target.model, group, device, max_position=parts.layout.max_position
         )
         done("draft loaded")
+        parts.models["draft"] = running_draft(
+            model, self.draft, worker.model, parts.target.model, parts.layout.max_position
+        )
         if self.draft.reads_target_kv:
             draft: DraftRunner = TargetKVRunner(model, parts.target.pool, backends, self.config.window)
         else:

@@ -13,6 +13,14 @@ import numpy.typing as npt
 DIGEST_BYTES = 8
 
 
+def salt_of_weights(salt: bytes, epoch: int) -> bytes:
+    """Return the salt of cached pages whose KV the weights number `epoch` have computed, so that pages of other weights
+    are never found. salt: the request's own."""
+    if epoch == 0:
+        return salt
+    return blake2b(epoch.to_bytes(8, "little") + salt, digest_size=32, person=b"weight epoch").digest()
+
+
 def first_digest(salt: bytes) -> bytes:
     """Return the initial digest of a chain, before the first page."""
     return blake2b(salt, digest_size=DIGEST_BYTES).digest()

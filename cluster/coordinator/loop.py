@@ -135,6 +135,8 @@ class CoordinatorLoop:
             self._worker_group_lost,
             places,
         )
+        self._scheduler.weights.restore()
+        self._check_weights()
         self._last_epoch = epoch
         if self.status != "draining":
             self.status, self._detail = "ready", ""
@@ -203,7 +205,7 @@ class CoordinatorLoop:
         if self._worker_group is None:
             on_answered((CommandAnswer(-1, -1, -1, error=self._fault()),))
         else:
-            self._scheduler.commands.add(work, on_answered)
+            self._scheduler.add_command(work, on_answered)
 
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""
@@ -242,8 +244,15 @@ class CoordinatorLoop:
 
     def _take_answers(self, answers: Sequence[CommandAnswer]) -> None:
         self._scheduler.command_answered(answers)
+        self._check_weights()
         self.streams.states.changed()
         self._last_step_s = self._clock()
+
+    def _check_weights(self) -> None:
+        """End all requests if the ranks lack the weights that they began with."""
+        if fault := self._scheduler.weights.fault:
+            logger.error("%s", fault)
+            self.streams.fail_all(fault)
 
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, []
@@ -260,7 +269,8 @@ class CoordinatorLoop:
         if self._worker_group is None:
             return f"the engine is {self.status}" + (f": {self._detail}" if self._detail else "")
         now = self._clock()
-        return self._worker_group.silent_rank(now) or self._worker_group.hung_step(now) or self._model_check.fault
+        of_ranks = self._worker_group.silent_rank(now) or self._worker_group.hung_step(now)
+        return of_ranks or self._scheduler.weights.fault or self._model_check.fault
 
     def _worker_group_lost(self, reason: str) -> None:
         logger.error("worker group of epoch %d lost: %s", self._scheduler.epoch, reason)

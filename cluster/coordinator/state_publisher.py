@@ -93,6 +93,7 @@ class StatePublisher:
             "page_size": 0 if cache is None else cache.page_size,
             "lookahead": 0 if cache is None else cache.lookahead,
             "stride": self._stride,
+            "weight_epoch": scheduler.weights.epoch,
         }
         for ingress, subscriber in list(self._subscribers.items()):
             subscriber.unsent.update(changes)

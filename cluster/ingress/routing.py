@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from aerie.attention.kv_cache.prefix_digests import prompt_digests, split_digests
+from aerie.attention.kv_cache.prefix_digests import prompt_digests, salt_of_weights, split_digests
 from aerie.cluster.transport.messages import EngineState
 
 Routing = Literal["first_token", "least_loaded"]
@@ -34,14 +34,15 @@ class Prompt:
         self.num_tokens = len(tokens)
         self._tokens = tokens
         self._salt = salt
-        self._digests: dict[tuple[int, int], list[bytes]] = {}
+        self._digests: dict[tuple[int, int, int], list[bytes]] = {}
 
-    def digests(self, page_size: int, lookahead: int) -> list[bytes]:
-        """Return the digest of every page that a cache could hold."""
-        key = (page_size, lookahead)
+    def digests(self, page_size: int, lookahead: int, weight_epoch: int = 0) -> list[bytes]:
+        """Return the digest of every page that a cache could hold. weight_epoch: see `EngineState`."""
+        key = (page_size, lookahead, weight_epoch)
         if key not in self._digests:
             array: npt.NDArray[np.int32] = np.asarray(self._tokens, np.int32)
-            self._digests[key] = prompt_digests(array, page_size, lookahead, self._salt)
+            salt = salt_of_weights(self._salt, weight_epoch)
+            self._digests[key] = prompt_digests(array, page_size, lookahead, salt)
         return self._digests[key]
 
 
@@ -130,7 +131,7 @@ class EngineView:
         state = self.state
         if state is None or state.page_size == 0:
             return []
-        return prompt.digests(state.page_size, state.lookahead)[state.stride - 1 :: state.stride]
+        return prompt.digests(state.page_size, state.lookahead, state.weight_epoch)[state.stride - 1 :: state.stride]
 
 
 def choose(

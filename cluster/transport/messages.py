@@ -170,6 +170,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     prefill_tokens_per_s: speed of prefill together with the current rounds; 0: unknown.
     wait_s: expected time until a new request starts, beyond the time of `backlog_tokens`: the wait for a slot.
     page_size, lookahead: settings of the prefix cache; page_size 0: no cache.
+    weight_epoch: number of the engine's weights, a part of the digests (`salt_of_weights`).
     stride: every `stride`-th page of a prompt is advertised.
     added, removed: digests (`aerie.attention.kv_cache.prefix_digests`) of pages added to or removed from the prefix
         cache since the last message on this connection.
@@ -191,6 +192,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stride: int = 1
     added: bytes = b""
     removed: bytes = b""
+    weight_epoch: int = 0
 
 
 class FlushOutcome(msgspec.Struct, frozen=True):

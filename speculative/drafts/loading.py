@@ -1,7 +1,8 @@
 """Loads a published draft checkpoint as a `DraftModel` on this rank."""
 
 import logging
-from collections.abc import Set
+from collections.abc import Iterable, Set
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,13 +20,15 @@ from aerie.workers.layers.vocab import LMHead
 from aerie.workers.layers.weighted import WeightedModule, WeightKey
 from aerie.workers.models.decoder import TargetModel
 from aerie.workers.models.finite import check_finite
-from aerie.workers.models.loading import allocate
+from aerie.workers.models.loading import allocate, weight_names
 from aerie.workers.models.name_map import NameMap
-from aerie.workers.models.registry import family_of_config
-from aerie.workers.models.weights import checkpoint_tensors, fill_dummy, load_weights
+from aerie.workers.models.weights import CheckpointTensor, checkpoint_tensors, fill_dummy, load_weights
 from aerie.workers.quantization.quant_method import QuantMethod, Unquantized
+from aerie.workers.runner.weight_update import CPU, META, Read, RunningModel
 
 logger = logging.getLogger(__name__)
+
+Copies = dict[str, list[tuple[WeightedModule, WeightKey]]]
 
 
 def load_draft(
@@ -61,9 +64,8 @@ def fill_draft(
 
     device: "meta" checks headers only, as in `fill_target`; `target` must then be on "meta", too, and sharded alike.
     """
-    dtype = next(target.parameters()).dtype
     names = method.weight_names
-    model = allocate(lambda: method.build(group, max_position, device), names, method.model.quant, dtype, device)
+    model = _allocate(method, target, group, max_position, device)
     if source.load_format == "dummy":
         fill_dummy(model, source.seed + 1)
         model.target_ids = _dummy_target_ids(method, device)
@@ -73,11 +75,57 @@ def fill_draft(
         ids = take_target_ids(vocabulary, method) if method.head_rows is None else _trimmed_ids(method, source, target)
         model.target_ids = None if ids is None else ids.to(device)
         tensors = {name: tensor for name, tensor in tensors.items() if not names.ignores(name)}
-        shared = _share_with_target(model, tensors.keys(), method, source, target)
+        shared = model.from_target = _share_with_target(model, tensors.keys(), method, source, target)
         load_weights(model, tensors.values(), names, f"draft {method.path}", elsewhere=shared)
         if Capability.of(device).has_memory:
             check_finite(model, tensors.values, names, f"draft {method.path}", elsewhere=shared)
     return model
+
+
+def running_draft(
+    model: DraftModel, method: DraftMethod, source: ModelSource, target: TargetModel, max_position: int
+) -> RunningModel:
+    """Return a loaded draft as a model whose weights can be loaded again. Arguments: see `load_draft`."""
+
+    def has_same_ids(name: str, tensor: Tensor) -> bool:
+        if method.head_rows is not None:
+            return False
+        ids = torch.arange(method.vocab_size) if model.target_ids is None else model.target_ids.cpu()
+        if name == "d2t":
+            return tensor.shape == ids.shape and any(torch.equal(each, ids) for each in (tensor, target_ids(tensor)))
+        members = _members(tensor, method.vocab_size)
+        return members is None or torch.equal(members, ids.sort().values)
+
+    def follow(read: Read) -> None:
+        if method.head_rows is not None and "lm_head" in model.from_target:
+            assert model.target_ids is not None
+            rows = gathered_rows(target.lm_head, model.target_ids, f"draft {method.path}")
+            model.lm_head.reopen()
+            model.lm_head.load(WeightKey("weight"), rows)
+        if model.copied:
+            _load_copies(_copies(model, model.copied, source, target), read(CPU), _target_names(source, target))
+        for module in (model.embed_tokens, model.lm_head):
+            module.reloaded()
+
+    return RunningModel(
+        f"draft {method.path}",
+        model,
+        method.weight_names,
+        lambda: _allocate(method, target, model.group, max_position, META),
+        draft_tensors,
+        model.from_target,
+        {name: partial(has_same_ids, name) for name in ("d2t", "t2d")},
+        follow,
+    )
+
+
+def _allocate(
+    method: DraftMethod, target: TargetModel, group: TPGroup, max_position: int, device: torch.device
+) -> DraftModel:
+    """Build the draft with uninitialised parameters."""
+    dtype = next(target.parameters()).dtype
+    names, quant = method.weight_names, method.model.quant
+    return allocate(lambda: method.build(group, max_position, device), names, quant, dtype, device)
 
 
 def _trimmed_ids(method: DraftMethod, source: ModelSource, target: TargetModel) -> Tensor:
@@ -142,17 +190,31 @@ def _copy_from_target(model: DraftModel, lacking: list[str], source: ModelSource
     names, tied = _target_names(source, target), target.config.tie_embeddings
     if "lm_head" in lacking:
         model.lm_head = _head(model, Unquantized() if tied else target.config.quant, names, target)
-    wanted: dict[str, list[tuple[WeightedModule, WeightKey]]] = {}
-    for name in lacking:
-        module: WeightedModule = model.embed_tokens if name == "embed_tokens" else model.lm_head
-        for key in module.weight_keys():
-            wanted.setdefault(names.tensor_name("embed_tokens" if tied else name, key), []).append((module, key))
-    for given, tensor, _ in checkpoint_tensors(source.path):
-        for module, key in wanted.pop(names.canonical(given), ()):
-            module.load(key, tensor)
+    model.copied = tuple(lacking)
+    wanted = _copies(model, lacking, source, target)
+    _load_copies(wanted, checkpoint_tensors(source.path), names)
     for tensor_name, places in wanted.items():
         if not all(module.fill_missing(key) for module, key in places):
             raise ValueError(f"model {source.path}: has no {tensor_name} for the draft to share")
+
+
+def _copies(model: DraftModel, copied: Iterable[str], source: ModelSource, target: TargetModel) -> Copies:
+    """Return the draft's copies of the target's tensors, by name. copied: which of "embed_tokens" and "lm_head"."""
+    names, tied = _target_names(source, target), target.config.tie_embeddings
+    wanted: Copies = {}
+    for name in copied:
+        module: WeightedModule = model.embed_tokens if name == "embed_tokens" else model.lm_head
+        for key in module.weight_keys():
+            wanted.setdefault(names.tensor_name("embed_tokens" if tied else name, key), []).append((module, key))
+    return wanted
+
+
+def _load_copies(wanted: Copies, tensors: Iterable[CheckpointTensor], names: NameMap) -> None:
+    """Load the copies that are among `tensors`, and remove them from `wanted`."""
+    for given, tensor, _ in tensors:
+        for module, key in wanted.pop(names.canonical(given), ()):
+            module.reopen()
+            module.load(key, tensor)
 
 
 def _head(model: DraftModel, quant: QuantMethod, names: NameMap, target: TargetModel) -> LMHead:
@@ -172,9 +234,7 @@ def _head(model: DraftModel, quant: QuantMethod, names: NameMap, target: TargetM
 
 
 def _target_names(source: ModelSource, target: TargetModel) -> NameMap:
-    family = family_of_config(target.config, f"model {source.path}")
-    names: NameMap = family.weight_names(target.config)
-    return names
+    return weight_names(target.config, f"model {source.path}")
 
 
 def _ties_head(method: DraftMethod, lacking: list[str]) -> bool:

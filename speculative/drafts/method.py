@@ -118,6 +118,8 @@ class DraftModel(nn.Module, ABC):
     embed_tokens: embedding of the target's vocabulary; the target's module if the checkpoint has none (`loading`).
     lm_head: vocabulary head of the draft's vocabulary; the target's module if the checkpoint has none.
     target_ids: [draft vocabulary] int64 target id of each draft id; None if equal.
+    from_target: paths of its modules whose weights come from the target's checkpoint, not from its own.
+    copied: those that are copies of the target's, because the target's are sharded otherwise.
     reads_last_layer: whether its features are the target's final hidden states. The target then computes these for
         every row.
     drafts_blocks: whether one pass drafts all tokens (`aerie.speculative.drafts.blocks`). Its KV is then extended by
@@ -129,6 +131,8 @@ class DraftModel(nn.Module, ABC):
     embed_tokens: VocabEmbedding
     lm_head: LMHead
     target_ids: Tensor | None
+    from_target: frozenset[str] = frozenset()
+    copied: tuple[str, ...] = ()
 
     def __init__(self, method: DraftMethod, group: TPGroup) -> None:
         super().__init__()

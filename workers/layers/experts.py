@@ -81,3 +81,7 @@ class Experts(WeightedModule):
 
     def finish(self, options: GEMMOptions) -> None:
         self.method.finish(options)
+
+    @property
+    def reload_fault(self) -> str:
+        return self.method.reload_fault

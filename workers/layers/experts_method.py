@@ -216,6 +216,10 @@ class UnquantizedExperts(DenseExperts):
     def dense_weights(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down
 
+    @property
+    def reload_fault(self) -> str:
+        return ""
+
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
         if not isinstance(gate_up, UnquantizedLinearMethod) or not isinstance(down, UnquantizedLinearMethod):
             return False

@@ -43,6 +43,10 @@ class KVScaleWeights(WeightedModule):
     def fill_missing(self, key: WeightKey) -> bool:
         return True
 
+    def check_values(self, key: WeightKey, full: Tensor) -> None:
+        if float(full) != self.values[key.kind]:
+            raise WrongTensorError(f"is {float(full):g}, and cached KV has the scale {self.values[key.kind]:g}")
+
     def fill_dummy(self, generator: torch.Generator) -> None:
         pass
 

@@ -68,6 +68,16 @@ class LinearBase(WeightedModule):
     def finish(self, options: GEMMOptions) -> None:
         self.method.finish(options)
 
+    @property
+    def reload_fault(self) -> str:
+        return self.method.reload_fault
+
+    def reopen(self) -> None:
+        self.method.reopen()
+
+    def reloaded(self) -> None:
+        self.method.reloaded()
+
 
 class ReplicatedLinear(LinearBase):
     """A linear layer that every rank has whole."""

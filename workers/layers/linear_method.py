@@ -134,6 +134,7 @@ class DenseLinearMethod(LinearMethod):
     """A weight in the dtype of its inputs."""
 
     _gemm: TorchGEMM | None = None
+    _options: GEMMOptions | None = None
 
     @abstractmethod
     def dense_weight(self) -> Tensor:
@@ -151,6 +152,7 @@ class DenseLinearMethod(LinearMethod):
         return torch.zeros((), dtype=self.dtype).expand(self.shape.out_features, self.shape.in_features)
 
     def finish(self, options: GEMMOptions) -> None:
+        self._options = options
         self._gemm = choose_gemm(self.dense_weight(), options)
 
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -198,7 +200,6 @@ class UnquantizedLinearMethod(DenseLinearMethod):
         self.weight = nn.Parameter(torch.empty(shape.out_features, shape.in_features), requires_grad=False)
 
         self._last: dict[int, TorchGEMM] = {}  # for `multiply_last`, by the number of columns
-        self._options: GEMMOptions | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -208,12 +209,25 @@ class UnquantizedLinearMethod(DenseLinearMethod):
         """Return the weight; a copy, converted at each call, if the GEMM has it in its own layout."""
         return self.weight if self._gemm is None or not self._gemm.owns_weight else self._gemm.dense()
 
+    @property
+    def reload_fault(self) -> str:
+        return ""
+
     def finish(self, options: GEMMOptions) -> None:
         super().finish(options)
         if self._gemm is not None and self._gemm.owns_weight:
             self.weight.data = self.weight.data.new_empty((0, self.shape.in_features))
-        self._options = options
         self._last.clear()
+
+    def reopen(self) -> None:
+        if self._options is not None and self._options.workspace is None:  # on a CPU, where a GEMM may have a copy
+            self.weight.data = self.dense_weight().data
+            self._gemm = None
+            self._last.clear()
+
+    def reloaded(self) -> None:
+        if self._gemm is None and self._options is not None:
+            self.finish(self._options)
 
     def multiply_last(self, x: Tensor | Fp8Rows, bias: Tensor | None, count: int) -> Tensor:
         assert self._options is not None, "call finish first"

@@ -118,6 +118,9 @@ class VocabEmbedding(WeightedModule):
         self._table = table
         self.weight.data = self.weight.data.new_empty((0, self.weight.shape[1]))
 
+    def reopen(self) -> None:
+        self.weight.data, self._table = self.dense_weight.data, None
+
     @property
     def dense_weight(self) -> Tensor:
         """Return the weight; a copy, converted at each call, after `move_to`."""
@@ -170,6 +173,16 @@ class TiedLinearMethod(DenseLinearMethod):
         super().finish(options)
         if self._gemm is not None and self._gemm.owns_weight:
             self._embedding[0].move_to(self._gemm)
+
+    @property
+    def reload_fault(self) -> str:
+        return ""
+
+    def reloaded(self) -> None:
+        is_stale = len(self._embedding[0].weight) > 0  # the embedding was reopened, or the GEMM may have a copy
+        if self._options is not None and self._options.workspace is None and is_stale:
+            self._gemm = None
+            self.finish(self._options)
 
     def load(self, kind: str, part: Part, full: Tensor) -> None:
         raise AssertionError("has nothing to load")

@@ -36,7 +36,8 @@ class WeightKey:
 class WeightedModule(nn.Module, ABC):
     """A module with parameters. Every parameter of a model belongs to one.
 
-    Life cycle: constructed on the meta device, allocated, filled by `load` or `fill_dummy`, finished, run.
+    Life cycle: constructed on the meta device, allocated, filled by `load` or `fill_dummy`, finished, run. Unless
+    `reload_fault`, it may be filled again by `check_values`, `reopen`, `load` and `reloaded`, while no pass runs.
     """
 
     finished = False  # set by `aerie.workers.layers.linear.finish_weights`, so that shared modules are finished once
@@ -67,6 +68,27 @@ class WeightedModule(nn.Module, ABC):
 
     def finish(self, options: GEMMOptions) -> None:
         """Pack the final weights and choose kernels, before the first pass."""
+
+    @property
+    def reload_fault(self) -> str:
+        """Why weights cannot be loaded again after `finish`, as a text of WrongTensorError; "" if they can."""
+        return ""
+
+    def check_values(self, key: WeightKey, full: Tensor) -> None:
+        """Raise WrongTensorError if `full`, of the right shape and dtype, cannot replace weights of a running engine:
+        NaN and infinity here."""
+        if full.is_floating_point() and full.numel():
+            plain = full if full.dtype in _PLAIN_DTYPES else full.float()
+            low, high = torch.aminmax(plain)
+            limit = max(torch.finfo(each.dtype).max for each in self.parameters() if each.is_floating_point())
+            if not (float(low) >= -limit and float(high) <= limit):  # false for NaN, too
+                raise WrongTensorError(f"has weights that are NaN, infinite or beyond {limit:g}")
+
+    def reopen(self) -> None:
+        """After `finish`, store the weights as `load` fills them; they keep their values."""
+
+    def reloaded(self) -> None:
+        """Finish again after `reopen`, and after changes of weights that it shares."""
 
 
 class Unweighted(WeightedModule):
@@ -139,6 +161,17 @@ class WeightMethod(nn.Module, ABC):
     def workspace_size(self) -> tuple[int, int]:
         """See `WeightedModule.workspace_size`."""
         return 0, 0
+
+    @property
+    def reload_fault(self) -> str:
+        """See `WeightedModule.reload_fault`."""
+        return f"is stored as {self.format}, whose weights are converted once, when an engine starts"
+
+    def reopen(self) -> None:
+        """See `WeightedModule.reopen`."""
+
+    def reloaded(self) -> None:
+        """See `WeightedModule.reloaded`."""
 
     @abstractmethod
     def finish(self, options: GEMMOptions) -> None:

@@ -118,12 +118,9 @@ def fill_target(
     Raises ValueError naming file and tensor if the checkpoint is damaged, does not fit, or is not finite.
     """
     name = f"model {source.path}"
-    family = family_of_config(config, name)
-    names = family.weight_names(config)
+    names = weight_names(config, name)
     dtype = resolve_dtype(source.dtype, config.dtype, Capability.of(device))
-    model = allocate(
-        lambda: family.model(config, group, max_position, device, capture), names, config.quant, dtype, device
-    )
+    model = allocate_target(config, group, device, max_position, capture, dtype, name)
     if source.load_format == "dummy":
         fill_dummy(model, source.seed)
     else:
@@ -132,6 +129,32 @@ def fill_target(
         if Capability.of(device).has_memory:
             check_finite(model, read, names, name)
     return model
+
+
+def weight_names(config: ModelConfig, name: str) -> NameMap:
+    """Return the checkpoint's names of the target's tensors. name: of the model, for errors."""
+    names: NameMap = family_of_config(config, name).weight_names(config)
+    return names
+
+
+def allocate_target(
+    config: ModelConfig,
+    group: TPGroup,
+    device: torch.device,
+    max_position: int,
+    capture: tuple[int, ...],
+    dtype: torch.dtype,
+    name: str,
+) -> TargetModel:
+    """Build this rank's part of the target with uninitialised parameters. Arguments: see `load_target`."""
+    family = family_of_config(config, name)
+    return allocate(
+        lambda: family.model(config, group, max_position, device, capture),
+        weight_names(config, name),
+        config.quant,
+        dtype,
+        device,
+    )
 
 
 def allocate(

@@ -201,6 +201,31 @@ def load_weights(
     elsewhere: paths of modules whose weights come from elsewhere.
     Raises ValueError naming tensors, and their files, that are missing, unexpected, or of another shape or dtype.
     """
+    fit = fill(model, tensors, names, elsewhere)
+    problems = [f"missing: {first_names(fit.missing)}"] if fit.missing else []
+    if problems := problems + fit.problems:
+        raise ValueError(f"{source}: the checkpoint does not fit its config.json; {'; '.join(problems)}")
+
+
+class Fit(NamedTuple):
+    """How tensors fit a model. missing: names of tensors that it also needs. unexpected: names, with their files, that
+    it does not have. wrong: names with the fault."""
+
+    missing: list[str]
+    unexpected: list[str]
+    wrong: list[str]
+
+    @property
+    def problems(self) -> list[str]:
+        """What is unexpected and wrong, for an error."""
+        found = {"unexpected": self.unexpected, "wrong": self.wrong}
+        return [f"{what}: {first_names(which)}" for what, which in found.items() if which]
+
+
+def fill(
+    model: nn.Module, tensors: Iterable[CheckpointTensor], names: NameMap, elsewhere: Set[str] = frozenset()
+) -> Fit:
+    """Fill parameters of `model` from whole tensors, and return how they fit. Arguments: see `load_weights`."""
     wanted = wanted_tensors(model, names, elsewhere)
     loaded: set[str] = set()
     unexpected, wrong = [], []
@@ -224,11 +249,7 @@ def load_weights(
             except WrongTensorError as error:
                 wrong.append(f"{given} ({file}) {error}")
     missing = [n for n, (module, key) in wanted.items() if n not in loaded and not module.fill_missing(key)]
-    missing = list(dict.fromkeys(map(names.in_checkpoint, missing)))
-    found = {"missing": missing, "unexpected": unexpected, "wrong": wrong}
-    problems = [f"{what}: {first_names(which)}" for what, which in found.items() if which]
-    if problems:
-        raise ValueError(f"{source}: the checkpoint does not fit its config.json; {'; '.join(problems)}")
+    return Fit(list(dict.fromkeys(map(names.in_checkpoint, missing))), unexpected, wrong)
 
 
 def _is_unused_bias(name: str, tensor: Tensor, wanted: Container[str]) -> bool:

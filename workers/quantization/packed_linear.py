@@ -208,6 +208,7 @@ class PackedLinear(DenseLinearMethod):
             return super().multiply_mlp(x, down, out)
         self.check(x)
         assert isinstance(x, Tensor), "fp8_inputs is None"
+        assert self._options is not None, "call finish first"
         return gated_mlp(x, gate_up, other, self._options, out)
 
     def _only(self) -> PackedProduct | None:

@@ -20,7 +20,7 @@ from aerie.workers.device import make_current, resolve_device
 from aerie.workers.distributed.tp_group import TPGroup, join_tp_group
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.layers.kv_scales import kv_scales, warn_of_missing
-from aerie.workers.models.loading import load_target
+from aerie.workers.models.loading import allocate_target, load_target, weight_names
 from aerie.workers.quantization.kv_scheme import kv_dtype
 from aerie.workers.runner.backends import (
     Backends,
@@ -42,8 +42,10 @@ from aerie.workers.runner.graphs.warm_up import largest_steps, run, warm_up
 from aerie.workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot_table
 from aerie.workers.runner.memory import RankMemory, StepPeaks, must_fit
 from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.runner.weight_update import META, RunningModel, WeightUpdate
 from aerie.workers.runner.worker import Worker
 from aerie.workers.sampling.sampler import Sampler
+from aerie.workers.scheduling.commands.command import LoadWeights
 from aerie.workers.structured_output.mask_table import MaskTable
 from aerie.workers.structured_output.slot_grammars import SlotGrammars
 
@@ -116,6 +118,7 @@ def build_rank(
     built = eager
     if graphed is not None:
         built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed, parts.pools, parts.states)
+    built.handlers.add(LoadWeights, WeightUpdate(parts.models, group, device))
     warm_up(built, parts.layout)
     phases.done("warmed up")
     layout = replace(parts.layout, memory=memory.use(parts.layout, built.graphs, group))
@@ -151,7 +154,7 @@ def load_parts(
     done: called after each phase.
     advance: called with the progress of loading.
     """
-    device = memory.device
+    device, name = memory.device, f"model {worker.model.path}"
     with memory.counting_weights(), must_fit("the weights", "raise parallel.tensor_parallel, or take a smaller dtype"):
         model = load_target(
             worker.model,
@@ -171,7 +174,7 @@ def load_parts(
     groups = engine.target_groups(group.size), engine.speculation.kv_groups(engine.dtype)
     scales: tuple[dict[int, KVScales], ...] = (kv_scales(model), {})
     if engine.kv_dtype == FP8 and group.rank == 0:
-        warn_of_missing(model, f"model {worker.model.path}")
+        warn_of_missing(model, name)
     pool, draft_pool = (
         KVPool(each, 1, worker.cache.page_size, device, of) for each, of in zip(groups, scales, strict=True)
     )
@@ -183,7 +186,15 @@ def load_parts(
     sampler = Sampler(slots, model.lm_head.shard, masks)
     tolerates_violations = engine.speculation.has_synthetic_acceptance
     grammars = SlotGrammars(worker.model.path, engine.target.vocab_size, masks, tolerates_violations)
-    return EngineParts(worker, layout, group, target, draft_pool, slots, sampler, grammars)
+    running = RunningModel(
+        name,
+        model,
+        weight_names(engine.target, name),
+        lambda: allocate_target(
+            engine.target, group, META, layout.max_position, engine.speculation.captured_layers, engine.dtype, name
+        ),
+    )
+    return EngineParts(worker, layout, group, target, draft_pool, slots, sampler, grammars, {"target": running})
 
 
 def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int, done: PhaseDone) -> EngineParts:

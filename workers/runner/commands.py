@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aerie.workers.scheduling.commands.command import Command, CommandAnswer, Result, Work
 
@@ -25,7 +25,7 @@ class CommandHandlers:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._handlers: dict[type[Work], Callable[..., Result]] = {}
+        self._handlers: dict[type[Any], Callable[[Any], Result]] = {}
 
     def add(self, kind: type[WorkT], handler: Callable[[WorkT], Result]) -> None:
         """Use `handler` for a kind of work.

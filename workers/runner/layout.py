@@ -26,6 +26,7 @@ from aerie.workers.quantization.kv_scheme import kv_dtype
 from aerie.workers.runner.backends import Backends
 from aerie.workers.runner.decoding import Autoregressive, CuttableStrategy
 from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.runner.weight_update import RunningModel
 from aerie.workers.sampling.sampler import Sampler
 from aerie.workers.slots.slot_table import SlotTable
 from aerie.workers.structured_output.mask_table import mask_bytes
@@ -97,7 +98,11 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """One rank of an engine, without its strategy. draft_pool: KV of the layers of `Speculation.kv_groups`."""
+    """One rank of an engine, without its strategy.
+
+    draft_pool: KV of the layers of `Speculation.kv_groups`.
+    models: models whose weights can be loaded again; `Speculation.strategy` adds "draft".
+    """
 
     worker: WorkerConfig
     layout: EngineLayout
@@ -107,6 +112,7 @@ class EngineParts:
     slots: SlotTable
     sampler: Sampler
     grammars: SlotGrammars
+    models: dict[str, RunningModel]
 
     @property
     def pools(self) -> tuple[KVPool, KVPool]:

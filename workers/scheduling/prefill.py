@@ -70,7 +70,7 @@ class PrefillPlanner:
         if self.budget is None:
             return begin_s
         cache = self._cache_for(sequence)
-        salt = sequence.request.sampling.cache_salt
+        salt = self._slot_pages.salt(-1, sequence.request.sampling.cache_salt)
         sequence.num_cached = 0 if cache is None else cache.num_cached(sequence.tokens, salt)
         num_tokens = len(sequence.tokens) - sequence.num_cached
         return begin_s + self.budget.patience_s(num_tokens, self._queues.backlog_tokens)
@@ -255,7 +255,8 @@ class PrefillPlanner:
         if self._queues.active and not slot_pages.windows_fit(total, self._max_kv_tokens):
             return False
         held_before = allocator.num_held
-        match = Match([], 0) if cache is None else cache.match(sequence.tokens, request.sampling.cache_salt)
+        salt = slot_pages.salt(-1, request.sampling.cache_salt)
+        match = Match([], 0) if cache is None else cache.match(sequence.tokens, salt)
         need = slot_pages.pages_for(total + self._max_kv_tokens) - len(match.pages)
         if self._queues.active and need + (allocator.num_held - held_before) > room:
             allocator.release(match.pages)

@@ -17,8 +17,9 @@ from aerie.attention.kv_cache.window_pages import WindowPages, WindowSizes
 from aerie.workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.scheduling.commands.capture_pacing import CapturePacing
-from aerie.workers.scheduling.commands.command import CaptureGraph, Command, CommandAnswer
-from aerie.workers.scheduling.commands.command_queue import CommandQueue
+from aerie.workers.scheduling.commands.command import CaptureGraph, Command, CommandAnswer, LoadWeights, Work
+from aerie.workers.scheduling.commands.command_queue import CommandQueue, OnAnswered
+from aerie.workers.scheduling.commands.weight_versions import WeightVersions
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepRounds
 from aerie.workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
@@ -93,6 +94,7 @@ class Scheduler:
         self.admission = Admission(config, max_model_len, self.queues, shapes, survival, clock, hidden_size)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.commands = CommandQueue()
+        self.weights = WeightVersions(self.commands, self.slot_pages)
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
         self.epoch = 0
         self._in_flight: deque[InFlightStep] = deque()
@@ -314,6 +316,13 @@ class Scheduler:
         if self._prefill.budget is not None and result.step % UPDATE_EVERY == UPDATE_EVERY - 1:
             self._prefill.budget = self.admission.expected.budget = self._prefill.budget.updated()
         return outputs
+
+    def add_command(self, work: Work, on_answered: OnAnswered) -> None:
+        """Queue a command. on_answered: see `CommandQueue.add`."""
+        if isinstance(work, LoadWeights):
+            self.weights.load(work, on_answered)
+        else:
+            self.commands.add(work, on_answered)
 
     def next_command(self) -> Command | None:
         """Return the next command; None if none waits, or while steps or another command are in flight. Call it when

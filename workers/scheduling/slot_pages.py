@@ -8,6 +8,7 @@ import numpy.typing as npt
 from aerie.attention.kv_cache.nan_pages import NaNPages
 from aerie.attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
 from aerie.attention.kv_cache.prefix_cache import Match, PrefixCache
+from aerie.attention.kv_cache.prefix_digests import salt_of_weights
 from aerie.attention.kv_cache.slot_windows import SlotWindows
 from aerie.workers.scheduling.plan import pack_i32
 from aerie.workers.scheduling.slot_lengths import Int64s, SlotLengths, Slots
@@ -18,7 +19,8 @@ class SlotPages(SlotLengths):
     """The lengths and page list of each slot.
 
     pages: pages by slot.
-    cache_salt: salt by slot, see `SamplingParams`.
+    cache_salt: salt of cached pages by slot (`salt`), fixed when the slot is taken.
+    weight_epoch: number of the ranks' weights; requests that get a slot from now on use pages of these weights only.
     saves: saved states of recurrent layers; None without such layers, or without a prefix cache.
     windows: windows of the slots; None without windowed layers.
 
@@ -49,6 +51,7 @@ class SlotPages(SlotLengths):
         self._shift = page_size.bit_length() - 1
         assert 1 << self._shift == page_size, f"page_size={page_size}"
         self.cache_salt = [b""] * num_slots
+        self.weight_epoch = 0
         self.pages: list[list[int]] = [[] for _ in range(num_slots)]
         self._free_slots = list(range(num_slots))  # heap: the lowest slot first
         self._updates: dict[tuple[int, int], int] = {}  # (slot, index in its table) -> page
@@ -214,6 +217,11 @@ class SlotPages(SlotLengths):
         self._clear(slot)
         # Its table is no longer read, and is emptied when the slot gets a new request, perhaps in the same plan.
         self._updates = {entry: page for entry, page in self._updates.items() if entry[0] != slot}
+
+    def salt(self, slot: int, own: bytes) -> bytes:
+        """Return the salt of a request's cached pages. slot: its slot; -1: it would get one now. own: see
+        `SamplingParams.cache_salt`."""
+        return self.cache_salt[slot] if slot >= 0 else salt_of_weights(own, self.weight_epoch)
 
     def spoil(self, slot: int, tokens: npt.NDArray[np.int32], salt: bytes) -> None:
         """Drop the KV of `tokens`, which may hold NaN, from the prefix cache, and zero its pages before they get

@@ -6,7 +6,16 @@ import time
 import pytest
 
 from aerie.workers.runner.commands import CommandHandlers, InconsistentRankError
-from aerie.workers.scheduling.commands.command import Captured, CaptureGraph, first_error
+from aerie.workers.scheduling.commands.command import (
+    Captured,
+    CaptureGraph,
+    Folder,
+    LoadedWeights,
+    LoadWeights,
+    NamedTensor,
+    Tensors,
+    first_error,
+)
 from aerie.workers.scheduling.plan import GraphCount
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
@@ -105,3 +114,25 @@ def test_a_stopped_engine_answers_commands_that_wait(served):
     bed.coordinator.stop()
     leave.set()
     assert [first_error(future.result(10)) for future in futures] == ["the engine was stopped"] * 2
+
+
+def test_requests_end_if_the_weights_that_they_began_with_cannot_be_restored(served):
+    bed, notes = served
+    for note in notes:
+        note._handlers.add(LoadWeights, lambda work: LoadedWeights(dict.fromkeys(work.sources, ())))
+    sent = LoadWeights(Tensors((NamedTensor("norm", "float32", (1,), bytes(4)),)))
+    assert first_error(bed.coordinator.carry_out(sent).result(10)) == ""
+    bed.generate("q", max_tokens=100)
+    until(lambda: bed.coordinator.stats().num_running == 1)
+    ranks = bed.new_ranks(2)
+    again = [Noting(executor, rank) for rank, executor in enumerate(ranks.executors)]
+    for note in again:
+        note._handlers.add(LoadWeights, lambda work: LoadedWeights(dict.fromkeys(work.sources, ())))
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 2)
+    end = bed.ingress.read_end("q")
+    assert end.finish == "error" and "came in messages" in end.error
+    assert first_error(bed.coordinator.carry_out(LoadWeights(Folder("/b"))).result(10)) == ""
+    sampling = bed.generate("r", max_tokens=10)
+    bed.ingress.read_end("r")
+    assert bed.ingress.tokens("r") == scripted_output(5, sampling)

@@ -15,6 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -93,6 +94,7 @@ class SimulatedEngine:
         self.engine = engine
         self.allocator = PageAllocator(engine.num_pages)
         self.prefix_cache = PrefixCache(self.allocator, engine.page_size)
+        self.weights = SimpleNamespace(epoch=0)
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []

@@ -27,8 +27,56 @@ class Captured(msgspec.Struct, frozen=True, array_like=True, tag=True):
     graphs: GraphCount
 
 
-Work = CaptureGraph
-Result = Captured
+class Folder(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A checkpoint folder with safetensors files, which every rank can read. Its config.json is not read."""
+
+    path: str
+
+
+class NamedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A whole tensor. name: its name in checkpoints. dtype: such as "bfloat16". data: contiguous, little-endian."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Tensors(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Tensors in the message itself."""
+
+    tensors: tuple[NamedTensor, ...]
+
+
+WeightSource = Folder | Tensors
+
+
+class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Load weights again, into the memory that they have. Sent by `WeightVersions`. -> `WeightUpdate`
+
+    target, draft: sources of the models' weights; None keeps them. Names that a source lacks keep their weights.
+    """
+
+    extra_s: ClassVar[float] = 600.0
+
+    target: WeightSource | None = None
+    draft: WeightSource | None = None
+
+    @property
+    def sources(self) -> dict[str, WeightSource]:
+        """The sources by model, "target" first."""
+        given = {"target": self.target, "draft": self.draft}
+        return {model: source for model, source in given.items() if source is not None}
+
+
+class LoadedWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The result of `LoadWeights`. missing: for each model of the command, the names that its source lacks."""
+
+    missing: dict[str, tuple[str, ...]]
+
+
+Work = CaptureGraph | LoadWeights
+Result = Captured | LoadedWeights
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -102,7 +102,7 @@ class RequestQueues:
             sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, match
         )
         self.slot_pages.rare_sampling[sequence.slot] = request.sampling.is_rare
-        self.slot_pages.cache_salt[sequence.slot] = request.sampling.cache_salt
+        self.slot_pages.cache_salt[sequence.slot] = self.slot_pages.salt(-1, request.sampling.cache_salt)
         sequence.computed, sequence.kept = match.num_saved, len(match.pages) * self.slot_pages.page_size
         request.state = RequestState.PREFILL
         self.active[sequence.number] = self.prefilling[sequence.number] = sequence

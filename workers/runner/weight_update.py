@@ -1,0 +1,176 @@
+"""Loads weights of running models again, into the memory that they have, because CUDA graphs contain its addresses.
+
+A source is checked first on all ranks, by the headers against the same model on the meta device and then by its values,
+so that a refused source changes nothing. Carries out `LoadWeights`; built by `aerie.workers.runner.build`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.weighted import WeightedModule, WrongTensorError
+from aerie.workers.models.name_map import NameMap
+from aerie.workers.models.weights import CheckpointTensor, Fit, checkpoint_tensors, fill, wanted_tensors
+from aerie.workers.runner.commands import InconsistentRankError
+from aerie.workers.runner.graphs.step_capture import on_any_rank
+from aerie.workers.scheduling.commands.command import Folder, LoadedWeights, LoadWeights, Tensors, WeightSource
+
+META = torch.device("meta")
+CPU = torch.device("cpu")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
+}
+_MAX_OPEN = 8  # modules whose weights may be there twice: one layer's matrices
+Read = Callable[[torch.device], Iterable[CheckpointTensor]]  # yields the tensors of a source, or only headers on "meta"
+
+
+@dataclass
+class RunningModel:
+    """A loaded model on one rank.
+
+    title: names it in errors.
+    make_twin: builds it without weights, on the meta device.
+    read_folder: yields the tensors of a folder, or only their headers on "meta".
+    elsewhere: paths of modules whose weights come from another model.
+    fixed: tensors of its checkpoints that no module loads and that cannot change, by canonical name.
+    follow: called after the load of another model with its source; loads copies of that model's weights.
+    """
+
+    title: str
+    model: nn.Module
+    names: NameMap
+    make_twin: Callable[[], nn.Module]
+    read_folder: Callable[[str | Path, torch.device], Iterable[CheckpointTensor]] = checkpoint_tensors
+    elsewhere: frozenset[str] = frozenset()
+    fixed: dict[str, Callable[[Tensor], bool]] = field(default_factory=dict)
+    follow: Callable[[Read], None] = lambda read: None
+
+    @cached_property
+    def _twin(self) -> nn.Module:
+        return self.make_twin()
+
+    def check(self, read: Read) -> tuple[str, ...]:
+        """Check a source. Return the names of the model's tensors that it lacks. Raises ValueError, naming tensors that
+        are unexpected, of another shape or dtype, not finite, or of a module that cannot be loaded again."""
+        fit = fill(self._twin, self._without_fixed(read(META)), self.names, self.elsewhere)
+        self._raise_problems(fit)
+        self._raise_problems(Fit([], [], list(self._faults(read(CPU)))))
+        return tuple(fit.missing)
+
+    def load(self, read: Read) -> None:
+        """Load a source that has been checked."""
+        wanted, opened = wanted_tensors(self.model, self.names, self.elsewhere), deque[WeightedModule]()
+        for given, whole, _ in self._without_fixed(read(CPU)):
+            for name, tensor in self.names.pieces(given, whole):
+                if name in wanted:
+                    module, key = wanted[name]
+                    if module not in opened:
+                        module.reopen()
+                        opened.append(module)
+                    module.load(key, tensor)
+            while len(opened) > _MAX_OPEN:
+                opened.popleft().reloaded()
+        for each in self.model.modules():
+            if isinstance(each, WeightedModule):
+                each.reloaded()
+
+    def _without_fixed(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
+        return (each for each in tensors if self.names.canonical(each.name) not in self.fixed)
+
+    def _faults(self, tensors: Iterable[CheckpointTensor]) -> Iterable[str]:
+        wanted = wanted_tensors(self.model, self.names, self.elsewhere)
+        ignored = self.names.ignores
+        for given, whole, file in tensors:
+            canonical = self.names.canonical(given)
+            if canonical in self.fixed:
+                if not self.fixed[canonical](whole):
+                    yield f"{given} ({file}) differs from that of the running engine; start it again"
+                continue
+            for name, tensor in self.names.pieces(given, whole):
+                if name not in wanted:
+                    if not ignored(name):
+                        yield f"{given} ({file}) is of a module that was joined with others"
+                    continue
+                module, key = wanted[name]
+                try:
+                    if module.reload_fault:
+                        raise WrongTensorError(module.reload_fault)
+                    module.check_values(key, tensor)
+                except WrongTensorError as error:
+                    yield f"{given} ({file}) {error}"
+
+    def _raise_problems(self, fit: Fit) -> None:
+        if problems := fit.problems:
+            raise ValueError(f"{self.title}: these weights cannot be loaded; {'; '.join(problems)}")
+
+
+class WeightUpdate:
+    """The handler of `LoadWeights`.
+
+    models: the engine's models by name, "target" first.
+    """
+
+    def __init__(self, models: Mapping[str, RunningModel], group: TPGroup, device: torch.device) -> None:
+        self._models, self._group, self._device = models, group, device
+
+    def __call__(self, work: LoadWeights) -> LoadedWeights:
+        """Load weights. Raises ValueError, and nothing has changed, if a rank refuses; InconsistentRankError if loading
+        fails after that."""
+        reads, missing = dict[str, Read](), dict[str, tuple[str, ...]]()
+        refusal: Exception | None = None
+        try:
+            reads = {name: self._read(self._model(name), source) for name, source in work.sources.items()}
+            missing = {name: self._models[name].check(read) for name, read in reads.items()}
+        except Exception as error:  # such as a file that cannot be read, or no memory
+            refusal = error
+        if on_any_rank(refusal is not None, self._group, self._device):
+            raise refusal or ValueError("another rank refused these weights")
+        try:
+            for name, read in reads.items():
+                self._models[name].load(read)
+                for other in self._models.values():
+                    if other is not self._models[name]:
+                        other.follow(read)
+        except Exception as error:
+            raise InconsistentRankError(f"weights were loaded in part: {error}") from error
+        return LoadedWeights(missing)
+
+    def _model(self, name: str) -> RunningModel:
+        if name not in self._models:
+            raise ValueError(f"this engine has no {name} whose weights could be loaded")
+        return self._models[name]
+
+    def _read(self, model: RunningModel, source: WeightSource) -> Read:
+        if isinstance(source, Folder):
+            return partial(model.read_folder, source.path)
+        return partial(_tensors, source)
+
+
+def _tensors(source: Tensors, device: torch.device) -> Iterable[CheckpointTensor]:
+    for each in source.tensors:
+        tensor = tensor_of(each.name, each.dtype, each.shape, each.data, device)
+        yield CheckpointTensor(each.name, tensor, "the message")
+
+
+def tensor_of(name: str, dtype: str, shape: Sequence[int], data: bytes, device: torch.device) -> Tensor:
+    """Return the tensor of a message, on the CPU, or only its header on "meta". Raises ValueError, naming it, if dtype
+    or size are wrong."""
+    if dtype not in _DTYPES:
+        raise ValueError(f"{name}: dtype {dtype!r} is not supported; there are {', '.join(_DTYPES)}")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"{name}: shape {tuple(shape)} is negative")
+    empty = torch.empty(tuple(shape), dtype=_DTYPES[dtype], device=META)
+    if len(data) != empty.nbytes:
+        raise ValueError(f"{name}: {len(data)} bytes of data; {dtype} {tuple(shape)} takes {empty.nbytes}")
+    if device == META:
+        return empty
+    if not data:
+        return torch.empty(tuple(shape), dtype=_DTYPES[dtype])
+    return torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype]).view(tuple(shape))
