@@ -35,6 +35,11 @@ class Prepared(ABC):
         """
         return True  # a fence in every layer is always safe
 
+    @property
+    def host_batch(self) -> DecodeBatch | None:
+        """The batch, if a CPU's kernels may attend as `forward` does; else None."""
+        return None
+
     @abstractmethod
     def forward(self, q: Tensor, kv: Any, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         """Return attention of q over `kv`, which already has the rows of this pass: [rows, q_heads, head_dim] in q's

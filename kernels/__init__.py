@@ -24,6 +24,7 @@ packed       weights of 4 and 8 bits
 attend       attention over paged KV
 latent       multi-head latent attention, except attention itself
 delta_rule   recurrent layers of the gated delta rule
+layer        a decoder layer as one kernel
 vocabulary   the logits of a vocabulary shard
 sampling     from a step's logits to its tokens
 slots        commits tokens to the rows of running requests

@@ -37,6 +37,10 @@ class _PreparedDecode(Prepared):
     batch: DecodeBatch
     hidden_of: dict[tuple[int, int | None], Tensor]
 
+    @property
+    def host_batch(self) -> DecodeBatch | None:
+        return self.batch if self.batch.window is None else None
+
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         check_inputs(q, kv, self.batch, rule, sinks)
         batch = self.batch.through(rule.window)

@@ -14,7 +14,7 @@ from aerie.kernels.cpp_library import compiles, library
 from aerie.kernels.kv.batches import DecodeBatch
 from aerie.kernels.kv.views import LatentKV, LayerKV
 
-_MIN_SHARED_KEYS = 1 << 11  # positions of all rows and heads from which threads share them
+MIN_SHARED_KEYS = 1 << 11  # positions of all rows and heads from which threads share them
 
 
 @cache
@@ -54,7 +54,7 @@ def attend_rounds(q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> T
         scale,
         out.data_ptr(),
         torch.get_num_threads(),
-        batch.num_rows * q.shape[1] * batch.max_kv_len >= _MIN_SHARED_KEYS,
+        batch.num_rows * q.shape[1] * batch.max_kv_len >= MIN_SHARED_KEYS,
     )
     return out
 

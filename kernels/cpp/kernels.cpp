@@ -9,6 +9,30 @@
 
 extern "C" {
 
+// A decoder layer and its weights: `aerie.kernels.layer.host_layer` has the same fields.
+struct Product {
+    const void *codes;
+    const float *scales, *offsets, *bias;
+    int64_t outputs, inputs, group, format;
+};
+
+struct Layer {
+    Product qkv, o_proj, gate_up, down;
+    const float *norm;
+    float *k_pages, *v_pages;
+    int64_t heads, kv_heads, head_dim, page_size, window, hidden;
+    double scale, eps;
+};
+
+// The batch of a pass that all layers share.
+struct Pass {
+    const int32_t *page_table, *prefix_len;
+    const int64_t *mask, *index, *slots;
+    const float *cos, *sin;
+    float *scratch;
+    int64_t ld_table, ld_mask, ld_mask_row, requests, rows, suffix_len, half, threads, is_long;
+};
+
 // out [rows, outputs] = x W^T + bias. scratch: float32 [threads * inputs * 16 + rows * groups].
 void product(const void *codes, const float *scales, const float *offsets, int64_t outputs, int64_t inputs,
              int64_t group, int32_t format, const float *x, int64_t ld_x, int64_t num_rows, const float *bias,
@@ -86,5 +110,33 @@ void attend_rounds(const float *q, int64_t ld_q, int64_t heads, const float *k, 
                    end, (uint64_t)mask[b * ld_mask + row % rows * ld_mask_row], scale,
                    out + (row * heads + h) * head_dim);
     }
+}
+
+// One decoder layer over the rows of a round: out = mlp(norm(residual + attention(normed))), without the last addition
+// to the residual stream; `residual` receives the first one. scratch: `scratch_size` numbers.
+void decoder_layer(const Layer *layer, const Pass *pass, const float *normed, float *residual, float *out) {
+    const Layer &l = *layer;
+    const Pass &p = *pass;
+    const int64_t num_rows = p.requests * p.rows, width = l.heads * l.head_dim, kv = l.kv_heads * l.head_dim;
+    const int64_t wide = l.qkv.outputs > l.gate_up.outputs ? l.qkv.outputs : l.gate_up.outputs;
+    const int32_t threads = (int32_t)p.threads;
+    float *first = p.scratch, *second = first + num_rows * wide, *third = second + num_rows * wide;
+    float *rest = third + num_rows * (wide > l.hidden ? wide : l.hidden);
+    const auto times = [&](const Product &w, const float *x, float *to) {
+        product(w.codes, w.scales, w.offsets, w.outputs, w.inputs, w.group, (int32_t)w.format, x, w.inputs, num_rows,
+                w.bias, to, w.outputs, threads, rest);
+    };
+    times(l.qkv, normed, first);
+    rope_store(first, l.qkv.outputs, l.heads, first + width, l.qkv.outputs, first + width + kv, l.qkv.outputs,
+               l.kv_heads, l.head_dim, p.cos, p.sin, p.half, p.index, p.slots, l.k_pages, l.v_pages, num_rows, second,
+               threads);
+    attend_rounds(second, width, l.heads, l.k_pages, l.v_pages, l.page_size, l.kv_heads, l.head_dim, p.page_table,
+                  p.ld_table, p.prefix_len, p.suffix_len, p.mask, p.ld_mask, p.ld_mask_row, p.requests, p.rows,
+                  l.window, (float)l.scale, third, threads, (int32_t)p.is_long);
+    times(l.o_proj, third, second);
+    rms_norm(second, l.hidden, residual, l.norm, num_rows, l.hidden, (float)l.eps, third, threads);
+    times(l.gate_up, third, first);
+    silu_mul(first, num_rows, l.gate_up.outputs / 2, second, threads);
+    times(l.down, second, out);
 }
 }

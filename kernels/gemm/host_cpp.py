@@ -39,6 +39,13 @@ def _arguments(weight: HostWeight) -> tuple[Any, ...]:
     return codes, scales, offsets, weight.outputs, weight.inputs, weight.group, weight.format
 
 
+def scratch_size(weight: HostWeight, rows: int) -> int:
+    """Return the float32 numbers of scratch memory that a product of `rows` rows needs."""
+    if weight.offsets is None and rows < _CONVERTED_ROWS:
+        return 0
+    return torch.get_num_threads() * weight.inputs * BLOCK + rows * (weight.inputs // weight.group)
+
+
 def multiply(weight: HostWeight, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """Return x W^T + bias: [rows, outputs] float32.
 
@@ -48,9 +55,8 @@ def multiply(weight: HostWeight, x: Tensor, bias: Tensor | None, out: Tensor | N
     """
     rows, threads = x.shape[0], torch.get_num_threads()
     out = torch.empty((rows, weight.outputs)) if out is None else out
-    scratch = None
-    if weight.offsets is not None or rows >= _CONVERTED_ROWS:
-        scratch = torch.empty(threads * weight.inputs * BLOCK + rows * (weight.inputs // weight.group))
+    size = scratch_size(weight, rows)
+    scratch = torch.empty(size) if size else None
     _functions()[0](
         *_arguments(weight),
         x.data_ptr(),

@@ -39,9 +39,13 @@ class HostWeight:
 
 
 def stored_exactly(weight: Tensor) -> HostWeight:
-    """Return a float32 weight [outputs, inputs] in the smallest format that loses nothing: int8 in groups of 32 for
-    dequantised weights (ggml's Q8_0), bfloat16 for a checkpoint of bfloat16, else float32."""
+    """Return a float32 weight [outputs, inputs] in the smallest format that loses nothing: int4 or int8 in groups of 32
+    for dequantised weights (ggml's Q4_1 and Q8_0), bfloat16 for a checkpoint of bfloat16, else float32. Only the
+    offsets of int4 are rounded, to float32."""
     n, k = weight.shape
+    halves = _as_halves(weight)
+    if halves is not None:
+        return packed(*halves, GROUP, 4)
     integers = _as_integers(weight)
     if integers is not None:
         return HostWeight(_blocks(integers[0]), _blocks(integers[1]), None, n, k, GROUP, INT8)
@@ -66,6 +70,31 @@ def packed(codes: Tensor, scales: Tensor, offsets: Tensor | None, group: int, bi
         stored = both[:, 0::2] | both[:, 1::2] << 4
     offsets = None if offsets is None else _blocks(offsets.float())
     return HostWeight(stored, _blocks(scales.float()), offsets, n, k, group, INT8 if bits == 8 else INT4)
+
+
+def _as_halves(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return codes [outputs, inputs] uint8 of 4 bits, and scales and offsets [outputs, groups] for `packed`; or None.
+
+    ggml's Q4_1 has float16 scales d and minima m, and the largest and the smallest number of a group have the codes 15
+    and 0. So m and d follow from these two, and a number is d * code + m in float32, rounded twice.
+    """
+    n, k = weight.shape
+    if k % GROUP:
+        return None
+    codes = torch.empty((n, k), dtype=torch.uint8)
+    scales, offsets = torch.empty((n, k // GROUP)), torch.empty((n, k // GROUP))
+    for first in range(0, n, _STEP_ROWS):
+        groups = weight[first : first + _STEP_ROWS].view(-1, k // GROUP, GROUP)
+        low, high = groups.aminmax(dim=-1)
+        scale = ((high - low) / 15.0).half().float()
+        steps = (groups - low.unsqueeze(-1)) / scale.clamp_min(torch.finfo().tiny).unsqueeze(-1)
+        near = steps.round().clamp(0, 15)
+        if not torch.equal(near * scale.unsqueeze(-1) + low.unsqueeze(-1), groups):
+            return None
+        rows = slice(first, first + groups.shape[0])
+        codes[rows], scales[rows] = near.view(-1, k).to(torch.uint8), scale
+        offsets[rows] = low + 8.0 * scale  # `packed` stores codes less 8
+    return codes, scales, offsets
 
 
 def _as_integers(weight: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.layer.host_layer import HostLayer, HostProduct
 from aerie.kernels.norm.activation import sigmoid_mul
 from aerie.kernels.norm.head_norms import HeadNorms
 from aerie.kernels.rope.rotation import Angles
@@ -90,6 +91,17 @@ class Attention(AttentionLayer):
             return None
         k = None if self.k_norm is None else self.k_norm.weight
         return HeadNorms(self.q_norm.weight, k, self.q_norm.eps, self.norms_values)
+
+    def host_layer(self, gate_up: HostProduct, down: HostProduct, norm: Tensor, eps: float) -> HostLayer | None:
+        qkv, o_proj, rule = self.qkv.host_product, self.o_proj.host_product, self.rule
+        has_three = (
+            self.has_kv and self.qkv.shape.out_features == (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        )
+        is_plain = not self.gated and self.q_norm is None and rule.soft_cap is None and not rule.has_sinks
+        if qkv is None or o_proj is None or not has_three or not is_plain:
+            return None
+        heads = self.num_heads, self.num_kv_heads, self.head_dim
+        return HostLayer(qkv, o_proj, gate_up, down, norm, eps, *heads, rule.scale, rule.window)
 
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
         q, kv, gate = self._heads(x)

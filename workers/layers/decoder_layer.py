@@ -1,12 +1,16 @@
 """The pre-norm residual block of all decoders. The model family (`aerie.workers.models`) supplies attention and MLP."""
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 
+import torch
 from torch import Tensor, nn
 
 from aerie.kernels.experts.norm_route import Norm
 from aerie.kernels.experts.route import TokenSlots
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.layer.host_layer import HostLayer, HostProduct, PlacedLayer
 from aerie.kernels.rope.rotation import Angles
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.forward_context import ForwardContext
@@ -30,6 +34,10 @@ class AttentionLayer(nn.Module, ABC):
         returns: [n, hidden_size] for the n rows that attend.
         """
 
+    def host_layer(self, gate_up: HostProduct, down: HostProduct, norm: Tensor, eps: float) -> HostLayer | None:
+        """Return the layer with this attention, if one kernel of a CPU computes it; else None."""
+        return None
+
     @abstractmethod
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
         """Write the KV of all rows; compute no output."""
@@ -50,6 +58,10 @@ class FeedForward(nn.Module, ABC):
         x: [rows, hidden_size] in the model's dtype, or in the format `fp8_inputs`.
         live: marks padding rows, whose output is unused.
         """
+
+    def host_products(self) -> tuple[HostProduct, HostProduct] | None:
+        """Return the products of a gated MLP with SiLU, if a CPU's kernels multiply both; else None."""
+        return None
 
     def partial_of_sum(
         self, x: Tensor, residual: Tensor, norm: Norm, live: TokenSlots, group: TPGroup
@@ -87,6 +99,7 @@ class DecoderLayer(nn.Module):
         self.group = self.unsummed = group
         self.residual_multiplier = residual_multiplier
         self.tail: LayerTail | None = None
+        self._placed: PlacedLayer | None = None
         self.input_layernorm = (before or norm)(hidden_size, rms_eps)
         self.self_attn = attention
         self.post_attention_layernorm = norm(hidden_size, rms_eps)
@@ -101,6 +114,9 @@ class DecoderLayer(nn.Module):
         normed: [rows, hidden] the input norm's output, in the model's dtype or the attention's `fp8_inputs`.
         residual: [rows, hidden].
         """
+        out = self._on_host(normed, residual, angles, context)
+        if out is not None:
+            return out, residual
         attended = self._multiplied(self.self_attn.partial(normed, angles, context))
         residual = context.attending_rows(residual)
         norm = self.post_attention_layernorm
@@ -111,6 +127,31 @@ class DecoderLayer(nn.Module):
                 return self._multiplied(done[0]), done[1]
         normed, residual = norm.add_for_product(attended, residual, self.mlp.fp8_inputs, self.group)
         return self._multiplied(self.mlp.partial(normed, context.token_slots)), residual
+
+    def _on_host(
+        self, normed: Tensor | Fp8Rows, residual: Tensor, angles: Angles, context: ForwardContext
+    ) -> Tensor | None:
+        """Compute the layer by one kernel of a CPU, and add attention to `residual`; None if there is none for it."""
+        if self.group.size > 1 or not isinstance(normed, Tensor) or not normed.dtype == residual.dtype == torch.float32:
+            return None
+        batch = context.host_pass(angles)
+        weights = None if batch is None else self.host_weights
+        if batch is None or weights is None or (weights.window is not None and batch.rows > 1):
+            return None
+        kv = context.pool.layer(self.self_attn.layer)  # type: ignore[arg-type]
+        if not isinstance(kv, LayerKV) or kv.k.dtype != torch.float32:
+            return None
+        if self._placed is None or self._placed.pages != kv.k.data_ptr():
+            self._placed = weights.on(kv)
+        return self._placed.run(batch, normed, residual)
+
+    @cached_property
+    def host_weights(self) -> HostLayer | None:
+        """The weights, if one kernel of a CPU computes the whole layer; constant once they are finished."""
+        mlp = self.mlp.host_products()
+        norm = self.post_attention_layernorm
+        is_plain = self.residual_multiplier == 1.0 and norm.weight.dtype == torch.float32 and norm.weight.numel() > 0
+        return None if mlp is None or not is_plain else self.self_attn.host_layer(*mlp, norm.weight, norm.eps)
 
     def _multiplied(self, branch: Tensor) -> Tensor:
         return branch if self.residual_multiplier == 1.0 else branch.mul_(self.residual_multiplier)

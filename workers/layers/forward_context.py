@@ -17,6 +17,7 @@ from aerie.kernels.delta_rule.tables import DeltaRows, DeltaWeights
 from aerie.kernels.experts.route import TokenSlots
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, RowInputs
 from aerie.kernels.kv.slot_mapping import map_rows
+from aerie.kernels.layer.host_layer import HostPass
 from aerie.kernels.norm.head_norms import HeadNorms
 from aerie.kernels.rope.rotation import Angles
 
@@ -113,6 +114,21 @@ class ForwardContext:
         """Return which of the rows that attend are padding."""
         mapping = self.slot_mapping if self.live_mapping is None else self.live_mapping
         return TokenSlots(self.attending_rows(mapping), self.pool.page_size)
+
+    def host_pass(self, angles: Angles) -> HostPass | None:
+        """Return the pass for `HostLayer`; None unless all rows are rounds on a CPU. Layers with the same angles share
+        it."""
+        batch = None if self.decode is None or self.chunks is not None else self.decode.host_batch
+        if batch is None or self.attending is not None or self.windowed is not None:
+            return None
+        key = angles.cos.data_ptr()
+        if key not in self._host_passes:
+            self._host_passes[key] = HostPass(batch, angles, self.slot_mapping)
+        return self._host_passes[key]
+
+    @cached_property
+    def _host_passes(self) -> dict[int, HostPass]:
+        return {}
 
     @cached_property
     def rounds(self) -> "ForwardContext":

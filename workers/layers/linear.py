@@ -12,6 +12,7 @@ from aerie.kernels.fp8.tiles import fp8_workspace_size
 from aerie.kernels.gemm.blocks import largest
 from aerie.kernels.gemm.tiles import workspace_size
 from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.layer.host_layer import HostProduct
 from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup, shard_size
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
@@ -53,6 +54,12 @@ class LinearBase(WeightedModule):
         check_plain(full)
         check_shape(full, (part.rows.total,))
         self.bias.data[part.offset : part.offset + part.rows.size].copy_(full[part.rows.first : part.rows.end])
+
+    @property
+    def host_product(self) -> HostProduct | None:
+        """The weight that a CPU's kernels multiply, and the bias; None if another kernel multiplies."""
+        weight = self.method.host_weight
+        return None if weight is None else (weight, self.bias)
 
     def fill_missing(self, key: WeightKey) -> bool:
         return key.kind != "bias" and self.method.fill_missing(key.kind, self.shape.part(key.part))

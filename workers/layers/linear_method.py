@@ -17,6 +17,8 @@ from aerie.kernels import contracts
 from aerie.kernels.capability import ALIGNED_BYTES
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.gemm.choice import TorchGEMM, choose_gemm
+from aerie.kernels.gemm.host_cpp import HostGEMM
+from aerie.kernels.gemm.host_weight import HostWeight
 from aerie.kernels.gemm.tiles import INPUT_STEP
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.norm.activation import silu_mul
@@ -105,6 +107,11 @@ class LinearMethod(WeightMethod):
         out: memory for the result; None allocates it.
         """
 
+    @property
+    def host_weight(self) -> HostWeight | None:
+        """The weight that a CPU's kernels multiply; None if another kernel multiplies."""
+        return None
+
     def multiply_last(self, x: Tensor | Fp8Rows, bias: Tensor | None, count: int) -> Tensor:
         """Return the last `count` columns of `multiply`: [rows, count]."""
         return self.multiply(x, bias)[:, -count:]
@@ -166,6 +173,10 @@ class DenseLinearMethod(LinearMethod):
         self.check(x)
         assert isinstance(x, Tensor), "fp8_inputs is None"
         return self._gemm.multiply_gated(x)
+
+    @property
+    def host_weight(self) -> HostWeight | None:
+        return self._gemm.stored if isinstance(self._gemm, HostGEMM) else None
 
     def check(self, x: Tensor | Fp8Rows, bias: Tensor | None = None, out: Tensor | None = None) -> None:
         """Assert what GPU kernels require of inputs beyond torch's GEMM, if `contracts.checked`.

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from aerie.kernels.experts.route import TokenSlots
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.layer.host_layer import HostProduct
 from aerie.kernels.norm.activation import ACTIVATIONS
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import FeedForward
@@ -22,6 +23,10 @@ class GatedMLP(FeedForward):
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
         return self.gate_up.method.fp8_inputs
+
+    def host_products(self) -> tuple[HostProduct, HostProduct] | None:
+        first, second = self.gate_up.host_product, self.down_proj.host_product
+        return None if first is None or second is None or self.activation != "silu" else (first, second)
 
     def forward(self, x: Tensor | Fp8Rows) -> Tensor:
         return self.down_proj.group.all_reduce(self.partial(x))

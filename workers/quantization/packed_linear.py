@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.gemm.host_weight import HostWeight
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.norm.activation import silu_mul
 from aerie.kernels.packed.cuda.gated_mlp_tiles import gated_mlp_words
-from aerie.kernels.packed.product import PackedProduct, choose_product, gated_mlp
+from aerie.kernels.packed.product import HostPackedProduct, PackedProduct, choose_product, gated_mlp
 from aerie.kernels.packed.tiles import packed_workspace_size
 from aerie.kernels.packed.weight import PackedWeight, dequantize
 from aerie.kernels.span import Span
@@ -158,6 +159,11 @@ class PackedLinear(DenseLinearMethod):
     def fill_dummy(self, generator: torch.Generator) -> None:
         for part in self.shape.parts:
             self._of(part).fill_dummy(generator)
+
+    @property
+    def host_weight(self) -> HostWeight | None:
+        only = self._only()
+        return only.stored if isinstance(only, HostPackedProduct) else super().host_weight
 
     def workspace_size(self) -> tuple[int, int]:
         inputs = self.layout.max_inputs(self.shape.parts[0].columns)

@@ -10,7 +10,7 @@ from aerie.kernels.capability import Capability
 from aerie.kernels.cpp_library import compiles
 from aerie.kernels.gemm.choice import choose_gemm
 from aerie.kernels.gemm.host_cpp import HostGEMM, multiply, rows_of
-from aerie.kernels.gemm.host_weight import BFLOAT16, FLOAT32, INT8, HostWeight, packed, stored_exactly
+from aerie.kernels.gemm.host_weight import BFLOAT16, FLOAT32, INT4, INT8, HostWeight, packed, stored_exactly
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.packed.product import HostPackedProduct, choose_product
 from aerie.kernels.packed.weight import dequantize, pack
@@ -134,3 +134,18 @@ def test_other_weights_keep_torchs_products() -> None:
     large = torch.randn(512, 512)
     assert isinstance(choose_gemm(large, OPTIONS), HostGEMM)
     assert not isinstance(choose_gemm(large, dataclasses.replace(OPTIONS, host=False)), HostGEMM)
+
+
+def test_dequantised_blocks_of_q4_1_are_stored_in_4_bits() -> None:
+    generator = _generator()
+    scales = (torch.rand(70, 6, 1, generator=generator) * 0.1).half().float()
+    minima = torch.randn(70, 6, 1, generator=generator).half().float()
+    codes = torch.randint(0, 16, (70, 6, 32), generator=generator).float()
+    codes[..., 3], codes[..., 30] = 0, 15
+    dense = (codes * scales + minima).view(70, 192)
+    gemm = HostGEMM.of(dense, OPTIONS)
+    assert gemm.stored.format == INT4
+    # the offset, the scaled code and their sum are rounded: 1.5 units in the last place of numbers up to 8
+    assert torch.allclose(gemm.dense(), dense, rtol=0, atol=1.5 * 2.0**-21)
+    dense[69, 191] += 0.01
+    assert HostGEMM.of(dense, OPTIONS).stored.format == FLOAT32

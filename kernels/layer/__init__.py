@@ -1,0 +1,4 @@
+"""A decoder layer as one kernel.
+
+host_layer  on CPUs, in C++
+"""
