@@ -5,7 +5,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-CONFIG ?= deploy/eagle.yaml
+CONFIG ?=
 TORCH := torch==2.13.0
 # Torch for CUDA brings the Triton that it was built with, and pip would refuse another; torch for CPUs brings none.
 TRITON = $$($(BIN)/python -c 'import triton' 2>/dev/null && echo triton || echo triton==3.6.0)

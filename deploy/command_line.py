@@ -57,7 +57,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
         parser.error(str(error))
     found = parser.parse_args(words)
     if takes_options and found.model is not None:
-        if found.config not in (DEFAULT_CONFIG, found.model):
+        if found.config not in ("", found.model):
             parser.error(f"--model {found.model}: the model is {found.config} already; give it once")
         found.config = found.model
     return found

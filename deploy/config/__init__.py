@@ -8,5 +8,5 @@ vllm_options   options of vLLM's and SGLang's servers: the parser's arguments, a
 option_table   each of these options once, with its spellings; option_names: those that set nothing, or are refused
 vllm_values    reads their values; value_names: the others' names of parsers, kernels and draft methods
 hub            downloads models by their hub names
-gguf_files     GGUF files by paths or hub names
+gguf_files     GGUF files by paths or hub names; published_model: the model of the quick start
 """

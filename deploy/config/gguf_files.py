@@ -6,10 +6,9 @@ from importlib import import_module
 from pathlib import Path
 
 from aerie.cluster.config import ConfigError
+from aerie.workers.models.gguf.location import INDEX, location_of
 
-_FOLDER = "aerie.workers.models.gguf.folder"  # imports torch, which most command lines do not need
-_INDEX = "gguf.json"
-_FIRST = re.compile(r"-00001-of-\d{5}$")
+_WRITER = "aerie.workers.models.gguf.folder"  # imports torch, which only the first start of a file needs here
 _LATER = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
 _NOT_MODELS = ("mmproj", "imatrix")
 
@@ -21,19 +20,21 @@ def is_gguf_path(given: str) -> bool:
 
 def is_gguf_folder(folder: Path) -> bool:
     """Return whether the folder stands for a GGUF file."""
-    return (folder / _INDEX).is_file()
+    return (folder / INDEX).is_file()
 
 
 def gguf_folder(path: Path, tokenizer: Path | None = None) -> Path:
-    """Return the folder that stands for a GGUF file, see `aerie.workers.models.gguf.folder.checkpoint_folder`. Raises
-    ConfigError."""
+    """Return the folder that stands for a GGUF file, written if it is missing; see
+    `aerie.workers.models.gguf.location.location_of`. Raises ConfigError."""
     try:
-        found: Path = import_module(_FOLDER).checkpoint_folder(path, cache_folder() / "gguf", tokenizer)
+        location = location_of(path, cache_folder() / "gguf", tokenizer)
+        if not location.is_written:
+            import_module(_WRITER).write_folder(location)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except OSError as error:
         raise ConfigError(f"{cache_folder()}: cannot be written ({error}); set XDG_CACHE_HOME") from None
-    return found
+    return location.folder
 
 
 def with_tokenizer(folder: Path, tokenizer: Path) -> Path:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from aerie.cluster.config import ConfigError
+from aerie.deploy.config import published_model
 from aerie.deploy.config.files import path_sections
 from aerie.deploy.config.gguf_files import chosen_file, gguf_folder, is_gguf_path, patterns_of
 
@@ -58,6 +59,11 @@ def model_folder(given: str, revision: str | None) -> Path:
         return folder.resolve()
     if is_gguf_path(given):
         return gguf_folder(folder)
+    if given == published_model.NAME:
+        try:
+            return gguf_folder(published_model.fetched_file(published_model.SMOLLM2))
+        except published_model.NotFetchedError as error:
+            raise ConfigError(f"{given}: {error}; without a network `aerie serve eagle` serves a test model") from None
     name, _, wanted = given.partition("@")
     name, _, kind = name.partition(":")
     if kind:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from aerie.cluster.config import ConfigError
-from aerie.deploy.config import vllm_options
+from aerie.deploy.config import published_model, vllm_options
 from aerie.deploy.config.drafts import block_shape, draft_method, own_draft
 from aerie.deploy.config.files import find_config, key_digest, packaged_names
 from aerie.deploy.config.gguf_files import is_gguf_folder, is_gguf_path, with_tokenizer
@@ -29,7 +29,7 @@ _COPYING = ("suffix", "ngram")  # values of --draft that need no checkpoint
 def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     """Return the config file of a command line: an existing file, a packaged one, or a new one for a model in a folder
     or on the hub, written to --save or into `scratch`. Raises ConfigError."""
-    given = str(arguments.config)
+    given = arguments.config = str(arguments.config or _quick_start())
     if not names_model(given):
         wanted = {"--draft": arguments.draft, "--tensor-parallel": arguments.tensor_parallel, "--set": arguments.set}
         wanted |= {"--save": arguments.save, "--revision": arguments.revision}
@@ -77,10 +77,22 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     return Path(path)
 
 
+def _quick_start() -> str:
+    """Return what to serve if nothing is named: the published model, or a packaged one if it cannot be fetched."""
+    try:
+        published_model.fetched_file(published_model.SMOLLM2)
+    except published_model.NotFetchedError as error:
+        wanted, packaged = published_model.SMOLLM2.name, published_model.FALLBACK
+        print(f"{error}: serving the embedded test model ({packaged}) instead of {wanted}")
+        return published_model.FALLBACK
+    return published_model.NAME
+
+
 def model_args(given: str, draft: str | None, revision: str | None) -> dict[str, Any]:
     """Return the `args` of an application for a model in a folder or on the hub. Raises ConfigError."""
     model = model_folder(given, revision)
     args: dict[str, Any] = {"model": {"path": str(model)}, "ingress": {"served_model_name": _served_name(given, model)}}
+    draft = draft or ("suffix" if given == published_model.NAME else None)  # it has no head
     if draft in _COPYING:
         return use_options(args, {"speculative.method": "suffix"})
     return use_options(args, {"speculative.path": draft} if draft else {})
@@ -171,7 +183,7 @@ def _check_quantization(wanted: str, model: Path) -> None:
 def names_model(given: str) -> bool:
     """Whether this is a folder with a checkpoint, a GGUF file, or a name of the form OWNER/NAME and no file."""
     path = Path(given).expanduser()
-    if is_gguf_path(given):
+    if is_gguf_path(given) or given == published_model.NAME:
         return True
     if path.is_dir():
         return (path / "config.json").is_file()
@@ -180,6 +192,8 @@ def names_model(given: str) -> bool:
 
 
 def _served_name(given: str, folder: Path) -> str:
+    if given == published_model.NAME:
+        return published_model.SMOLLM2.name
     is_path = is_gguf_path(given) or Path(given).expanduser().is_dir()
     return folder.name if is_path else given.partition("@")[0]
 

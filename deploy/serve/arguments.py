@@ -4,7 +4,6 @@ import argparse
 import re
 from pathlib import Path
 
-from aerie.deploy.command_line import DEFAULT_CONFIG
 from aerie.deploy.config import vllm_options
 
 
@@ -13,9 +12,9 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="?",
-        default=DEFAULT_CONFIG,
+        default="",
         metavar="MODEL|CONFIG",
-        help=f"folder or OWNER/NAME of a model, a config file, or a packaged one's name (default: {DEFAULT_CONFIG})",
+        help="folder, GGUF file or OWNER/NAME of a model, a config file, or a packaged one's name (default: smollm2)",
     )
     parser.add_argument("--model", "--model-path", help="the same, as vLLM's and SGLang's modules have it")
     parser.add_argument(

@@ -116,7 +116,7 @@ def test_a_signal_at_any_second_of_the_start_ends_it_and_leaves_nothing(
 ) -> None:
     """As often as a ready server takes: AERIE_START_S in all, each time later."""
     variables = os.environ | {"RAY_TMPDIR": str(folders), "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
-    command = [*AERIE, "serve", "--port", str(free_port())]
+    command = [*AERIE, "serve", "eagle", "--port", str(free_port())]
     for after_s in range(0, int(os.environ.get("AERIE_START_S", 24)), 3):
         log = tmp_path / f"{after_s}.log"
         with log.open("wb") as console:
@@ -168,7 +168,7 @@ def test_a_full_temporary_folder_is_told_in_a_line_or_does_no_harm(tmp_path: Pat
         script = (
             "mount -t tmpfs -o size=40m none /tmp && chmod 1777 /tmp && "
             f"dd if=/dev/zero of=/tmp/filler bs=1K count={40 * 1024 - left_kb} 2>/dev/null; "
-            f"exec timeout -s TERM 60 {sys.executable} -m aerie.deploy.cli serve --port {free_port()}"
+            f"exec timeout -s TERM 60 {sys.executable} -m aerie.deploy.cli serve eagle --port {free_port()}"
         )
         command = ["unshare", "--mount", "--", "sh", "-c", script]
         variables = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": "/tmp", "RAY_AUTH_MODE": "disabled"}

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from aerie.deploy.config.gguf_files import gguf_folder
-from aerie.deploy.published_model import NotFetchedError, fetched_file
+from aerie.deploy.config.published_model import SMOLLM2, NotFetchedError, fetched_file
 
 
 @functools.cache
 def published_file() -> Path:
     """Return SmolLM2-135M-Instruct's GGUF file."""
     try:
-        return fetched_file(quiet=True)
+        return fetched_file(SMOLLM2, quiet=True)
     except NotFetchedError as error:
         pytest.skip(f"the published model is missing: {error}")
 

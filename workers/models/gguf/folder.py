@@ -1,7 +1,6 @@
 """Makes the folder of a checkpoint that stands for a GGUF file: config.json, the tokenizer's files, and the list of
 tensors. Everything that reads checkpoints reads this folder; the weights stay in the file."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -13,49 +12,27 @@ import msgspec
 import numpy as np
 
 from aerie.workers.models.gguf.families import StoredTensor, is_linear, read_config, stored_tensors
-from aerie.workers.models.gguf.header import FileTensor, GgufFile, read_gguf, split_parts
-from aerie.workers.models.gguf.tensors import INDEX, Weights
+from aerie.workers.models.gguf.header import FileTensor, GgufFile, read_gguf
+from aerie.workers.models.gguf.location import INDEX, Location, location_of
+from aerie.workers.models.gguf.tensors import Weights
 from aerie.workers.models.gguf.vocabulary import Vocabulary, write_vocabulary
 from aerie.workers.quantization.block_scheme import METHOD
 from aerie.workers.quantization.block_types import BLOCK_TYPES
 
-_VERSION = 2  # of what is written: raise it with a change
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
-    "chat_template.jinja",
-)
-
 
 def checkpoint_folder(path: Path, cache: Path, tokenizer: Path | None = None) -> Path:
-    """Return the folder that stands for a GGUF file, named after it, in `cache`; written if it is missing.
-
-    path: the file, or any one of several that belong together.
-    tokenizer: a folder with the tokenizer's files to use instead of the file's own.
-    Raises ValueError, in one line, if the file is missing, damaged, or not supported.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    path = path.resolve()
-    parts = split_parts(path)
-    chosen = [] if tokenizer is None else _tokenizer_files(tokenizer)
-    states = [(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in (*parts, *chosen)]
-    digest = hashlib.sha256(json.dumps([_VERSION, states]).encode()).hexdigest()[:16]
-    stem = parts[0].name.removesuffix(".gguf").split("-00001-of-")[0]
-    folder = cache / digest / stem
-    if not (folder / INDEX).is_file():
-        _write(read_gguf(path), folder, chosen)
-    return folder
+    """Return the folder that stands for a GGUF file, written if it is missing. Arguments: as of `location_of`. Raises
+    ValueError, in one line, if the file is missing, damaged, or not supported."""
+    location = location_of(path, cache, tokenizer)
+    if not location.is_written:
+        write_folder(location)
+    return location.folder
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
-    found = [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]
-    if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"--tokenizer {folder}: has no tokenizer.json; give the folder of a model or a tokenizer")
-    return found
-
-
-def _write(file: GgufFile, folder: Path, tokenizer: list[Path]) -> None:
-    """Write the folder under another name first, so that it is complete or missing."""
+def write_folder(location: Location) -> None:
+    """Write the folder, under another name first, so that it is complete or missing. Raises ValueError, in one line,
+    for a file that is damaged or not supported."""
+    file, folder = read_gguf(location.paths), location.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
@@ -63,8 +40,8 @@ def _write(file: GgufFile, folder: Path, tokenizer: list[Path]) -> None:
         tensors, quantization = _weights(file, config)
         if quantization:
             config["quantization_config"] = quantization
-        if tokenizer:
-            for each in tokenizer:
+        if location.tokenizer:
+            for each in location.tokenizer:
                 shutil.copyfile(each, scratch / each.name)
         else:
             config["eos_token_id"] = Vocabulary(file.metadata, str(file.paths[0])).end_ids
@@ -77,7 +54,7 @@ def _write(file: GgufFile, folder: Path, tokenizer: list[Path]) -> None:
         try:
             os.rename(scratch, folder)
         except OSError:
-            if not (folder / INDEX).is_file():  # else another process has written it meanwhile
+            if not location.is_written:  # else another process has written it meanwhile
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -5,7 +5,6 @@ takes 0.1 s, and its errors name the file and the remedy.
 """
 
 import mmap
-import re
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -27,7 +26,6 @@ _TYPES = {0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8
 _TYPES |= {11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS"}
 _TYPES |= {19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32"}
 _TYPES |= {27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4"}
-_SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
@@ -56,30 +54,10 @@ class GgufFile:
     metadata: dict[str, Any]
     tensors: dict[str, FileTensor]
 
-    @property
-    def name(self) -> str:
-        """Return the file's name without its ending and its number."""
-        split = _SPLIT_NAME.fullmatch(self.paths[0].name)
-        return split[1] if split else self.paths[0].stem
 
-
-def split_parts(path: Path) -> tuple[Path, ...]:
-    """Return all files of a model, of which `path` is one. Raises ValueError for missing ones."""
-    split = _SPLIT_NAME.fullmatch(path.name)
-    if split is None:
-        return (path,)
-    stem, _, count = split.groups()
-    parts = tuple(path.with_name(f"{stem}-{i + 1:05}-of-{count}.gguf") for i in range(int(count)))
-    missing = [part.name for part in parts if not part.is_file()]
-    if missing:
-        raise ValueError(f"{path}: is one of {int(count)} files, and {', '.join(missing)} is missing beside it")
-    return parts
-
-
-def read_gguf(path: Path) -> GgufFile:
-    """Read the headers of a model's files. Raises ValueError, naming the file and the remedy, for a missing, damaged,
-    incomplete or unsupported one."""
-    paths = split_parts(path)
+def read_gguf(paths: tuple[Path, ...]) -> GgufFile:
+    """Read the headers of a model's file, or of all its parts. Raises ValueError, naming the file and the remedy, for a
+    damaged, incomplete or unsupported one."""
     metadata: dict[str, Any] = {}
     tensors: dict[str, FileTensor] = {}
     for index, part in enumerate(paths):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from aerie.kernels.capability import Capability
 from aerie.workers.models.gguf.families import StoredTensor
+from aerie.workers.models.gguf.location import INDEX
 from aerie.workers.quantization.block_types import BLOCK_TYPES, PLAIN_TYPES
 
-INDEX = "gguf.json"
 _MXFP4 = "MXFP4"
 
 

@@ -32,7 +32,7 @@ def refused(path: Path, message: str) -> None:
 
 
 def test_the_header_is_read_as_llama_cpps_library_reads_it(file: Path) -> None:
-    ours, theirs = read_gguf(file), gguf.GGUFReader(file)
+    ours, theirs = read_gguf((file,)), gguf.GGUFReader(file)
     expected = {name: field.contents() for name, field in theirs.fields.items() if not name.startswith("GGUF.")}
     assert ours.metadata == expected
     found = {name: (each.shape, each.type, each.offset, each.num_bytes) for name, each in ours.tensors.items()}

