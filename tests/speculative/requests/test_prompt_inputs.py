@@ -1,6 +1,7 @@
 """Prompts with inputs besides their token ids, and layers that know their rows' requests: docs/add-an-input.md."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from aerie.attention.config import CacheConfig
-from aerie.speculative.build import local_engine
-from aerie.workers.config import GraphCapture, SchedulerConfig
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.layers.forward_context import RowIndex
 from aerie.workers.prompt_inputs import Embeddings, PromptInputs
@@ -26,10 +27,10 @@ from aerie.workers.scheduling.request import Request
 from tests.speculative.conftest import EOS, Pair
 from tests.speculative.test_graphs_while_serving import TOKENS
 from tests.support.kernels.eager_graphs import LazyRecorder
+from tests.support.tiny_models import VOCAB, make_target
 
 GREEDY = SamplingParams(12, 0.0, stop_token_ids=(EOS,))
 PLACEHOLDER = 5
-SHAPES = ("plain", "chain", "tree")
 SLOW = pytest.mark.slow
 
 
@@ -59,9 +60,9 @@ def texts(engine: LocalEngine, prompts: Sequence[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("shape", "ranks"),
     [
-        *((shape, 1) for shape in SHAPES),
+        ("chain", 1),
         ("tree", 2),
-        *(pytest.param(shape, 2, marks=SLOW) for shape in ("plain", "chain")),
+        *(pytest.param(*kind, marks=SLOW) for kind in (("plain", 1), ("tree", 1), ("plain", 2), ("chain", 2))),
     ],
 )
 def test_embeddings_of_the_tokens_give_the_tokens_answers(pair: Pair, shape: str, ranks: int) -> None:
@@ -89,7 +90,7 @@ def test_embeddings_of_the_tokens_give_the_tokens_answers(pair: Pair, shape: str
         assert wrong.output != expected[0], "the placeholders alone mean something else"
 
 
-@pytest.mark.parametrize("shape", ["plain", "tree"])
+@pytest.mark.parametrize("shape", [pytest.param("plain", marks=SLOW), "tree"])
 def test_pages_are_shared_by_equal_embeddings_only(pair: Pair, shape: str) -> None:
     first, second = max(pair.prompts, key=len), list(reversed(max(pair.prompts, key=len)))
     start, end = 6, len(first) - 3
@@ -210,7 +211,7 @@ def with_adapters(engine: LocalEngine, always: int | None = None) -> RowIndex:
     return index
 
 
-@pytest.mark.parametrize("shape", ["plain", pytest.param("chain", marks=SLOW), "tree"])
+@pytest.mark.parametrize("shape", [pytest.param("plain", marks=SLOW), pytest.param("chain", marks=SLOW), "tree"])
 def test_layers_know_their_rows_requests(pair: Pair, shape: str) -> None:
     """With three "adapters" in one batch, eagerly and in recorded steps, each request gets the answer of an engine that
     has its adapter alone."""
@@ -257,3 +258,45 @@ def test_a_pass_without_such_layers_computes_no_row_index(pair: Pair, monkeypatc
         monkeypatch.setattr(model, "forward", noted)
         engine.generate(pair.prompts[:3], GREEDY)
     assert seen and not any("row_slots" in vars(context) for context in seen)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "implementation"),
+    [
+        ("Qwen3_5", "auto"),
+        pytest.param("Gemma3", "auto", marks=SLOW),
+        pytest.param("Gemma", "transformers", marks=SLOW),
+    ],
+)
+def test_recurrent_windowed_and_adapted_models_take_embeddings(
+    tmp_path: Path, architecture: str, implementation: Any
+) -> None:
+    """A second run finds as much of the first one as texts do."""
+    target = make_target(tmp_path, architecture=architecture)
+    spec = EngineSpec(
+        WorkerConfig(
+            ModelSource(path=str(target), device="cpu", implementation=implementation),
+            CacheConfig(page_size=4, num_pages=120, state_snapshots=16),
+            SchedulerConfig(max_running=4, max_step_tokens=24),
+            measure_costs=False,
+            debug=True,
+        ),
+        None,
+    )
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (37, 22)]
+    with local_engine(spec) as engine:
+        expected = texts(engine, prompts)
+        model = engine.executor._strategy._target.model  # type: ignore[attr-defined]
+        scale = vars(model).get("embedding_scale") or 1.0
+        for turn in range(2):
+            requests = []
+            for i, prompt in enumerate(prompts):
+                with torch.inference_mode():
+                    rows = (model.embed_tokens(torch.tensor(prompt[3:-2])) * scale).numpy()
+                ids = [*prompt[:3], *[PLACEHOLDER] * len(rows), *prompt[-2:]]
+                requests.append(Request(f"{turn}-{i}", ids, GREEDY, inputs=PromptInputs((Embeddings.of(3, rows),))))
+            engine.run(requests, 4)
+            assert [request.output for request in requests] == expected
+        again = engine.generate(prompts, GREEDY, 1)
+        assert [each.cached_tokens for each in requests] == [each.cached_tokens for each in again]
