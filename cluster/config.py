@@ -43,8 +43,8 @@ class EngineConfig:
     drain_timeout_s: time for running requests at shutdown.
     restart_backoff_s: pause after a failed start, doubled each time.
     max_restarts: failed starts in a row before Serve replaces the replica.
-    threads_per_worker: threads that compute on a CPU rank; auto: this machine's physical cores, shared by the engine's
-        ranks; 1 where ranks use GPUs.
+    threads_per_worker: threads that compute on a CPU rank; auto: this machine's physical cores except one, shared by
+        its ranks; 1 where ranks use GPUs.
     spare_workers: one more process per rank, with everything imported, to replace a dead one (0.2 GB of host memory, no
         device memory); auto: where ranks use GPUs.
     debug: compare the ranks' tokens after every step, and check what operations are called with.

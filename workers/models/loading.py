@@ -93,15 +93,30 @@ def load_target(
     if fallback is not None and group.rank == 0:
         logger.warning("%s: %s", name, fallback)
     began_s = time.monotonic()
-    model = fill_target(source, config, group, device, max_position, capture, advance)
+    with _one_thread(here):
+        model = fill_target(source, config, group, device, max_position, capture, advance)
     if source.load_format != "dummy" and group.rank == 0:
         seconds, size = time.monotonic() - began_s, num_checkpoint_bytes(source.path) / 1e9
         logger.info("%s: %.2f GB read in %.1f s (%.2f GB/s)", name, size, seconds, size / max(seconds, 1e-6))
     formats = weight_formats(model)
     if formats and group.rank == 0:
         logger.info("%s: layers by format: %s", name, formats)
-    finish_weights(model, deterministic)
+    with _one_thread(here):
+        finish_weights(model, deterministic)
     return model.eval()
+
+
+@contextmanager
+def _one_thread(here: Capability) -> Iterator[None]:
+    """Convert weights by one thread on a CPU: the many short operations are limited by memory, and each would wait for
+    its slowest thread while Ray and Serve start on the same cores."""
+    before = torch.get_num_threads()
+    if here.shares_host_memory:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def fill_target(
