@@ -9,10 +9,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
+import msgspec
+
 from aerie.cluster.coordinator.loop import CoordinatorLoop, CoordinatorSettings
 from aerie.cluster.linux import use_short_time_slice
-from aerie.cluster.transport.messages import EngineStats, FlushOutcome
-from aerie.workers.scheduling.commands.command import CommandAnswer, Work
+from aerie.cluster.transport.messages import AdminCall, AdminOutcome, EngineStats, FlushOutcome, Pause, Resume
+from aerie.workers.scheduling.commands.command import (
+    CommandAnswer,
+    LoadedWeights,
+    LoadWeights,
+    Work,
+    first_error,
+)
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.scheduler import Scheduler
 
@@ -20,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+ADMIN_TIMEOUT_S = 660.0  # for an update of weights, and for requests to end
 _CALL_TIMEOUT_S = 10.0  # an iteration takes milliseconds
 
 
@@ -96,6 +105,25 @@ class Coordinator:
         answers: Future[Sequence[CommandAnswer]] = Future()
         self._call(lambda: self._loop.carry_out(work, answers.set_result))
         return answers
+
+    def administer(self, call: AdminCall) -> AdminOutcome:
+        """Do what an administrator asks, and wait for it. Returns after ADMIN_TIMEOUT_S at the latest, with an
+        error."""
+        error, missing = "", dict[str, tuple[str, ...]]()
+        try:
+            if isinstance(call, Pause):
+                paused = threading.Event()
+                self._call(lambda: self._loop.pause(call.mode, paused.set))
+                error = "" if paused.wait(ADMIN_TIMEOUT_S) else f"requests still run after {ADMIN_TIMEOUT_S:g} s"
+            elif isinstance(call, Resume):
+                self._call(self._loop.resume)
+            elif isinstance(call, LoadWeights):
+                answers = self.carry_out(call).result(ADMIN_TIMEOUT_S)
+                error, result = first_error(answers), answers[0].result
+                missing = result.missing if isinstance(result, LoadedWeights) else {}
+        except TimeoutError:
+            error = f"no answer in {ADMIN_TIMEOUT_S:g} s"
+        return msgspec.structs.replace(self._call(self._loop.inspect), error=error, missing=missing)
 
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""

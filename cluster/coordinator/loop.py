@@ -16,7 +16,7 @@ from aerie.cluster.coordinator.request_streams import RequestStreams
 from aerie.cluster.coordinator.stats import engine_stats
 from aerie.cluster.coordinator.worker_links import WorkerLinks
 from aerie.cluster.transport.channel import Context
-from aerie.cluster.transport.messages import EngineStats, FlushOutcome
+from aerie.cluster.transport.messages import AdminOutcome, EngineStats, FlushOutcome, PauseMode
 from aerie.cluster.transport.reactor import Reactor
 from aerie.cluster.transport.sockets import Transport
 from aerie.workers.scheduling.commands.command import CommandAnswer, Work
@@ -206,6 +206,31 @@ class CoordinatorLoop:
             on_answered((CommandAnswer(-1, -1, -1, error=self._fault()),))
         else:
             self._scheduler.add_command(work, on_answered)
+
+    def pause(self, mode: PauseMode, on_paused: Callable[[], None]) -> None:
+        """Run no further steps; see `Pause`. on_paused: called in this thread once that is so."""
+        self.streams.is_paused = mode != "keep"
+        if mode == "abort":
+            self.streams.abort_all()
+
+        def stop() -> None:
+            self._scheduler.is_paused = self.streams.is_paused or mode == "keep"  # unless resumed meanwhile
+            on_paused()
+
+        if mode == "wait" and not self.streams.is_empty:
+            self._on_idle.append(stop)
+        else:
+            stop()
+
+    def resume(self) -> None:
+        """End a pause."""
+        self.streams.is_paused = self._scheduler.is_paused = False
+
+    def inspect(self) -> AdminOutcome:
+        """Return what administrators may know."""
+        scheduler = self._scheduler
+        is_paused = scheduler.is_paused or self.streams.is_paused
+        return AdminOutcome(self._settings.engine_id, is_paused, scheduler.weights.epoch, fault=scheduler.weights.fault)
 
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""

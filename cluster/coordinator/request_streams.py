@@ -40,6 +40,7 @@ class RequestStreams:
     an ingress disconnects or does not read, all its requests are aborted.
 
     is_draining: set it to refuse new requests.
+    is_paused: set it to refuse new requests until it is unset. Probes succeed.
     is_leaving: also set it if another engine replaces this one.
     states: publishes the engine's state to the same ingresses.
     queue_timeout_s: requests with a longer expected wait for their first step are refused; those that have waited
@@ -60,6 +61,7 @@ class RequestStreams:
     ) -> None:
         self.is_draining = False
         self.is_leaving = False
+        self.is_paused = False
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
         self._fault = fault
@@ -142,6 +144,12 @@ class RequestStreams:
             message = f"waited {self._queue_timeout_s:g} s in the queue (engine.queue_timeout_s)"
             self._send(stream.ingress, Refused(stream.request_id, self._queue_full(message, tenant)))
 
+    def abort_all(self) -> None:
+        """Abort every request."""
+        for request_id in list(self._streams):
+            self._end(request_id, FinishReason.ABORT, None)
+        self._flush()
+
     def close(self, linger_ms: int) -> None:
         """Close the inbox; queued messages are sent for up to `linger_ms`."""
         self._reactor.forget(self._inbox.socket)
@@ -178,6 +186,8 @@ class RequestStreams:
         """Queue or refuse a request. No content of a request may end the loop."""
         if self.is_draining:
             return Refusal("leaving" if self.is_leaving else "not_ready", "the engine is draining")
+        if self.is_paused:
+            return Refusal("not_ready", "the engine is paused; POST /resume ends that")
         tenant = self._scheduler.queues.tenants.of(message.owner)
         wait_s = None if message.resumed else self._scheduler.admission.wait_s(tenant)
         if wait_s is not None and wait_s > self._queue_timeout_s:

@@ -41,6 +41,7 @@ from aerie.cluster.http.routes import (
     responses,
     status,
     tokenization,
+    weights,
 )
 from aerie.cluster.http.serving import Edge
 from aerie.cluster.http.tenants import Tenants
@@ -57,7 +58,7 @@ EXPOSED_HEADERS = (
     "x-aerie-ignored",
     *HEADERS,
 )  # for scripts of other origins
-ROUTES = (generation, responses, messages, native, tokenization, models, status, prefix_cache)
+ROUTES = (generation, responses, messages, native, tokenization, models, status, prefix_cache, weights)
 
 
 def build_app(

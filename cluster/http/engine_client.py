@@ -4,7 +4,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from aerie.cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
+from aerie.cluster.transport.messages import AdminCall, AdminOutcome, EngineStats, FlushOutcome, Refusal, TokenDelta
 from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Owner
@@ -52,6 +52,10 @@ class EngineClient(Protocol):
     async def health(self) -> tuple[list[EngineStats], str]:
         """Return the last known statistics, and why a request sent now would not reach any engine's ranks, or "". Takes
         at most half a second."""
+        ...
+
+    async def administer(self, call: AdminCall) -> list[AdminOutcome]:
+        """Let every engine do what an administrator asks. Return one result per known engine replica."""
         ...
 
     async def flush_cache(self) -> list[FlushOutcome]:

@@ -128,9 +128,11 @@ def unauthorized() -> ApiError:
 
 
 def forbidden(name: str) -> ApiError:
+    """403 for a route of administrators. name: of the key; "" on a server without keys."""
+    who = f"The key {name} does not administer this server" if name else "This route needs an API key"
     return ApiError(
         403,
-        f"The key {name} does not administer this server; use one with `admin: true` in ingress.api_keys",
+        f"{who}; use one with `admin: true` in ingress.api_keys",
         kind="permission_error",
         code="admin_key_required",
     )
@@ -159,6 +161,11 @@ def unfinished(message: str, retry_after_s: float) -> ApiError:
     return ApiError(
         409, message, kind="conflict_error", code="requests_unfinished", headers=_retry_after(retry_after_s)
     )
+
+
+def conflict(message: str) -> ApiError:
+    """409: the engines refuse, and have changed nothing that the message does not name."""
+    return ApiError(409, message, kind="conflict_error", code="refused")
 
 
 def timed_out(limit_s: float) -> ApiError:

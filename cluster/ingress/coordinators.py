@@ -10,7 +10,7 @@ import msgspec
 import ray
 
 from aerie.cluster.transport.discovery import find_coordinators
-from aerie.cluster.transport.messages import EngineStats, FlushOutcome
+from aerie.cluster.transport.messages import AdminCall, AdminOutcome, EngineStats, FlushOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 STATS_TIMEOUT_S = 1.0
 FLUSH_TIMEOUT_S = 5.0
+ADMIN_TIMEOUT_S = 670.0  # longer than an engine takes: `aerie.cluster.coordinator.coordinator.ADMIN_TIMEOUT_S`
 
 
 class Coordinators:
@@ -57,7 +58,18 @@ class Coordinators:
             "flush_cache", FlushOutcome, FLUSH_TIMEOUT_S, lambda name, fault: FlushOutcome(name, fault=fault)
         )
 
-    async def _ask_all(self, method: str, kind: type[T], limit_s: float, failed: Callable[[str, str], T]) -> list[T]:
+    async def administer(self, call: AdminCall) -> list[AdminOutcome]:
+        return await self._ask_all(
+            "administer",
+            AdminOutcome,
+            ADMIN_TIMEOUT_S + STATS_TIMEOUT_S,
+            lambda name, fault: AdminOutcome(name, fault=fault),
+            msgspec.msgpack.encode(call),
+        )
+
+    async def _ask_all(
+        self, method: str, kind: type[T], limit_s: float, failed: Callable[[str, str], T], *arguments: bytes
+    ) -> list[T]:
         """Call `method` of every coordinator. failed: makes a result from an engine id and an error."""
         with contextlib.suppress(TimeoutError):
             await self._found()
@@ -65,7 +77,7 @@ class Coordinators:
         async def ask(engine_id: str, coordinator: Any) -> T:
             try:
                 async with asyncio.timeout(limit_s):
-                    raw: bytes = await getattr(coordinator, method).remote()
+                    raw: bytes = await getattr(coordinator, method).remote(*arguments)
             except TimeoutError:
                 return failed(engine_id, f"no answer in {limit_s:g} s")
             except ray.exceptions.RayError as error:

@@ -19,7 +19,15 @@ from aerie.cluster.ingress.attempts import Attempts, EngineFailed
 from aerie.cluster.ingress.engine_links import EngineLinks
 from aerie.cluster.ingress.refreshed import Refreshed
 from aerie.cluster.ingress.routing import Prompt
-from aerie.cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
+from aerie.cluster.transport.messages import (
+    AdminCall,
+    AdminOutcome,
+    EngineStats,
+    FlushOutcome,
+    GenerateRequest,
+    Probe,
+    TokenDelta,
+)
 from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import SamplingParams, pack_i32
 from aerie.workers.scheduling.request import Owner
@@ -41,6 +49,10 @@ class EngineCalls(Protocol):
 
     async def stats(self) -> list[EngineStats]:
         """Statistics of every known engine, within a time limit."""
+        ...
+
+    async def administer(self, call: AdminCall) -> list[AdminOutcome]:
+        """Let every known engine do what an administrator asks."""
         ...
 
     async def flush_cache(self) -> list[FlushOutcome]:
@@ -143,6 +155,10 @@ class RemoteEngines:
             if not fault or not any(engine.status == "ready" for engine in engines):
                 return
             await asyncio.sleep(MEET_PERIOD_S)
+
+    async def administer(self, call: AdminCall) -> list[AdminOutcome]:
+        """See `EngineClient.administer`."""
+        return await self._calls.administer(call)
 
     async def flush_cache(self) -> list[FlushOutcome]:
         """See `EngineClient.flush_cache`."""

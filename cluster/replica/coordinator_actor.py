@@ -15,7 +15,7 @@ from aerie.cluster.linux import raise_open_files
 from aerie.cluster.logs import use_logs
 from aerie.cluster.plan import ReplicaPlan
 from aerie.cluster.start_log import StartLog
-from aerie.cluster.transport.messages import EngineStats, FlushOutcome
+from aerie.cluster.transport.messages import AdminCall, AdminOutcome, EngineStats, FlushOutcome
 from aerie.cluster.transport.sockets import Transport
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.scheduling.cost_table import CostTable
@@ -99,6 +99,15 @@ class EagleCoordinator:
             outcome = FlushOutcome(self._engine_id)  # nothing has run yet
         else:
             outcome = await asyncio.to_thread(self._coordinator.flush_cache)
+        return msgspec.msgpack.encode(outcome)
+
+    async def administer(self, call: bytes) -> bytes:
+        """Do an `AdminCall`, given as msgpack. Return `AdminOutcome` as msgpack."""
+        if self._coordinator is None:
+            outcome = AdminOutcome(self._engine_id, error="the engine is starting")
+        else:
+            asked = msgspec.msgpack.decode(call, type=AdminCall)
+            outcome = await asyncio.to_thread(self._coordinator.administer, asked)
         return msgspec.msgpack.encode(outcome)
 
     async def drain(self) -> None:

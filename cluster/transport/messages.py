@@ -5,11 +5,12 @@ An ingress sends a `GenerateRequest` to a coordinator. The replies come in order
 the tokens and the end in `TokenBatch`es, one per ingress and step.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from aerie.workers.prompt_inputs import PromptInputs
+from aerie.workers.scheduling.commands.command import LoadWeights
 from aerie.workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
 from aerie.workers.scheduling.request import Owner
 from aerie.workers.scheduling.stats import Metric, SchedulerStats
@@ -206,6 +207,47 @@ class FlushOutcome(msgspec.Struct, frozen=True):
     engine_id: str
     num_pages: int = 0
     unfinished: str = ""
+    fault: str = ""
+
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Run no steps until `Resume`.
+
+    mode: "abort" and "wait" refuse new requests; "abort" ends the others, "wait" lets them end first. "keep" keeps them
+        where they are, and queues new ones.
+    """
+
+    mode: PauseMode
+
+
+class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End a pause."""
+
+
+class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Change nothing."""
+
+
+AdminCall = Pause | Resume | Inspect | LoadWeights  # what an administrator may ask of an engine
+
+
+class AdminOutcome(msgspec.Struct, frozen=True):
+    """An engine after an `AdminCall`.
+
+    weight_epoch: number of its weights (`aerie.workers.scheduling.commands.weight_versions`).
+    missing: after `LoadWeights`, the names that each model's source lacks.
+    error: why the call failed, or "".
+    fault: why the engine did not answer, or why its weights are not those of the last update.
+    """
+
+    engine_id: str
+    is_paused: bool = False
+    weight_epoch: int = 0
+    missing: dict[str, tuple[str, ...]] = {}
+    error: str = ""
     fault: str = ""
 
 

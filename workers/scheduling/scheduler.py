@@ -93,6 +93,7 @@ class Scheduler:
         survival = self.shape_choice.survival
         self.admission = Admission(config, max_model_len, self.queues, shapes, survival, clock, hidden_size)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
+        self.is_paused = False  # whether no step is planned; commands are carried out
         self.commands = CommandQueue()
         self.weights = WeightVersions(self.commands, self.slot_pages)
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
@@ -220,7 +221,7 @@ class Scheduler:
         if self.captures.is_due(is_idle=not self.num_running and not self.num_waiting):
             self.captures.is_pending = True
             self.commands.add(CaptureGraph(), self.captures.answered)
-        if not self.commands.is_empty:
+        if self.is_paused or not self.commands.is_empty:
             return None
         slot_pages = self.slot_pages
         slot_pages.slide()

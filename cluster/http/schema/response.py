@@ -194,6 +194,35 @@ class FlushedEngine(Struct):
     num_pages: int
 
 
+class PauseReply(Struct):
+    """status: vLLM's word for it."""
+
+    status: Literal["paused", "resumed"]
+
+
+class PausedReply(Struct):
+    """is_paused: whether any engine is."""
+
+    is_paused: bool
+
+
+class EngineWeights(Struct):
+    """weight_epoch: number of the engine's updates. missing: names that the update lacked, by model, which keep their
+    weights. fault: why its weights are not those of the last update, or "".
+    """
+
+    engine_id: str
+    weight_epoch: int
+    missing: dict[str, tuple[str, ...]]
+    fault: str
+
+
+class WeightsReply(Struct):
+    """One entry per engine."""
+
+    engines: list[EngineWeights]
+
+
 class FlushReply(Struct, kw_only=True):
     success: Literal[True] = True
     engines: list[FlushedEngine]

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from aerie.cluster.transport.messages import AdminOutcome, Inspect, Pause, Resume
 from aerie.workers.runner.commands import CommandHandlers, InconsistentRankError
 from aerie.workers.scheduling.commands.command import (
     Captured,
@@ -136,3 +137,45 @@ def test_requests_end_if_the_weights_that_they_began_with_cannot_be_restored(ser
     sampling = bed.generate("r", max_tokens=10)
     bed.ingress.read_end("r")
     assert bed.ingress.tokens("r") == scripted_output(5, sampling)
+
+
+def test_a_kept_pause_stops_steps_and_an_update_comes_meanwhile(served):
+    bed, notes = served
+    for note in notes:
+        note._handlers.add(LoadWeights, lambda work: LoadedWeights({"target": ("x",)}))
+    sampling = bed.generate("q", max_tokens=60)
+    until(lambda: bed.coordinator.stats().num_running == 1)
+    assert bed.coordinator.administer(Pause("keep")) == AdminOutcome("e1", True)
+    until(lambda: not bed.scheduler.num_in_flight)
+    steps = [note._executor.num_steps for note in notes]
+    later = bed.generate("r", max_tokens=5)
+    outcome = bed.coordinator.administer(LoadWeights(Folder("/b")))
+    assert outcome == AdminOutcome("e1", True, 1, {"target": ("x",)})
+    assert [note._executor.num_steps for note in notes] == steps and bed.coordinator.stats().num_waiting == 1
+    assert bed.coordinator.administer(Resume()) == AdminOutcome("e1", False, 1)
+    for name, wanted in (("q", sampling), ("r", later)):
+        bed.ingress.read_end(name)
+        assert bed.ingress.tokens(name) == scripted_output(5, wanted)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_pause_ends_requests_and_refuses_new_ones_until_it_ends(served, mode):
+    bed, _ = served
+    sampling = bed.generate("q", max_tokens=60)
+    until(lambda: bed.coordinator.stats().num_running == 1)
+    assert bed.coordinator.administer(Pause(mode)) == AdminOutcome("e1", True)
+    end = bed.ingress.read_end("q")
+    assert end.finish == {"wait": "length", "abort": "abort"}[mode]
+    assert mode == "abort" or bed.ingress.tokens("q") == scripted_output(5, sampling)
+    bed.generate("r")
+    assert "is paused" in bed.ingress.read_refusal("r").message
+    assert not bed.coordinator.administer(Resume()).is_paused
+    sampling = bed.generate("s")
+    bed.ingress.read_end("s")
+    assert bed.ingress.tokens("s") == scripted_output(5, sampling)
+
+
+def test_an_administrator_gets_the_error_of_a_rank(served):
+    bed, _ = served
+    assert "do not carry out LoadWeights" in bed.coordinator.administer(LoadWeights(Folder("/b"))).error
+    assert bed.coordinator.administer(Inspect()) == AdminOutcome("e1")
