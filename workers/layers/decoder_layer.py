@@ -147,11 +147,17 @@ class DecoderLayer(nn.Module):
 
     @cached_property
     def host_weights(self) -> HostLayer | None:
-        """The weights, if one kernel of a CPU computes the whole layer; constant once they are finished."""
+        """The weights, if one kernel of a CPU computes the whole layer; constant once they are finished, until
+        `reloaded`."""
         mlp = self.mlp.host_products()
         norm = self.post_attention_layernorm
         is_plain = self.residual_multiplier == 1.0 and norm.weight.dtype == torch.float32 and norm.weight.numel() > 0
         return None if mlp is None or not is_plain else self.self_attn.host_layer(*mlp, norm.weight, norm.eps)
+
+    def reloaded(self) -> None:
+        """Forget where the weights were, because they have been loaded again."""
+        self.__dict__.pop("host_weights", None)
+        self._placed = None
 
     def _multiplied(self, branch: Tensor) -> Tensor:
         return branch if self.residual_multiplier == 1.0 else branch.mul_(self.residual_multiplier)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.decoder_layer import DecoderLayer
 from aerie.workers.layers.weighted import WeightedModule, WrongTensorError
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.weights import CheckpointTensor, Fit, checkpoint_tensors, fill, wanted_tensors
@@ -78,7 +79,7 @@ class RunningModel:
             while len(opened) > _MAX_OPEN:
                 opened.popleft().reloaded()
         for each in self.model.modules():
-            if isinstance(each, WeightedModule):
+            if isinstance(each, WeightedModule | DecoderLayer):
                 each.reloaded()
 
     def _without_fixed(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
