@@ -112,7 +112,7 @@ def test_draws_are_those_of_torch_up_to_near_ties(size: int) -> None:
     logits = logits_of(len(FILTERS) * width, size, size)
     draws = Draws(who, positions, slots.filters.temperature, slots.commit_tables.seed)
     on_cpu = table(size, torch.device("cpu"))
-    in_torch = Draws(who.cpu(), positions.cpu(), on_cpu.temperature, on_cpu.seed)
+    in_torch = Draws(who.cpu(), positions.cpu(), on_cpu.filters.temperature, on_cpu.commit_tables.seed)
     expected = in_torch.perturbed(logits.cpu(), torch.arange(first, first + size))
     ids = torch.arange(first, first + size, device=DEVICE)
     noisy = perturb(logits, draws, ids, slots.filters, None).cpu()
