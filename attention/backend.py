@@ -16,6 +16,7 @@ from aerie.kernels import contracts
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import is_capturing
 from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
+from aerie.kernels.kv.tree_masks import MASK_BITS
 from aerie.kernels.kv.views import LatentKV, LayerKV
 
 
@@ -110,4 +111,5 @@ def check_inputs(
     assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     assert batch.page_table.stride(1) == 1 and batch.page_table.dtype == torch.int32
     if isinstance(batch, DecodeBatch):
-        assert batch.prefix_len.is_contiguous() and batch.suffix_len <= 63
+        assert batch.prefix_len.is_contiguous()
+        assert batch.suffix_len <= MASK_BITS or batch.suffix_len == batch.rows

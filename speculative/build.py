@@ -4,6 +4,8 @@
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import torch
+
 from aerie.attention.config import DraftAttention
 from aerie.attention.registry import check_choices
 from aerie.kernels.capability import Capability
@@ -13,6 +15,7 @@ from aerie.speculative.drafts.method import DraftMethod
 from aerie.speculative.drafts.registry import read_draft
 from aerie.speculative.drafts.trimmed_head import head_rows
 from aerie.speculative.speculation import DraftSpeculation, SuffixSpeculation
+from aerie.speculative.tree_shape import MAX_COLUMNS
 from aerie.workers.config import WorkerConfig
 from aerie.workers.device import resolve_dtype
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
@@ -129,12 +132,32 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
             f"speculative.num_steps={config.num_steps}: a block of draft {draft.path} has {most} draft tokens; set "
             f"num_steps to at most {most}"
         )
+    if config.num_draft_tokens > MAX_COLUMNS:
+        _check_wide(spec, config, target)
     draft_tp, cache = _draft_tp(config, spec.worker.tensor_parallel), spec.worker.cache
     kept: tuple[str, str | None] = (cache.draft_dtype, None)
     if draft.reads_target_kv:
         _check_reader(spec.worker, config, draft, draft_tp)
         kept = (cache.dtype, target.kv_scheme)
     return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, config.shapes, *kept)
+
+
+def _check_wide(spec: EngineSpec, config: SpeculativeConfig, target: ModelConfig) -> None:
+    """Raise ValueError for what trees of more than MAX_COLUMNS nodes are not verified with."""
+    worker, dtype = spec.worker, torch.float32
+    reasons = {
+        f"attention.decode={worker.attention.decode}": worker.attention.decode not in ("auto", "triton", "torch"),
+        "deterministic": worker.deterministic,
+        "a target with recurrent layers": bool(target.state_groups(worker.tensor_parallel, dtype)),
+        "a target with latent attention": any(
+            group.layout.kind != "heads" for group in target.kv_groups(worker.tensor_parallel, dtype)
+        ),
+    }
+    if reason := next((name for name, found in reasons.items() if found), None):
+        raise ValueError(
+            f"speculative.num_draft_tokens={config.num_draft_tokens}: with {reason} trees have at most {MAX_COLUMNS} "
+            f"nodes; set it to {MAX_COLUMNS}"
+        )
 
 
 def _check_reader(worker: WorkerConfig, config: SpeculativeConfig, draft: DraftMethod, draft_tp: int) -> None:

@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from aerie.attention.config import MIN_WINDOW
-from aerie.speculative.tree_shape import MAX_WIDTH, TreeShape, max_nodes, num_scratch_tokens, shapes_of, suffix_shapes
+from aerie.speculative.tree_shape import (
+    MAX_COLUMNS,
+    MAX_WIDTH,
+    TreeShape,
+    max_nodes,
+    num_scratch_tokens,
+    shapes_of,
+    suffix_shapes,
+)
 from aerie.workers.config import RoundShapes
 
 Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "domino", "suffix"]
@@ -64,23 +72,26 @@ class SpeculativeConfig:
             )
         if self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: must be at least 1; 1 drafts a chain")
-        if not 2 <= self.num_draft_tokens <= MAX_WIDTH:
-            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: must be 2 to {MAX_WIDTH}")
+        in_block = self.method in BLOCK_METHODS
+        most = MAX_WIDTH if in_block and self.top_k > 1 and not self.suffix_tokens else MAX_COLUMNS
+        if not 2 <= self.num_draft_tokens <= most:
+            more = "" if most == MAX_WIDTH else f", or {MAX_WIDTH} for a block draft's tree without suffix_tokens"
+            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: must be 2 to {most}{more}")
         if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
             raise ValueError(
                 f"num_draft_tokens={self.num_draft_tokens}: a chain (top_k=1) has num_steps + 1 = "
                 f"{self.num_steps + 1} tokens, its root included; set that, or raise top_k"
             )
-        most_nodes = max_nodes(self.num_steps, self.top_k, self.method in BLOCK_METHODS)
+        most_nodes = max_nodes(self.num_steps, self.top_k, in_block)
         if self.num_draft_tokens > most_nodes:
             raise ValueError(
                 f"num_draft_tokens={self.num_draft_tokens}: a tree of num_steps={self.num_steps} and "
                 f"top_k={self.top_k} has {most_nodes} nodes at most; lower it or raise those"
             )
-        if self.method not in BLOCK_METHODS and num_scratch_tokens(self.num_steps, self.top_k) > MAX_WIDTH:
+        if not in_block and num_scratch_tokens(self.num_steps, self.top_k) > MAX_COLUMNS:
             raise ValueError(
                 f"num_steps={self.num_steps}, top_k={self.top_k}: (num_steps - 1) * top_k must be at "
-                f"most {MAX_WIDTH}; lower one of them"
+                f"most {MAX_COLUMNS}; lower one of them"
             )
         if self.window is not None and self.window < MIN_WINDOW:
             raise ValueError(
@@ -118,9 +129,9 @@ class SpeculativeConfig:
                 f"match_min={self.match_min}, match_max={self.match_max}: must be 1 to {MAX_MATCH}, the first no more "
                 "than the second"
             )
-        if self.suffix_tokens < 0 or self.num_draft_tokens + self.suffix_tokens > MAX_WIDTH:
+        if self.suffix_tokens < 0 or (copies and self.num_draft_tokens + self.suffix_tokens > MAX_COLUMNS):
             raise ValueError(
-                f"suffix_tokens={self.suffix_tokens}: must be 0 to {MAX_WIDTH - self.num_draft_tokens}, with "
+                f"suffix_tokens={self.suffix_tokens}: must be 0 to {MAX_COLUMNS - self.num_draft_tokens}, with "
                 f"num_draft_tokens={self.num_draft_tokens}"
             )
         if self.suffix_tokens and self.synthetic_acceptance_length is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from aerie.kernels.capability import Capability
 from aerie.kernels.drafting.suffix_match import MatchLimits
 from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
+from aerie.kernels.kv.tree_masks import seen_columns
 from aerie.kernels.tree.acceptance import accept_commit
 from aerie.kernels.tree.nodes import RoundRows
 from aerie.speculative.draft_backlog import DraftBacklog
@@ -176,7 +177,7 @@ class SpeculativeDecoding(CuttableStrategy):
             return self._sampler.sample(logits, Rows(batch.slots, positions), batch.needs)
         # the root is already counted as output; the other nodes of a row's path are not yet
         node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
-        path = (tree.masks.unsqueeze(2) >> node & 1).bool() & (node > 0)
+        path = seen_columns(tree.masks, len(node)) & (node > 0)
         return self._sampler.sample(logits, Rows(batch.slots, positions, path, tree.tokens), batch.needs)
 
     def _first_tokens(self, batch: StepBatch, chunks: PromptChunks, logits: Tensor) -> Finals:

@@ -11,12 +11,15 @@ Read by
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from aerie.kernels.kv.tree_masks import MASK_BITS
+from aerie.kernels.tree.acceptance import MAX_NODES
 from aerie.workers.config import PLAIN, RoundShape, RoundShapes
 
 # Widths of a block's trees that an engine may choose. Finer than powers of two, because the time of a round grows in
 # steps, at the tiles of its products (CAST, arXiv 2610.00321: a width chosen between steps gains 20 %, 128 nodes 2 %).
-BLOCK_WIDTHS = (16, 24, 32, 48, 63)
-MAX_WIDTH = 63  # a row's ancestors are the bits of one signed 64-bit integer
+BLOCK_WIDTHS = (16, 24, 32, 48, 63, 128)
+MAX_WIDTH = MAX_NODES
+MAX_COLUMNS = MASK_BITS  # of chains, drafting, and trees with a copied branch: their masks are bits
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
 """The tree of every slot, between the round that drafts it and the round that verifies it. Written by
 `aerie.speculative.drafts.drafter`, read by `aerie.speculative.decoding`."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from aerie.kernels.kv.tree_masks import MASK_BITS, chain_spans
 from aerie.kernels.tree.nodes import Candidates, RoundRows, Tree, root_only_trees
 from aerie.kernels.tree.tree_growth import write_best, write_trees
 from aerie.kernels.tree.tree_read import read_trees, write_roots
@@ -39,11 +42,18 @@ class TreeTable:
         return torch.stack((self.trees.tokens[slots], self.trees.parents[slots]), dim=1)
 
     def write(self, slots: Tensor, tree: Tree) -> None:
-        """Replace the trees of slots [B] int64, which must be distinct or padding."""
+        """Replace the trees of slots [B] int64, which must be distinct or padding, by chains."""
         if self._is_chain:
             self.trees.tokens[slots, : tree.tokens.shape[1]] = tree.tokens
         else:
-            write_trees(self.trees, slots, tree)
+            write_trees(self.trees, slots, self._encoded(tree))
+
+    def _encoded(self, tree: Tree) -> Tree:
+        """Return chains with masks in the table's encoding."""
+        if self.trees.tokens.shape[1] <= MASK_BITS:
+            return tree
+        spans = chain_spans(tree.tokens.shape[1], tree.tokens.device)
+        return replace(tree, masks=spans.expand_as(tree.masks))
 
     def write_roots(self, slots: Tensor, bonus: Tensor) -> None:
         """Reset the trees of slots [B] int64 to their newest token, from bonus [num_slots + 1] int64."""

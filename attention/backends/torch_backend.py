@@ -16,6 +16,7 @@ from aerie.kernels.attend import rounds_cpp
 from aerie.kernels.attend.scores import ScoreRule, row_weights
 from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch, newest_columns
 from aerie.kernels.kv.fp8 import read_pages
+from aerie.kernels.kv.tree_masks import MASK_BITS, seen_columns
 from aerie.kernels.kv.views import LatentKV, LayerKV
 
 
@@ -44,7 +45,8 @@ class _PreparedDecode(Prepared):
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         check_inputs(q, kv, self.batch, rule, sinks)
         batch = self.batch.through(rule.window)
-        if isinstance(kv, LayerKV) and rounds_cpp.serves(q, kv, rule, batch.window, batch.rows):
+        has_bits = batch.suffix_len <= MASK_BITS  # the C++ kernel reads no spans
+        if has_bits and isinstance(kv, LayerKV) and rounds_cpp.serves(q, kv, rule, batch.window, batch.rows):
             return rounds_cpp.attend_rounds(q, kv, batch, rule.scale)
         page_size = page_size_of(kv)
         pages, first = _pages_seen(batch, page_size)
@@ -93,11 +95,15 @@ def _hidden_positions(batch: DecodeBatch, first: Tensor | None, length: int) -> 
     mask = batch.mask
     if batch.window is not None and batch.window < batch.suffix_len:
         mask = newest_columns(mask, batch.suffix_len, batch.window)
-    bits = (mask.unsqueeze(2) >> column.clamp(0, 62).unsqueeze(1)) & 1
+    if batch.suffix_len > MASK_BITS:
+        place = column.clamp(0, batch.suffix_len - 1).unsqueeze(1).expand(-1, batch.rows, -1)
+        bits = seen_columns(mask, batch.suffix_len).gather(2, place)
+    else:
+        bits = (mask.unsqueeze(2) >> column.clamp(0, 62).unsqueeze(1)) & 1
     in_prefix = (column < 0).unsqueeze(1)
     if batch.window is not None:
-        own = (mask.unsqueeze(2) >> torch.arange(batch.suffix_len, device=column.device)) & 1
-        in_prefix = in_prefix & (column.unsqueeze(1) >= own.sum(2, keepdim=True) - batch.window)
+        path = seen_columns(mask, batch.suffix_len).sum(2, keepdim=True)
+        in_prefix = in_prefix & (column.unsqueeze(1) >= path - batch.window)
     seen = in_prefix | (in_suffix.unsqueeze(1) & bits.bool())
     return ~seen.view(batch.num_requests, 1, 1, batch.rows, length)
 

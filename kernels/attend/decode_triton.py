@@ -35,11 +35,12 @@ from aerie.kernels.attend.online_softmax_triton import (
 from aerie.kernels.attend.scores import LOG2_E, ScoreRule
 from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
-from aerie.kernels.attend.tree_mask_triton import num_seen, oldest_seen, path_columns
+from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_columns, path_length, sees
 from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.batches import DecodeBatch, Mode
 from aerie.kernels.kv.fp8 import FP8, weight_unit
 from aerie.kernels.kv.fp8_triton import as_multiplied
+from aerie.kernels.kv.tree_masks import MASK_BITS
 from aerie.kernels.kv.views import LayerKV
 from aerie.kernels.pdl import pdl_wait
 
@@ -82,6 +83,7 @@ def _attend_decode(
     APART: tl.constexpr,
     PATHS: tl.constexpr,
     FIXED: tl.constexpr,
+    SPANS: tl.constexpr,
     PART_M: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
@@ -107,7 +109,7 @@ def _attend_decode(
     prefix = tl.load(prefix_ptr + request)
     last = prefix + suffix_len - 1
     if WINDOW:
-        oldest = oldest_seen(bits, prefix, WINDOW)
+        oldest = oldest_seen(bits, prefix, WINDOW, SPANS)
     # Triton keeps several tiles of K and V in flight only if page numbers are loaded one tile ahead. Positions after
     # the last one read other rows of the last page and are masked.
     table = table_ptr + request * table_stride
@@ -125,7 +127,7 @@ def _attend_decode(
         tl.extra.cuda.gdc_launch_dependents()
     if sinks_ptr is not None:
         # The sink is added in the item of the row's own position, whose tiles in a fixed plan are those of a chain.
-        own = prefix + num_seen(bits) - 1
+        own = prefix + path_length(bits, SPANS) - 1
         has_own = (own >= low) & (own < high)
         top = tl.where(has_own, sink_scores(sinks_ptr, query_head, live), top)
         total = tl.where(has_own, 1.0, total)
@@ -151,8 +153,13 @@ def _attend_decode(
             scores = soft_capped(scores, factor)
         if start + BLOCK_N > prefix:
             over = column - prefix
-            seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1
-            seen = (over < 0)[None, :] | ((over < suffix_len)[None, :] & (seen != 0))
+            if SPANS:
+                there = (over >= 0) & (over < suffix_len)
+                spans = mask_ptr + request * mask_request_stride + over * mask_row_stride
+                seen = sees(bits, tl.load(spans, mask=there, other=0))
+            else:
+                seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1 != 0
+            seen = (over < 0)[None, :] | ((over < suffix_len)[None, :] & seen)
             scores = tl.where(seen, scores, float("-inf"))
         if WINDOW:
             scores = tl.where(column[None, :] >= oldest[:, None], scores, float("-inf"))
@@ -242,7 +249,8 @@ def attend_decode(
     columns = num_kv_heads * -(-batch.rows * group // tiles.block_m)
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
     assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
-    assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous() and batch.suffix_len <= 63
+    assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous()
+    assert batch.suffix_len <= MASK_BITS or (batch.suffix_len == batch.rows and not plan.fixed)
     out, unit = torch.empty(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
     # A fixed plan disables FMA fusion: FMAs round differently, and each variant of a kernel fuses different operations.
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
@@ -277,6 +285,7 @@ def attend_decode(
         APART=plan.apart,
         PATHS=plan.fixed and batch.mode in TREE_MODES,
         FIXED=plan.fixed,
+        SPANS=batch.suffix_len > MASK_BITS,
         PART_M=part_m,
         WINDOW=batch.window or 0,
         SOFT_CAP=rule.soft_cap,

@@ -6,6 +6,7 @@ from torch import Tensor
 from aerie.kernels.attend.scores import ScoreRule, row_weights
 from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
 from aerie.kernels.kv.fp8 import read_pages
+from aerie.kernels.kv.tree_masks import seen_columns
 from aerie.kernels.kv.views import LatentKV, LayerKV
 
 
@@ -22,7 +23,7 @@ def decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, rule: ScoreRule, sinks: T
             .repeat_interleave(group, 1)
             for x, factor in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
         )
-        seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
+        seen = seen_columns(batch.mask[b : b + 1], batch.suffix_len)[0]
         seen = within_window(torch.cat((seen.new_ones(batch.rows, prefix), seen), 1), batch.window)
         rows = slice(b * batch.rows, (b + 1) * batch.rows)
         scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * rule.scale
@@ -61,7 +62,7 @@ def latent_decode(q: Tensor, kv: LatentKV, batch: DecodeBatch, rule: ScoreRule) 
         length = prefix + batch.suffix_len
         pages = batch.page_table[b, : -(-length // page_size)].long()
         rows = (read_pages(kv.rows, pages, torch.float64).double() * kv.scale).view(-1, width)[:length]
-        seen = (batch.mask[b].unsqueeze(1) >> torch.arange(batch.suffix_len, device=q.device)) & 1 == 1
+        seen = seen_columns(batch.mask[b : b + 1], batch.suffix_len)[0]
         seen = within_window(torch.cat((seen.new_ones(batch.rows, prefix), seen), 1), batch.window)
         mine = slice(b * batch.rows, (b + 1) * batch.rows)
         scores = torch.einsum("rhd,nd->hrn", q[mine].double(), rows) * rule.scale

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """What a row of a round sees, in kernels: suffix columns by its tree mask, and KV positions through a sliding window.
 
-Bit j of a tree mask (int64, not negative) is set if the row sees suffix column j (see `DecodeBatch.mask`);
-`aerie.kernels.tree.tree_growth` computes it. WINDOW (see `DecodeBatch.window`) is 0 without a window; such kernels
-contain no code for it.
+Tree masks are bits or spans (`aerie.kernels.kv.tree_masks`), computed by `aerie.kernels.tree.tree_growth`. WINDOW (see
+`DecodeBatch.window`) is 0 without a window; such kernels contain no code for it.
 """
 
 import triton
@@ -20,6 +19,22 @@ def num_seen(bits):
     halves = sixteens + (sixteens >> 16)
     ones = (halves + (halves >> 32)) & 127
     return ones.to(tl.int32)
+
+
+@triton.jit
+def path_length(mask, SPANS: tl.constexpr):
+    """Return the number of suffix columns, int32, that rows with masks `mask` see."""
+    if SPANS:
+        return (mask >> 32).to(tl.int32)
+    return num_seen(mask)
+
+
+@triton.jit
+def sees(mask, of_columns):
+    """Return [N, M] bool: whether rows with spans `mask` [N] see columns with spans `of_columns` [M]."""
+    number, end = (of_columns & 0xFFFF).to(tl.int32), ((of_columns >> 16) & 0xFFFF).to(tl.int32)
+    own = (mask & 0xFFFF).to(tl.int32)
+    return (number[None, :] <= own[:, None]) & (own[:, None] < end[None, :])
 
 
 @triton.jit
@@ -41,9 +56,9 @@ def path_columns(path, over):
 
 
 @triton.jit
-def oldest_seen(bits, prefix, WINDOW: tl.constexpr):
+def oldest_seen(bits, prefix, WINDOW: tl.constexpr, SPANS: tl.constexpr = False):
     """Return the first KV position that rows with masks `bits` see after `prefix` tokens; negative if they see all."""
-    return prefix + num_seen(bits) - WINDOW
+    return prefix + path_length(bits, SPANS) - WINDOW
 
 
 def first_seen(prefix_len: int, window: int | None) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.capability import ALIGNED_BYTES, Capability
+from aerie.kernels.kv.tree_masks import MASK_BITS
 from aerie.kernels.to_device import to_device
 
 _ALIGNMENT = ALIGNED_BYTES // 4  # int32 values
@@ -37,9 +38,9 @@ class DecodeBatch:
 
     mode: what the pass computes.
     rows: R.
-    suffix_len: columns after the prefix, at least R and at most 63.
+    suffix_len: columns after the prefix, at least R and at most 63; or R for the nodes of a wider tree.
     prefix_len: [B] int32.
-    mask: [B, R] int64, bit j is suffix column j.
+    mask: [B, R] int64, bit j is suffix column j; spans for more than 63 columns (`aerie.kernels.kv.tree_masks`).
     page_table: [B, max_pages] int32.
     max_kv_len: host-side bound of prefix_len + suffix_len over the batch.
     mask_words: the mask in the backend's own `verify_buffer`, if it has one and the buffer has been filled.
@@ -229,6 +230,11 @@ def narrower(one: int | None, other: int | None) -> int | None:
 
 def newest_columns(mask: Tensor, suffix_len: int, count: int) -> Tensor:
     """Return mask [B, R] int64, of `suffix_len` columns, with only the newest `count` set bits of each row."""
+    if suffix_len > MASK_BITS:
+        raise ValueError(
+            f"a window of {count} tokens is shorter than a tree of {suffix_len} nodes; set num_draft_tokens to at most "
+            f"{max(count, MASK_BITS)}"
+        )
     column = torch.arange(suffix_len, device=mask.device)
     seen = (mask.unsqueeze(2) >> column) & 1
     newest = seen.flip(2).cumsum(2).flip(2) <= count

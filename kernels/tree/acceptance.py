@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.contracts import check_slots
+from aerie.kernels.kv.tree_masks import MASK_BITS, seen_columns
 from aerie.kernels.operation import Implementation, on_gpu, operation
 from aerie.kernels.sampling.gumbel import gumbel_noise
 from aerie.kernels.slots.commit import Commit, CommitTables, commit
 from aerie.kernels.tree.nodes import NO_TOKEN, Tree
+
+MAX_NODES = 256
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def _check(
     max_depth: int,
     synthetic_length: float | None = None,
 ) -> None:
-    assert chosen.dim() == 2 and chosen.dtype == torch.int64 and chosen.is_contiguous() and chosen.shape[1] <= 63
+    assert chosen.dim() == 2 and chosen.dtype == torch.int64 and chosen.is_contiguous() and chosen.shape[1] <= MAX_NODES
     check_slots(slots)
     assert slots.shape == chosen.shape[:1]
     for field in tree.fields:
@@ -84,7 +87,7 @@ def accept_commit(
     """Accept the path of nodes that the target chose, and commit its tokens to the slots.
 
     slots             [B] int64; padding rows have the padding slot
-    tree              [B, W] per field, W <= 63, no deeper than max_depth
+    tree              [B, W] per field, W <= MAX_NODES, no deeper than max_depth
     chosen            [B, W] int64, the target's token after each node, contiguous; below 0: its logits are not finite
     tables            seq_len, bonus, finished and output_counts of `slots` are written
     synthetic_length  None, or the mean length of rounds (`accept_synthetic`)
@@ -145,8 +148,11 @@ def accept(tree: Tree, chosen: Tensor, enabled: Tensor, max_depth: int) -> Accep
     node = torch.arange(width, device=chosen.device)
     matches = tree.tokens == chosen.gather(1, tree.parents)
     matches = (matches & enabled.unsqueeze(1)) | (node == 0)
-    matching = (matches.long() << node).sum(1, keepdim=True)
-    accepted = (tree.masks & matching) == tree.masks
+    if width > MASK_BITS:
+        accepted = ~(seen_columns(tree.masks, width) & ~matches.unsqueeze(1)).any(2)
+    else:
+        matching = (matches.long() << node).sum(1, keepdim=True)
+        accepted = (tree.masks & matching) == tree.masks
     return _along_path(tree, chosen, accepted, max_depth)
 
 
@@ -166,7 +172,8 @@ def accept_synthetic(
     # the first node of the wanted depth, or of the deepest level with tokens
     depth = torch.minimum(torch.where(tree.tokens != NO_TOKEN, tree.depths, 0), wanted.unsqueeze(1))
     target = (depth * tree.tokens.shape[1] - node).argmax(1, keepdim=True)
-    accepted = (tree.masks.gather(1, target) >> node & 1).bool()
+    seen = seen_columns(tree.masks, len(node))
+    accepted = seen.gather(1, target.unsqueeze(2).expand(-1, -1, len(node))).squeeze(1)
     return _along_path(tree, chosen, accepted, max_depth)
 
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aerie.kernels.kv.tree_masks import MASK_BITS
 from aerie.kernels.sampling.gumbel_triton import mix
 from aerie.kernels.slots.commit import Commit, CommitTables
 from aerie.kernels.slots.commit_triton import count_output, counting_arguments, settle
@@ -15,11 +16,14 @@ from aerie.kernels.tree.nodes import Tree
 
 
 @triton.jit
-def _synthetic(token, depth, mask, node, inside, wanted, W: tl.constexpr):
+def _synthetic(token, depth, mask, node, inside, wanted, W: tl.constexpr, SPANS: tl.constexpr):
     """Return the path to the first node of the wanted depth, or of the deepest level with tokens."""
     depth = tl.where(token >= 0, depth, 0)
     key = tl.where(inside, tl.minimum(depth, wanted) * W - node, -W)
     chosen_mask = tl.sum(tl.where(node == tl.argmax(key, 0), mask, 0), 0)
+    if SPANS:
+        number = chosen_mask & 0xFFFF
+        return ((mask & 0xFFFF) <= number) & (number < ((mask >> 16) & 0xFFFF))
     return (chosen_mask >> node & 1) > 0
 
 
@@ -65,6 +69,8 @@ def _accept_commit(
     LENGTH: tl.constexpr,
     NOT_FINITE: tl.constexpr,
     SYNTHETIC: tl.constexpr,
+    DOUBLINGS: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
@@ -82,15 +88,22 @@ def _accept_commit(
 
     length = tl.load(seq_len_ptr + slot).to(tl.int64)
     matches = ((token == wanted) & enabled & inside) | (node == 0)
-    one = tl.full([W_PADDED], 1, tl.int64)
-    matching = tl.sum(tl.where(matches, one << node.to(tl.int64), 0), 0)
-    accepted = ((mask & matching) == mask) & inside
+    if SPANS:
+        accepted, up = matches.to(tl.int32), tl.where(inside, parent, 0).to(tl.int32)
+        for _ in tl.static_range(DOUBLINGS):  # the root is its own parent
+            accepted &= tl.gather(accepted, up, 0)
+            up = tl.gather(up, up, 0)
+        accepted = (accepted > 0) & inside
+    else:
+        one = tl.full([W_PADDED], 1, tl.int64)
+        matching = tl.sum(tl.where(matches, one << node.to(tl.int64), 0), 0)
+        accepted = ((mask & matching) == mask) & inside
     if SYNTHETIC:
         seed = tl.load(seed_ptr + slot * seed_stride)
         hashed = mix(mix(seed + length * -7046029254386353131) + 7046029254386353131)
         uniform = 1.0 - ((hashed >> 32 & 0xFFFFFFFF).to(tl.float32) + 0.5) / 4294967296.0
         wanted = tl.where(enabled, certain + (uniform < share).to(tl.int64), 0)
-        accepted = _synthetic(token, depth, mask, node, inside, wanted, W) & inside
+        accepted = _synthetic(token, depth, mask, node, inside, wanted, W, SPANS) & inside
     num_drafts = tl.max(tl.where(accepted, depth, 0), 0)
 
     max_len = tl.load(max_len_ptr + slot * max_len_stride)
@@ -194,6 +207,8 @@ def accept_commit(
         LENGTH=FINISH_LENGTH,
         NOT_FINITE=FINISH_NOT_FINITE,
         SYNTHETIC=synthetic_length is not None,
+        DOUBLINGS=max_depth.bit_length(),
+        SPANS=width > MASK_BITS,
         num_warps=1,
     )
     accepted, commit = Accepted(path, num_drafts, tokens), Commit(tokens, counts, finish)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aerie.kernels.kv.tree_masks import MASK_BITS, as_bits, chain_spans, without_dead
+
 NO_TOKEN = -1
 
 
@@ -20,7 +22,8 @@ class Tree:
     tokens: NO_TOKEN marks a node that cannot be accepted.
     parents: index in the tree; 0 for the root.
     depths: 0 for the root.
-    masks: the tree mask; bit j of node i is set if j is i or an ancestor of i.
+    masks: the tree mask, which says of each node which are itself or its ancestors: `aerie.kernels.kv.tree_masks`.
+        Bits up to 63 nodes, spans beyond. The slots' trees all have the encoding of the widest.
     """
 
     tokens: Tensor
@@ -120,7 +123,8 @@ def chain(root: Tensor, tokens: Tensor) -> Tree:
     """Return trees without branches: root [B], then tokens [B, W - 1] int64."""
     batch, width = tokens.shape[0], tokens.shape[1] + 1
     node = torch.arange(width, device=root.device)
-    masks = (torch.ones_like(node) << (node + 1)) - 1
+    wide = width > MASK_BITS
+    masks = chain_spans(width, root.device) if wide else (torch.ones_like(node) << (node + 1)) - 1
     return Tree(
         tokens=torch.cat((root.unsqueeze(1), tokens), dim=1),
         parents=(node - 1).clamp_min(0).expand(batch, width),
@@ -129,15 +133,20 @@ def chain(root: Tensor, tokens: Tensor) -> Tree:
     )
 
 
-def trimmed(tree: Tree, max_depth: int, straight: bool) -> Tree:
+def trimmed(tree: Tree, max_depth: int, straight: bool, spans: bool = False) -> Tree:
     """Return trees in which no node deeper than max_depth can be accepted. straight: keep only the leading nodes that
-    form a chain."""
+    form a chain. spans: whether the masks are spans, also of few nodes; the result's are as their number asks."""
     node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
     alive = tree.depths <= max_depth
     if straight:
         alive &= (tree.parents == (node - 1).clamp_min(0)).cumprod(1).bool()
     tokens = torch.where(alive, tree.tokens, NO_TOKEN)
-    return chain(tokens[:, 0], tokens[:, 1:]) if straight else Tree(tokens, tree.parents, tree.depths, tree.masks)
+    if straight:
+        return chain(tokens[:, 0], tokens[:, 1:])
+    masks = without_dead(tree.masks, tokens != NO_TOKEN) if spans else tree.masks
+    if spans and tokens.shape[1] <= MASK_BITS:
+        masks = as_bits(masks)
+    return Tree(tokens, tree.parents, tree.depths, masks)
 
 
 def root_only_trees(root: Tensor, width: int) -> Tree:

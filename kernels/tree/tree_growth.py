@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.contracts import check_slots
+from aerie.kernels.kv.tree_masks import MASK_BITS, span_masks
 from aerie.kernels.operation import Implementation, on_gpu, operation
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree, check_trees
 
@@ -79,7 +80,8 @@ def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates
     bonus       [num_slots + 1] int64, the newest token of each slot
     candidates  [B, C] per field
     """
-    write_trees(trees, slots, best_tree(bonus[slots], candidates, width))
+    spans = trees.tokens.shape[1] > MASK_BITS
+    write_trees(trees, slots, best_tree(bonus[slots], candidates, width, spans))
 
 
 def write_trees(trees: Tree, slots: Tensor, tree: Tree) -> None:
@@ -91,13 +93,14 @@ def write_trees(trees: Tree, slots: Tensor, tree: Tree) -> None:
     trees.masks[slots, :width] = tree.masks
 
 
-def best_tree(root: Tensor, candidates: Candidates, width: int) -> Tree:
+def best_tree(root: Tensor, candidates: Candidates, width: int, spans: bool | None = None) -> Tree:
     """Return the tree of root [B] and the `width - 1` candidates with the highest scores, best first (section 4.2). The
     first nodes of a tree are thus the narrower tree of the same candidates.
 
     The sort is stable: among equal scores, the candidate drafted first wins. So a node's parent is selected, too, and
-    precedes it.
+    precedes it. spans: whether the masks are spans; None: if the tree has more nodes than bits.
     """
+    spans = width > MASK_BITS if spans is None else spans
     kept = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, : width - 1]
     batch, node = root.shape[0], torch.arange(1, width, device=root.device)
     place = torch.zeros((batch, candidates.scores.shape[1] + 1), dtype=torch.int64, device=root.device)
@@ -109,7 +112,7 @@ def best_tree(root: Tensor, candidates: Candidates, width: int) -> Tree:
         tokens=torch.cat((root.unsqueeze(1), candidates.tokens.gather(1, kept)), dim=1),
         parents=parents,
         depths=torch.cat((zero, candidates.depths.expand(root.shape[0], -1).gather(1, kept)), dim=1),
-        masks=_ancestor_masks(parents, candidates.max_depth),
+        masks=(span_masks if spans else _ancestor_masks)(parents, candidates.max_depth),
     )
 
 

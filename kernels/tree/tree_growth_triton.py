@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aerie.kernels.kv.tree_masks import MASK_BITS
 from aerie.kernels.score_order_triton import place_of, sort_key
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree
 from aerie.kernels.tree.tree_growth import MAX_CUT_CANDIDATES
@@ -135,7 +136,10 @@ def _cut(
     W_TABLE: tl.constexpr,
     NODES: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_DEPTH: tl.constexpr,
     DOUBLINGS: tl.constexpr,
+    SPANS: tl.constexpr,
 ):
     b = tl.program_id(0)
     c = tl.arange(0, CANDIDATES)
@@ -147,18 +151,39 @@ def _cut(
     inside = (node > 0) & (node < W)
     candidate = tl.where(inside, tl.gather(kept, tl.maximum(node - 1, 0), 0), -2)  # node 0 is the root
     above = tl.load(found_parent_ptr + base + candidate, mask=inside, other=-1).to(tl.int32)
-    parent = tl.sum(tl.where(candidate[None, :] == above[:, None], node[None, :], 0), 1)
-    mask = tl.full([NODES], 1, tl.int64) << node.to(tl.int64)
+    parent = node * 0
+    for start in range(0, NODES, PART):  # pairs of nodes are compared in registers
+        other = start + tl.arange(0, PART)
+        parent += tl.sum(tl.where(tl.gather(candidate, other, 0)[None, :] == above[:, None], other[None, :], 0), 1)
+    depth = tl.load(depth_ptr + b * depth_stride + candidate, mask=inside, other=0)
     up = parent
-    for _ in tl.static_range(DOUBLINGS):  # the root is its own parent
-        mask |= tl.gather(mask, up, 0)
-        up = tl.gather(up, up, 0)
+    if SPANS:
+        size, at, counts = tl.zeros([NODES], tl.int32), node, inside
+        for _ in range(MAX_DEPTH):  # each node counts in its own subtree and in its ancestors'
+            size += tl.histogram(at, NODES, mask=counts)
+            at = tl.gather(parent, at, 0)
+            counts = counts & (at > 0)
+        number = inside.to(tl.int32)
+        for start in range(0, NODES, PART):
+            other = start + tl.arange(0, PART)
+            earlier = (tl.gather(parent, other, 0)[None, :] == parent[:, None]) & (other[None, :] < node[:, None])
+            earlier = earlier & inside[:, None] & (other > 0)[None, :]
+            number += tl.sum(tl.where(earlier, tl.gather(size, other, 0)[None, :], 0), 1)
+        for _ in tl.static_range(DOUBLINGS):
+            number += tl.gather(number, up, 0)
+            up = tl.gather(up, up, 0)
+        end = tl.where(node == 0, W, number + size).to(tl.int64)
+        mask = number.to(tl.int64) | (end << 16) | ((depth.to(tl.int64) + 1) << 32)
+    else:
+        mask = tl.full([NODES], 1, tl.int64) << node.to(tl.int64)
+        for _ in tl.static_range(DOUBLINGS):  # the root is its own parent
+            mask |= tl.gather(mask, up, 0)
+            up = tl.gather(up, up, 0)
     slot = tl.load(slot_ptr + b)
     out = slot * W_TABLE + node
     root = node == 0
     token = tl.load(found_token_ptr + base + candidate, mask=inside, other=0)
     token = tl.where(root, tl.load(bonus_ptr + slot * bonus_stride), token)
-    depth = tl.load(depth_ptr + b * depth_stride + candidate, mask=inside, other=0)
     tl.store(token_ptr + out, token, mask=node < W)
     tl.store(parent_ptr + out, parent.to(tl.int64), mask=node < W)
     tl.store(tree_depth_ptr + out, depth, mask=node < W)
@@ -187,11 +212,15 @@ def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates
         W_TABLE=fields[0].shape[1],
         NODES=nodes,
         CANDIDATES=padded,
+        PART=min(nodes, 64),
+        MAX_DEPTH=candidates.max_depth,
         DOUBLINGS=candidates.max_depth.bit_length(),
-        num_warps=cut_warps(padded),
+        SPANS=fields[0].shape[1] > MASK_BITS,
+        num_warps=cut_warps(padded, nodes),
     )
 
 
-def cut_warps(num_candidates: int) -> int:
-    """Return the warps of `_cut`: eight candidates a thread, so that small cuts need no barriers."""
-    return max(1, min(8, num_candidates // 256))
+def cut_warps(num_candidates: int, num_nodes: int = 1) -> int:
+    """Return the warps of `_cut`: eight candidates a thread, so that small cuts need no barriers; eight warps for wide
+    trees, whose nodes are compared in pairs (sm_90: no spills at 128 nodes, 24 bytes at 256)."""
+    return max(1, min(8, max(num_candidates // 256, num_nodes // 32 if num_nodes > 64 else 1)))

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.contracts import check_slots
+from aerie.kernels.kv.tree_masks import MASK_BITS
 from aerie.kernels.operation import Implementation, on_gpu, on_host, operation
 from aerie.kernels.tree.nodes import NO_TOKEN, RoundRows, Tree, check_trees, trimmed
 
@@ -21,7 +22,7 @@ def _check_read(
     assert width <= trees.tokens.shape[1] and seq_len.dtype == torch.int32 and seq_len.is_contiguous()
     check_slots(slots)
     if mask_words is not None:
-        assert mask_words.shape[:2] == (slots.shape[0], width) and mask_words.shape[2] % 2 == 0
+        assert width <= MASK_BITS and mask_words.shape[:2] == (slots.shape[0], width) and mask_words.shape[2] % 2 == 0
         assert mask_words.dtype == torch.uint16 and mask_words.is_contiguous()
 
 
@@ -33,7 +34,13 @@ def _check_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
 
 @operation(
     Implementation("triton", "aerie.kernels.tree.tree_read_triton:read_trees", on_gpu),
-    Implementation("numpy", "aerie.kernels.tree.tree_read_host:read_trees", on_host),
+    Implementation(
+        "numpy",
+        "aerie.kernels.tree.tree_read_host:read_trees",
+        on_host,
+        lambda trees, *_: trees.tokens.shape[1] <= MASK_BITS,
+        f"tables of at most {MASK_BITS} nodes",
+    ),
     contract=_check_read,
 )
 def read_trees(
@@ -57,7 +64,8 @@ def read_trees(
                 lowest first; None: not needed
     ->          trees of `width` nodes, their fields contiguous
     """
-    tree = trimmed(Tree(*(each[slots, :width] for each in trees.fields)), max_depth, as_chain)
+    spans = trees.tokens.shape[1] > MASK_BITS
+    tree = trimmed(Tree(*(each[slots, :width] for each in trees.fields)), max_depth, as_chain, spans)
     tree = Tree(*(each.contiguous() for each in tree.fields))
     if mask_words is not None:
         bits = tree.masks.view(torch.uint16).view(*mask_words.shape[:2], 4)

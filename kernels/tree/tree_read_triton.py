@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aerie.kernels.kv.tree_masks import ALONE, MASK_BITS
 from aerie.kernels.tree.nodes import NO_TOKEN, RoundRows, Tree
 
 
@@ -29,6 +30,9 @@ def _read_trees(
     WORDS: tl.constexpr,
     MAX_DEPTH: tl.constexpr,
     AS_CHAIN: tl.constexpr,
+    SPANS: tl.constexpr,
+    BITS: tl.constexpr,
+    ALONE: tl.constexpr,
     EMPTY: tl.constexpr,
 ):
     b = tl.program_id(0)
@@ -48,6 +52,14 @@ def _read_trees(
         parent, depth = before, node.to(tl.int64)
         mask = (tl.full([W_PADDED], 2, tl.int64) << depth) - 1
     token = tl.where(alive, token, EMPTY)
+    if SPANS and not AS_CHAIN:
+        number, end, length_of = tl.where(token >= 0, mask & 0xFFFF, ALONE + node), (mask >> 16) & 0xFFFF, mask >> 32
+        end, length_of = tl.where(token >= 0, end, ALONE + node + 1), tl.where(token >= 0, length_of, 1)
+        mask = number | (end << 16) | (length_of << 32)
+        if BITS:
+            seen = (number[None, :] <= number[:, None]) & (number[:, None] < end[None, :]) & inside[None, :]
+            column = tl.full([W_PADDED], 1, tl.int64) << node.to(tl.int64)
+            mask = tl.sum(tl.where(seen, column[None, :], 0), 1)
     tl.store(tree_ptr + target, token, mask=inside)
     tl.store(tree_ptr + field_size + target, parent, mask=inside)
     tl.store(tree_ptr + 2 * field_size + target, depth, mask=inside)
@@ -93,6 +105,9 @@ def read_trees(
         WORDS=words,
         MAX_DEPTH=max_depth,
         AS_CHAIN=as_chain,
+        SPANS=fields[0].shape[1] > MASK_BITS,
+        BITS=width <= MASK_BITS,
+        ALONE=ALONE,
         EMPTY=NO_TOKEN,
         num_warps=1,
     )

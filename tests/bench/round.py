@@ -62,7 +62,7 @@ SHAPES = {
     "block-8": (7, 1, 8),
     "block-16": (15, 1, 16),
     "block-tree": (7, 4, 16),
-    **{f"block-tree-{width}": (15, 7, width) for width in (16, 24, 32, 48, 63)},
+    **{f"block-tree-{width}": (15, 7, width) for width in (16, 24, 32, 48, 63, 128, 256)},
 }
 PROFILED_ROUNDS = 10
 PIPELINE = 4  # a request's first results, which come while steps with prompts are still under way

@@ -12,7 +12,7 @@ from typing import Any
 from aerie.attention.config import MIN_WINDOW
 from aerie.speculative.drafts.config import read_section, refuse_unknown, speculators_layers
 from aerie.speculative.drafts.recognition import draft_architecture
-from aerie.speculative.tree_shape import MAX_WIDTH
+from aerie.speculative.tree_shape import MAX_COLUMNS
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.config_fields import ids_of, number_of, section_of, size_of
 from aerie.workers.models.qwen.windows import layers_with_windows
@@ -137,7 +137,7 @@ def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = fro
 def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int) -> BlockForm:
     """Return the layout of the draft's blocks. Raises ValueError, naming key, value and remedy."""
     source, given = f"draft {path}", all_keys(path, raw)
-    size = size_of(given, "block_size", source, 8 if is_speculators(raw) else 16, most=MAX_WIDTH)
+    size = size_of(given, "block_size", source, 8 if is_speculators(raw) else 16, most=MAX_COLUMNS)
     mask = size_of(given, "mask_token_id", source, least=0)
     if mask >= vocab_size:
         raise ValueError(

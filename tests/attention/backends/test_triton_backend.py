@@ -2,6 +2,8 @@
 `test_triton_interpreter` starts in a process of its own. Prompt chunks: `test_triton_prefill`. Tolerances:
 `tests.support.kernels.triton_cases`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from aerie.attention.registry import build_backend  # noqa: E402
 from aerie.kernels.attend import decode_plan_triton, decode_triton, references, split_kv_triton  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask  # noqa: E402
+from aerie.kernels.kv.tree_masks import span_masks  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
     HALF_TYPES,
     assert_close,
@@ -120,6 +123,21 @@ def test_both_ways_to_merge(longest: int, apart: bool) -> None:
             decode_triton.attend_decode(q, pool.layer(0), batch, plan, ScoreRule(0.25)), expected, torch.float32
         )
     assert not workspace.tickets.any()
+
+
+@pytest.mark.parametrize(("window", "page_size"), [(None, 16), (75, 1)])
+def test_trees_of_more_nodes_than_a_mask_has_bits(window: int | None, page_size: int) -> None:
+    torch.manual_seed(5)
+    width, prefixes = 70, [90, 17, 0]
+    parents = torch.stack([(torch.rand(width) * torch.arange(width)).long() for _ in prefixes])
+    num_pages = sum(-(-(prefix + width) // page_size) for prefix in prefixes) + 3
+    pool = random_pool(num_pages, page_size, 2, 16, torch.float32)
+    batch = random_decode(Mode.VERIFY, width, width, prefixes, page_size, num_pages)
+    batch = replace(batch, mask=span_masks(parents, width).to(DEVICE))
+    q = random_rows(batch.num_rows, 4, 16, torch.float32)
+    rule = ScoreRule(0.25, window=window)
+    out = build_backend("triton", Mode.VERIFY).prepare(batch).forward(q, pool.layer(0), rule)
+    assert_close(out, references.decode(q, pool.layer(0), batch, rule), torch.float32)
 
 
 def test_padding_requests_are_harmless() -> None:

@@ -156,6 +156,7 @@ def decode_constants(
         "APART": False,
         "PATHS": False,
         "FIXED": False,
+        "SPANS": False,
         "PART_M": tiles.block_m,
         "WINDOW": 0,
         "SOFT_CAP": None,

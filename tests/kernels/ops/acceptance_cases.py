@@ -65,13 +65,13 @@ def _case(top_k: int, steps: int, width: int, turn: int, synthetic: float | None
         )
 
     name = f"{top_k}/{steps}/{width}-{turn}-{'real' if synthetic is None else synthetic}"
-    quick = turn == 1 and width < 60 and (synthetic is None or width == 4) or (width, turn) == (12, 3)
+    quick = turn == 1 and width < 60 and (synthetic is None or width == 4) or (width, turn) in ((12, 3), (130, 1))
     return Case(accept_commit, name, arguments, written=(3,), exact=True, slow=not quick)
 
 
 CASES = tuple(
     _case(*shape, turn, synthetic)
-    for shape in ((1, 3, 4), (4, 5, 16), (3, 3, 12), (1, 1, 2), (8, 8, 63))
+    for shape in ((1, 3, 4), (4, 5, 16), (3, 3, 12), (1, 1, 2), (8, 8, 63), (7, 7, 130))
     for turn in (0, 1, 3)
     for synthetic in ((None, 1.6) if turn < 3 else (None,))
 )

@@ -63,7 +63,8 @@ def _grow(top_k: int, steps: int, level: int, kind: str) -> Case:
 def _best(top_k: int, steps: int, width: int, kind: str) -> Case:
     def arguments(device: torch.device) -> tuple[object, ...]:
         candidates = [grown[0] for grown in _growth(top_k, steps, kind)][-1]
-        trees = Tree(*torch.full((4, 7, width + 2), 3, device=device).unbind(0))  # of an engine with a wider shape too
+        # of an engine with a wider shape too
+        trees = Tree(*torch.full((4, 7, 70 if width == 60 else width + 2), 3, device=device).unbind(0))
         bonus = torch.arange(14, device=device).view(7, 2)[:, 0] + 900
         return trees, torch.tensor(SLOTS, device=device), bonus, moved(candidates, device), width
 
@@ -78,6 +79,7 @@ def moved(of: T, device: torch.device) -> T:
 
 TREES = ((4, 5, 8), (2, 2, 4), (3, 4, 16), (8, 4, 32), (10, 3, 60), (1, 1, 2))
 DEEP = (7, 15, 63)  # the default of block heads: 693 candidates
+WIDE = (7, 15, 150)  # masks are spans
 KINDS = ("mapped", "plain", "masked", "broken")
 
 BestGrown = tuple[Candidates | None, Level | None, Children, int, int, int]
@@ -128,5 +130,5 @@ CASES = (
         for level in sorted({0, 1, steps - 1} & set(range(steps)))
         for kind in (KINDS if width in (8, 60) else KINDS[:1])
     ),
-    *(_best(*tree, kind) for tree in (*TREES, DEEP) for kind in KINDS[1:]),
+    *(_best(*tree, kind) for tree in (*TREES, DEEP, WIDE) for kind in KINDS[1:]),
 )

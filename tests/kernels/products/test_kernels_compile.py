@@ -403,7 +403,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         )
         | {"finished_ptr": "i8", "shapes_ptr": "i8"},
         {"W": 60, "W_PADDED": 64, "COLUMNS": 9, "STOPS": 16, "STOP": 1, "LENGTH": 2, "NOT_FINITE": 3}
-        | {"SYNTHETIC": False},
+        | {"SYNTHETIC": False, "DOUBLINGS": 3, "SPANS": False},
         1,
     ),
     "trees read": (
@@ -416,6 +416,9 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
             "WORDS": 2,
             "MAX_DEPTH": 5,
             "AS_CHAIN": True,
+            "SPANS": False,
+            "BITS": True,
+            "ALONE": 1 << 15,
             "EMPTY": -1,
         },
         1,
@@ -450,14 +453,47 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "tree cut": (
         tree_growth_triton._cut,
         CUT,
-        {"W": 16, "W_TABLE": 20, "NODES": 16, "CANDIDATES": 128, "DOUBLINGS": 3},
+        {
+            "W": 16,
+            "W_TABLE": 20,
+            "NODES": 16,
+            "PART": 16,
+            "CANDIDATES": 128,
+            "MAX_DEPTH": 5,
+            "DOUBLINGS": 3,
+            "SPANS": False,
+        },
         1,
     ),
     "tree of 63 nodes cut": (
         tree_growth_triton._cut,
         CUT,
-        {"W": 63, "W_TABLE": 63, "NODES": 64, "CANDIDATES": 1024, "DOUBLINGS": 4},
+        {
+            "W": 63,
+            "W_TABLE": 63,
+            "NODES": 64,
+            "PART": 64,
+            "CANDIDATES": 1024,
+            "MAX_DEPTH": 15,
+            "DOUBLINGS": 4,
+            "SPANS": False,
+        },
         tree_growth_triton.cut_warps(1024),
+    ),
+    "tree of 128 nodes cut": (
+        tree_growth_triton._cut,
+        CUT,
+        {
+            "W": 256,
+            "W_TABLE": 256,
+            "NODES": 256,
+            "PART": 64,
+            "CANDIDATES": 256,
+            "MAX_DEPTH": 15,
+            "DOUBLINGS": 4,
+            "SPANS": True,
+        },
+        tree_growth_triton.cut_warps(128, 128),
     ),
     "guides followed": (
         guides_triton._follow,

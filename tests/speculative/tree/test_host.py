@@ -27,6 +27,8 @@ def test_numpy_gives_what_torch_does(case: Case) -> None:
     (host,) = case.operation.serving(Capability("cpu"))
     assert host.name == "numpy"
     ours, expected = case.arguments(CPU), case.arguments(CPU)
+    if host.serves is not None and not host.serves(*ours):
+        pytest.skip(f"numpy serves {host.limits}")
     found, wanted = tensors(host.function(*ours)), tensors(case.operation.reference(*expected))
     assert len(found) == len(wanted)
     changed = [

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aerie.speculative.config import SpeculativeConfig
-from aerie.speculative.tree_shape import MAX_WIDTH, TreeShape, max_nodes
+from aerie.speculative.tree_shape import MAX_COLUMNS, TreeShape, max_nodes
 from aerie.workers.config import PLAIN, RoundShapes
 from aerie.workers.scheduling.acceptance.survival import Survival
 
@@ -13,7 +13,9 @@ SHAPES = st.tuples(st.integers(1, 8), st.integers(1, 8)).flatmap(
         TreeShape.of,
         st.just(steps_and_k[0]),
         st.just(steps_and_k[1]),
-        st.just(steps_and_k[0] + 1) if steps_and_k[1] == 1 else st.integers(2, min(MAX_WIDTH, max_nodes(*steps_and_k))),
+        st.just(steps_and_k[0] + 1)
+        if steps_and_k[1] == 1
+        else st.integers(2, min(MAX_COLUMNS, max_nodes(*steps_and_k))),
     )
 )
 

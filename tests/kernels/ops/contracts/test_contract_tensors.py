@@ -85,9 +85,9 @@ def repeated(tensor: Tensor, times: int) -> Tensor:
 # By operation and condition: arguments by position that break it, given the right ones.
 Changes = dict[int, Any]
 LIMITS: dict[tuple[str, str], Callable[[Sequence[Any]], Changes]] = {
-    ("accept_commit", "at most 63 nodes"): lambda given: {
-        1: type(given[1])(*(repeated(each, 16) for each in given[1].fields)),
-        2: repeated(given[2], 16),
+    ("accept_commit", "at most 256 nodes"): lambda given: {
+        1: type(given[1])(*(repeated(each, 65) for each in given[1].fields)),
+        2: repeated(given[2], 65),
     },
     ("apply_penalties", "a path with its tokens"): lambda given: {4: torch.zeros(6, 1, 1, dtype=torch.int64)},
     ("attach_chains", "not at the root"): lambda given: {3: 0},

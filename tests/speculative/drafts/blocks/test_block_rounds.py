@@ -107,6 +107,30 @@ def test_sampled_tokens_do_not_change(pair: Pair, draft: Path, sampling: Samplin
         assert accepted_share(on) > 0.3  # of drafts that lack the target's noise, fewer than 0.1 are
 
 
+@pytest.mark.parametrize(
+    ("width", "page_size", "ranks", "random"),
+    [
+        (128, 16, 1, False),
+        (128, 1, 2, True),
+        *slow((16, 16, 1, True), (63, 1, 1, True), (63, 16, 2, False), (256, 16, 1, True), (256, 1, 1, False)),
+    ],
+)
+def test_wide_trees_change_no_token(
+    pair: Pair, draft: Path, plain: list[list[int]], width: int, page_size: int, ranks: int, random: bool
+) -> None:
+    """Shapes change between rounds; a pool of few pages preempts requests."""
+    sampling = SamplingParams(24, 0.9, seed=5) if random else GREEDY
+    few = replace(pair, prompts=pair.prompts[:5])
+    off = [r.output for r in run(few, None, sampling)] if random else plain[:5]
+    speculative = SpeculativeConfig(str(draft), "dflash", 7, 7, width)
+    cache = CacheConfig(page_size, num_pages=(2 * width + 500) // page_size, prefix_cache=False)
+    requests = run(few, speculative, sampling, cache=cache, tensor_parallel=ranks)
+    assert [r.output for r in requests] == off
+    static = run(few, replace(speculative, adaptive=False), sampling)
+    assert [r.output for r in static] == off
+    assert accepted_share(static) > 0.3
+
+
 SAMPLED = SamplingParams(24, 0.7, top_k=8, top_p=0.9, seed=1 << 63)
 
 
