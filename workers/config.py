@@ -142,8 +142,8 @@ class RoundShapes:
     """The tree shapes that an engine can run; a plan names them by index. shapes[0] is non-speculative decoding.
 
     default: index of the shape for requests with speculation; 0 without a draft.
-    adaptive: whether the scheduler chooses a shape for each step (`aerie.workers.scheduling.shape_choice`); else the
-        default is used.
+    adaptive: whether the scheduler chooses a shape for each step (`aerie.workers.scheduling.shapes`); else the default
+        is used.
     eager: whether no step is captured, so that a shape needs no graph.
     keeps_tokens: whether ranks hold the tokens of running requests, because drafts are copied from them.
     model_free: whether no model drafts. Then drafts cost nothing: every round, even a non-speculative one, drafts at

@@ -20,13 +20,10 @@ In the order of one step:
    timing           current times of steps: the table, corrected by every step that ran
    latency_budget   limits the time of a step, and so its prompt tokens
 4. Acceptance and time determine the tree shape.
-   shape_choice     chooses the shape that rounds verify and draft
-   shape_rates      expected tokens and milliseconds of each shape
-   shape_probes     steps of other shapes, to measure their acceptance and time
-   acceptance       expected accepted drafts of each shape
+   shapes           chooses the shape that rounds verify and draft
 5. Ranks execute the plan, and their result is applied.
    plan             `StepPlan` and `StepResult`
    sequence         state of a request, and of a step in flight
-   step_results     updates tokens, lengths and pages; reports to `timing`, `shape_choice` and `queues.admission`
+   step_results     updates tokens, lengths and pages; reports to `timing`, `shapes` and `queues.admission`
    stats            an engine's counters
 """

@@ -314,7 +314,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tokens: int32, ragged by counts.
     finish: uint8 [n], codes of `aerie.kernels.slots.finish`.
     accepted: int32 [n], draft tokens accepted before truncation by a stop; -1 if the entry did not verify drafts. ->
-        `Survival`, statistics
+        `Acceptance`, statistics
     logprobs: per entry, one per emitted token; only for requests with log-probabilities.
     prompt_logprobs: one for each chunk of the plan with log-probabilities, in their order.
     elapsed_s: seconds from the plan's arrival on this rank to the end of the step. -> the coordinator, the worker loop
@@ -326,8 +326,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True):
     grammars_ready: int32, grammars that are compiled now, as numbers in the order of their announcement by plans of
         this epoch. From `SlotGrammars`. -> `GrammarQueue`
     graphs: graph counts after this step. From `GraphedDecoding`. -> `CapturePacing`
-    matches: int32 [n, 3], `StepTensors.matches`; empty in engines that do not copy drafts. -> `MatchSurvival`
-    min_entropies: int32 [n], `StepTensors.min_entropies`; empty in engines without them. -> `Difficulty`
+    matches: int32 [n, 3], `StepTensors.matches`; empty in engines that do not copy drafts. -> `Acceptance`
+    min_entropies: int32 [n], `StepTensors.min_entropies`; empty in engines without them. -> `Acceptance`
     """
 
     epoch: int

@@ -7,8 +7,8 @@ from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepRounds
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
 from aerie.workers.scheduling.sequence import PlanBuilder
-from aerie.workers.scheduling.shape_choice import Load, Reason, ShapeChoice
-from aerie.workers.scheduling.shape_rates import verified_shape
+from aerie.workers.scheduling.shapes.shape_choice import Load, Reason, ShapeChoice
+from aerie.workers.scheduling.shapes.shape_rates import verified_shape
 from aerie.workers.scheduling.slot_lengths import Int64s, Slots
 from aerie.workers.scheduling.timing.step_time import StepTime
 

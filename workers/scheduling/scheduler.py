@@ -30,7 +30,7 @@ from aerie.workers.scheduling.queues.request_queues import RequestQueues
 from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput, UnfinishedError
 from aerie.workers.scheduling.rounds import RoundPlanner
 from aerie.workers.scheduling.sequence import InFlightStep, PlanBuilder
-from aerie.workers.scheduling.shape_choice import ShapeChoice
+from aerie.workers.scheduling.shapes.shape_choice import ShapeChoice
 from aerie.workers.scheduling.slot_lengths import Slots
 from aerie.workers.scheduling.slot_pages import SlotPages
 from aerie.workers.scheduling.stats import SchedulerStats
@@ -90,8 +90,8 @@ class Scheduler:
         self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars, shapes.keeps_tokens)
         self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
         self.rounds = RoundPlanner(self.queues, shapes, self.shape_choice, choose_shape)
-        survival = self.shape_choice.survival
-        self.admission = Admission(config, max_model_len, self.queues, shapes, survival, clock, hidden_size)
+        acceptance = self.shape_choice.acceptance
+        self.admission = Admission(config, max_model_len, self.queues, shapes, acceptance, clock, hidden_size)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.is_paused = False  # whether no step is planned; commands are carried out
         self.commands = CommandQueue()
@@ -294,7 +294,7 @@ class Scheduler:
             self.shape_choice.reason.value,
             builder.with_prompt_logprobs,
             load,
-            self.shape_choice.match_classes(slots, slot_pages.number[slots]),
+            self.shape_choice.acceptance.classes(slots, slot_pages.number[slots]) if self._shapes.model_free else None,
             None if self.step_time is None else self.step_time.predict(load),
             is_change,
         )

@@ -81,7 +81,7 @@ class SchedulerStats(msgspec.Struct):
     accepted_histogram: [k] rounds that accepted k draft tokens.
     num_draft_tokens: drafted tokens, verified or not.
     tokens_by_shape, steps_by_shape, expected_tokens_per_ms: keys are shape names (`aerie.workers.config.RoundShape`).
-    steps_by_reason: keys are `aerie.workers.scheduling.shape_choice.Reason`.
+    steps_by_reason: keys are `aerie.workers.scheduling.shapes.shape_choice.Reason`.
     inter_token_s: time between two steps with tokens; one observation per request and step.
     time_per_output_token_s: one observation per finished request.
     """

@@ -13,7 +13,7 @@ from aerie.workers.scheduling.queues.admission import Admission
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
 from aerie.workers.scheduling.request import FinishReason, RequestOutput
 from aerie.workers.scheduling.sequence import InFlightStep, Sequence
-from aerie.workers.scheduling.shape_choice import ShapeChoice
+from aerie.workers.scheduling.shapes.shape_choice import ShapeChoice
 from aerie.workers.scheduling.stats import SchedulerStats
 from aerie.workers.scheduling.timing.step_time import StepTime
 
@@ -59,7 +59,7 @@ class StepResults:
             seen, learnt = np.where(late, 0, counts), np.where(late, -1, learnt)
         self._take_masks(result)
         committed_before = self._advance(step, counts, now)
-        if result.matches:
+        if result.matches and self._shapes.model_free:
             self._observe(step, seen, unpack_i32(result.matches).reshape(-1, 3))
         num_drafted = self._learn(step, learnt, result.min_entropies)
         if self.step_time is not None and not step.is_change:
@@ -194,11 +194,12 @@ class StepResults:
         if step.shape == 0 and not min_entropies:
             return [0] * len(accepted)
         of_rounds = accepted[:count]
-        if self._shape_choice.count_step(step.shape, bool(min_entropies)):
+        if self._shape_choice.learns_from_step(step.shape, bool(min_entropies)):
             slots, numbers = step.slots[:count], step.numbers[:count]
             live = self._slot_pages.number[slots] == numbers
             nats = np.where(live, unpack_i32(min_entropies)[:count] * 1e-3, np.nan) if min_entropies else None
-            self._shape_choice.record(slots, numbers, step.drafted, step.shape, np.where(live, of_rounds, -1), nats)
+            reported = np.where(live, of_rounds, -1)
+            self._shape_choice.acceptance.record(step.shape, slots, numbers, step.drafted, reported, nats)
         of_slots = self._num_drafts[step.shape if self._shapes.model_free else step.drafted]
         num_drafted: list[int] = np.where(of_rounds >= 0, of_slots, 0).tolist()
         return num_drafted + [0] * (len(accepted) - count)
@@ -209,7 +210,9 @@ class StepResults:
         if step.match_classes is not None:
             known[: step.num_rounds] = np.where(step.drafted > 0, step.match_classes, -1)
         live = (self._slot_pages.number[slots] == step.numbers) & (counts > 0) & self._slot_pages.speculative[slots]
-        self._shape_choice.observe(slots[live], step.numbers[live], known[live], counts[live], matches[live])
+        self._shape_choice.acceptance.record_matches(
+            slots[live], step.numbers[live], known[live], counts[live], matches[live]
+        )
 
     def _count(self, result: StepResult, step: InFlightStep) -> None:
         stats = self._stats

@@ -33,7 +33,7 @@ from aerie.workers.config import ModelSource, RoundShapes, SchedulerConfig, Work
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request
-from aerie.workers.scheduling.shape_choice import ShapeChoice
+from aerie.workers.scheduling.shapes.shape_choice import ShapeChoice
 from tests.bench.models import hybrids
 from tests.bench.prompts import random_prompts
 from tests.bench.round import add_engine_options, commit, drafted_by, hardware, model_of, write_checkpoints

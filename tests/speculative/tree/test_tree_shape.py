@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.tree_shape import MAX_COLUMNS, TreeShape, max_nodes
 from aerie.workers.config import PLAIN, RoundShapes
-from aerie.workers.scheduling.acceptance.survival import Survival
+from aerie.workers.scheduling.shapes.acceptance import Acceptance
 
 SHAPES = st.tuples(st.integers(1, 8), st.integers(1, 8)).flatmap(
     lambda steps_and_k: st.builds(
@@ -56,6 +56,6 @@ def test_a_narrow_tree_is_no_chain_to_the_scheduler() -> None:
     """Nodes of one as wide as deep may be siblings: it shares no estimate with chains and is not run beside chunks."""
     chain, narrow = TreeShape.of(2, 1, 3), TreeShape.of(3, 2, 4)
     shapes = RoundShapes((PLAIN, chain, narrow), default=2, adaptive=True)
-    survival = Survival(shapes, 4)
-    assert survival._family[1] != survival._family[2]
+    acceptance = Acceptance(shapes, 4)
+    assert not acceptance.informs(1, 2) and not acceptance.informs(2, 1)
     assert shapes.beside_chunks(64) == (0, 1)

@@ -21,7 +21,7 @@ from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.plan import GraphCount, SamplingParams, StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.request import Request
 from aerie.workers.scheduling.scheduler import Scheduler
-from aerie.workers.scheduling.shape_choice import Load
+from aerie.workers.scheduling.shapes.shape_choice import Load
 from aerie.workers.scheduling.timing.step_time import StepTime
 from tests.support.simulation.scheduler import Clock
 from tests.support.simulation.shapes import CHAIN, TREE, chances_of, misread

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tests.support.simulation.texts import DRAFTS, recorded
+from tests.support.simulation.texts import DRAFTS, recorded, recorded_shapes
 
 # Requests -> verified rows and ms of a round with a block draft, and ms of a plain round: Qwen3-8B's blocks of 8 and 16
 # rows and Llama-3.1-8B's plain rounds on an H100 (tests/bench/RESULTS.md); a draft's weights take 1.2 ms.
@@ -106,7 +106,7 @@ def _rate(batch: int, means: np.ndarray, shapes: np.ndarray, rows: Sequence[int]
 
 def main() -> None:
     for batch, draft, code in itertools.product(ROUNDS, DRAFTS, ("humaneval", "gsm8k")):
-        rows = [shape.width for shape in DRAFTS[draft].shapes.shapes]
+        rows = [shape.width for shape in recorded_shapes(draft).shapes]
         rounds = {kind: rounds_of(draft, kind) for kind in ("mt_bench", code)}
         one, each = best(batch, [np.mean([made for _, made in some], axis=0) for some in rounds.values()], rows)
         one_told, each_told = by_entropy(batch, rounds, rows)

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
-from aerie.workers.scheduling.shape_choice import Load, ShapeChoice
-from aerie.workers.scheduling.shape_rates import verified_shape
+from aerie.workers.scheduling.shapes.shape_choice import Load, ShapeChoice
+from aerie.workers.scheduling.shapes.shape_rates import verified_shape
 from aerie.workers.scheduling.timing.step import Step
 from aerie.workers.scheduling.timing.step_time import StepTime
 
@@ -146,8 +146,8 @@ class Engine:
         self.late.append((slots, numbers, self.drafted, ran, np.where(speculative, accepted, -1)))
         if len(self.late) > 1:
             of_slots, of_users, drafted, of_shape, reported = self.late.popleft()
-            if self.choice.count_step(of_shape, False):
-                self.choice.record(of_slots, of_users, np.full(len(of_slots), drafted), of_shape, reported)
+            if self.choice.learns_from_step(of_shape, False):
+                self.choice.acceptance.record(of_shape, of_slots, of_users, np.full(len(of_slots), drafted), reported)
         took_ms = self.round_ms(chosen)
         if ran != chosen:
             drafting_ms, own_ms = (_DRAFTING_SHARE * self.round_ms(shape) if shape else 0.0 for shape in (chosen, ran))

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.cost_table import CostTable
-from aerie.workers.scheduling.shape_choice import Load, ShapeChoice
-from aerie.workers.scheduling.shape_rates import verified_shape
+from aerie.workers.scheduling.shapes.shape_choice import Load, ShapeChoice
+from aerie.workers.scheduling.shapes.shape_rates import verified_shape
 from aerie.workers.scheduling.timing.step import Step
 from aerie.workers.scheduling.timing.step_time import StepTime
 from tests.support.simulation.texts import Answer
@@ -92,7 +92,7 @@ class Stream:
         self._static: dict[int, Floats] = {}
         self._upcoming: dict[int, list[Answer]] = {}
         self._drafted = np.zeros(max_batch, np.int64)
-        self._late: deque[tuple[Int64s, Int64s, Int64s, int, Int32s, Floats]] = deque()
+        self._late: deque[tuple[int, Int64s, Int64s, Int64s, Int32s, Floats]] = deque()
         evaluate = self.choice._evaluate
 
         def counted(load: Load, step_time: StepTime) -> None:
@@ -136,11 +136,11 @@ class Stream:
             self._position[slot] = end
             if end == answer.num_tokens - 1:
                 self._answer[slot] = None
-        self._late.append((slots, users, drafted, shape, accepted, nats))
+        self._late.append((shape, slots, users, drafted, accepted, nats))
         if len(self._late) > 1:
             late = self._late.popleft()
-            if self.choice.count_step(late[3], late[5] is not None):
-                self.choice.record(*late)
+            if self.choice.learns_from_step(late[0], has_nats=True):
+                self.choice.acceptance.record(*late)
         self._drafted[slots] = chosen
         every_ms = [self.pace * of.round_ms(batch, KV_TOKENS * batch) for of in self._costs.rounds]
         took_ms = every_ms[shape]

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from aerie.workers.config import RoundShapes
+from aerie.speculative.tree_shape import TreeShape
+from aerie.workers.config import PLAIN, RoundShapes
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from tests.support.embedded import BLOCK_TREE, DFLASH2_TREE, TREE
 from tests.support.simulation.answers import Answers, Pair, PairRank, Slot
@@ -78,6 +79,15 @@ def recorded(draft: str) -> dict[str, list[Answer]]:
     }
 
 
+@cache
+def recorded_shapes(draft: str) -> RoundShapes:
+    """Return the shapes that were recorded, which may be fewer than the draft's engine chooses from now."""
+    _, *names = json.loads(RECORDED.read_text())[draft]["shapes"]
+    shapes, in_block = DRAFTS[draft].shapes, DRAFTS[draft].shape.in_block
+    found = [TreeShape.of(*map(int, name.split("/")), in_block=in_block) for name in names]
+    return dataclasses.replace(shapes, shapes=(PLAIN, *found), default=len(found))
+
+
 def costs_of(shapes: RoundShapes) -> CostTable:
     rounds, round_ms = [], ROUND_MS | (DFLASH2_MS if shapes.drafted_by == "dflash2" else {})
     for shape in shapes.shapes:
@@ -115,7 +125,7 @@ class Texts:
 
     @property
     def shapes(self) -> RoundShapes:
-        return DRAFTS[self.draft].shapes
+        return recorded_shapes(self.draft)
 
     def engine(self, answers: Sequence[Answer], seed: int, shape: int | None = None) -> Answers:
         """An engine for these answers. shape: the only one that it runs."""

@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable
 
 from aerie.workers.config import RoundShapes, SchedulerConfig
-from aerie.workers.scheduling.acceptance.survival import Survival
 from aerie.workers.scheduling.queues.expected_wait import ExpectedWait
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
 from aerie.workers.scheduling.queues.tenants import Tenant
 from aerie.workers.scheduling.queues.waiting_queue import QueueLoad
 from aerie.workers.scheduling.request import QueueFullError, Request, RequestTooLargeError
+from aerie.workers.scheduling.shapes.acceptance import Acceptance
 
 UNKNOWN_S = 5.0  # Retry-After before costs are known
 MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore longer values
@@ -27,7 +27,7 @@ class Admission:
         max_model_len: int,
         queues: RequestQueues,
         shapes: RoundShapes,
-        survival: Survival,
+        acceptance: Acceptance,
         clock: Callable[[], float],
         hidden_size: int = 0,
     ) -> None:
@@ -38,7 +38,7 @@ class Admission:
         self._max_kv_tokens_at_end = shapes.max_kv_tokens_at_end
         self._clock = clock
         self._hidden_size = hidden_size
-        self.expected = ExpectedWait(queues, shapes, survival, clock)
+        self.expected = ExpectedWait(queues, shapes, acceptance, clock)
 
     def wait_s(self, tenant: Tenant | None = None) -> float | None:
         """Return the seconds until a request that came now would start; None if unknown. tenant: see `ExpectedWait`."""

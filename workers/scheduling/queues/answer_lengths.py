@@ -2,7 +2,7 @@
 `aerie.workers.scheduling.queues.admission`; pure.
 
 Answers that reach `max_tokens` show only that they would have been longer, and so do running ones. So the estimate is a
-rate of stops per token, by the length so far (as `acceptance.survival` does for drafts; Kaplan and Meier, 1958).
+rate of stops per token, by the length so far (as `acceptance` does for drafts; Kaplan and Meier, 1958).
 """
 
 from bisect import bisect_right

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from aerie.workers.config import RoundShapes
-from aerie.workers.scheduling.acceptance.survival import FIRST_CHANCE, Survival
 from aerie.workers.scheduling.latency_budget import LatencyBudget
 from aerie.workers.scheduling.queues.answer_lengths import AnswerLengths, LengthForecast
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
@@ -21,6 +20,7 @@ from aerie.workers.scheduling.queues.shares import Shares
 from aerie.workers.scheduling.queues.tenants import Tenant, turns
 from aerie.workers.scheduling.queues.wait_forecast import QueueSimulation, StepForecast, Work
 from aerie.workers.scheduling.sequence import Sequence as RequestSequence
+from aerie.workers.scheduling.shapes.acceptance import FIRST_CHANCE, Acceptance
 from aerie.workers.scheduling.timing.step import Step
 
 REFRESH_S = 0.25  # age at which a simulation is repeated; one takes a millisecond or two of the host
@@ -41,13 +41,13 @@ class ExpectedWait:
     """
 
     def __init__(
-        self, queues: RequestQueues, shapes: RoundShapes, survival: Survival, clock: Callable[[], float]
+        self, queues: RequestQueues, shapes: RoundShapes, acceptance: Acceptance, clock: Callable[[], float]
     ) -> None:
         self.budget: LatencyBudget | None = None
         self._queues = queues
         self._shares = Shares(queues)
         self._shapes = shapes
-        self._survival = survival
+        self._acceptance = acceptance
         self._clock = clock
         self._lengths = AnswerLengths()
         first = [1.0 if shapes.model_free else _tokens(FIRST_CHANCE, shape.depth) for shape in shapes.shapes]
@@ -194,7 +194,7 @@ class ExpectedWait:
     def _round_tokens(self) -> list[float]:
         """Return the expected tokens of a request's round, by shape."""
         if self._shapes.learns_acceptance:
-            return self._survival.tokens_of_new()
+            return self._acceptance.tokens_of_new()
         found: list[float] = (self._num_tokens / self._num_rounds).tolist()
         return found
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from aerie.workers.config import RoundShapes
-from aerie.workers.scheduling.shape_choice import Load, Reason, ShapeChoice
+from aerie.workers.scheduling.shapes.shape_choice import Load, Reason, ShapeChoice
 from aerie.workers.scheduling.timing.step_time import StepTime
 from tests.support.simulation.shapes import CHAIN, GPU, TREE, Engine, Ints, chances_of
 
@@ -73,15 +73,15 @@ def test_steps_that_take_longer_than_expected_count_as_they_are(
 def test_of_rounds_faster_than_learning_only_some_are_learnt_from(took_ms: float, most: float) -> None:
     engine = Engine(TREE, 4, 1024, chances_of(TREE, 3.0), took=(took_ms,) * len(TREE))
     engine.rate(300)
-    survival, learnt = engine.choice.survival, 0
-    record = survival.record
+    acceptance, learnt = engine.choice.acceptance, 0
+    record = acceptance.record
 
-    def counted(slots: Ints, numbers: Ints, drafted: Ints, shape: int, accepted: npt.NDArray[np.int32]) -> None:
+    def counted(shape: int, slots: Ints, numbers: Ints, drafted: Ints, accepted: npt.NDArray[np.int32]) -> None:
         nonlocal learnt
         learnt += 1
-        record(slots, numbers, drafted, shape, accepted)
+        record(shape, slots, numbers, drafted, accepted)
 
-    survival.record = counted  # type: ignore[method-assign]
+    acceptance.record = counted  # type: ignore[method-assign, assignment]
     assert engine.rate(300) > 0.97 * max(engine.static(shape) for shape in range(len(TREE)))
     assert (most - 0.2) * 300 < learnt <= most * 300, learnt
 

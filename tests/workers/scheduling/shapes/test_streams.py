@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from tests.support.simulation.streams import Stream
-from tests.support.simulation.texts import DRAFTS, costs_of, recorded
+from tests.support.simulation.texts import costs_of, recorded, recorded_shapes
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -14,7 +14,7 @@ def test_a_static_shape_takes_what_static_shapes_are_said_to_take(
     draft: str, batch: int, shape: int, eager: bool
 ) -> None:
     """Up to the rounds of answers that have begun or not ended, which are counted in part."""
-    shapes = dataclasses.replace(DRAFTS[draft].shapes, eager=eager)
+    shapes = dataclasses.replace(recorded_shapes(draft), eager=eager)
     answers = [a for a in recorded(draft)["gsm8k"] if a.num_tokens > 1]
     stream = Stream(shapes, costs_of(shapes), batch=batch)
     stream.choice.choose = lambda load, step_time: shape  # type: ignore[method-assign]

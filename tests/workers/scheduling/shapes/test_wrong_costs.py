@@ -11,7 +11,7 @@ import pytest
 
 from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.cost_table import CostTable
-from aerie.workers.scheduling.shape_choice import Reason
+from aerie.workers.scheduling.shapes.shape_choice import Reason
 from tests.support.simulation.shapes import CHAIN, CPU, GPU, TREE, Engine, chances_of, misread
 
 TRUE = (1.0,) * 6

@@ -1,0 +1,7 @@
+"""The choice of each step's tree shape by acceptance and time.
+
+shape_choice   chooses the shape that rounds verify and draft
+shape_rates    expected tokens and milliseconds of each shape
+shape_probes   steps of other shapes, to measure their acceptance and time
+acceptance     expected accepted drafts of each shape, with their error
+"""
