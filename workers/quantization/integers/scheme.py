@@ -9,6 +9,7 @@ from typing import Self
 import torch
 
 from aerie.kernels.capability import Capability
+from aerie.kernels.cpp_library import compiles
 from aerie.kernels.span import Span
 from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
@@ -66,7 +67,7 @@ class SchemeQuant(QuantMethod):
     stored_plain: frozenset[str] = field(default=frozenset(), kw_only=True)
 
     def fallback(self, device: torch.device) -> str | None:
-        if Capability.of(device).runs_kernels:
+        if Capability.of(device).runs_kernels or compiles(Capability.of(device)):
             return None
         return "weights of few bits are multiplied in the model's type (this device has no product of them)"
 
