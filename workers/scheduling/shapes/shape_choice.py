@@ -100,6 +100,7 @@ class ShapeChoice:
         self._step += 1
         if load.verifies is not None:
             self.acceptance.set_in_flight(load.slots, load.verifies)
+        has_new_costs = self._step_time not in (None, step_time)  # no probe starts, and one of other costs ends
         is_evaluated = self._is_evaluation_due(load, step_time)
         if is_evaluated:
             self._evaluate(load, step_time)
@@ -107,7 +108,7 @@ class ShapeChoice:
         assert rates is not None
         shape, allowed = self._within_limit(load, step_time, rates, *self._without_probe(load, rates))
         self.usual = shape
-        if not load.speculates:
+        if not load.speculates or has_new_costs:
             self._probes.current = None
         elif self._probes.current is not None:
             self._probes.advance(rates, shape, allowed, self._step)
