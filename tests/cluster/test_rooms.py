@@ -23,7 +23,7 @@ BELOW: dict[str, set[str]] = {
     "config": {"http", "parallel"},
     "start_log": {"linux", "logs"},
     "placement": {"config"},
-    "plan": {"http", "parallel", "config", "placement"},
+    "plan": {"linux", "http", "parallel", "config", "placement"},
     "assembly": {"config", "plan"},
     "replica": {
         "linux",

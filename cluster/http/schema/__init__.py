@@ -8,4 +8,5 @@ completions        /v1/chat/completions and /v1/completions: documents and strea
 responses          /v1/responses: requests, documents and stream events
 messages           /v1/messages
 native             SGLang's /generate
+weights            bodies of /update_weights and the other routes for weights
 """

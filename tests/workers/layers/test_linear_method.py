@@ -140,12 +140,20 @@ def test_what_a_method_cannot_hold_is_refused(tmp_path: Path) -> None:
         load(quantised(target, tmp_path / "r", (1, WHOLE), ignore))
 
 
-def test_an_unknown_quantisation_names_those_that_exist(tmp_path: Path) -> None:
+def test_gguf_without_the_types_of_its_weights_is_refused_with_the_remedy(tmp_path: Path) -> None:
     folder = quantised(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", (1, WHOLE))
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gguf"}}
     (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="quant_method='gguf' without the types of its weights; serve the .gguf file"):
+        load(folder)
+
+
+def test_an_unknown_quantisation_names_those_that_exist(tmp_path: Path) -> None:
+    folder = quantised(make_target(tmp_path / "t", num_hidden_layers=1), tmp_path / "q", (1, WHOLE))
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "quip"}}
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
         ValueError,
-        match="quant_method='gguf' is not supported; supported: auto-round, awq, .*, int8, .*; use the checkpoint in",
+        match="quant_method='quip' is not supported; supported: auto-round, awq, .*, int8, .*; use the checkpoint in",
     ):
         load(folder)
