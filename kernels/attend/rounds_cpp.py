@@ -38,7 +38,7 @@ def serves(q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, window: int | Non
 
 def attend_rounds(q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
     """Return attention of the rows of a round, [B * R, q_heads, head_dim]. batch: through the layer's window."""
-    out = torch.empty(q.shape)
+    out = torch.empty(q.shape, dtype=torch.float32)
     mask = batch.mask
     _function()(
         *_heads_and_pages(q, kv, batch.page_table),

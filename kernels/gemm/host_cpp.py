@@ -54,9 +54,9 @@ def multiply(weight: HostWeight, x: Tensor, bias: Tensor | None, out: Tensor | N
     out: contiguous memory for the result; None allocates it.
     """
     rows, threads = x.shape[0], torch.get_num_threads()
-    out = torch.empty((rows, weight.outputs)) if out is None else out
+    out = torch.empty((rows, weight.outputs), dtype=torch.float32) if out is None else out
     size = scratch_size(weight, rows)
-    scratch = torch.empty(size) if size else None
+    scratch = torch.empty(size, dtype=torch.float32) if size else None
     _functions()[0](
         *_arguments(weight),
         x.data_ptr(),
@@ -74,7 +74,7 @@ def multiply(weight: HostWeight, x: Tensor, bias: Tensor | None, out: Tensor | N
 def rows_of(weight: HostWeight, ids: Tensor) -> Tensor:
     """Return rows `ids` [n] int64 of the weight, dequantised: [n, inputs] float32."""
     ids = ids.contiguous()
-    out = torch.empty((ids.shape[0], weight.inputs))
+    out = torch.empty((ids.shape[0], weight.inputs), dtype=torch.float32)
     _functions()[1](*_arguments(weight), ids.data_ptr(), ids.shape[0], out.data_ptr(), torch.get_num_threads())
     return out
 

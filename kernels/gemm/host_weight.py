@@ -82,7 +82,7 @@ def _as_halves(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     if k % GROUP:
         return None
     codes = torch.empty((n, k), dtype=torch.uint8)
-    scales, offsets = torch.empty((n, k // GROUP)), torch.empty((n, k // GROUP))
+    scales, offsets = (torch.empty((n, k // GROUP), dtype=torch.float32) for _ in range(2))
     for first in range(0, n, _STEP_ROWS):
         groups = weight[first : first + _STEP_ROWS].view(-1, k // GROUP, GROUP)
         low, high = groups.aminmax(dim=-1)

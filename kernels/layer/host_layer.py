@@ -104,7 +104,7 @@ class HostPass:
     def __init__(self, batch: DecodeBatch, angles: Angles, slot_mapping: Tensor) -> None:
         self._kept = batch, angles, slot_mapping  # keeps their memory
         self.num_rows, self.rows = batch.num_rows, batch.rows
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32)
         mask, table = batch.mask, batch.page_table
         pointers = table, batch.prefix_len, mask, angles.index, slot_mapping, angles.cos, angles.sin, self._scratch
         self.values = _Pass(*(each.data_ptr() for each in pointers))
@@ -121,7 +121,7 @@ class HostPass:
         wide = max(each.outputs for each in weights)
         size = 3 * self.num_rows * wide + max(scratch_size(each, self.num_rows) for each in weights)
         if self._scratch.shape[0] < size:
-            self._scratch = torch.empty(size)
+            self._scratch = torch.empty(size, dtype=torch.float32)
             self.values.scratch = self._scratch.data_ptr()
 
 

@@ -34,7 +34,7 @@ def rope_store(
 ) -> Tensor:
     """See `aerie.kernels.rope.rope_store.rope_store`."""
     rows, heads, size = q.shape
-    out = torch.empty((rows, heads, size))
+    out = torch.empty((rows, heads, size), dtype=torch.float32)
     _function()(
         q.data_ptr(),
         q.stride(0),

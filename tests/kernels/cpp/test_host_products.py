@@ -12,6 +12,7 @@ from aerie.kernels.gemm.choice import choose_gemm
 from aerie.kernels.gemm.host_cpp import HostGEMM, multiply, rows_of
 from aerie.kernels.gemm.host_weight import BFLOAT16, FLOAT32, INT4, INT8, HostWeight, packed, stored_exactly
 from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.norm.activation import silu_mul
 from aerie.kernels.packed.product import HostPackedProduct, choose_product
 from aerie.kernels.packed.weight import dequantize, pack
 
@@ -149,3 +150,18 @@ def test_dequantised_blocks_of_q4_1_are_stored_in_4_bits() -> None:
     assert torch.allclose(gemm.dense(), dense, rtol=0, atol=1.5 * 2.0**-21)
     dense[69, 191] += 0.01
     assert HostGEMM.of(dense, OPTIONS).stored.format == FLOAT32
+
+
+def test_results_are_float32_whatever_the_default_dtype_is() -> None:
+    """Kernels write float32: into memory for bfloat16 they would write beyond its end."""
+    x = torch.randn(5, 96, generator=_generator())
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        for weight, dense in _weights(40, 96).values():
+            assert multiply(weight, x, None).dtype == rows_of(weight, torch.tensor([1, 3])).dtype == torch.float32
+            torch.testing.assert_close(multiply(weight, x, None), x @ dense.float().T, rtol=1e-4, atol=1e-4)
+        assert silu_mul(x).dtype == torch.float32
+        assert stored_exactly(torch.ones(40, 96)).scales.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
