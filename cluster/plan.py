@@ -133,7 +133,7 @@ def resolve_rank(config: AerieConfig, max_model_len: int, device: Literal["cpu",
     if asked == "auto" and not plan.uses_gpus:
         num_ranks = worker.tensor_parallel * config.parallel.min_replicas
         # one core is left to Ray, ingress and coordinator: a product ends with its slowest thread, so one that waits
-        # for a core stops all (two cores under load: 394 ms a token with two threads, 18 with one)
+        # for a core stops all (two cores under load: a server took 394 ms a token with two threads, 40 with one)
         return dataclasses.replace(plan, threads=max(1, (physical_cores() - 1) // num_ranks))
     return plan
 
