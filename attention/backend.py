@@ -16,7 +16,7 @@ from aerie.kernels import contracts
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import is_capturing
 from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
-from aerie.kernels.kv.tree_masks import MASK_BITS
+from aerie.kernels.kv.mask_bits import MASK_BITS
 from aerie.kernels.kv.views import LatentKV, LayerKV
 
 

@@ -11,8 +11,7 @@ Read by
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from aerie.kernels.kv.tree_masks import MASK_BITS
-from aerie.kernels.tree.acceptance import MAX_NODES
+from aerie.kernels.kv.mask_bits import MASK_BITS, MAX_NODES
 from aerie.workers.config import PLAIN, RoundShape, RoundShapes
 
 # Widths of a block's trees that an engine may choose. Finer than powers of two, because the time of a round grows in

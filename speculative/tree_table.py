@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from aerie.kernels.kv.tree_masks import MASK_BITS, chain_spans
+from aerie.kernels.kv.mask_bits import MASK_BITS
+from aerie.kernels.kv.tree_masks import chain_spans
 from aerie.kernels.tree.nodes import Candidates, RoundRows, Tree, root_only_trees
 from aerie.kernels.tree.tree_growth import write_best, write_trees
 from aerie.kernels.tree.tree_read import read_trees, write_roots

@@ -40,7 +40,7 @@ from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.batches import DecodeBatch, Mode
 from aerie.kernels.kv.fp8 import FP8, weight_unit
 from aerie.kernels.kv.fp8_triton import as_multiplied
-from aerie.kernels.kv.tree_masks import MASK_BITS
+from aerie.kernels.kv.mask_bits import MASK_BITS
 from aerie.kernels.kv.views import LayerKV
 from aerie.kernels.pdl import pdl_wait
 

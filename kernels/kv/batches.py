@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.capability import ALIGNED_BYTES, Capability
-from aerie.kernels.kv.tree_masks import MASK_BITS
+from aerie.kernels.kv.mask_bits import MASK_BITS
 from aerie.kernels.to_device import to_device
 
 _ALIGNMENT = ALIGNED_BYTES // 4  # int32 values

@@ -9,7 +9,8 @@ Any part of a tree's nodes keeps its spans, so a narrower tree needs no other nu
 import torch
 from torch import Tensor
 
-MASK_BITS = 63  # of a signed 64-bit integer that is not negative
+from aerie.kernels.kv.mask_bits import MASK_BITS
+
 ALONE = 1 << 15  # numbers from here on belong to nodes that no other node sees
 
 

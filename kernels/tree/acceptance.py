@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.contracts import check_slots
-from aerie.kernels.kv.tree_masks import MASK_BITS, seen_columns
+from aerie.kernels.kv.mask_bits import MASK_BITS, MAX_NODES
+from aerie.kernels.kv.tree_masks import seen_columns
 from aerie.kernels.operation import Implementation, on_gpu, operation
 from aerie.kernels.sampling.gumbel import gumbel_noise
 from aerie.kernels.slots.commit import Commit, CommitTables, commit
 from aerie.kernels.tree.nodes import NO_TOKEN, Tree
-
-MAX_NODES = 256
 
 
 @dataclass(frozen=True)

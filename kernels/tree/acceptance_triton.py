@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aerie.kernels.kv.tree_masks import MASK_BITS
+from aerie.kernels.kv.mask_bits import MASK_BITS
 from aerie.kernels.sampling.gumbel_triton import mix
 from aerie.kernels.slots.commit import Commit, CommitTables
 from aerie.kernels.slots.commit_triton import count_output, counting_arguments, settle

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aerie.kernels.kv.tree_masks import MASK_BITS, as_bits, chain_spans, without_dead
+from aerie.kernels.kv.mask_bits import MASK_BITS
+from aerie.kernels.kv.tree_masks import as_bits, chain_spans, without_dead
 
 NO_TOKEN = -1
 

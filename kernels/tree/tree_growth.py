@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.contracts import check_slots
-from aerie.kernels.kv.tree_masks import MASK_BITS, span_masks
+from aerie.kernels.kv.mask_bits import MASK_BITS
+from aerie.kernels.kv.tree_masks import span_masks
 from aerie.kernels.operation import Implementation, on_gpu, operation
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree, check_trees
 

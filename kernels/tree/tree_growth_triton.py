@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aerie.kernels.kv.tree_masks import MASK_BITS
+from aerie.kernels.kv.mask_bits import MASK_BITS
 from aerie.kernels.score_order_triton import place_of, sort_key
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree
 from aerie.kernels.tree.tree_growth import MAX_CUT_CANDIDATES
@@ -223,4 +223,4 @@ def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates
 def cut_warps(num_candidates: int, num_nodes: int = 1) -> int:
     """Return the warps of `_cut`: eight candidates a thread, so that small cuts need no barriers; eight warps for wide
     trees, whose nodes are compared in pairs (sm_90: no spills at 128 nodes, 24 bytes at 256)."""
-    return max(1, min(8, max(num_candidates // 256, num_nodes // 32 if num_nodes > 64 else 1)))
+    return max(1, min(8, max(num_candidates // 256, num_nodes // 16 if num_nodes > 64 else 1)))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.contracts import check_slots
-from aerie.kernels.kv.tree_masks import MASK_BITS
+from aerie.kernels.kv.mask_bits import MASK_BITS
 from aerie.kernels.operation import Implementation, on_gpu, on_host, operation
 from aerie.kernels.tree.nodes import NO_TOKEN, RoundRows, Tree, check_trees, trimmed
 

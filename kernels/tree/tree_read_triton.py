@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aerie.kernels.kv.tree_masks import ALONE, MASK_BITS
+from aerie.kernels.kv.mask_bits import MASK_BITS
+from aerie.kernels.kv.tree_masks import ALONE
 from aerie.kernels.tree.nodes import NO_TOKEN, RoundRows, Tree
 
 

@@ -105,7 +105,8 @@ class Eagle3Layer(DraftLayer):
     def input(self, ids: Tensor, hidden: Tensor, embedding: VocabEmbedding) -> Tensor:
         """Return the concatenated norms of the embeddings of ids [rows] int64 and of hidden: [rows, 2 *
         hidden_size]."""
-        if embedding.shard.group.size == 1:
+        has_table = embedding.weight.shape[0] > 0  # else a tied head's GEMM has it
+        if embedding.shard.group.size == 1 and has_table:
             norms = self.input_layernorm, self.hidden_norm
             return head_input(ids, embedding.weight, hidden, norms[0].weight, norms[1].weight, norms[0].eps)
         return joined_input(self.input_layernorm(embedding(ids)), self.hidden_norm(hidden))

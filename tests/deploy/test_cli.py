@@ -100,7 +100,7 @@ def test_plan_says_what_chats_can_do_and_refuses_a_parser_without_tools(
     assert "ingress.output_parser=hermes: reads tool calls, but the chat template does not" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["eagle"], ["eagle.yaml"]], ids=["no name", "name", "file name"])
+@pytest.mark.parametrize("arguments", [["eagle"], ["eagle.yaml"]], ids=["name", "file name"])
 def test_packaged_configuration_is_found_from_any_folder(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -107,7 +107,8 @@ def read_blocks(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     """Read `quant_method: gguf`. See `aerie.workers.quantization.table.QuantReader`."""
     if not isinstance(quantization.get("types"), Mapping):
         raise ValueError(
-            f"{source}: quant_method='gguf' without the types of its weights; serve the .gguf file, not this folder"
+            f"{source}: quantization_config.quant_method='gguf' without the types of its weights; serve the .gguf "
+            "file, not this folder"
         )
     types = {name: kind for kind, names in quantization["types"].items() for name in names}
     return BlockQuant(source, types)

@@ -68,7 +68,7 @@ def test_what_leaves_the_last_layer_can_be_captured(pair: Pair) -> None:
     chunks = PrefillBatch.from_lists([0], [9], torch.arange(1, 4, dtype=torch.int32)[None])
     out = runner.forward(torch.arange(2, 11), None, None, chunks, every_row=True)
     assert out.captured is not None
-    first, last = out.captured.view(9, 2, -1).unbind(1)
+    first, last = (each.contiguous() for each in out.captured.view(9, 2, -1).unbind(1))
     assert torch.equal(runner.model.norm(last), out.hidden) and not torch.equal(first, last)
 
 

@@ -46,7 +46,7 @@ def pair(deep_pair: Pair) -> Pair:
             "layer_types has sliding_attention, which is not supported; use a head",
         ),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported; it is one of"),
-        ({"quantization_config": {"quant_method": "gguf"}}, "quant_method='gguf' is not"),
+        ({"quantization_config": {"quant_method": "quip"}}, "quant_method='quip' is not"),
         ({"target_hidden_size": 32}, r"made for a target of hidden_size=32, the target .* hidden_size=64"),
         ({"num_aux_hidden_states": 2}, "does not have 2 of; set eagle_config.eagle_aux_hidden_state_layer_ids"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, "which the target of 8 layers does not have 3 of"),

@@ -57,7 +57,7 @@ ROUTES = {
     "latent": Route(target("DeepseekV3", 0.01, add_mtp)),
     "latent, adapter": Route(target("DeepseekV3", 0.01, add_mtp), "transformers"),
 }
-KINDS: tuple[Method, ...] = ("suffix", "eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2")
+KINDS: tuple[Method, ...] = ("suffix", "eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "domino")
 NO_MODULE = "has no module for drafting"
 # What the plan refuses, by route and kind. All else starts.
 REFUSED = {(route, "mtp"): NO_MODULE for route in ROUTES if not route.startswith(("hybrid", "latent"))}

@@ -15,7 +15,7 @@ def test_a_choice_takes_few_calls_a_step(shapes: RoundShapes) -> None:
     """Counts calls (some 650 in all), because times depend on the machine. The mean over batch sizes, since one load
     has a few evaluations more or less by chance."""
     calls = [num_calls(shapes, batch) for batch in (1, 4, 8)]
-    assert statistics.mean(each["adaptive"] - each["static"] for each in calls) < 22, calls
+    assert statistics.mean(each["adaptive"] - each["static"] for each in calls) < 26, calls
 
 
 @pytest.mark.slow  # measures time, which what else a machine runs changes
