@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from aerie.kernels.capability import Capability
 
@@ -43,6 +44,15 @@ def library() -> ctypes.CDLL | None:
         said = getattr(error, "stderr", None) or error
         logger.warning("CPU kernels are torch's, which are slower: %s; install g++", str(said).strip()[-400:])
         return None
+
+
+def function(name: str, *arguments: Any) -> Any:
+    """Return a function of the kernels, where `compiles`. It returns nothing. arguments: types of its arguments."""
+    lib = library()
+    assert lib is not None, "asked only where `compiles`"
+    found = getattr(lib, name)
+    found.argtypes, found.restype = arguments, None
+    return found
 
 
 def _compiled() -> Path:

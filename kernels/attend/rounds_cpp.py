@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
-from aerie.kernels.cpp_library import compiles, library
+from aerie.kernels.cpp_library import compiles, function
 from aerie.kernels.kv.batches import DecodeBatch
 from aerie.kernels.kv.views import LatentKV, LayerKV
 
@@ -19,12 +19,9 @@ MIN_SHARED_KEYS = 1 << 11  # positions of all rows and heads from which threads 
 
 @cache
 def _function() -> Any:
-    lib = library()
-    assert lib is not None, "asked only where `compiles`"
     p, i, n = c_void_p, c_int64, c_int32
-    lib.attend_rounds.argtypes = [p, i, i, p, p, i, i, i, p, i, p, i, p, i, i, i, i, i, c_float, p, n, n]
-    lib.attend_rounds.restype = None
-    return lib.attend_rounds
+    heads_and_pages = p, i, i, p, p, i, i, i, p
+    return function("attend_rounds", *heads_and_pages, i, p, i, p, i, i, i, i, i, c_float, p, n, n)
 
 
 def serves(q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, window: int | None, rows: int) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from aerie.kernels.cpp_library import library
+from aerie.kernels.cpp_library import function
 from aerie.kernels.gemm.choice import TorchGEMM
 from aerie.kernels.gemm.host_weight import BLOCK, HostWeight, stored_exactly
 from aerie.kernels.gemm.workspace import GEMMOptions
@@ -23,13 +23,8 @@ _WEIGHT = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int32)
 
 @cache
 def _functions() -> tuple[Any, Any]:
-    lib = library()
-    assert lib is not None, "asked only where `compiles`"
-    product, rows = lib.product, lib.weight_rows
-    product.argtypes = [*_WEIGHT, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_void_p]
-    rows.argtypes = [*_WEIGHT, c_void_p, c_int64, c_void_p, c_int32]
-    product.restype = rows.restype = None
-    return product, rows
+    p, i, n = c_void_p, c_int64, c_int32
+    return function("product", *_WEIGHT, p, i, i, p, p, i, n, p), function("weight_rows", *_WEIGHT, p, i, p, n)
 
 
 def _arguments(weight: HostWeight) -> tuple[Any, ...]:

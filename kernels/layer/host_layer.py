@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.attend.rounds_cpp import MIN_SHARED_KEYS
-from aerie.kernels.cpp_library import library
+from aerie.kernels.cpp_library import function
 from aerie.kernels.gemm.host_cpp import scratch_size
 from aerie.kernels.gemm.host_weight import HostWeight
 from aerie.kernels.kv.batches import DecodeBatch
@@ -133,8 +133,4 @@ def _product(weight: HostWeight, bias: Tensor | None) -> _Product:
 
 @cache
 def _function() -> Any:
-    lib = library()
-    assert lib is not None, "asked only where `compiles`"
-    lib.decoder_layer.argtypes = [c_void_p] * 5
-    lib.decoder_layer.restype = None
-    return lib.decoder_layer
+    return function("decoder_layer", *[c_void_p] * 5)

@@ -7,18 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.kernels.cpp_library import library
+from aerie.kernels.cpp_library import function
 
 
 @cache
 def _functions() -> tuple[Any, Any]:
-    lib = library()
-    assert lib is not None, "asked only where `compiles`"
     p, i, n = c_void_p, c_int64, c_int32
-    lib.rms_norm.argtypes = [p, i, p, p, i, i, c_float, p, n]
-    lib.silu_mul.argtypes = [p, i, i, p, n]
-    lib.rms_norm.restype = lib.silu_mul.restype = None
-    return lib.rms_norm, lib.silu_mul
+    return function("rms_norm", p, i, p, p, i, i, c_float, p, n), function("silu_mul", p, i, i, p, n)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

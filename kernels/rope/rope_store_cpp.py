@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.kernels.cpp_library import library
+from aerie.kernels.cpp_library import function
 from aerie.kernels.kv.views import LayerKV
 from aerie.kernels.norm.head_norms import HeadNorms
 from aerie.kernels.rope.rotation import Angles
@@ -15,12 +15,8 @@ from aerie.kernels.rope.rotation import Angles
 
 @cache
 def _function() -> Any:
-    lib = library()
-    assert lib is not None, "asked only where `compiles`"
     p, i = c_void_p, c_int64
-    lib.rope_store.argtypes = [p, i, i, p, i, p, i, i, i, p, p, i, p, p, p, p, i, p, c_int32]
-    lib.rope_store.restype = None
-    return lib.rope_store
+    return function("rope_store", p, i, i, p, i, p, i, i, i, p, p, i, p, p, p, p, i, p, c_int32)
 
 
 def rope_store(

@@ -217,7 +217,7 @@ class Fit(NamedTuple):
 
     @property
     def problems(self) -> list[str]:
-        """What is unexpected and wrong, for an error."""
+        """Return the unexpected names and those with wrong tensors, for an error message."""
         found = {"unexpected": self.unexpected, "wrong": self.wrong}
         return [f"{what}: {first_names(which)}" for what, which in found.items() if which]
 

@@ -34,7 +34,7 @@ def _read(width: int, max_depth: int, as_chain: bool, num_words: int) -> Case:
 
 
 def _read_wide(width: int, as_chain: bool) -> Case:
-    """Of trees of 90 nodes, some of which have fewer."""
+    """Trees with up to 90 nodes."""
 
     def arguments(device: torch.device) -> tuple[object, ...]:
         tree = best_tree(torch.arange(10), random_candidates(10, 6, 7, seed=1), 90)
