@@ -13,6 +13,7 @@ from aerie.kernels.operation import Implementation, on_gpu, operation
 from aerie.kernels.tree.nodes import Candidates, Children, Level
 
 MAX_COMPETING = 4096  # kept nodes and children of a level: the kernel holds a score of each in registers
+MAX_PATH_BITS = 49  # of the ranks of a path's nodes, one after the other, in the kernel of a whole tree
 
 
 def level_rows(depth: int, num_steps: int, top_k: int, width: int) -> int:
@@ -113,3 +114,64 @@ def grow_best(
     candidate = of_level(torch.arange(size, device=device).expand(batch, -1), 0)
     parent = of_level(row_above, first_row).flatten()
     return kept, Level(of_level(tokens, 0), of_level(scores, float("-inf")), candidate, None, parent)
+
+
+def _check_block(children: Children, width: int) -> None:
+    assert children.ids.shape == children.log_probabilities.shape and children.ids.dim() == 3 and width >= 2
+    assert children.ids.is_contiguous() and children.log_probabilities.is_contiguous()
+    assert children.log_probabilities.dtype == torch.float32 and children.ids.dtype == torch.int64
+    assert width - 1 <= _num_nodes(*children.ids.shape[1:], width)
+
+
+def _num_nodes(num_steps: int, top_k: int, limit: int) -> int:
+    """Return the number of nodes of all paths, counted up to `limit` a level."""
+    nodes = level = 1
+    for _ in range(num_steps):
+        level = min(level * top_k, limit)
+        nodes += level
+    return nodes - 1
+
+
+def rank_bits(top_k: int) -> int:
+    """Return the bits of a child's rank among `top_k`."""
+    return max(1, (top_k - 1).bit_length())
+
+
+@operation(
+    Implementation(
+        "triton",
+        "aerie.kernels.tree.block_growth_triton:grow_block",
+        on_gpu,
+        lambda children, width: children.ids.shape[1] * rank_bits(children.ids.shape[2]) <= MAX_PATH_BITS,
+        f"levels and children whose ranks fit into {MAX_PATH_BITS} bits a path",
+    ),
+    contract=_check_block,
+)
+def grow_block(children: Children, width: int) -> Candidates:
+    """Return the best nodes of trees in which all nodes of a level have the same children.
+
+    children  [B, num_steps, k], contiguous, the best child first; NaN, plus infinity, and what follows them in a row
+              rank like masked tokens
+    width     nodes of a tree, its root included; at most those of all paths
+    ->        `width` - 1 nodes, best first; among equal scores that of the lower depth, then in the order of drafting.
+              Their depths are [B, C].
+    """
+    batch, num_steps, top_k = children.ids.shape
+    scores = children.log_probabilities
+    is_broken = (~(scores < float("inf"))).cumsum(2) > 0
+    scores = scores.masked_fill(is_broken, float("-inf"))
+    pool, level = None, None
+    for depth in range(1, num_steps + 1):
+        of_depth = Children(scores[:, depth - 1].contiguous(), children.ids[:, depth - 1].contiguous(), None)
+        rows = level_rows(depth, num_steps, top_k, width)
+        pool, level = grow_best.reference(pool, level, of_depth, depth, width, rows)
+    assert pool is not None, "a tree has levels"
+    best = torch.sort(pool.scores, dim=1, descending=True, stable=True).indices
+    place = torch.empty_like(best).scatter(1, best, torch.arange(width - 1, device=best.device).expand(batch, -1))
+    tokens, sorted_scores, over, depths = (
+        each.gather(1, best) for each in (pool.tokens, pool.scores, pool.parents, pool.depths)
+    )
+    if children.target_ids is not None:
+        tokens = children.target_ids[tokens]
+    over = torch.where(over < 0, over, place.gather(1, over.clamp_min(0)))
+    return Candidates(tokens, sorted_scores, over, depths, num_steps)

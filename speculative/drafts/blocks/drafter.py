@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
-from aerie.kernels.tree.best_first import grow_best, level_rows
+from aerie.kernels.tree.best_first import grow_best, grow_block, level_rows
 from aerie.kernels.tree.nodes import Children, chain
 from aerie.kernels.vocabulary.largest import largest
 from aerie.kernels.vocabulary.topk_log_softmax import topk_log_softmax
@@ -40,12 +40,13 @@ class BlockDrafter(Drafter):
 
     def draft(self, batch: DraftBatch) -> None:
         block = self._block(batch)
-        if not self._shape.is_chain:
-            self._grow_tree(batch, block)
-        elif batch.guidance is None and not self._model.conditional:
-            self._all_at_once(batch, block)
+        at_once = batch.guidance is None and not self._model.conditional
+        if self._shape.is_chain:
+            (self._all_at_once if at_once else self._one_by_one)(batch, block)
+        elif at_once:
+            self._grow_at_once(batch, block)
         else:
-            self._one_by_one(batch, block)
+            self._grow_by_levels(batch, block)
 
     def _block(self, batch: DraftBatch) -> Block:
         """Run the blocks; row d predicts the token at depth d + 1."""
@@ -62,10 +63,10 @@ class BlockDrafter(Drafter):
 
     def _all_at_once(self, batch: DraftBatch, block: Block) -> None:
         """Draft chains whose tokens do not depend on one another."""
-        length = self._slots.seq_len[batch.slots]
-        logits = self._noisy(block.logits.flatten(0, 1), batch, length.long().unsqueeze(1) + self._after)
-        best = self._model.to_target(self._model.lm_head.shard.argmax(logits)).view(length.shape[0], -1)
-        self._trees.write(batch.slots, chain(self._slots.bonus[batch.slots], best))
+        bonus = self._slots.bonus[batch.slots]
+        logits = self._noisy_logits(batch, block)
+        best = self._model.to_target(self._model.lm_head.shard.argmax(logits)).view(bonus.shape[0], -1)
+        self._trees.write(batch.slots, chain(bonus, best))
 
     def _one_by_one(self, batch: DraftBatch, block: Block) -> None:
         """Draft chains whose tokens depend on the previous token, because of the head or a grammar."""
@@ -79,15 +80,26 @@ class BlockDrafter(Drafter):
             tokens.append(previous)
         self._trees.write(batch.slots, chain(bonus, torch.stack(tokens, dim=1)))
 
-    def _grow_tree(self, batch: DraftBatch, block: Block) -> None:
+    def _grow_at_once(self, batch: DraftBatch, block: Block) -> None:
+        """Draft the best nodes of all levels, where all nodes of a level have the same children."""
+        shape, head = self._shape, self._model
+        best, ids = head.lm_head.shard.topk_log_softmax(self._noisy_logits(batch, block), shape.top_k)
+        rows = (-1, shape.num_steps, shape.top_k)
+        candidates = grow_block(Children(best.view(rows), ids.view(rows), head.target_ids), shape.width)
+        self._trees.write_best(batch.slots, self._slots.bonus, candidates, shape.width)
+
+    def _noisy_logits(self, batch: DraftBatch, block: Block) -> Tensor:
+        """Return the [B * num_steps, shard size] logits of all rows of the blocks, as `Drafter._scores` does."""
+        after = self._slots.seq_len[batch.slots].long().unsqueeze(1) + self._after
+        return self._noisy(block.logits.flatten(0, 1), batch, after)
+
+    def _grow_by_levels(self, batch: DraftBatch, block: Block) -> None:
         """Draft the best nodes of all levels. Under grammars at most top_k nodes of a level have children, because each
         is scored over the vocabulary."""
         shape, pool, level = self._shape, None, None
         previous = self._slots.bonus[batch.slots].unsqueeze(1)
         state = self._model.path_state(None, previous.flatten())
         for depth in range(1, shape.num_steps + 1):
-            if batch.guidance is None and not self._model.conditional:
-                previous = previous[:, :1]  # all nodes of a level have the same children
             if state is not None and level is not None:
                 state = self._model.path_state(state.index_select(0, level.parent), level.tokens.flatten())
             children = self._children(batch, block, depth, previous, state)

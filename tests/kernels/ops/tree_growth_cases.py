@@ -6,13 +6,14 @@ from typing import TypeVar
 
 import torch
 
-from aerie.kernels.tree.best_first import grow_best, level_rows
+from aerie.kernels.tree.best_first import grow_best, grow_block, level_rows
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree
 from aerie.kernels.tree.tree_growth import grow, write_best
 from aerie.speculative.tree_shape import TreeShape
 from tests.kernels.ops.case import Case
 
 BATCH = 5
+INF = float("inf")
 SLOTS = (4, 0, 6, 1, 3)
 
 
@@ -114,6 +115,28 @@ def _grow_best(top_k: int, steps: int, width: int, depth: int, kind: str) -> Cas
     return Case(grow_best, f"{top_k}/{steps}/{width}-level-{depth}-{kind}", arguments, exact=True)
 
 
+def _grow_block(top_k: int, steps: int, width: int, kind: str) -> Case:
+    def arguments(device: torch.device) -> tuple[object, ...]:
+        generator = torch.Generator().manual_seed(width)
+        rows = proposals(BATCH * steps, top_k, 50, generator, kind == "mapped")
+        scores = rows.log_probabilities
+        if kind == "distinct":
+            scores -= torch.rand(scores.shape, generator=generator).sort(1).values
+        if kind == "broken":
+            for value in ("nan", "inf", "-inf"):
+                scores[torch.rand(scores.shape, generator=generator) < 0.05] = float(value)
+            scores.copy_(scores.nan_to_num(INF, INF, -INF).sort(1, descending=True).values)
+        shape = (BATCH, steps, top_k)
+        return moved(Children(scores.view(shape), rows.ids.view(shape), rows.target_ids), device), width
+
+    return Case(grow_block, f"{top_k}/{steps}/{width}-{kind}", arguments, exact=True)
+
+
+BLOCKS = tuple(
+    _grow_block(*tree, kind)
+    for tree in ((3, 4, 9), (7, 15, 63), (8, 15, 128), (4, 7, 256), (1, 5, 6), (12, 12, 40))
+    for kind in ("mapped", "distinct", "broken")
+)
 BEST_FIRST = tuple(
     _grow_best(*tree, depth, kind)
     for tree, depths in (((3, 4, 9), (1, 2, 4)), ((7, 15, 63), (1, 3, 4)), ((7, 15, 128), (5,)))
@@ -124,6 +147,7 @@ BEST_FIRST = tuple(
 
 CASES = (
     *BEST_FIRST,
+    *BLOCKS,
     *(
         _grow(top_k, steps, level, kind)
         for top_k, steps, width in TREES

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.kernels.tree.best_first import grow_best, level_rows
+from aerie.kernels.tree.best_first import grow_best, grow_block, level_rows
 from aerie.kernels.tree.nodes import Children, Tree
 from aerie.kernels.tree.tree_growth import best_tree
 
@@ -27,6 +27,14 @@ def grown(table: Tensor, width: int) -> Tree:
         previous = level.tokens
     assert pool is not None
     return best_tree(torch.zeros(batch, dtype=torch.int64), pool, width)
+
+
+def grown_at_once(table: Tensor, width: int) -> Tree:
+    """As `grown`, of a table without columns of parents, in one call."""
+    scores = table[:, :, 0].contiguous()
+    ids = torch.arange(table.shape[3]).expand(scores.shape).contiguous()
+    candidates = grow_block.reference(Children(scores, ids, None), width)
+    return best_tree(torch.zeros(table.shape[0], dtype=torch.int64), candidates, width)
 
 
 def by_heap(table: list[list[list[float]]], width: int) -> list[Path]:
@@ -74,6 +82,8 @@ def test_the_tree_is_the_heaps(ties: bool, conditional: bool) -> None:
         tree = grown(table, width)
         for b in range(batch):
             assert paths(tree, b) == by_heap(table[b].tolist(), width)
+        if not conditional:
+            assert all(torch.equal(*pair) for pair in zip(tree.fields, grown_at_once(table, width).fields, strict=True))
 
 
 def test_masked_and_broken_scores_take_the_last_places() -> None:
