@@ -120,7 +120,7 @@ def _check_block(children: Children, width: int) -> None:
     assert children.ids.shape == children.log_probabilities.shape and children.ids.dim() == 3 and width >= 2
     assert children.ids.is_contiguous() and children.log_probabilities.is_contiguous()
     assert children.log_probabilities.dtype == torch.float32 and children.ids.dtype == torch.int64
-    assert width - 1 <= _num_nodes(*children.ids.shape[1:], width)
+    assert width - 1 <= _num_nodes(children.ids.shape[1], children.ids.shape[2], width)
 
 
 def _num_nodes(num_steps: int, top_k: int, limit: int) -> int:
