@@ -82,7 +82,7 @@ def timed(model: str, tokens: int, changes: dict[str, int], expected: Tensor | N
     run = partial(chunks_triton.delta_rule_chunks, rows, weights, kept.layer(0), chunk, out, tiles)
     run()
     first = out.clone()
-    found = dict(by_kernel(profiled(run, 5)))
+    found = dict(by_kernel(profiled(run, 5)))  # one after the other, so each as long as it runs
     us = {name: round(statistics.median(times), 1) for name, times in found.items() if name in KERNELS}
     error = 0.0 if expected is None else float((first - expected).abs().max() / expected.abs().max())
     return Tiles(model, tokens, str(changes or "in use"), us, round(error, 5)), first

@@ -29,7 +29,13 @@ from aerie.kernels.norm import (
     norm_triton,  # noqa: E402
 )
 from aerie.kernels.slots import commit_triton as commit  # noqa: E402
-from aerie.kernels.tree import acceptance_triton, tree_growth_triton, tree_read_triton  # noqa: E402
+from aerie.kernels.tree import (  # noqa: E402
+    acceptance_triton,
+    best_first_triton,
+    block_growth_triton,
+    tree_growth_triton,
+    tree_read_triton,
+)
 from aerie.kernels.vocabulary import largest_triton as argmax  # noqa: E402
 from aerie.kernels.vocabulary import topk_log_softmax_triton as topk  # noqa: E402
 from tests.kernels.attend.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
@@ -494,6 +500,36 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
             "SPANS": True,
         },
         tree_growth_triton.cut_warps(128, 128),
+    ),
+    "tree grown best first": (
+        best_first_triton._grow_best,
+        dict.fromkeys(("score_ptr", "pool_score_ptr", "above_score_ptr", "kept_score_ptr", "level_score_ptr"), "fp32")
+        | dict.fromkeys(
+            (
+                "id_ptr",
+                "map_ptr",
+                "pool_token_ptr",
+                "pool_parent_ptr",
+                "pool_depth_ptr",
+                "above_candidate_ptr",
+                "token_ptr",
+                "parent_ptr",
+                "depth_ptr",
+                "level_token_ptr",
+                "level_candidate_ptr",
+                "level_parent_ptr",
+            ),
+            "i64",
+        ),
+        {"ROOT": False, "SHARED": False, "CUT": True, "K": 7, "TOTAL": 1024, "ROWS": 128},
+        best_first_triton.level_warps(1024),
+    ),
+    "tree of a block grown": (
+        block_growth_triton._grow_block,
+        dict.fromkeys(("score_ptr", "clean_ptr", "kept_score_ptr"), "fp32")
+        | dict.fromkeys(("id_ptr", "map_ptr", "token_ptr", "parent_ptr", "depth_ptr"), "i64"),
+        {"STEPS": 15, "K": 7, "RANK_BITS": 3, "STEPS_PADDED": 16, "K_PADDED": 8, "PLACES": 256},
+        1,
     ),
     "guides followed": (
         guides_triton._follow,
