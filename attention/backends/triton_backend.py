@@ -159,7 +159,7 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
     most = MERGED_AT_ONCE if shape.rotated is None else LATENT_MERGED_AT_ONCE
     at_once = min(most, 1 << max(1, (each - 1).bit_length()))
     workspace = backend.workspace(tiles, shape.dim, device)
-    return DecodePlan(tiles, items, workspace, apart=each > 1, splits=at_once)
+    return DecodePlan(tiles, items, workspace, apart=each > 1 and not tiles.whole, splits=at_once)
 
 
 def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:

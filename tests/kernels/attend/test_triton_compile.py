@@ -156,7 +156,7 @@ def decode_constants(
         "APART": False,
         "PATHS": False,
         "FIXED": False,
-        "SPANS": False,
+        "SPANS": rows > 63,
         "PART_M": tiles.block_m,
         "WINDOW": 0,
         "SOFT_CAP": None,
@@ -173,6 +173,8 @@ def decode_constants(
     [
         (1, 4, 128, 16, "bf16", 0.5),
         (16, 4, 128, 16, "bf16", 2),
+        (63, 4, 128, 16, "bf16", 0.24),
+        (256, 4, 128, 16, "bf16", 0.06),
         (4, 4, 128, 1, "bf16", 8),
         (4, 4, 128, 16, "fp32", 1),
         (1, 6, 256, 16, "bf16", 0.5),
@@ -197,7 +199,8 @@ def test_decode_attention_fits_hopper(
     tiles = decode_plan_triton.decode_tiles(rows * group, head_dim, DTYPES[dtype], density)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
-    constants = decode_constants(rows, group, head_dim, page_size, tiles) | {"APART": density <= 1}
+    is_merged_apart = density <= 1 and not tiles.whole
+    constants = decode_constants(rows, group, head_dim, page_size, tiles) | {"APART": is_merged_apart}
     spills, shared, ptx = compiled(
         decode_triton._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages
     )
