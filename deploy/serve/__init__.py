@@ -5,6 +5,7 @@ launch         the start, in order
 environment    variables for Ray's, Serve's and HAProxy's processes
 python_proxy   removes headers that Serve's Python proxy cannot read
 guest          our applications on a cluster that others use too
+applications   what Serve says of its applications; safe beside a deploying thread
 drain          the end: running requests finish, new ones are refused
 check_process  checks the checkpoints while Ray starts, then starts the ranks
 ray_start      joins a Ray cluster or starts one; its session folder; without a home folder

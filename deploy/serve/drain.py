@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 
+from aerie.deploy.serve.applications import read_applications
 from aerie.deploy.serve.console import Console
 from aerie.deploy.serve.guest import Guest
 from aerie.deploy.serve.watches import StartWatch, Watch, end_at_once
@@ -73,7 +74,7 @@ def _drain(timeout_s: float, console: Console, guest: Guest | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from ray import serve
 
-    running = list(serve.status().applications)
+    running = list(read_applications())
     applications = running if guest is None else [name for name in running if name in guest.names]
     if applications:
         console.say("draining: running requests may finish; Ctrl-C stops at once")

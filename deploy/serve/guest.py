@@ -13,6 +13,7 @@ from typing import Any
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy.serve.address import Address
+from aerie.deploy.serve.applications import read_applications
 
 _UNSUPPORTED = ("deployments", "runtime_env", "external_scaler_enabled")
 
@@ -39,9 +40,7 @@ class Guest:
 
     def check(self) -> None:
         """Raise ConfigError for applications that would replace others, or that cannot be deployed one by one."""
-        from ray import serve
-
-        running = serve.status().applications
+        running = read_applications()
         for application in self.applications:
             name = _name(application)
             for key in _UNSUPPORTED:

@@ -16,6 +16,7 @@ from typing import Any
 from aerie.deploy.haproxy.process import LAST, PID, STAND_IN, living
 from aerie.deploy.processes.guard import FAULT, end_descendants, process_tree
 from aerie.deploy.processes.server_record import note, note_processes, sessions_of
+from aerie.deploy.serve.applications import Application, read_applications
 from aerie.deploy.serve.console import Console
 from aerie.deploy.serve.raylet_start import cause
 
@@ -183,9 +184,7 @@ class StartWatch(Watch):
         self._stopped.set()
 
     def look(self) -> None:
-        from ray import serve
-
-        found = serve.status().applications
+        found = read_applications()
         applications = {name: each for name, each in found.items() if self._names is None or name in self._names}
         self.reason = failure(applications)
         if self.reason:
@@ -194,8 +193,8 @@ class StartWatch(Watch):
             self._stopped.set()
 
 
-def failure(applications: Mapping[str, Any]) -> str:
-    """Return the reason that an application of `serve.status()` cannot start; "" if all can."""
+def failure(applications: Mapping[str, Application]) -> str:
+    """Return the reason that one of these applications cannot start; "" if all can."""
     from aerie.cluster.replica.refusals import remembered
 
     for name, application in applications.items():

@@ -5,16 +5,14 @@ from collections.abc import Mapping
 
 import msgspec
 import ray
-from ray import serve
 from ray._private.state import available_resources_per_node
-from ray.serve.context import _get_global_client
 
 from aerie.cluster.transport.discovery import find_coordinators
 from aerie.cluster.transport.messages import EngineStats
+from aerie.deploy.serve.applications import read_applications
 from aerie.deploy.status.missing import NodeRoom, written
 from aerie.deploy.status.report import (
     ApplicationStatus,
-    DeploymentStatus,
     EngineStatus,
     NodeStatus,
     Report,
@@ -37,20 +35,8 @@ def read_report(address: str, name: str | None) -> Report:
             here = NodeStatus(here.address, True, written(everything), written(room.total))
         nodes.append(here)
     applications = [
-        ApplicationStatus(
-            each,
-            str(found.status.value),
-            found.message,
-            _prefix(each),
-            [
-                DeploymentStatus(
-                    deployment, str(one.status.value), one.message, {str(k): v for k, v in one.replica_states.items()}
-                )
-                for deployment, one in found.deployments.items()
-            ],
-            _engines(each),
-        )
-        for each, found in serve.status().applications.items()
+        ApplicationStatus(each, found.status, found.message, found.route_prefix, found.deployments, _engines(each))
+        for each, found in read_applications().items()
         if name in (None, each)
     ]
     waiting = [
@@ -83,13 +69,6 @@ def _engine(engine_id: str, reference: object) -> EngineStatus:
         len(stats.heartbeat_age_s),
         stats.num_worker_restarts,
     )
-
-
-def _prefix(application: str) -> str | None:
-    """Return an application's route prefix, which `serve.status` leaves out (Ray 2.60)."""
-    details = _get_global_client().get_serve_details()["applications"]
-    prefix: str | None = details.get(application, {}).get("route_prefix")
-    return prefix
 
 
 def _countable(resources: Mapping[str, float]) -> dict[str, float]:

@@ -15,6 +15,8 @@ from aerie.cluster.plan import ReplicaPlan, resolve
 from aerie.cluster.replica import refusals
 from aerie.cluster.replica.supervisor import GaveUpError, Supervisor
 from aerie.cluster.replica.worker_group import StartRefusedError, WorkerGroup, WorkerGroupError
+from aerie.deploy.serve import watches
+from aerie.deploy.serve.applications import Application
 from aerie.deploy.serve.watches import StartWatch, failure
 from aerie.workers.memory_use import DeviceMemoryError
 from tests.support import MODELS
@@ -101,9 +103,8 @@ def test_a_refusal_is_remembered_for_the_same_start(
     assert refusals.remembered("aerie") == ""
 
 
-def applications(status: str = "DEPLOYING", message: str = "") -> dict[str, Any]:
-    """As `serve.status()` has them."""
-    return {"aerie": SimpleNamespace(status=status, message=message)}
+def applications(status: str = "DEPLOYING", message: str = "") -> dict[str, Application]:
+    return {"aerie": Application(status, message)}
 
 
 def test_the_command_sees_a_refusal_and_what_serve_gave_up(store: dict[bytes, bytes]) -> None:
@@ -117,10 +118,8 @@ def test_the_command_sees_a_refusal_and_what_serve_gave_up(store: dict[bytes, by
 def test_the_watch_looks_no_further_once_the_application_runs(
     store: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ray import serve
-
     shown = [applications(), applications("RUNNING"), applications("DEPLOY_FAILED")]
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=shown.pop(0)))
+    monkeypatch.setattr(watches, "read_applications", lambda: shown.pop(0))
     watch = StartWatch()
     watch.period_s = 0.001
     watch.start()

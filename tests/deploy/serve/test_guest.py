@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,6 +19,8 @@ import pytest
 import yaml
 
 from aerie.cluster.config import ConfigError
+from aerie.deploy.serve import guest
+from aerie.deploy.serve.applications import Application
 from aerie.deploy.serve.guest import Guest
 from aerie.workers.distributed.ports import free_port
 from tests.support import ROOT
@@ -60,10 +61,7 @@ def _guest(replaces: bool = False, **application: Any) -> Guest:
 
 
 def test_an_application_of_the_same_name_is_replaced_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ray import serve
-
-    there = {"aerie": SimpleNamespace(status="RUNNING")}
-    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=there))
+    monkeypatch.setattr(guest, "read_applications", lambda: {"aerie": Application("RUNNING")})
     with pytest.raises(
         ConfigError, match=r"application aerie is on this cluster already \(RUNNING\).*--name.*--replace"
     ):

@@ -1,0 +1,49 @@
+"""What Serve says of its applications. Used by `aerie serve`, from its threads too, and by `aerie status`."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aerie.deploy.status.report import DeploymentStatus
+
+
+@dataclass(frozen=True)
+class Application:
+    """An application on the cluster.
+
+    status: one of Ray's `ApplicationStatus`, as text.
+    message: of several lines, or "".
+    route_prefix: None if it has no route.
+    deployments: of the application, in Serve's order."""
+
+    status: str
+    message: str = ""
+    route_prefix: str | None = None
+    deployments: list[DeploymentStatus] = field(default_factory=list)
+
+
+def read_applications() -> dict[str, Application]:
+    """Return the applications by name; none if Serve does not run. Any thread may call it.
+
+    Ray 2.60's `serve.status` must not be called beside a thread that builds or deploys an application: it builds a
+    `RequestRouterConfig` for each deployment, whose constructor registers and unregisters a module in a table of the
+    whole process; of two threads at once, one gets "is not registered for pickle by value" (ValueError). The details
+    as the controller sends them are plain values, and name route prefixes too."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return {}
+    return {name: _application(details) for name, details in client.get_serve_details()["applications"].items()}
+
+
+def _application(details: Mapping[str, Any]) -> Application:
+    """Read one application of Serve's `ServeInstanceDetails`."""
+    deployments = [
+        DeploymentStatus(
+            name, each["status"].value, each["message"], dict(Counter(one["state"].value for one in each["replicas"]))
+        )
+        for name, each in details["deployments"].items()
+    ]
+    return Application(details["status"].value, details["message"], details.get("route_prefix"), deployments)
