@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from aerie.attention.distribution import install_command
+from aerie.deploy.config.gguf_files import gguf_folder, is_gguf_path
 from aerie.kernels.lazy_import import load
 from aerie.speculative.config import TRAINED_BLOCK_METHODS
 from aerie.speculative.training import TrainingError
@@ -20,6 +21,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Train a draft. Raises TrainingError."""
     if find_spec("accelerate") is None:
         raise TrainingError(f"training needs accelerate, which is not installed: {install_command('train')}")
+    if is_gguf_path(str(arguments.target)):
+        arguments.target = gguf_folder(arguments.target)
     return int(load("aerie.speculative.training.commands:run_train_draft")(arguments))
 
 
@@ -58,7 +61,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "Saves the published layout.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--target", type=Path, required=True, help="folder of the target model")
+    parser.add_argument("--target", type=Path, required=True, help="folder of the target model, or a GGUF file")
     parser.add_argument(
         "--method", choices=("eagle3", *TRAINED_BLOCK_METHODS, "mtp"), default="eagle3", help="kind of draft"
     )
@@ -71,6 +74,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     draft.add_argument("--ttt-decay", type=at_least(0, float), default=0.8, help="step s of the loss weighs decay**s")
     block = parser.add_argument_group(f"block, with --method {', '.join(TRAINED_BLOCK_METHODS)}")
     block.add_argument("--block-size", type=at_least(2), default=8, help="rows of a block, including the newest token")
+    block.add_argument(
+        "--causal", action="store_true", help="a row sees the block up to itself, as in JetSpec; for wide trees"
+    )
     block.add_argument("--draft-layers", type=at_least(1), default=2)
     block.add_argument("--mask-token", type=at_least(0), help="token id; default: the target's padding token")
     block.add_argument("--anchors", type=at_least(1), default=2048, help="blocks of a step, drawn at random")
@@ -120,7 +126,7 @@ def add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, bat
     parser.add_argument(
         "--minutes",
         type=_above_zero,
-        help="maximum time of the optimisation; the learning rate decays within it",
+        help="time of training and measuring after the answers are there; the learning rate decays within it",
     )
     parser.add_argument("--lr", type=_above_zero, default=lr, help="peak learning rate")
     parser.add_argument("--warmup-steps", type=at_least(0), default=100)

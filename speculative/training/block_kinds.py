@@ -181,6 +181,8 @@ class BlockOptions:
 
     block_size: rows of a block, including the newest token.
     rank: rank of the Markov head or the selector; unused by DFlash.
+    causal: whether a row sees the block up to itself (JetSpec, arXiv 2606.18394), not the whole of it.
+    intermediate_size: width of the layers' MLP; None: the target's.
     """
 
     method: str
@@ -188,6 +190,8 @@ class BlockOptions:
     num_layers: int
     mask_token_id: int
     rank: int
+    causal: bool = False
+    intermediate_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -223,10 +227,13 @@ def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, An
     own: dict[str, Any] = {"mask_token_id": options.mask_token_id, "target_layer_ids": layers, **kind.sizes}
     if kind.rank_key is not None:
         own[kind.rank_key] = options.rank
+    if options.causal:
+        own["is_causal" if kind.section is None else "causal"] = True
     # Qwen3's layers rotate a head's full width
     partial = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
     return {
         **shared,
+        "intermediate_size": options.intermediate_size or config.intermediate_size,
         "model_type": "qwen3",
         "num_hidden_layers": options.num_layers,
         "rope_parameters": {key: value for key, value in config.rope_parameters.items() if key not in partial},
@@ -265,7 +272,7 @@ class BlockKind(DraftKind):
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(arguments, target)
         self.kind: str = arguments.method
-        self.refuse_head_options(self.kind)
+        self.refuse_head_options(self.kind, allowed=("intermediate_size",))
         mask = arguments.mask_token
         if mask is None:
             mask = target.config.pad_token_id
@@ -273,7 +280,8 @@ class BlockKind(DraftKind):
             raise TrainingError("mask_token: the target has no padding token to use; give the id of an unused token")
         weight = KINDS[self.kind].tv_weight if arguments.tv_weight is None else arguments.tv_weight
         self.objective = Objective(weight)
-        options = BlockOptions(self.kind, arguments.block_size, arguments.draft_layers, mask, arguments.head_rank)
+        sizes = arguments.block_size, arguments.draft_layers, mask, arguments.head_rank
+        options = BlockOptions(self.kind, *sizes, arguments.causal, arguments.intermediate_size)
         self.config = block_config(target, options)
         self.method = read_head(KINDS[self.kind].method, self.config, target, arguments.output)
 

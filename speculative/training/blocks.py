@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, rotate_half
 
 from aerie.speculative.drafts.blocks.dflash import DFlash
+from aerie.speculative.training import TrainingError
 from aerie.speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling
 from aerie.speculative.training.layers import linear, prepared, qwen3_config
 from aerie.speculative.training.losses import BlockScores, Objective, block_loss
@@ -32,7 +33,7 @@ class BlockContext:
 
     features: [B, T, H] of the text. angles: rotary angles of its positions.
     visible: [B, M, T] bool, the positions before each block.
-    within: [B, M, R] bool, the rows of each block that its rows see; None for all.
+    within: [B or 1, M or 1, R or 1, R] bool, the rows of each block that each of its rows sees; None for all.
     """
 
     features: Tensor
@@ -77,7 +78,7 @@ def block_attention(
     by_block = (*query.shape[:3], blocks, rows, -1)
     block_scores = query.view(by_block) @ own_key.transpose(-1, -2)
     if context.within is not None:
-        block_scores = block_scores.masked_fill(~context.within[:, None, None, :, None], float("-inf"))
+        block_scores = block_scores.masked_fill(~context.within[:, None, None], float("-inf"))
     scores = torch.cat((context_scores, block_scores.flatten(3, 4)), dim=-1)
     weights = torch.softmax(scores.float(), dim=-1).to(query.dtype)
     attended = weights[..., :length] @ context_value.unsqueeze(2)
@@ -96,6 +97,7 @@ class BlockHead(TrainedDraft):
     def __init__(self, method: DFlash, objective: Objective) -> None:
         super().__init__(method, method.model)
         self.method, self.objective, model = method, objective, method.model
+        self.causal = read_causal(method)
         self.fc = linear(len(method.capture) * model.hidden_size, model.hidden_size)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(model.hidden_size, eps=model.rms_eps) for _ in range(2))
         config = qwen3_config(model, block_attention)
@@ -171,7 +173,7 @@ class BlockHead(TrainedDraft):
         masks = self.mask_embedding.to(embeddings.dtype).expand(batch, anchors.shape[1], rows - 1, hidden)
         x = torch.cat((embeddings.gather(1, newest).unsqueeze(2), masks), dim=2)
         steps, positions = (torch.arange(count, device=anchors.device) for count in (rows, length))
-        within = None if depths is None else steps < depths.unsqueeze(2) + (rows - num_steps)
+        within = self._within(steps, None if depths is None else depths + (rows - num_steps))
         seen = BlockContext(context, self.angles(positions[None]), positions <= anchors.unsqueeze(2), within)
         angles = self.angles((anchors.unsqueeze(2) + 1 + steps).flatten(1))
         x = x.flatten(1, 2)
@@ -180,11 +182,28 @@ class BlockHead(TrainedDraft):
         states: Tensor = self.norm(x.unflatten(1, (-1, rows))[:, :, rows - num_steps :])  # type: ignore[no-untyped-call]
         return states
 
+    def _within(self, rows: Tensor, depths: Tensor | None) -> Tensor | None:
+        """Return `BlockContext.within`. rows: [R] int64, 0 to R - 1. depths: [B, M] rows of each block; None: all."""
+        live = None if depths is None else (rows < depths.unsqueeze(2)).unsqueeze(2)
+        if not self.causal:
+            return live
+        before = (rows <= rows.unsqueeze(1))[None, None]
+        return before if live is None else before & live
+
     def _all_states(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> Iterator[Tensor]:
         """Yield the states of blocks after all positions, [B, up to _BLOCKS_AT_ONCE, num_steps, H] at a time."""
         positions = torch.arange(embeddings.shape[1], device=embeddings.device).expand(embeddings.shape[0], -1)
         for part in torch.split(positions, _BLOCKS_AT_ONCE, 1):
             yield self.states(embeddings, captured, part, num_steps)
+
+
+def read_causal(method: DFlash) -> bool:
+    """Return whether a row of the head sees the block up to itself, not the whole of it. Raises `TrainingError` for a
+    head whose layers differ in what they see."""
+    views = set(method.form.views)
+    if len(views) > 1 or any(view.context is not None for view in views):
+        raise TrainingError(f"draft={method.path}: has layers with windows, which can be served but not trained")
+    return views.pop().causal
 
 
 def captured_layers(num_layers: int) -> list[int]:

@@ -24,6 +24,7 @@ from aerie.speculative.training.block_kinds import KINDS, BlockKind
 from aerie.speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, Unrolling, checkpoints
 from aerie.speculative.training.eagle3 import Eagle3Kind
 from aerie.speculative.training.generation import generate_answers, stop_tokens
+from aerie.speculative.training.gguf_target import gguf_target
 from aerie.speculative.training.losses import measure_acceptance
 from aerie.speculative.training.mtp import MtpKind
 from aerie.speculative.training.rows import Conversation, read_conversations, split_validation
@@ -36,6 +37,7 @@ from aerie.speculative.training.samples import (
     write_samples,
 )
 from aerie.speculative.training.trainer import FitArguments, fit
+from aerie.workers.models.gguf.tensors import is_gguf_folder
 
 DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind, **dict.fromkeys(KINDS, BlockKind)}
 
@@ -49,6 +51,7 @@ _FREE_OPTIONS = (
 def run_train_draft(arguments: argparse.Namespace) -> int:
     """Train and save a draft for `--target`; print its loss and its acceptance by depth. Returns 0."""
     options = fit_arguments(arguments)
+    options.num_measurements = len(arguments.measure_depths)
     train, held = split_validation(read_conversations(arguments.data), arguments.val_fraction, arguments.seed)
     tokenizer, target = load_target(arguments.target, options.device, torch.bfloat16 if options.bf16 else torch.float32)
     draft = DRAFTS[arguments.method](arguments, target)
@@ -188,11 +191,14 @@ def measure_saved(
 def load_target(
     folder: Path, device: torch.device, dtype: torch.dtype
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Return the tokenizer and model of a Hugging Face folder. Raises `TrainingError` if there is no such folder, or if
-    weights that its config.json describes are missing, which transformers would initialise at random."""
+    """Return the tokenizer and model of a Hugging Face folder, or of one that stands for a GGUF file. Raises
+    `TrainingError` if there is no such folder, or if weights that its config.json describes are missing, which
+    transformers would initialise at random."""
     if not (folder / "config.json").is_file():
         raise TrainingError(f"target={folder}: holds no config.json; give the folder of a Hugging Face model")
     transformers_logging.set_verbosity_error()  # unfit weights are reported below in one line instead of a table
+    if is_gguf_folder(folder):
+        return gguf_target(folder, device, dtype)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True

@@ -159,10 +159,12 @@ class DraftKind(ABC):
         self.arguments, self.target = arguments, target
         if arguments.random_depths and arguments.method not in TRAINED_BLOCK_METHODS:
             raise TrainingError(f"random_depths: is only for {', '.join(TRAINED_BLOCK_METHODS)}; leave it out")
+        if arguments.causal and arguments.method not in TRAINED_BLOCK_METHODS:
+            raise TrainingError(f"causal: is only for {', '.join(TRAINED_BLOCK_METHODS)}; leave it out")
 
-    def refuse_head_options(self, method: str) -> None:
-        """Raise TrainingError for options of EAGLE-3 heads. method: this kind's name."""
-        for name in ("draft_vocab", "intermediate_size", "head_flags"):
+    def refuse_head_options(self, method: str, allowed: Sequence[str] = ()) -> None:
+        """Raise TrainingError for options of EAGLE-3 heads but those allowed. method: this kind's name."""
+        for name in sorted({"draft_vocab", "intermediate_size", "head_flags"}.difference(allowed)):
             value = vars(self.arguments)[name]
             if value is not None:
                 raise TrainingError(f"{name}={value}: is only for EAGLE-3 heads; leave it out with --method {method}")

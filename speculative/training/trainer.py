@@ -41,7 +41,9 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
     batch_tokens: tokens of a process's batch, including padding.
     graphs: replay each batch shape from a CUDA graph; one process on a GPU only.
     resume: continue the newest checkpoint of `output_dir`.
-    max_seconds: time limit of the optimisation, which then ends as after the last step; None: no limit.
+    max_seconds: time limit of optimisation and measuring; the optimisation then ends as after the last step. None: no
+        limit.
+    num_measurements: times that the caller evaluates afterwards, which `max_seconds` covers too.
     settings: options that a resume must repeat; saved in the checkpoint.
 
     `max_steps` overrides `num_train_epochs`. `learning_rate` is the peak; it falls to a hundredth at the end.
@@ -52,6 +54,7 @@ class FitArguments(TrainingArguments):  # type: ignore[misc]
     graphs: bool = False
     resume: bool = False
     max_seconds: float | None = None
+    num_measurements: int = 0
     progress: bool = True
     settings: dict[str, Any] = field(default_factory=dict)
     per_device_train_batch_size: int = 1
@@ -133,6 +136,8 @@ def fit(
             callbacks=[session],
         )
         trainer.remove_callback(PrinterCallback)
+        if evaluate is not None:
+            session.reserve(evaluate)
         trainer.graphs = GraphedStep(model, trainer.compute_loss) if graphs else None
         trainer.train(resume_from_checkpoint=checkpoint)
     done = trainer.state.global_step
@@ -207,6 +212,15 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         self.limit = TimeLimit(self.arguments.max_seconds)
+        self.shown: dict[str, str] = {}  # beside the bar
+
+    def reserve(self, evaluate: Callable[[], dict[str, float]]) -> None:
+        """Evaluate the untrained draft, and keep as much time as the caller's measurements will take."""
+        if self.limit.seconds is None:
+            return
+        started = self.limit.clock()
+        evaluate()
+        self.limit.reserved = self.arguments.num_measurements * (self.limit.clock() - started)
 
     def state(self) -> dict[str, Any]:
         return {"args": {}, "attributes": {"settings": self.arguments.settings}}
@@ -219,6 +233,9 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.bar.update()
+        if (left_s := self.limit.left_s()) is not None:
+            self.shown["left"] = f"{left_s:.0f} s"
+            self.bar.set_postfix(self.shown, refresh=False)
         if self.limit.share() >= 1:
             control.should_log = control.should_training_stop = True
         if self.is_interrupted():
@@ -231,9 +248,11 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
         if not math.isfinite(loss):
             raise TrainingError(f"loss: not finite near step {state.global_step}; lower --lr or use --dtype float32")
         if "loss" in logs:
-            self.bar.set_postfix(loss=f"{loss:.4f}")
+            self.shown["loss"] = f"{loss:.4f}"
+            self.bar.set_postfix(self.shown, refresh=False)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        self.shown |= {name: f"{value:.2f}" for name, value in metrics.items() if name == "acceptance_length"}
         if state.is_world_process_zero:
             figures = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             tqdm.write(f"{self.title}: step {state.global_step}/{state.max_steps} {figures}")
@@ -246,18 +265,28 @@ class _Session(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 @dataclass
 class TimeLimit:
-    """A time limit, and the learning rate under it. seconds: None for no limit. clock: returns seconds."""
+    """A time limit, and the learning rate under it. seconds: None for no limit. clock: returns seconds. reserved:
+    seconds at the end for something else."""
 
     seconds: float | None
     clock: Callable[[], float] = time.monotonic
     started: float = field(init=False)
+    reserved: float = 0.0
 
     def __post_init__(self) -> None:
         self.started = self.clock()
 
     def share(self) -> float:
         """Return the fraction of the time that has passed, 0 without a limit."""
-        return 0.0 if self.seconds is None else (self.clock() - self.started) / self.seconds
+        if self.seconds is None:
+            return 0.0
+        return (self.clock() - self.started) / max(self.seconds - self.reserved, 1e-9)
+
+    def left_s(self) -> float | None:
+        """Return the seconds that remain, None without a limit."""
+        if self.seconds is None:
+            return None
+        return max(0.0, self.seconds - self.reserved - (self.clock() - self.started))
 
     def learning_rate(self, step: int, warmup_steps: int, max_steps: int) -> float:
         """Return the learning rate of a step as a fraction of the peak: linear warm-up, then a cosine over steps or

@@ -45,6 +45,7 @@ BENCHES = {
     "copied_drafts": ("quality.copied_drafts", "accepted tokens a round of drafts copied from the text (CPU)"),
     "draft_methods": ("quality.draft_methods", "every kind of draft of the small models, by kind of text (CPU)"),
     "draft_figures": ("quality.draft_figures", "tables and figures of what draft_methods printed"),
+    "real_heads": ("quality.real_heads", "heads for a published model: trained, their trees, tokens a second (GPU)"),
     "attention": ("kernels.attention", "attention over K/V heads, by backend, mode and shape (GPU)"),
     "latent_attention": ("kernels.latent_attention", "attention over latent rows (GPU)"),
     "fp8_kv": ("kernels.fp8_kv", "attention over FP8 pages against bfloat16 (GPU)"),

@@ -41,10 +41,11 @@ from tests.support.targets.llama import build_tokenizer
 BLOCK = 5
 
 
-@pytest.fixture(params=["dflash", "dspark", "dflash2"])
+@pytest.fixture(params=["dflash", "dspark", "dflash2", "causal dflash", "causal dspark"])
 def head(request: pytest.FixtureRequest, target: PreTrainedModel) -> BlockHead:
-    config = block_config(target, BlockOptions(request.param, BLOCK, 2, mask_token_id=0, rank=12))
-    method = read_head(KINDS[request.param].method, config, target, Path("draft"))
+    kind, causal = request.param.removeprefix("causal "), "causal" in request.param
+    config = block_config(target, BlockOptions(kind, BLOCK, 2, mask_token_id=0, rank=12, causal=causal))
+    method = read_head(KINDS[kind].method, config, target, Path("draft"))
     head = build_block_head(target, method, Objective(0.5), seed=3)
     generator = torch.Generator().manual_seed(4)
     for name, parameter in head.named_parameters():
@@ -101,6 +102,7 @@ def published(target: PreTrainedModel, head: BlockHead) -> BlockReference:
         mask_id=0,
         from_anchor=method.form.from_anchor,
         kind=method.name,
+        causal=(head.causal,) * model.num_layers,
         **others,
     )
     tensors = {name: parameter.detach() for name, parameter in head.named_parameters()}
@@ -138,7 +140,7 @@ def test_blocks_of_a_depth_of_their_own_are_shorter_blocks(target: PreTrainedMod
         alone = head.states(view.embeddings, view.captured, anchors, depth)[row, column]
         torch.testing.assert_close(states[row, column, :depth], alone, atol=1e-5, rtol=1e-5)
         longer = (whole[row, column, :depth] - alone).abs().max()
-        assert longer == 0 if depth == num_steps else longer > 1e-3
+        assert longer < 1e-5 if depth == num_steps or head.causal else longer > 1e-3
 
 
 def test_the_loss_of_random_depths_counts_no_row_below_them(target: PreTrainedModel, head: BlockHead) -> None:
@@ -277,7 +279,15 @@ def test_a_time_limit_ends_the_schedule_and_steps_may_end_it_earlier() -> None:
     assert limit.learning_rate(100, 4, 100) == pytest.approx(0.01)
     now[0] = 30.0
     assert limit.share() > 1 and limit.learning_rate(5, 4, 10**6) == pytest.approx(0.01)
-    assert TimeLimit(None).share() == 0
+    assert TimeLimit(None).share() == 0 and TimeLimit(None).left_s() is None
+
+
+def test_measuring_afterwards_takes_its_part_of_a_time_limit() -> None:
+    now = [0.0]
+    limit = TimeLimit(10.0, lambda: now[0])
+    limit.reserved = 4.0
+    now[0] = 3.0
+    assert limit.share() == 0.5 and limit.left_s() == 3.0
 
 
 @pytest.mark.parametrize(
@@ -288,6 +298,7 @@ def test_a_time_limit_ends_the_schedule_and_steps_may_end_it_earlier() -> None:
         ("--block-size 64", "block_size.*from 1 to 63"),
         ("--regenerated nowhere.jsonl", "regenerated=nowhere.jsonl: no such file; use --regenerate first"),
         ("--regenerate --regenerated nowhere.jsonl", "give it or --regenerate, not both"),
+        ("--method eagle3 --causal", "causal: is only for dflash, dspark, dflash2; leave it out"),
         ("--method eagle3 --random-depths", "random_depths: is only for dflash, dspark, dflash2; leave it out"),
     ],
 )

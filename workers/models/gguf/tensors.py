@@ -1,6 +1,7 @@
 """Reads the weights of a GGUF file, whose list of tensors `aerie.workers.models.gguf.folder` wrote into a folder. Its
 tensors have the names and values of Hugging Face's checkpoints."""
 
+import dataclasses
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,11 +50,13 @@ def read_index(folder: str | Path) -> Weights:
     return weights
 
 
-def gguf_tensors(folder: str | Path, device: torch.device) -> Iterator[ReadTensor]:
-    """Yield every tensor, on the CPU; experts one by one. device: "meta" yields shapes and dtypes."""
+def gguf_tensors(folder: str | Path, device: torch.device, dense: bool = False) -> Iterator[ReadTensor]:
+    """Yield every tensor, on the CPU; experts one by one. device: "meta" yields shapes and dtypes. dense: dequantise
+    every tensor, also those that products take packed."""
     weights = read_index(folder)
     files = [_mapped(Path(path)) for path in weights.paths]
-    for stored in weights.tensors:
+    for listed in weights.tensors:
+        stored = dataclasses.replace(listed, packed=False) if dense else listed
         file = Path(weights.paths[stored.source.file]).name
         if Capability.of(device).has_memory:
             found = _named(stored, _value(stored, files[stored.source.file]))
