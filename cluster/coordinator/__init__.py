@@ -7,6 +7,7 @@ plan_timing      the time to send the next plan: just before the running step en
 request_streams  clients: requests in, tokens and ends out
 state_publisher  load and cached pages, by which ingresses choose an engine
 stream           one request's tokens and end, on the way out
+transfer_calls   an administrator's calls of a weight transfer, as commands
 worker_links     ranks: plans out, results in, detection of hangs and deaths
 stats            the scheduler's counters as a message for /health and /metrics
 """

@@ -12,8 +12,17 @@ from typing import TypeVar
 import msgspec
 
 from aerie.cluster.coordinator.loop import CoordinatorLoop, CoordinatorSettings
+from aerie.cluster.coordinator.transfer_calls import ADMIN_TIMEOUT_S, TransferCalls
 from aerie.cluster.linux import use_short_time_slice
-from aerie.cluster.transport.messages import AdminCall, AdminOutcome, EngineStats, FlushOutcome, Pause, Resume
+from aerie.cluster.transport.messages import (
+    AdminCall,
+    AdminOutcome,
+    EngineStats,
+    FlushOutcome,
+    Pause,
+    Resume,
+    TransferCall,
+)
 from aerie.workers.scheduling.commands.command import (
     CommandAnswer,
     LoadedWeights,
@@ -28,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-ADMIN_TIMEOUT_S = 660.0  # for an update of weights, and for requests to end
 _CALL_TIMEOUT_S = 10.0  # an iteration takes milliseconds
 
 
@@ -53,6 +61,7 @@ class Coordinator:
     ) -> None:
         self._loop = CoordinatorLoop(scheduler, settings, on_worker_group_lost, clock)
         self._on_death = on_death
+        self._transfers = TransferCalls(settings.engine_id, self.carry_out)
         self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
 
     @property
@@ -109,7 +118,7 @@ class Coordinator:
     def administer(self, call: AdminCall) -> AdminOutcome:
         """Do what an administrator asks, and wait for it. Returns after ADMIN_TIMEOUT_S at the latest, with an
         error."""
-        error, missing = "", dict[str, tuple[str, ...]]()
+        error, loaded = "", LoadedWeights({})
         try:
             if isinstance(call, Pause):
                 paused = threading.Event()
@@ -120,10 +129,13 @@ class Coordinator:
             elif isinstance(call, LoadWeights):
                 answers = self.carry_out(call).result(ADMIN_TIMEOUT_S)
                 error, result = first_error(answers), answers[0].result
-                missing = result.missing if isinstance(result, LoadedWeights) else {}
+                loaded = result if isinstance(result, LoadedWeights) else loaded
+            elif isinstance(call, TransferCall):
+                error, loaded = self._transfers.call(call)
         except TimeoutError:
             error = f"no answer in {ADMIN_TIMEOUT_S:g} s"
-        return msgspec.structs.replace(self._call(self._loop.inspect), error=error, missing=missing)
+        after = self._call(self._loop.inspect)
+        return msgspec.structs.replace(after, error=error, missing=loaded.missing, took_s=loaded.took_s)
 
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""

@@ -229,8 +229,15 @@ class CoordinatorLoop:
     def inspect(self) -> AdminOutcome:
         """Return what administrators may know."""
         scheduler = self._scheduler
-        is_paused = scheduler.is_paused or self.streams.is_paused
-        return AdminOutcome(self._settings.engine_id, is_paused, scheduler.weights.epoch, fault=scheduler.weights.fault)
+        weights, group = scheduler.weights, self._worker_group
+        return AdminOutcome(
+            self._settings.engine_id,
+            scheduler.is_paused or self.streams.is_paused,
+            weights.epoch,
+            version=weights.version,
+            num_ranks=0 if group is None else len(group.last_heartbeat),
+            fault=weights.fault,
+        )
 
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 STATS_TIMEOUT_S = 1.0
 FLUSH_TIMEOUT_S = 5.0
-ADMIN_TIMEOUT_S = 670.0  # longer than an engine takes: `aerie.cluster.coordinator.coordinator.ADMIN_TIMEOUT_S`
+ADMIN_TIMEOUT_S = 670.0  # longer than an engine takes: `aerie.cluster.coordinator.transfer_calls.ADMIN_TIMEOUT_S`
 
 
 class Coordinators:

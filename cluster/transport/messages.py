@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from aerie.workers.prompt_inputs import PromptInputs
-from aerie.workers.scheduling.commands.command import LoadWeights
+from aerie.workers.scheduling.commands.command import LoadWeights, OpenTransfer, ReceiveWeights, StartUpdate
 from aerie.workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
 from aerie.workers.scheduling.request import Owner
 from aerie.workers.scheduling.stats import Metric, SchedulerStats
@@ -231,14 +231,31 @@ class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Change nothing."""
 
 
-AdminCall = Pause | Resume | Inspect | LoadWeights  # what an administrator may ask of an engine
+class JoinTrainer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Join a trainer's group. first_ranks: in the group, of each engine's rank 0, by engine id. opened: the rest."""
+
+    first_ranks: dict[str, int]
+    opened: OpenTransfer
+
+
+class FinishUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Switch to the weights of the open session. version: their name for clients; "": the number of the update."""
+
+    version: str = ""
+
+
+TransferCall = JoinTrainer | StartUpdate | ReceiveWeights | FinishUpdate
+AdminCall = Pause | Resume | Inspect | LoadWeights | TransferCall  # what an administrator may ask of an engine
 
 
 class AdminOutcome(msgspec.Struct, frozen=True):
     """An engine after an `AdminCall`.
 
     weight_epoch: number of its weights (`aerie.workers.scheduling.commands.weight_versions`).
-    missing: after `LoadWeights`, the names that each model's source lacks.
+    version: the name of its weights for clients.
+    num_ranks: its attached ranks.
+    missing: after `LoadWeights` and `FinishUpdate`, the names that each model's source lacks.
+    took_s: seconds in which its steps waited for these calls.
     error: why the call failed, or "".
     fault: why the engine did not answer, or why its weights are not those of the last update.
     """
@@ -247,6 +264,9 @@ class AdminOutcome(msgspec.Struct, frozen=True):
     is_paused: bool = False
     weight_epoch: int = 0
     missing: dict[str, tuple[str, ...]] = {}
+    version: str = ""
+    num_ranks: int = 0
+    took_s: float = 0.0
     error: str = ""
     fault: str = ""
 

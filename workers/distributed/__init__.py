@@ -3,6 +3,7 @@
 tp_group           `TPGroup`, which layers use: all-reduce, all-gather, rank and size
 custom_all_reduce  all-reduces between the GPUs of one node without NCCL, chosen by message size
 shared_memory      all-reduces and gathers between the CPUs of one machine without gloo
+weight_transfer    weights from a trainer's process, beside steps
 agreement          exchanges between ranks before they choose how to communicate
 ports              a free port of this machine, for the rendezvous of ranks
 """

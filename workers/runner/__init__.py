@@ -13,6 +13,7 @@ deterministic   what `deterministic: true` guarantees and excludes
 layout          `EnginePlan`, computed before weights are loaded; `Speculation`, what a draft adds
 build           builds a rank from a configuration
 memory          divides a rank's memory; device_memory: measures it
+weight_update   loads weights of running models again; transfer: receives them from a trainer, beside steps
 executor        the interface of a rank to the sender of plans
 local_engine    an engine without transport, for tests, benchmarks and offline use; rank_processes: its child processes
 """

@@ -42,6 +42,7 @@ from aerie.workers.runner.graphs.warm_up import largest_steps, run, warm_up
 from aerie.workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot_table
 from aerie.workers.runner.memory import RankMemory, StepPeaks, must_fit
 from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.runner.transfer.session import WeightTransfer
 from aerie.workers.runner.weight_update import META, RunningModel, WeightUpdate
 from aerie.workers.runner.worker import Worker
 from aerie.workers.sampling.sampler import Sampler
@@ -118,7 +119,9 @@ def build_rank(
     built = eager
     if graphed is not None:
         built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed, parts.pools, parts.states)
-    built.handlers.add(LoadWeights, WeightUpdate(parts.models, group, device))
+    transfer = WeightTransfer(parts.models, group, device)
+    transfer.register(built.handlers)
+    built.handlers.add(LoadWeights, WeightUpdate(parts.models, group, device, transfer))
     warm_up(built, parts.layout)
     phases.done("warmed up")
     layout = replace(parts.layout, memory=memory.use(parts.layout, built.graphs, group))

@@ -4,30 +4,35 @@ A source is checked first on all ranks, by the headers against the same model on
 so that a refused source changes nothing. Carries out `LoadWeights`; built by `aerie.workers.runner.build`.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.distributed.weight_transfer.wire import announced
 from aerie.workers.layers.decoder_layer import DecoderLayer
-from aerie.workers.layers.weighted import WeightedModule, WrongTensorError
+from aerie.workers.layers.weighted import WeightedModule, WeightKey, WrongTensorError
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.weights import CheckpointTensor, Fit, checkpoint_tensors, fill, wanted_tensors
 from aerie.workers.runner.commands import InconsistentRankError
 from aerie.workers.runner.graphs.step_capture import on_any_rank
-from aerie.workers.scheduling.commands.command import Folder, LoadedWeights, LoadWeights, Tensors, WeightSource
+from aerie.workers.scheduling.commands.command import (
+    Folder,
+    LoadedWeights,
+    LoadWeights,
+    Staged,
+    Tensors,
+)
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool)
-}
 _MAX_OPEN = 8  # modules whose weights may be there twice: one layer's matrices
 Read = Callable[[torch.device], Iterable[CheckpointTensor]]  # yields the tensors of a source, or only headers on "meta"
 
@@ -57,17 +62,36 @@ class RunningModel:
     def _twin(self) -> nn.Module:
         return self.make_twin()
 
+    @cached_property
+    def _wanted(self) -> dict[str, tuple[WeightedModule, WeightKey]]:
+        return wanted_tensors(self.model, self.names, self.elsewhere)
+
     def check(self, read: Read) -> tuple[str, ...]:
         """Check a source. Return the names of the model's tensors that it lacks. Raises ValueError, naming tensors that
         are unexpected, of another shape or dtype, not finite, or of a module that cannot be loaded again."""
-        fit = fill(self._twin, self._without_fixed(read(META)), self.names, self.elsewhere)
+        missing = self.check_headers(read(META))
+        self.check_values(read(CPU))
+        return missing
+
+    def check_headers(self, headers: Iterable[CheckpointTensor]) -> tuple[str, ...]:
+        """Do `check` for tensors on "meta"."""
+        fit = fill(self._twin, self._without_fixed(headers), self.names, self.elsewhere)
         self._raise_problems(fit)
-        self._raise_problems(Fit([], [], list(self._faults(read(CPU)))))
         return tuple(fit.missing)
+
+    def check_values(self, tensors: Iterable[CheckpointTensor]) -> None:
+        """Raise ValueError for values that cannot be loaded, of tensors whose headers are right."""
+        self._raise_problems(Fit([], [], list(self._faults(tensors))))
+
+    def wants(self, header: CheckpointTensor) -> bool:
+        """Whether a module of this model loads the tensor, or a part of it."""
+        if self.names.canonical(header.name) in self.fixed:
+            return True
+        return any(name in self._wanted for name, _ in self.names.pieces(header.name, header.tensor))
 
     def load(self, read: Read) -> None:
         """Load a source that has been checked."""
-        wanted, opened = wanted_tensors(self.model, self.names, self.elsewhere), deque[WeightedModule]()
+        wanted, opened = self._wanted, deque[WeightedModule]()
         for given, whole, _ in self._without_fixed(read(CPU)):
             for name, tensor in self.names.pieces(given, whole):
                 if name in wanted:
@@ -86,7 +110,7 @@ class RunningModel:
         return (each for each in tensors if self.names.canonical(each.name) not in self.fixed)
 
     def _faults(self, tensors: Iterable[CheckpointTensor]) -> Iterable[str]:
-        wanted = wanted_tensors(self.model, self.names, self.elsewhere)
+        wanted = self._wanted
         ignored = self.names.ignores
         for given, whole, file in tensors:
             canonical = self.names.canonical(given)
@@ -112,23 +136,42 @@ class RunningModel:
             raise ValueError(f"{self.title}: these weights cannot be loaded; {'; '.join(problems)}")
 
 
+class StagedWeights(Protocol):
+    """Received tensors: `aerie.workers.runner.transfer.session.WeightTransfer`."""
+
+    def staged(self, model: str) -> tuple[Read, tuple[str, ...]]:
+        """Return a model's checked tensors, on any device, and the names that they lack. Raises ValueError if there are
+        none."""
+
+    def loaded(self) -> None:
+        """End the session, after the tensors were loaded."""
+
+
 class WeightUpdate:
     """The handler of `LoadWeights`.
 
     models: the engine's models by name, "target" first.
     """
 
-    def __init__(self, models: Mapping[str, RunningModel], group: TPGroup, device: torch.device) -> None:
-        self._models, self._group, self._device = models, group, device
+    def __init__(
+        self, models: Mapping[str, RunningModel], group: TPGroup, device: torch.device, transfer: StagedWeights
+    ) -> None:
+        self._models, self._group, self._device, self._transfer = models, group, device, transfer
 
     def __call__(self, work: LoadWeights) -> LoadedWeights:
         """Load weights. Raises ValueError, and nothing has changed, if a rank refuses; InconsistentRankError if loading
         fails after that."""
+        began_s = time.perf_counter()
         reads, missing = dict[str, Read](), dict[str, tuple[str, ...]]()
         refusal: Exception | None = None
         try:
-            reads = {name: self._read(self._model(name), source) for name, source in work.sources.items()}
-            missing = {name: self._models[name].check(read) for name, read in reads.items()}
+            for name, source in work.sources.items():
+                model = self._model(name)
+                if isinstance(source, Staged):
+                    reads[name], missing[name] = self._transfer.staged(name)
+                else:
+                    reads[name] = self._read(model, source)
+                    missing[name] = model.check(reads[name])
         except Exception as error:  # such as a file that cannot be read, or no memory
             refusal = error
         if on_any_rank(refusal is not None, self._group, self._device):
@@ -139,16 +182,18 @@ class WeightUpdate:
                 for other in self._models.values():
                     if other is not self._models[name]:
                         other.follow(read)
+            if any(isinstance(source, Staged) for source in work.sources.values()):
+                self._transfer.loaded()
         except Exception as error:
             raise InconsistentRankError(f"weights were loaded in part: {error}") from error
-        return LoadedWeights(missing)
+        return LoadedWeights(missing, time.perf_counter() - began_s)
 
     def _model(self, name: str) -> RunningModel:
         if name not in self._models:
             raise ValueError(f"this engine has no {name} whose weights could be loaded")
         return self._models[name]
 
-    def _read(self, model: RunningModel, source: WeightSource) -> Read:
+    def _read(self, model: RunningModel, source: Folder | Tensors) -> Read:
         if isinstance(source, Folder):
             return partial(model.read_folder, source.path)
         return partial(_tensors, source)
@@ -163,15 +208,11 @@ def _tensors(source: Tensors, device: torch.device) -> Iterable[CheckpointTensor
 def tensor_of(name: str, dtype: str, shape: Sequence[int], data: bytes, device: torch.device) -> Tensor:
     """Return the tensor of a message, on the CPU, or only its header on "meta". Raises ValueError, naming it, if dtype
     or size are wrong."""
-    if dtype not in _DTYPES:
-        raise ValueError(f"{name}: dtype {dtype!r} is not supported; there are {', '.join(_DTYPES)}")
-    if any(size < 0 for size in shape):
-        raise ValueError(f"{name}: shape {tuple(shape)} is negative")
-    empty = torch.empty(tuple(shape), dtype=_DTYPES[dtype], device=META)
-    if len(data) != empty.nbytes:
-        raise ValueError(f"{name}: {len(data)} bytes of data; {dtype} {tuple(shape)} takes {empty.nbytes}")
+    (header,) = announced((name,), (dtype,), (shape,))
+    if len(data) != header.num_bytes:
+        raise ValueError(f"{name}: {len(data)} bytes of data; {dtype} {tuple(shape)} takes {header.num_bytes}")
     if device == META:
-        return empty
+        return header.header()
     if not data:
-        return torch.empty(tuple(shape), dtype=_DTYPES[dtype])
-    return torch.frombuffer(bytearray(data), dtype=_DTYPES[dtype]).view(tuple(shape))
+        return torch.empty(header.shape, dtype=header.dtype)
+    return torch.frombuffer(bytearray(data), dtype=header.dtype).view(header.shape)

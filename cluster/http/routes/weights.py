@@ -1,6 +1,8 @@
 """Routes of vLLM that change the weights of running engines, and pause them meanwhile (docs/weight-updates.md). They
 exist only for API keys that administer the server."""
 
+import base64
+import binascii
 from collections.abc import Sequence
 from typing import get_args
 
@@ -8,12 +10,33 @@ from starlette.requests import Request
 
 from aerie.cluster.http.endpoint import Endpoint, command, get, post
 from aerie.cluster.http.errors import conflict, forbidden, invalid, unavailable
-from aerie.cluster.http.schema.response import EngineWeights, PausedReply, PauseReply, WeightsReply
-from aerie.cluster.http.schema.weights import UpdateWeightsRequest
+from aerie.cluster.http.schema.response import (
+    EngineWeights,
+    PausedReply,
+    PauseReply,
+    WeightsReply,
+    WorldSizeReply,
+)
+from aerie.cluster.http.schema.weights import (
+    FinishUpdateRequest,
+    InitTransferRequest,
+    TransferInfo,
+    UpdateInfo,
+    UpdateWeightsRequest,
+)
 from aerie.cluster.http.serving import Edge
 from aerie.cluster.http.tenants import tenant_of
-from aerie.cluster.transport.messages import AdminCall, AdminOutcome, Inspect, Pause, PauseMode, Resume
-from aerie.workers.scheduling.commands.command import Folder, LoadWeights
+from aerie.cluster.transport.messages import (
+    AdminCall,
+    AdminOutcome,
+    FinishUpdate,
+    Inspect,
+    JoinTrainer,
+    Pause,
+    PauseMode,
+    Resume,
+)
+from aerie.workers.scheduling.commands.command import Folder, LoadWeights, OpenTransfer, ReceiveWeights, StartUpdate
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -52,13 +75,32 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return PausedReply(any(outcome.is_paused for outcome in await ask(http, Inspect())))
 
     async def update_weights(http: Request, body: UpdateWeightsRequest) -> WeightsReply:
-        """Loads weights from folders that every rank can read, between two steps of every engine. Running requests
-        continue with them."""
-        paths = body.update_info
-        if paths.path is None and paths.draft_path is None:
-            raise invalid("update_info", "update_info: give path, draft_path, or both")
-        work = LoadWeights(*(None if path is None else Folder(path) for path in (paths.path, paths.draft_path)))
-        return _weights(await ask(http, work))
+        """Loads weights from folders that every rank can read, between two steps of every engine; running requests
+        continue with them. Or, within a session, receives tensors from the trainer, beside the steps."""
+        return _weights(await ask(http, _update(body.update_info)))
+
+    async def init_transfer(http: Request, body: InitTransferRequest) -> WeightsReply:
+        """Joins the trainer's group with the ranks of all engines; call it while the trainer joins. Ends an earlier
+        group and its session."""
+        engines = sorted(await ask(http, Inspect()), key=lambda each: each.engine_id)
+        return _weights(await ask(http, _join(body.init_info, engines)))
+
+    async def start_update(http: Request) -> WeightsReply:
+        """Opens a session for weights of the target; names that begin with `draft.` are the draft's."""
+        return _weights(await ask(http, StartUpdate("target")))
+
+    async def start_draft_update(http: Request) -> WeightsReply:
+        """Opens a session for weights of the draft."""
+        return _weights(await ask(http, StartUpdate("draft")))
+
+    async def finish_update(http: Request, body: FinishUpdateRequest) -> WeightsReply:
+        """Switches to the session's weights, between two steps of every engine, and answers the names that were not
+        covered."""
+        return _weights(await ask(http, FinishUpdate(body.weight_version)))
+
+    async def world_size(http: Request) -> WorldSizeReply:
+        """Number of ranks of all engines."""
+        return WorldSizeReply(sum(outcome.num_ranks for outcome in await ask(http, Inspect())))
 
     async def weight_info(http: Request) -> WeightsReply:
         """The number of each engine's weights."""
@@ -70,10 +112,66 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         get("/is_paused", is_paused, PausedReply),
         post("/update_weights", update_weights, UpdateWeightsRequest, WeightsReply),
         get("/weight_info", weight_info, WeightsReply),
+        post("/init_weight_transfer_engine", init_transfer, InitTransferRequest, WeightsReply),
+        command("/start_weight_update", start_update, WeightsReply, True),
+        command("/start_draft_weight_update", start_draft_update, WeightsReply, True),
+        post("/finish_weight_update", finish_update, FinishUpdateRequest, WeightsReply),
+        get("/get_world_size", world_size, WorldSizeReply),
     ]
+
+
+def _update(info: UpdateInfo) -> LoadWeights | ReceiveWeights:
+    """Return what engines do. Raises ApiError."""
+    folders = [None if path is None else Folder(path) for path in (info.path, info.draft_path)]
+    if info.names is None:
+        if folders == [None, None]:
+            raise invalid("update_info", "update_info: give path, draft_path, or both; or names in a session")
+        return LoadWeights(folders[0], folders[1])
+    if folders != [None, None]:
+        raise invalid("update_info", "update_info: give folders or names, not both")
+    if not len(info.names) == len(info.dtype_names) == len(info.shapes):
+        raise invalid("update_info", "update_info: names, dtype_names and shapes must have the same length")
+    shapes = tuple(tuple(shape) for shape in info.shapes)
+    return ReceiveWeights(tuple(info.names), tuple(info.dtype_names), shapes, info.packed)
+
+
+def _join(info: TransferInfo, engines: Sequence[AdminOutcome]) -> JoinTrainer:
+    """Return the call that gives each engine its ranks. engines: sorted. Raises ApiError."""
+    first_ranks, rank = dict[str, int](), info.rank_offset
+    for engine in engines:
+        first_ranks[engine.engine_id] = rank
+        rank += engine.num_ranks
+    if rank != info.world_size:
+        raise invalid(
+            "init_info.world_size",
+            f"world_size={info.world_size}: must be {rank}: rank_offset={info.rank_offset} and the engines' ranks "
+            "(/get_world_size)",
+        )
+    if bool(info.nccl_unique_id_b64) == bool(info.master_address and info.master_port):
+        raise invalid("init_info", "init_info: give master_address and master_port, or nccl_unique_id_b64")
+    try:
+        unique_id = base64.b64decode(info.nccl_unique_id_b64, validate=True)
+    except binascii.Error:
+        unique_id = b"?"
+    if len(unique_id) not in (0, 128):
+        raise invalid("init_info.nccl_unique_id_b64", "nccl_unique_id_b64: must be the base64 of 128 bytes")
+    opened = OpenTransfer(
+        info.master_address,
+        info.master_port,
+        info.rank_offset,
+        info.world_size,
+        info.packed,
+        info.packed_buffer_size_bytes,
+        info.timeout_s,
+        unique_id,
+    )
+    return JoinTrainer(first_ranks, opened)
 
 
 def _weights(outcomes: Sequence[AdminOutcome]) -> WeightsReply:
     return WeightsReply(
-        [EngineWeights(each.engine_id, each.weight_epoch, each.missing, each.fault) for each in outcomes]
+        [
+            EngineWeights(each.engine_id, each.weight_epoch, each.version, each.missing, each.took_s, each.fault)
+            for each in outcomes
+        ]
     )

@@ -207,14 +207,27 @@ class PausedReply(Struct):
 
 
 class EngineWeights(Struct):
-    """weight_epoch: number of the engine's updates. missing: names that the update lacked, by model, which keep their
-    weights. fault: why its weights are not those of the last update, or "".
+    """One engine's weights.
+
+    weight_epoch: number of the engine's updates.
+    weight_version: name of the last update, "" before the first.
+    missing: names that the update lacked, by model, which keep their weights.
+    took_s: seconds in which steps waited for the update.
+    fault: why its weights are not those of the last update, or "".
     """
 
     engine_id: str
     weight_epoch: int
+    weight_version: str
     missing: dict[str, tuple[str, ...]]
+    took_s: float
     fault: str
+
+
+class WorldSizeReply(Struct):
+    """world_size: ranks of all engines."""
+
+    world_size: int
 
 
 class WeightsReply(Struct):

@@ -145,14 +145,14 @@ def test_a_kept_pause_stops_steps_and_an_update_comes_meanwhile(served):
         note._handlers.add(LoadWeights, lambda work: LoadedWeights({"target": ("x",)}))
     sampling = bed.generate("q", max_tokens=60)
     until(lambda: bed.coordinator.stats().num_running == 1)
-    assert bed.coordinator.administer(Pause("keep")) == AdminOutcome("e1", True)
+    assert bed.coordinator.administer(Pause("keep")) == AdminOutcome("e1", True, num_ranks=2)
     until(lambda: not bed.scheduler.num_in_flight)
     steps = [note._executor.num_steps for note in notes]
     later = bed.generate("r", max_tokens=5)
     outcome = bed.coordinator.administer(LoadWeights(Folder("/b")))
-    assert outcome == AdminOutcome("e1", True, 1, {"target": ("x",)})
+    assert outcome == AdminOutcome("e1", True, 1, {"target": ("x",)}, "1", 2)
     assert [note._executor.num_steps for note in notes] == steps and bed.coordinator.stats().num_waiting == 1
-    assert bed.coordinator.administer(Resume()) == AdminOutcome("e1", False, 1)
+    assert bed.coordinator.administer(Resume()) == AdminOutcome("e1", False, 1, {}, "1", 2)
     for name, wanted in (("q", sampling), ("r", later)):
         bed.ingress.read_end(name)
         assert bed.ingress.tokens(name) == scripted_output(5, wanted)
@@ -163,7 +163,7 @@ def test_a_pause_ends_requests_and_refuses_new_ones_until_it_ends(served, mode):
     bed, _ = served
     sampling = bed.generate("q", max_tokens=60)
     until(lambda: bed.coordinator.stats().num_running == 1)
-    assert bed.coordinator.administer(Pause(mode)) == AdminOutcome("e1", True)
+    assert bed.coordinator.administer(Pause(mode)) == AdminOutcome("e1", True, num_ranks=2)
     end = bed.ingress.read_end("q")
     assert end.finish == {"wait": "length", "abort": "abort"}[mode]
     assert mode == "abort" or bed.ingress.tokens("q") == scripted_output(5, sampling)
@@ -178,4 +178,4 @@ def test_a_pause_ends_requests_and_refuses_new_ones_until_it_ends(served, mode):
 def test_an_administrator_gets_the_error_of_a_rank(served):
     bed, _ = served
     assert "do not carry out LoadWeights" in bed.coordinator.administer(LoadWeights(Folder("/b"))).error
-    assert bed.coordinator.administer(Inspect()) == AdminOutcome("e1")
+    assert bed.coordinator.administer(Inspect()) == AdminOutcome("e1", num_ranks=2)

@@ -48,19 +48,25 @@ class Tensors(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tensors: tuple[NamedTensor, ...]
 
 
-WeightSource = Folder | Tensors
+class Staged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Tensors that a trainer has sent in the open session (`WeightTransfer`)."""
+
+
+WeightSource = Folder | Tensors | Staged
 
 
 class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Load weights again, into the memory that they have. Sent by `WeightVersions`. -> `WeightUpdate`
 
     target, draft: sources of the models' weights; None keeps them. Names that a source lacks keep their weights.
+    version: its name for clients; "": the number of the update.
     """
 
     extra_s: ClassVar[float] = 600.0
 
     target: WeightSource | None = None
     draft: WeightSource | None = None
+    version: str = ""
 
     @property
     def sources(self) -> dict[str, WeightSource]:
@@ -70,13 +76,96 @@ class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadedWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The result of `LoadWeights`. missing: for each model of the command, the names that its source lacks."""
+    """The result of `LoadWeights`.
+
+    missing: for each model of the command, the names that its source lacks.
+    took_s: seconds in which steps waited on this rank.
+    """
 
     missing: dict[str, tuple[str, ...]]
+    took_s: float = 0.0
 
 
-Work = CaptureGraph | LoadWeights
-Result = Captured | LoadedWeights
+class OpenTransfer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Join a trainer's group, in the background; ends an earlier one. -> `WeightTransfer`
+
+    address, port: of the trainer's store; "" and 0 with `unique_id`.
+    rank: in the group, of the engine's rank 0; the trainer is rank 0 of the group.
+    size: of the group.
+    packed, buffer_bytes: defaults of `ReceiveWeights`.
+    timeout_s: limit for joining, and for each broadcast.
+    unique_id: NCCL's; b"": the store has it.
+    """
+
+    extra_s: ClassVar[float] = 0.0
+
+    address: str
+    port: int
+    rank: int
+    size: int
+    packed: bool
+    buffer_bytes: int
+    timeout_s: float
+    unique_id: bytes = b""
+
+
+class StartUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Open a session. model: "target" or "draft". -> `WeightTransfer`"""
+
+    extra_s: ClassVar[float] = 0.0
+
+    model: str
+
+
+class ReceiveWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Receive tensors beside the steps that follow. -> `WeightTransfer`
+
+    names, dtypes, shapes: of whole tensors, in the order in which they are sent; all empty: those of the last time.
+    packed: None: as the group was opened.
+    """
+
+    extra_s: ClassVar[float] = 0.0
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    packed: bool | None = None
+
+
+class CloseTransfer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """End group and session; received tensors are dropped. -> `WeightTransfer`"""
+
+    extra_s: ClassVar[float] = 0.0
+
+
+class InspectTransfer(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Change nothing. -> `WeightTransfer`"""
+
+    extra_s: ClassVar[float] = 0.0
+
+
+class TransferState(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The result of the commands of a transfer.
+
+    is_busy: the rank joins or receives in the background.
+    error: why the last such work failed; it has ended group and session.
+    session: the model of the open session; "": none.
+    staged: the models of which tensors are there.
+    uncovered: the models' names of which no tensor has come, by model.
+    num_bytes: received in this session.
+    """
+
+    is_busy: bool
+    error: str = ""
+    session: str = ""
+    staged: tuple[str, ...] = ()
+    uncovered: dict[str, tuple[str, ...]] = {}
+    num_bytes: int = 0
+
+
+Transfer = OpenTransfer | StartUpdate | ReceiveWeights | CloseTransfer | InspectTransfer
+Work = CaptureGraph | LoadWeights | Transfer
+Result = Captured | LoadedWeights | TransferState
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -20,11 +20,13 @@ class WeightVersions:
 
     epoch: number of successful updates since the engine's start; 0: the weights of its checkpoints. Also counts
         restorations, because new ranks have no cached pages of the earlier ones.
+    version: name of the last update, "" at the start: given by its sender, or `epoch`.
     fault: why the ranks' weights are not those of the last update, or "". Requests should not run then.
     """
 
     def __init__(self, commands: CommandQueue, slot_pages: SlotPages) -> None:
         self.fault = ""
+        self.version = ""
         self._commands = commands
         self._slot_pages = slot_pages
         self._sources: dict[str, list[WeightSource]] = {}  # by model, from the last one that had all names on
@@ -46,6 +48,7 @@ class WeightVersions:
 
     def _succeeded(self, work: LoadWeights, answers: Sequence[CommandAnswer]) -> None:
         self._slot_pages.weight_epoch += 1
+        self.version = work.version or str(self.epoch)
         result = answers[0].result
         assert isinstance(result, LoadedWeights)
         for model, source in work.sources.items():
@@ -67,13 +70,14 @@ class WeightVersions:
         for model, sources in self._sources.items():
             if not all(isinstance(source, Folder) for source in sources):
                 self.fault = (
-                    f"the {model}'s weights came in messages, and are lost with the ranks that had them; load all of "
-                    "them again"
+                    f"the {model}'s weights came in messages or from a trainer, and are lost with the ranks that had "
+                    "them; load all of them again"
                 )
                 return
         for model, sources in self._sources.items():
             for source in sources:
-                self._commands.add(LoadWeights(**{model: source}), self._restored)
+                work = LoadWeights(source) if model == "target" else LoadWeights(draft=source)
+                self._commands.add(work, self._restored)
 
     def _restored(self, answers: Sequence[CommandAnswer]) -> None:
         if answers[0].rank >= 0 and (error := first_error(answers)):  # else further ranks follow

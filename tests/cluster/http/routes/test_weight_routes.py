@@ -1,12 +1,21 @@
 """Routes for weights and pauses: who may use them, what engines are asked, and what comes of their answers."""
 
+import base64
 from typing import Any
 
 import pytest
 
 from aerie.cluster.http.keys import KeyConfig
-from aerie.cluster.transport.messages import AdminCall, AdminOutcome, Inspect, Pause, Resume
-from aerie.workers.scheduling.commands.command import Folder, LoadWeights
+from aerie.cluster.transport.messages import (
+    AdminCall,
+    AdminOutcome,
+    FinishUpdate,
+    Inspect,
+    JoinTrainer,
+    Pause,
+    Resume,
+)
+from aerie.workers.scheduling.commands.command import Folder, LoadWeights, OpenTransfer, ReceiveWeights, StartUpdate
 from tests.support.edge_client import in_process
 from tests.support.fake_engine import FakeEngine, says
 
@@ -16,6 +25,12 @@ ROUTES = (
     ("GET", "/is_paused", None),
     ("POST", "/update_weights", {"update_info": {"path": "/a"}}),
     ("GET", "/weight_info", None),
+    ("POST", "/init_weight_transfer_engine", {"init_info": {"master_address": "h", "master_port": 1, "world_size": 3}}),
+    ("POST", "/start_weight_update", None),
+    ("POST", "/start_draft_weight_update", None),
+    ("POST", "/update_weights", {"update_info": {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2]]}}),
+    ("POST", "/finish_weight_update", {"weight_version": "step-1"}),
+    ("GET", "/get_world_size", None),
 )
 KEYS = (KeyConfig("root", "r" * 20, admin=True), KeyConfig("user", "u" * 20))
 ROOT, USER = ({"Authorization": f"Bearer {letter * 20}"} for letter in "ru")
@@ -24,7 +39,10 @@ ROOT, USER = ({"Authorization": f"Bearer {letter * 20}"} for letter in "ru")
 class Asked(FakeEngine):
     """Notes what engines are asked."""
 
-    outcomes: tuple[AdminOutcome, ...] = (AdminOutcome("a", weight_epoch=3), AdminOutcome("b", True, 3))
+    outcomes: tuple[AdminOutcome, ...] = (
+        AdminOutcome("b", True, 3, num_ranks=1),
+        AdminOutcome("a", weight_epoch=3, num_ranks=1),
+    )
 
     async def administer(self, call: AdminCall) -> list[AdminOutcome]:
         asked.append(call)
@@ -49,7 +67,7 @@ async def test_only_keys_that_administer_the_server_reach_an_engine(method: str,
         assert (await client.request(method, path, json=body, headers=USER)).status_code == 403
         assert not asked
         assert (await client.request(method, path, json=body, headers=ROOT)).status_code == 200
-        assert len(asked) == 1
+        assert len(asked) == (2 if path == "/init_weight_transfer_engine" else 1)
 
 
 async def test_engines_are_asked_what_the_body_says() -> None:
@@ -72,6 +90,37 @@ async def test_engines_are_asked_what_the_body_says() -> None:
     ]
 
 
+async def test_a_session_reaches_the_engines_with_a_rank_each() -> None:
+    """The rank of an engine in the trainer's group follows from its place among the engines' names."""
+    group = {"master_address": "10.0.0.1", "master_port": 29600, "world_size": 7, "rank_offset": 2}
+    engine = Asked(says("x"))
+    engine.outcomes = (AdminOutcome("b", num_ranks=4), AdminOutcome("a", num_ranks=1))
+    async with in_process(engine, api_keys=KEYS) as client:
+        assert (await client.get("/get_world_size", headers=ROOT)).json() == {"world_size": 5}
+        unique = {"nccl_unique_id_b64": base64.b64encode(bytes(range(128))).decode(), "world_size": 6, "packed": False}
+        info = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]], "packed": False}
+        for path, body in (
+            ("/init_weight_transfer_engine", {"init_info": group}),
+            ("/init_weight_transfer_engine", {"init_info": unique}),
+            ("/start_draft_weight_update", None),
+            ("/update_weights", {"update_info": info}),
+            ("/update_weights", {"update_info": {"names": []}}),
+            ("/finish_weight_update", {"weight_version": "step-7"}),
+        ):
+            assert (await client.post(path, json=body, headers=ROOT)).status_code == 200
+    assert [each for each in asked if not isinstance(each, Inspect)] == [
+        JoinTrainer({"a": 2, "b": 3}, OpenTransfer("10.0.0.1", 29600, 2, 7, True, 1 << 30, 120.0)),
+        JoinTrainer({"a": 1, "b": 2}, OpenTransfer("", 0, 1, 6, False, 1 << 30, 120.0, bytes(range(128)))),
+        StartUpdate("draft"),
+        ReceiveWeights(("a",), ("bfloat16",), ((2, 3),), False),
+        ReceiveWeights((), (), ()),
+        FinishUpdate("step-7"),
+    ]
+
+
+PLACE = {"master_address": "h", "master_port": 1}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
@@ -79,12 +128,21 @@ async def test_engines_are_asked_what_the_body_says() -> None:
         ("/update_weights", {"update_info": {}}, "give path, draft_path, or both"),
         ("/update_weights", {}, "update_info"),
         ("/update_weights", {"update_info": {"path": ""}}, "path"),
+        ("/update_weights", {"update_info": {"path": "/a", "names": ["x"]}}, "folders or names, not both"),
+        ("/update_weights", {"update_info": {"names": ["x"]}}, "must have the same length"),
+        ("/init_weight_transfer_engine", {"init_info": PLACE | {"world_size": 4}}, "must be 3"),
+        ("/init_weight_transfer_engine", {"init_info": {"world_size": 3}}, "or nccl_unique_id_b64"),
+        ("/init_weight_transfer_engine", {"init_info": {"world_size": 3, "nccl_unique_id_b64": "QUI="}}, "128 bytes"),
+        ("/init_weight_transfer_engine", {"init_info": {"world_size": 3, "nccl_unique_id_b64": "*"}}, "128 bytes"),
+        ("/init_weight_transfer_engine", {"init_info": PLACE | {"world_size": 3, "master_port": 70000}}, "master_port"),
+        ("/init_weight_transfer_engine", {"init_info": PLACE | {"world_size": 3, "timeout_s": 1e9}}, "timeout_s"),
     ],
 )
 async def test_what_says_nothing_is_refused(path: str, body: Any, message: str) -> None:
     async with in_process(Asked(says("x")), api_keys=KEYS) as client:
         reply = await client.post(path, json=body, headers=ROOT)
-    assert reply.status_code == 400 and message in reply.json()["error"]["message"] and not asked
+    assert reply.status_code == 400 and message in reply.json()["error"]["message"]
+    assert all(isinstance(each, Inspect) for each in asked)
 
 
 @pytest.mark.parametrize(

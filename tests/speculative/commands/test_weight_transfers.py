@@ -1,0 +1,229 @@
+"""Weights that a trainer sends over gloo while an engine runs: texts are those of an engine that was started with them,
+steps go on meanwhile, and what does not fit changes nothing."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+
+from aerie.cluster.transport.messages import JoinTrainer
+from aerie.speculative.build import local_engine
+from aerie.workers.distributed.ports import free_port
+from aerie.workers.distributed.weight_transfer.group import TransferError
+from aerie.workers.scheduling.commands.command import OpenTransfer, ReceiveWeights
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
+from tests.speculative.commands.test_weight_updates import (
+    Version,
+    answers_of,
+    other,  # noqa: F401 - a fixture
+    speculation,
+    started_with,
+)
+from tests.speculative.commands.trainer import Trainer, received
+from tests.speculative.conftest import Pair
+
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return load_file(str(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tensor_parallel", "packed"),
+    [
+        ("plain", 1, False),
+        ("chain", 1, True),
+        ("tree", 2, True),
+    ],
+)
+def test_sent_weights_give_the_texts_of_an_engine_started_with_them(
+    pair: Pair,
+    other: Version,  # noqa: F811
+    kind: str,
+    tensor_parallel: int,
+    packed: bool,
+) -> None:
+    with local_engine(started_with(pair, other, kind)) as engine:
+        expected = answers_of(engine, pair.prompts[:3], "b")
+    with local_engine(pair.spec(speculation(pair, kind), tensor_parallel=tensor_parallel)) as engine:
+        before = answers_of(engine, pair.prompts[:3], "a")
+        trainer = Trainer(engine, tensor_parallel, packed)
+        assert trainer.join() == trainer.start() == ""
+        new = tensors_of(other.target)
+        names = sorted(new)
+        parts = [{name: new[name] for name in names[i::2]} for i in range(2)]
+        for part in parts:
+            assert trainer.update(part) == ""
+        assert answers_of(engine, pair.prompts[:3], "c") == before, "nothing changes before the end"
+        error, loaded = trainer.finish("step-1")
+        assert error == "" and loaded.missing["target"] == () and engine.scheduler.weights.version == "step-1"
+        if kind != "plain":
+            assert len(loaded.missing["draft"]) > 3, "no tensor of the draft has come"
+            assert trainer.start("draft") == trainer.update(tensors_of(other.eagle)) == ""
+            assert trainer.finish()[1].missing == {"draft": ()} and engine.scheduler.weights.version == "2"
+        assert answers_of(engine, pair.prompts[:3], "b") == expected != before
+
+
+def test_tensors_of_the_draft_may_come_in_the_session_of_the_target(pair: Pair, other: Version) -> None:  # noqa: F811
+    """And a later update may repeat the announcement."""
+    with local_engine(started_with(pair, other, "chain")) as engine:
+        expected = answers_of(engine, pair.prompts[:3], "b")
+    with local_engine(pair.spec(pair.chain())) as engine:
+        before = answers_of(engine, pair.prompts[:3], "a")
+        trainer = Trainer(engine)
+        assert trainer.join() == ""
+        for number, version in enumerate((other, Version(pair.target, pair.eagle), other)):
+            drafts = {f"draft.{name}": tensor for name, tensor in tensors_of(version.eagle).items()}
+            tensors = tensors_of(version.target) | drafts
+            assert trainer.start() == ""
+            work = received(tensors) if number == 0 else ReceiveWeights((), (), ())
+            assert trainer.call(work, lambda tensors=tensors: trainer.send(tensors))[0] == ""
+            assert trainer.finish()[1].missing == {"target": (), "draft": ()}
+            found = answers_of(engine, pair.prompts[:3], f"b{number}")
+            assert found == (before if number == 1 else expected)
+
+
+def test_steps_go_on_while_weights_arrive(pair: Pair, other: Version) -> None:  # noqa: F811
+    """A request begins and ends between the first and the last broadcast of a slow trainer."""
+    with local_engine(pair.spec()) as engine:
+        ((expected, _),) = answers_of(engine, pair.prompts[:1], "a")
+        trainer = Trainer(engine, packed=False)
+        assert trainer.join() == trainer.start() == ""
+        tensors = tensors_of(other.target)
+        names = list(tensors)
+        request = Request("beside", pair.prompts[0], SamplingParams(len(expected), 0.0))
+        ended = threading.Event()
+        waits: list[bool] = []
+
+        def send() -> None:
+            trainer.send({name: tensors[name] for name in names[:3]})
+            engine.scheduler.submit(request)
+            waits.append(ended.wait(20))
+            trainer.send({name: tensors[name] for name in names[3:]})
+
+        step = engine.step
+
+        def noted() -> Any:
+            outputs = step()
+            if any(output.finish_reason is not None for output in outputs):
+                ended.set()
+            return outputs
+
+        engine.step = noted  # type: ignore[method-assign]
+        assert trainer.update(tensors, send) == "" and waits == [True]
+        assert request.output == expected
+        assert trainer.finish()[0] == ""
+
+
+def wrong(tensors: Mapping[str, Tensor]) -> list[tuple[Mapping[str, Tensor], str]]:
+    """Announcements that are refused, and a part of each error."""
+    norm, head = tensors[NORM], tensors[HEAD]
+    nan = norm.clone()
+    nan[2] = float("nan")
+    return [
+        ({NORM: norm, "model.nrom.weight": norm}, "unexpected: model.nrom.weight"),
+        ({NORM: norm, HEAD: head[1:]}, "lm_head.weight (the transfer) has shape"),
+        ({NORM: norm.int()}, "is torch.int32"),
+        ({NORM: norm.double()}, "dtype 'float64' is not supported"),
+        ({NORM: nan}, "NaN, infinite"),
+        ({HEAD: head * float("inf")}, "NaN, infinite"),
+        ({"draft.x.weight": norm}, "this engine has no draft"),
+    ]
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(pair: Pair, tensor_parallel: int) -> None:
+    tensors = tensors_of(pair.target)
+    with local_engine(pair.spec(tensor_parallel=tensor_parallel)) as engine:
+        before = answers_of(engine, pair.prompts[:1], "a")
+        trainer = Trainer(engine, tensor_parallel)
+        assert "no trainer has called /init_weight_transfer_engine" in trainer.start()
+        assert "this engine has no draft" in (trainer.join() or trainer.start("draft"))
+        assert "no weight update is open" in trainer.update(tensors, lambda: None)
+        for number, (announced, message) in enumerate(wrong(tensors)):
+
+            def send(announced: Mapping[str, Tensor] = announced) -> None:
+                with contextlib.suppress(TransferError):  # the engine leaves the group
+                    trainer.send(announced)
+
+            assert trainer.join() == trainer.start() == ""
+            assert message in trainer.update(announced, send)
+            assert message in trainer.finish()[0] or "no weight update is open" in trainer.finish()[0]
+            assert engine.scheduler.weights.epoch == 0
+            assert answers_of(engine, pair.prompts[:1], f"b{number}") == before
+
+
+def test_one_session_at_a_time_and_no_tensor_twice(pair: Pair) -> None:
+    tensors = tensors_of(pair.target)
+    norm = {NORM: tensors[NORM]}
+    with local_engine(pair.spec(pair.chain())) as engine:
+        trainer = Trainer(engine)
+        assert trainer.join() == trainer.start() == ""
+        for model in ("target", "draft"):
+            assert trainer.start(model) == "a weight update of the target is open; finish it first"
+        assert "no tensor of the target has come" in trainer.finish()[0]
+        assert trainer.update(norm) == "", "the first session is as it was"
+        assert "came twice in this session" in trainer.update(norm, lambda: None)
+        assert trainer.join() == trainer.start("draft") == "", "a new group begins anew"
+        assert "names: must not be empty the first time" in trainer.update({}, lambda: None)
+        found: list[str] = []
+        assert trainer.join() == trainer.start() == ""
+
+        def call_again() -> None:
+            found.append(trainer._calls.call(received(norm))[0])
+            trainer.send(norm)
+
+        assert trainer.update(norm, call_again) == ""
+        assert found == ["another call of a weight transfer is in progress"]
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_trainer_that_dies_or_stops_is_noticed_in_time_and_the_next_one_succeeds(
+    pair: Pair,
+    other: Version,  # noqa: F811
+    dies: bool,
+) -> None:
+    new = tensors_of(other.target)
+    first = dict(list(new.items())[:2])
+    with local_engine(started_with(pair, other, "plain")) as engine:
+        expected = answers_of(engine, pair.prompts[:1], "x")
+    with local_engine(pair.spec()) as engine:
+        before = answers_of(engine, pair.prompts[:1], "a")
+        trainer = Trainer(engine, packed=False)
+        trainer.timeout_s = 2.0
+        assert trainer.join() == trainer.start() == ""
+
+        def begin() -> None:
+            trainer.send(first)
+            assert trainer.sender is not None
+            if dies:
+                trainer.sender.close()
+
+        since = time.monotonic()
+        assert "transfer failed" in trainer.update(new, begin)
+        assert time.monotonic() - since < (1.5 if dies else 8)
+        assert "transfer failed" in trainer.finish()[0] or "no weight update is open" in trainer.finish()[0]
+        assert answers_of(engine, pair.prompts[:1], "b") == before
+        trainer.timeout_s = 20.0
+        assert trainer.join() == trainer.start() == trainer.update(new) == trainer.finish()[0] == ""
+        assert answers_of(engine, pair.prompts[:1], "c") == expected
+
+
+def test_a_trainer_that_does_not_come_is_named_in_time(pair: Pair) -> None:
+    with local_engine(pair.spec()) as engine:
+        trainer = Trainer(engine)
+        trainer.timeout_s = 1.0
+        since = time.monotonic()
+        refused = JoinTrainer({"e": 1}, OpenTransfer("127.0.0.1", free_port(), 1, 1, True, 4096, 1.0))
+        assert "rank 1 is not between" in trainer.call(refused)[0]
+        error, _ = trainer.call(JoinTrainer({"e": 1}, OpenTransfer("127.0.0.1", free_port(), 1, 2, True, 4096, 1.0)))
+        assert "no group of 2 members at 127.0.0.1:" in error and time.monotonic() - since < 10
+        assert "no group of 2 members" in trainer.start() or "no trainer" in trainer.start()

@@ -1,0 +1,5 @@
+"""Weights that a trainer sends while steps run (docs/weight-updates.md).
+
+session   the handler of a transfer's commands on one rank: joins, receives in a thread
+staging   received tensors of a session, checked, beside the running weights
+"""

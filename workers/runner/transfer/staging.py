@@ -1,0 +1,103 @@
+"""Received tensors of one session, beside the running weights. Filled by a thread of
+`aerie.workers.runner.transfer.session`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.capability import Capability
+from aerie.workers.distributed.weight_transfer.wire import Announced, as_bytes
+from aerie.workers.models.weights import CheckpointTensor
+from aerie.workers.runner.weight_update import RunningModel
+
+DRAFT_PREFIX = "draft."  # of a draft's tensors in a target's session, as NeMo-RL sends them
+_SPARE_BYTES = 2 << 30  # that staging leaves free on a device: steps allocate no more after their rehearsal
+_SOURCE = "the transfer"
+
+
+class Staging:
+    """Whole tensors by model.
+
+    model: that the session is of, "target" or "draft". A target's session also takes the draft's tensors: names that
+        begin with "draft.", and names of an MTP module in the target's checkpoint.
+    Raises ValueError if the engine has no such model.
+    """
+
+    def __init__(self, model: str, models: Mapping[str, RunningModel], device: torch.device) -> None:
+        if model not in models:
+            raise ValueError(f"this engine has no {model} whose weights could be loaded")
+        self.model = model
+        self.num_bytes = 0
+        self._models, self._device = models, device
+        self._tensors: dict[str, dict[str, Tensor]] = {}
+        self._missing: dict[str, tuple[str, ...]] = {}
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models of which tensors are there."""
+        return tuple(name for name in self._models if name in self._tensors)
+
+    def uncovered(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of models of which no tensor is there."""
+        models = [name for name in self._models if name not in self._tensors and self.model in ("target", name)]
+        return {name: self._models[name].check_headers(()) for name in models}
+
+    def check(self, tensors: Sequence[Announced]) -> None:
+        """Check headers of further tensors. Raises ValueError, naming what does not fit; then no tensor is new."""
+        by_model: dict[str, list[CheckpointTensor]] = {}
+        for each in tensors:
+            for model, name in self._places(each):
+                if name in self._tensors.get(model, {}):
+                    raise ValueError(f"{each.name} came twice in this session")
+                by_model.setdefault(model, []).append(CheckpointTensor(name, each.header(), _SOURCE))
+        for model, headers in by_model.items():
+            lacked = set(self._models[model].check_headers(headers))
+            before = self._missing.get(model)
+            self._missing[model] = tuple(sorted(lacked) if before is None else (n for n in before if n in lacked))
+
+    def add(self, tensor: Announced, received: Tensor) -> None:
+        """Store a tensor that has been checked. received: its bytes. Raises ValueError for NaN and infinity."""
+        place = self._device if self._fits(tensor.num_bytes) else torch.device("cpu")
+        is_pinned = place != self._device  # pinned: copied to the device at the speed of PCIe
+        own = torch.empty(tensor.shape, dtype=tensor.dtype, device=place, pin_memory=is_pinned)
+        if tensor.num_bytes:
+            as_bytes(own).copy_(received)
+        self.num_bytes += tensor.num_bytes
+        for model, name in self._places(tensor):
+            seen = own if place == self._device else received.clone().view(tensor.dtype).view(tensor.shape)
+            self._models[model].check_values((CheckpointTensor(name, seen, _SOURCE),))
+            self._tensors.setdefault(model, {})[name] = own
+
+    def read(self, model: str) -> Iterable[CheckpointTensor]:
+        """Yield a model's tensors."""
+        return (CheckpointTensor(name, tensor, _SOURCE) for name, tensor in self._tensors[model].items())
+
+    def missing(self, model: str) -> tuple[str, ...]:
+        """Return a model's names of which no tensor has come. Raises ValueError if none has come at all."""
+        if model not in self._tensors:
+            raise ValueError(f"no tensor of the {model} has come in this session")
+        return self._missing[model]
+
+    def _places(self, tensor: Announced) -> list[tuple[str, str]]:
+        """Return the models that the tensor is of, and its name in each. Raises ValueError."""
+        if self.model == "target" and tensor.name.startswith(DRAFT_PREFIX):
+            if "draft" not in self._models:
+                raise ValueError(f"{tensor.name}: this engine has no draft whose weights could be loaded")
+            return [("draft", tensor.name.removeprefix(DRAFT_PREFIX))]
+        places = [(self.model, tensor.name)]
+        draft = self._models.get("draft")
+        if self.model == "target" and draft is not None and self._is_ignored(tensor):
+            header = CheckpointTensor(tensor.name, tensor.header(), _SOURCE)
+            places += [("draft", tensor.name)] if draft.wants(header) else []
+        return places
+
+    def _is_ignored(self, tensor: Announced) -> bool:
+        names = self._models["target"].names
+        return names.ignores(names.canonical(tensor.name))
+
+    def _fits(self, num_bytes: int) -> bool:
+        """Whether the device has memory for a tensor."""
+        if Capability.of(self._device).shares_host_memory:
+            return True
+        return torch.cuda.mem_get_info(self._device)[0] > num_bytes + _SPARE_BYTES
