@@ -52,7 +52,8 @@ class Trainer:
                 work, answers = self._commands.pop(0)
                 self.engine.scheduler.add_command(work, answers.set_result)
             self.engine.step()
-            time.sleep(0.0005)
+            if not self.engine.scheduler.num_running:
+                time.sleep(0.0005)
         return found[0]
 
     def join(self) -> str:
