@@ -275,6 +275,7 @@ class CoordinatorLoop:
         self._last_step_s = self._clock()
 
     def _take_answers(self, answers: Sequence[CommandAnswer]) -> None:
+        self._publish()  # tokens of earlier steps were written by the weights before
         self._scheduler.command_answered(answers)
         self._check_weights()
         self.streams.states.changed()

@@ -92,7 +92,7 @@ class RequestStreams:
                 continue  # ended since the step
             stream.queued_s = math.inf
             try:
-                stream.put(output, self._num_draft_tokens)
+                stream.put(output, self._num_draft_tokens, self._scheduler.weights.version)
                 if output.finish_reason is not None:
                     del self._streams[request.request_id]
             except Exception as error:  # a bug in one request must not end all others

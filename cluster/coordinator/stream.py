@@ -30,11 +30,13 @@ class Stream:
     num_resumes: int = 0
     num_crashes: int = 0
 
-    def put(self, output: RequestOutput, num_draft_tokens: int) -> None:
-        """Add new tokens. num_draft_tokens: see `token_delta`."""
-        self.ingress.deltas.append(
-            token_delta(output, self.running_stats, self.token_origins, num_draft_tokens, self.num_resumes)
-        )
+    def put(self, output: RequestOutput, num_draft_tokens: int, version: str = "") -> None:
+        """Add new tokens. num_draft_tokens: see `token_delta`. version: of the weights that wrote them; "": those of
+        the start."""
+        delta = token_delta(output, self.running_stats, self.token_origins, num_draft_tokens, self.num_resumes)
+        if version and output.tokens:
+            delta = msgspec.structs.replace(delta, weight_versions=((version, len(output.tokens)),))
+        self.ingress.deltas.append(delta)
 
     def put_taken(self) -> None:
         """Report that the request is queued, so that its ingress does not try another engine."""

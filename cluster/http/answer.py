@@ -8,7 +8,7 @@ import numpy as np
 
 from aerie.cluster.http.text.detokenizer import Detokenizer
 from aerie.cluster.http.text.stop_strings import StopMatcher
-from aerie.cluster.transport.messages import SpeculationStats, TokenDelta
+from aerie.cluster.transport.messages import SpeculationStats, TokenDelta, add_versions
 from aerie.workers.scheduling.plan import NOT_FINITE, PromptLogprobs, TokenLogprobs, unpack_i32
 
 EndReason = Literal["stop", "length"]
@@ -58,6 +58,7 @@ class Answer:
     cached_tokens, speculation: those of the last delta that had them.
     prompt_scores: log-probabilities of the prompt, if requested; complete with the first token.
     num_reasoning_tokens: tokens whose text is reasoning; counted by the answer's driver, which has a parser.
+    versions: `TokenDelta.weight_versions` of all tokens, those dropped after a stop string included.
     matched_stop: the stop string, or the id of the token that ended the answer, end of sequence included.
 
     The text of a stop token is not shown. Accepted tokens after a stop string are dropped from text, tokens, logprobs
@@ -86,6 +87,7 @@ class Answer:
         self.matched_stop: str | int | None = None
         self.prompt_scores = PromptScores()
         self.num_reasoning_tokens = 0
+        self.versions: list[tuple[str, int]] = []
 
     def push(self, delta: TokenDelta) -> Piece:
         """Return the next piece. Raises EngineFailedError or RequestInvalidError if the delta reports such a
@@ -99,6 +101,8 @@ class Answer:
         if delta.cached_tokens is not None:
             self.cached_tokens = delta.cached_tokens
             self.speculation = delta.speculation
+        if delta.tokens:
+            add_versions(self.versions, delta)
         for part in delta.prompt_logprobs:
             self.prompt_scores.push(part)
         shown: list[str] = []

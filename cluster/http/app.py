@@ -34,6 +34,7 @@ from aerie.cluster.http.requests.grammar_checker import GrammarChecker
 from aerie.cluster.http.requests.parameters import with_sampling_defaults
 from aerie.cluster.http.routes import (
     generation,
+    inference,
     messages,
     models,
     native,
@@ -58,7 +59,7 @@ EXPOSED_HEADERS = (
     "x-aerie-ignored",
     *HEADERS,
 )  # for scripts of other origins
-ROUTES = (generation, responses, messages, native, tokenization, models, status, prefix_cache, weights)
+ROUTES = (generation, responses, messages, native, inference, tokenization, models, status, prefix_cache, weights)
 
 
 def build_app(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from aerie.cluster.transport.messages import TokenDelta
+from aerie.cluster.transport.messages import TokenDelta, add_versions
 from aerie.workers.scheduling.plan import PromptLogprobs, TokenLogprobs
 
 
@@ -32,6 +32,7 @@ class RequestStream:
         self._logprobs: list[TokenLogprobs] = []
         self._of_prompt: list[PromptLogprobs] = []
         self._drafted: list[bool] = []
+        self._versions: list[tuple[str, int]] = []
         self._last: TokenDelta | None = None
 
     def put(self, delta: TokenDelta) -> None:
@@ -42,6 +43,8 @@ class RequestStream:
         self._logprobs.extend(delta.logprobs or ())
         self._of_prompt.extend(delta.prompt_logprobs)
         self._drafted.extend(delta.drafted)
+        if delta.tokens:
+            add_versions(self._versions, delta)
         self._last = delta
         self.changed.set()
 
@@ -60,6 +63,7 @@ class RequestStream:
         logprobs, self._logprobs = tuple(self._logprobs), []
         of_prompt, self._of_prompt = tuple(self._of_prompt), []
         drafted, self._drafted = tuple(self._drafted), []
+        versions, self._versions = tuple(self._versions), []
         return msgspec.structs.replace(
             last,
             request_id=request_id,
@@ -67,6 +71,7 @@ class RequestStream:
             logprobs=logprobs or None,
             prompt_logprobs=of_prompt,
             drafted=drafted,
+            weight_versions=versions if any(version for version, _ in versions) else (),
         )
 
     def close(self) -> None:

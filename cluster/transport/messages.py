@@ -87,6 +87,8 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     attempt: number of times that the request moved to another engine; counted by the ingress.
     drafted: whether each token was drafted and accepted; empty without `token_origins`.
     num_crashes: steps with the request that hung or crashed; in a delta of its own, after each.
+    weight_versions: which weights wrote the tokens: pairs of a version and a number of tokens, in their order. Empty:
+        those of the engine's start.
     """
 
     request_id: str
@@ -101,6 +103,17 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     attempt: int = 0
     drafted: tuple[bool, ...] = ()
     num_crashes: int = 0
+    weight_versions: tuple[tuple[str, int], ...] = ()
+
+
+def add_versions(versions: list[tuple[str, int]], delta: TokenDelta) -> None:
+    """Add the versions of a delta's tokens to a list of pairs as in `TokenDelta.weight_versions`. Neighbours of one
+    version become one pair."""
+    for version, count in delta.weight_versions or (("", len(delta.tokens)),):
+        if versions and versions[-1][0] == version:
+            versions[-1] = version, versions[-1][1] + count
+        else:
+            versions.append((version, count))
 
 
 class TokenBatch(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=True):

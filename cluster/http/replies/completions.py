@@ -60,6 +60,7 @@ class OpenAIReply(Reply):
         """Return the last event of a choice, with its finish reason."""
         choice.finish_reason, choice.stop_reason = delta.finish, piece.stop_reason
         choice.matched_stop = self._context.answers[choice.index].matched_stop
+        choice.weight_versions = self._context.weight_versions(choice.index)
         chunk = self._chunk(choice)
         chunk.metrics = self._context.finish_metrics()
         return chunk_event(chunk)
@@ -106,6 +107,7 @@ class OpenAIReply(Reply):
             "matched_stop": self._context.answers[index].matched_stop,
             "token_ids": piece.tokens if self._context.request.return_token_ids else None,
             "token_origins": self._context.origins(piece),
+            "weight_versions": self._context.weight_versions(index),
         }
 
     def _chunk(self, *choices: Any) -> Chunk:

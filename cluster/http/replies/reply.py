@@ -24,6 +24,7 @@ from aerie.cluster.http.schema.response import (
     SpeculationMetrics,
     TokenOrigin,
     Usage,
+    WeightVersion,
 )
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.transport.messages import SpeculationStats
@@ -111,6 +112,17 @@ class ReplyContext:
         if not self.request.return_token_origins:
             return UNSET
         return [TokenOrigin(text, drafted) for text, drafted in zip(piece.texts, piece.drafted, strict=True)]
+
+    def weight_versions(self, index: int) -> list[WeightVersion] | UnsetType:
+        """Return which weights wrote the tokens of choice `index`, if requested."""
+        if not self.request.return_weight_versions:
+            return UNSET
+        answer, start, found = self.answers[index], 0, []
+        for version, count in answer.versions:
+            end = min(start + count, answer.num_tokens)
+            found += [WeightVersion(version or "0", start, end)] if end > start else []
+            start = end
+        return found
 
     def usage(self) -> Usage:
         """Return the numbers of tokens so far. Cached tokens are left out until they are known."""

@@ -5,6 +5,7 @@ parameters         checks against the configuration and the model's length; samp
 responses          /v1/responses as a chat
 messages           /v1/messages as a chat
 native             SGLang's /generate as completions
+inference          vLLM's /inference/v1/generate as a completion
 batch              joins requests of one prompt each
 prompts            prompts of every form, as token ids
 prompt_embeds      embeddings in the place of a prompt's tokens

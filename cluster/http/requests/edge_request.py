@@ -102,6 +102,7 @@ class EdgeRequest:
     prompt_logprobs: int
     return_token_ids: bool
     return_token_origins: bool
+    return_weight_versions: bool
     tokens_as_ids: bool
     stream: bool
     include_usage: bool
@@ -320,6 +321,7 @@ def _request(
         prompt_logprobs=prompt_logprobs,
         return_token_ids=bool(body.return_token_ids),
         return_token_origins=bool(body.return_token_origins),
+        return_weight_versions=bool(body.return_weight_versions),
         stream=bool(body.stream),
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),

@@ -4,6 +4,7 @@ generation    /v1/chat/completions, /v1/completions
 responses     /v1/responses
 messages      /v1/messages, /v1/messages/count_tokens
 native        SGLang's /generate, /get_model_info
+inference     vLLM's /inference/v1/generate
 tokenization  /tokenize, /detokenize, /tokenizer_info
 models        /v1/models, /version
 status        /health, /health/live, /health/ready, /metrics

@@ -8,5 +8,6 @@ completions        /v1/chat/completions and /v1/completions: documents and strea
 responses          /v1/responses: requests, documents and stream events
 messages           /v1/messages
 native             SGLang's /generate
+inference          vLLM's /inference/v1/generate
 weights            bodies of /update_weights and the other routes for weights
 """

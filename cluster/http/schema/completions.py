@@ -4,7 +4,15 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from aerie.cluster.http.schema.response import FinishReason, PromptToken, RequestMetrics, Struct, TokenOrigin, Usage
+from aerie.cluster.http.schema.response import (
+    FinishReason,
+    PromptToken,
+    RequestMetrics,
+    Struct,
+    TokenOrigin,
+    Usage,
+    WeightVersion,
+)
 
 
 class _Reply(Struct, kw_only=True):
@@ -35,6 +43,7 @@ class _Choice(Struct, kw_only=True):
     matched_stop: str | int | None
     token_ids: tuple[int, ...] | None = None
     token_origins: list[TokenOrigin] | UnsetType = UNSET
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
 
 
 class _ChunkChoice(Struct, kw_only=True):
@@ -46,6 +55,7 @@ class _ChunkChoice(Struct, kw_only=True):
     matched_stop: str | int | None | UnsetType = UNSET
     token_ids: tuple[int, ...] | UnsetType = UNSET
     token_origins: list[TokenOrigin] | UnsetType = UNSET
+    weight_versions: list[WeightVersion] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 

@@ -70,7 +70,6 @@ REFUSED: Refusals = {
     "return_hidden_states": ("hidden states stay in the engine", (False,)),
     "return_routed_experts": ("which experts ran stays in the engine", (False,)),
     "return_meta_info": ("see usage and metrics", (False,)),
-    "return_weight_versions": ("weights do not change while a server runs", (False,)),
     "logprob_token_ids": ("use top_logprobs, up to 20 of the likeliest tokens", ([],)),
     "stop_regex": ("use stop, or regex for the form of the whole answer", ([], "")),
     "input_embeds": ("prompts are text or token ids", ()),
@@ -180,6 +179,7 @@ class _SamplingRequest(SamplingFields):
     max_tokens: Count | None = None
     return_token_ids: bool | None = None
     return_token_origins: bool | None = None
+    return_weight_versions: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # The format of the answer; read by `aerie.cluster.http.requests.structured_output`.

@@ -50,6 +50,15 @@ class TokenOrigin(Struct):
     drafted: bool
 
 
+class WeightVersion(Struct):
+    """Tokens `start` to `end` of an answer, without `end`, were written by the weights of this version; "0": those of
+    the engine's start."""
+
+    version: str
+    start: int
+    end: int
+
+
 class SpeculationMetrics(Struct):
     """Speculation in one answer.
 
