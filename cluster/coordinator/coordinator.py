@@ -27,6 +27,8 @@ from aerie.workers.scheduling.commands.command import (
     CommandAnswer,
     LoadedWeights,
     LoadWeights,
+    SumWeights,
+    WeightSums,
     Work,
     first_error,
 )
@@ -118,7 +120,7 @@ class Coordinator:
     def administer(self, call: AdminCall) -> AdminOutcome:
         """Do what an administrator asks, and wait for it. Returns after ADMIN_TIMEOUT_S at the latest, with an
         error."""
-        error, loaded = "", LoadedWeights({})
+        error, loaded, sums = "", LoadedWeights({}), tuple[dict[str, str], ...]()
         try:
             if isinstance(call, Pause):
                 paused = threading.Event()
@@ -130,12 +132,16 @@ class Coordinator:
                 answers = self.carry_out(call).result(ADMIN_TIMEOUT_S)
                 error, result = first_error(answers), answers[0].result
                 loaded = result if isinstance(result, LoadedWeights) else loaded
+            elif isinstance(call, SumWeights):
+                answers = self.carry_out(call).result(ADMIN_TIMEOUT_S)
+                error = first_error(answers)
+                sums = tuple(each.result.sums for each in answers if isinstance(each.result, WeightSums))
             elif isinstance(call, TransferCall):
                 error, loaded = self._transfers.call(call)
         except TimeoutError:
             error = f"no answer in {ADMIN_TIMEOUT_S:g} s"
         after = self._call(self._loop.inspect)
-        return msgspec.structs.replace(after, error=error, missing=loaded.missing, took_s=loaded.took_s)
+        return msgspec.structs.replace(after, error=error, missing=loaded.missing, took_s=loaded.took_s, sums=sums)
 
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""

@@ -237,6 +237,7 @@ class CoordinatorLoop:
             version=weights.version,
             num_ranks=0 if group is None else len(group.last_heartbeat),
             fault=weights.fault,
+            draft_fault=weights.draft.fault,
         )
 
     def flush_cache(self) -> FlushOutcome:

@@ -41,6 +41,7 @@ def engine_stats(
         num_worker_restarts=num_worker_restarts,
         num_graphs=scheduler.captures.graphs.num_captured,
         num_graphs_waiting=scheduler.captures.graphs.num_waiting,
+        num_dead_drafts=int(bool(scheduler.weights.draft.fault)),
         heartbeat_age_s=heartbeat_age_s,
         rank_steps=tuple(heartbeat.num_steps for heartbeat in heartbeats),
         rank_step_s=tuple(heartbeat.step_s for heartbeat in heartbeats),

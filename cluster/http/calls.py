@@ -30,20 +30,24 @@ class Calls:
         self._app = app
 
     async def call(
-        self, path: str, body: Body, request_id: str = "", tenant: str = ""
+        self, path: str, body: Body, request_id: str = "", tenant: str = "", method: str = "POST"
     ) -> Reply | AsyncGenerator[Reply, None]:
-        """Return the reply to a POST request, or the events of its stream if the body has `stream`.
+        """Return the reply to a request, or the events of its stream if the body has `stream`.
 
+        path: may have a query.
         request_id: as X-Request-Id; "" for a random one.
         tenant: name of the API key whose rights and limits apply; "" for none.
         Raises RequestError, a stream also after its first events. Cancelling the call or closing the stream aborts the
         request."""
-        request = _Request(self._app, path, _values(body), request_id, tenant)
+        request = _Request(self._app, path, _values(body), request_id, tenant, method)
         return request.events() if request.streams else await request.reply()
 
 
 class _Request:
-    def __init__(self, app: ASGIApp, path: str, values: Mapping[str, Any], request_id: str, tenant: str) -> None:
+    def __init__(
+        self, app: ASGIApp, path: str, values: Mapping[str, Any], request_id: str, tenant: str, method: str
+    ) -> None:
+        path, _, query = path.partition("?")
         self.streams = bool(values.get("stream"))
         self._app = app
         try:
@@ -57,11 +61,11 @@ class _Request:
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
-            "method": "POST",
+            "method": method,
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": headers,
             "state": {CALLER: tenant},

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from aerie.workers.prompt_inputs import PromptInputs
-from aerie.workers.scheduling.commands.command import LoadWeights, OpenTransfer, ReceiveWeights, StartUpdate
+from aerie.workers.scheduling.commands.command import LoadWeights, OpenTransfer, ReceiveWeights, StartUpdate, SumWeights
 from aerie.workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
 from aerie.workers.scheduling.request import Owner
 from aerie.workers.scheduling.stats import Metric, SchedulerStats
@@ -258,7 +258,9 @@ class FinishUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 TransferCall = JoinTrainer | StartUpdate | ReceiveWeights | FinishUpdate
-AdminCall = Pause | Resume | Inspect | LoadWeights | TransferCall  # what an administrator may ask of an engine
+AdminCall = (
+    Pause | Resume | Inspect | LoadWeights | TransferCall | SumWeights
+)  # what an administrator may ask of an engine
 
 
 class AdminOutcome(msgspec.Struct, frozen=True):
@@ -270,6 +272,8 @@ class AdminOutcome(msgspec.Struct, frozen=True):
     missing: after `LoadWeights` and `FinishUpdate`, the names that each model's source lacks.
     took_s: seconds in which its steps waited for these calls.
     error: why the call failed, or "".
+    sums: after `SumWeights`, each rank's checksums (`WeightSums`).
+    draft_fault: why the draft counts as dead since an update (`DraftCheck`), or "".
     fault: why the engine did not answer, or why its weights are not those of the last update.
     """
 
@@ -282,6 +286,8 @@ class AdminOutcome(msgspec.Struct, frozen=True):
     took_s: float = 0.0
     error: str = ""
     fault: str = ""
+    draft_fault: str = ""
+    sums: tuple[dict[str, str], ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True):
@@ -330,6 +336,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     ] = 0
     num_graphs_waiting: Annotated[
         int, Metric("aerie:cuda_graphs_waiting", "Steps that are still to be captured", "gauge")
+    ] = 0
+    num_dead_drafts: Annotated[
+        int, Metric("aerie:dead_drafts", "1 while the draft's acceptance is lost since an update of weights", "gauge")
     ] = 0
     heartbeat_age_s: tuple[float, ...] = ()
     rank_steps: tuple[int, ...] = ()

@@ -42,11 +42,12 @@ from aerie.workers.runner.graphs.warm_up import largest_steps, run, warm_up
 from aerie.workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot_table
 from aerie.workers.runner.memory import RankMemory, StepPeaks, must_fit
 from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.runner.transfer.checksums import WeightChecker
 from aerie.workers.runner.transfer.session import WeightTransfer
 from aerie.workers.runner.weight_update import META, RunningModel, WeightUpdate
 from aerie.workers.runner.worker import Worker
 from aerie.workers.sampling.sampler import Sampler
-from aerie.workers.scheduling.commands.command import LoadWeights
+from aerie.workers.scheduling.commands.command import LoadWeights, SumWeights
 from aerie.workers.structured_output.mask_table import MaskTable
 from aerie.workers.structured_output.slot_grammars import SlotGrammars
 
@@ -121,6 +122,7 @@ def build_rank(
         built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed, parts.pools, parts.states)
     transfer = WeightTransfer(parts.models, group, device)
     transfer.register(built.handlers)
+    built.handlers.add(SumWeights, WeightChecker(parts.models))
     built.handlers.add(LoadWeights, WeightUpdate(parts.models, group, device, transfer))
     warm_up(built, parts.layout)
     phases.done("warmed up")

@@ -19,6 +19,7 @@ from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.scheduling.commands.capture_pacing import CapturePacing
 from aerie.workers.scheduling.commands.command import CaptureGraph, Command, CommandAnswer, LoadWeights, Work
 from aerie.workers.scheduling.commands.command_queue import CommandQueue, OnAnswered
+from aerie.workers.scheduling.commands.draft_check import DraftCheck
 from aerie.workers.scheduling.commands.weight_versions import WeightVersions
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepRounds
@@ -95,7 +96,8 @@ class Scheduler:
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.is_paused = False  # whether no step is planned; commands are carried out
         self.commands = CommandQueue()
-        self.weights = WeightVersions(self.commands, self.slot_pages)
+        draft = DraftCheck(lambda: self.stats.accepted_histogram)
+        self.weights = WeightVersions(self.commands, self.slot_pages, draft)
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
         self.epoch = 0
         self._in_flight: deque[InFlightStep] = deque()
@@ -314,6 +316,7 @@ class Scheduler:
         self.captures.graphs = result.graphs
         self._grammars.compiled(unpack_i32(result.grammars_ready).tolist())
         outputs = self._results.apply(in_flight_step, result, self._next_step - 1)
+        self.weights.draft.observe()
         if self._prefill.budget is not None and result.step % UPDATE_EVERY == UPDATE_EVERY - 1:
             self._prefill.budget = self.admission.expected.budget = self._prefill.budget.updated()
         return outputs

@@ -9,5 +9,5 @@ tokenization  /tokenize, /detokenize, /tokenizer_info
 models        /v1/models, /version
 status        /health, /health/live, /health/ready, /metrics
 prefix_cache  /flush_cache, /reset_prefix_cache
-weights       /pause, /resume, /is_paused, /update_weights and its sessions, /weight_info, /get_world_size
+weights       /pause, /resume, /is_paused, /update_weights and its sessions, /weight_info, /weight_checker
 """

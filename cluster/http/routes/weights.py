@@ -3,14 +3,16 @@ exist only for API keys that administer the server."""
 
 import base64
 import binascii
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
 from starlette.requests import Request
 
+from aerie.cluster.http.calls import CALLER
 from aerie.cluster.http.endpoint import Endpoint, command, get, post
 from aerie.cluster.http.errors import conflict, forbidden, invalid, unavailable
 from aerie.cluster.http.schema.response import (
+    CheckedWeights,
     EngineWeights,
     PausedReply,
     PauseReply,
@@ -18,6 +20,7 @@ from aerie.cluster.http.schema.response import (
     WorldSizeReply,
 )
 from aerie.cluster.http.schema.weights import (
+    CheckWeightsRequest,
     FinishUpdateRequest,
     InitTransferRequest,
     TransferInfo,
@@ -36,7 +39,20 @@ from aerie.cluster.transport.messages import (
     PauseMode,
     Resume,
 )
-from aerie.workers.scheduling.commands.command import Folder, LoadWeights, OpenTransfer, ReceiveWeights, StartUpdate
+from aerie.workers.scheduling.commands.command import (
+    Folder,
+    LoadWeights,
+    OpenTransfer,
+    ReceiveWeights,
+    StartUpdate,
+    SumWeights,
+)
+
+READS = ("is_paused", "weight_info", "get_world_size")
+ACTIONS = (
+    *("pause", "resume", "update_weights", "init_weight_transfer_engine"),
+    *("start_weight_update", "start_draft_weight_update", "finish_weight_update", "weight_checker"),
+)
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -44,7 +60,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
     async def ask(http: Request, call: AdminCall) -> Sequence[AdminOutcome]:
         tenant = tenant_of(http.scope)
-        if not (tenant.name and tenant.is_admin):
+        is_of_cluster = http.scope["state"].get(CALLER) == ""  # programs of the cluster need no key
+        if not ((tenant.name or is_of_cluster) and tenant.is_admin):
             raise forbidden(tenant.name)
         outcomes = await edge.engine.administer(call)
         if not outcomes:
@@ -98,6 +115,16 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         covered."""
         return _weights(await ask(http, FinishUpdate(body.weight_version)))
 
+    async def check_weights(http: Request, body: CheckWeightsRequest) -> CheckedWeights:
+        """Checksums of every rank's weights, or what differs from earlier ones."""
+        found = {each.engine_id: list(each.sums) for each in await ask(http, SumWeights())}
+        if body.action == "checksum":
+            return CheckedWeights(found)
+        if body.baseline is None:
+            raise invalid("baseline", "baseline: give the checksums of an earlier reply")
+        before, after = _named_sums(body.baseline), _named_sums(found)
+        return CheckedWeights(found, sorted(n for n in before | after if before.get(n) != after.get(n)))
+
     async def world_size(http: Request) -> WorldSizeReply:
         """Number of ranks of all engines."""
         return WorldSizeReply(sum(outcome.num_ranks for outcome in await ask(http, Inspect())))
@@ -116,6 +143,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         command("/start_weight_update", start_update, WeightsReply, True),
         command("/start_draft_weight_update", start_draft_update, WeightsReply, True),
         post("/finish_weight_update", finish_update, FinishUpdateRequest, WeightsReply),
+        post("/weight_checker", check_weights, CheckWeightsRequest, CheckedWeights),
         get("/get_world_size", world_size, WorldSizeReply),
     ]
 
@@ -168,10 +196,31 @@ def _join(info: TransferInfo, engines: Sequence[AdminOutcome]) -> JoinTrainer:
     return JoinTrainer(first_ranks, opened)
 
 
+def _named_sums(sums: Mapping[str, Any]) -> dict[str, str]:
+    """Return the checksums of a reply by "ENGINE.RANK.NAME". Raises ApiError for what is none."""
+    try:
+        return {
+            f"{engine}.{rank}.{name}": str(value)
+            for engine, ranks in sums.items()
+            for rank, named in enumerate(ranks)
+            for name, value in named.items()
+        }
+    except (AttributeError, TypeError):
+        raise invalid("baseline", "baseline: must be `checksums` of an earlier reply") from None
+
+
 def _weights(outcomes: Sequence[AdminOutcome]) -> WeightsReply:
     return WeightsReply(
         [
-            EngineWeights(each.engine_id, each.weight_epoch, each.version, each.missing, each.took_s, each.fault)
+            EngineWeights(
+                each.engine_id,
+                each.weight_epoch,
+                each.version,
+                each.missing,
+                each.took_s,
+                each.draft_fault,
+                each.fault,
+            )
             for each in outcomes
         ]
     )

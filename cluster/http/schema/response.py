@@ -222,6 +222,7 @@ class EngineWeights(Struct):
     weight_version: name of the last update, "" before the first.
     missing: names that the update lacked, by model, which keep their weights.
     took_s: seconds in which steps waited for the update.
+    draft_fault: why the draft counts as dead since the update, or "".
     fault: why its weights are not those of the last update, or "".
     """
 
@@ -230,7 +231,16 @@ class EngineWeights(Struct):
     weight_version: str
     missing: dict[str, tuple[str, ...]]
     took_s: float
+    draft_fault: str
     fault: str
+
+
+class CheckedWeights(Struct):
+    """checksums: by rank and name, of each engine. differing: names "ENGINE.RANK.NAME" that differ from the baseline;
+    absent without one."""
+
+    checksums: dict[str, list[dict[str, str]]]
+    differing: list[str] | UnsetType = UNSET
 
 
 class WorldSizeReply(Struct):

@@ -1,6 +1,6 @@
 """Bodies of the routes for weights."""
 
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -60,6 +60,13 @@ class InitTransferRequest(Schema):
     """Which group to join."""
 
     init_info: TransferInfo
+
+
+class CheckWeightsRequest(Schema):
+    """action: checksum: answer the checksums; compare: with those of `baseline`, by engine, rank and name."""
+
+    action: Literal["checksum", "compare"]
+    baseline: dict[str, Any] | None = None
 
 
 class FinishUpdateRequest(Schema):

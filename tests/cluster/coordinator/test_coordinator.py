@@ -160,7 +160,7 @@ def test_a_bug_that_one_request_meets_ends_only_that_one(make_bed, monkeypatch):
     bed = make_bed()
     put = Stream.put
 
-    def broken(stream, output, num_draft_tokens):
+    def broken(stream, output, num_draft_tokens, version):
         if stream.request_id == "bad":
             raise KeyError("surprise")
         put(stream, output, num_draft_tokens)

@@ -48,6 +48,7 @@ EXPORTED = {
     "aerie:last_step_age_seconds": "gauge",
     "aerie:cuda_graphs": "gauge",
     "aerie:cuda_graphs_waiting": "gauge",
+    "aerie:dead_drafts": "gauge",
     "aerie:backlog_seconds": "gauge",
     "aerie:slot_wait_seconds": "gauge",
     "aerie:engines": "gauge status",

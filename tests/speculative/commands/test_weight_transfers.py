@@ -2,6 +2,7 @@
 steps go on meanwhile, and what does not fit changes nothing."""
 
 import contextlib
+import random
 import threading
 import time
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -16,10 +18,12 @@ from aerie.cluster.transport.messages import JoinTrainer
 from aerie.speculative.build import local_engine
 from aerie.workers.distributed.ports import free_port
 from aerie.workers.distributed.weight_transfer.group import TransferError
-from aerie.workers.scheduling.commands.command import OpenTransfer, ReceiveWeights
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.commands.command import OpenTransfer, ReceiveWeights, SumWeights, first_error
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request
 from tests.speculative.commands.test_weight_updates import (
+    GREEDY,
     Version,
     answers_of,
     other,  # noqa: F401 - a fixture
@@ -227,3 +231,84 @@ def test_a_trainer_that_does_not_come_is_named_in_time(pair: Pair) -> None:
         error, _ = trainer.call(JoinTrainer({"e": 1}, OpenTransfer("127.0.0.1", free_port(), 1, 2, True, 4096, 1.0)))
         assert "no group of 2 members at 127.0.0.1:" in error and time.monotonic() - since < 10
         assert "no group of 2 members" in trainer.start() or "no trainer" in trainer.start()
+
+
+def test_a_zeroed_draft_is_named_within_ten_seconds_and_text_stays(pair: Pair, other: Version) -> None:  # noqa: F811
+    """Target and draft change together: no fault. The draft alone is zeroed: named, until its weights come again."""
+    drafts = tensors_of(other.eagle)
+    with local_engine(started_with(pair, other, "plain")) as engine:
+        texts = [text for text, _ in answers_of(engine, pair.prompts[:4], "x")]
+    with local_engine(pair.spec(pair.chain())) as engine:
+        check = engine.scheduler.weights.draft
+        trainer = Trainer(engine)
+        together = tensors_of(other.target) | {f"draft.{name}": tensor for name, tensor in drafts.items()}
+        assert trainer.join() == trainer.start() == trainer.update(together) == trainer.finish()[0] == ""
+        assert [text for text, _ in answers_of(engine, pair.prompts[:4], "a")] == texts and not check.fault
+        zeroed = {name: torch.zeros_like(tensor) for name, tensor in drafts.items()}
+        assert trainer.start("draft") == trainer.update(zeroed) == trainer.finish("zeroed")[0] == ""
+        since = time.monotonic()
+        assert [text for text, _ in answers_of(engine, pair.prompts[:4], "b")] == texts
+        assert check.fault.startswith("since weights zeroed") and time.monotonic() - since < 10
+        assert trainer.start("draft") == trainer.update(drafts) == trainer.finish()[0] == ""
+        assert [text for text, _ in answers_of(engine, pair.prompts[:4], "c")] == texts and not check.fault
+
+
+@pytest.mark.parametrize("count", [25, pytest.param(1000, marks=pytest.mark.slow)])
+def test_updates_at_random_moments_beside_streams_leave_the_right_weights(
+    pair: Pair,
+    other: Version,  # noqa: F811
+    count: int,
+) -> None:
+    """After each, the checksums are those of an engine started with the version; texts of requests that no update met
+    are those of their version."""
+    draw = random.Random(8)
+    versions = [Version(pair.target, pair.eagle), other]
+    sums, texts = [], []
+    for version in versions:
+        with local_engine(started_with(pair, version, "chain")) as engine:
+            sums.append(sums_of(engine))
+            texts.append([text for text, _ in answers_of(engine, pair.prompts[:4], "x")])
+    assert sums[0].keys() == sums[1].keys() and sum(sums[0][name] != sums[1][name] for name in sums[0]) > 10
+    sent = [
+        tensors_of(each.target) | {f"draft.{name}": tensor for name, tensor in tensors_of(each.eagle).items()}
+        for each in versions
+    ]
+    num_checked = 0
+    with local_engine(pair.spec(pair.chain())) as engine:
+        trainer, step = Trainer(engine), engine.step
+        begun: dict[str, tuple[int, int]] = {}
+
+        def served() -> Any:
+            """A step beside which requests come."""
+            nonlocal num_checked
+            if len(begun) < 4 and draw.random() < 0.3:
+                request = Request(f"r{time.monotonic_ns()}", pair.prompts[index := draw.randrange(4)], GREEDY)
+                begun[request.request_id] = engine.scheduler.weights.epoch, index
+                engine.scheduler.submit(request)
+            outputs = step()
+            for output in outputs:
+                if output.finish_reason is not None:
+                    epoch, index = begun.pop(output.request.request_id)
+                    if epoch == engine.scheduler.weights.epoch:
+                        assert output.request.output == texts[epoch % 2][index]
+                        num_checked += 1
+            return outputs
+
+        engine.step = served  # type: ignore[method-assign]
+        assert trainer.join() == ""
+        for number in range(1, count + 1):
+            for _ in range(draw.randrange(30)):
+                engine.step()
+            assert trainer.start() == trainer.update(sent[number % 2]) == trainer.finish()[0] == ""
+            assert sums_of(engine) == sums[number % 2]
+    assert num_checked > count / 2
+
+
+def sums_of(engine: LocalEngine) -> dict[str, str]:
+    found: list[Any] = []
+    engine.scheduler.add_command(SumWeights(), found.append)
+    while not found:
+        engine.step()
+    assert first_error(found[0]) == ""
+    sums: dict[str, str] = found[0][0].result.sums
+    return sums

@@ -163,9 +163,21 @@ class TransferState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_bytes: int = 0
 
 
+class SumWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Sum the weights. -> `WeightChecker`"""
+
+    extra_s: ClassVar[float] = 600.0
+
+
+class WeightSums(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The result of `SumWeights`. sums: a checksum of each of the rank's tensors, by model and name."""
+
+    sums: dict[str, str]
+
+
 Transfer = OpenTransfer | StartUpdate | ReceiveWeights | CloseTransfer | InspectTransfer
-Work = CaptureGraph | LoadWeights | Transfer
-Result = Captured | LoadedWeights | TransferState
+Work = CaptureGraph | LoadWeights | Transfer | SumWeights
+Result = Captured | LoadedWeights | TransferState | WeightSums
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -12,6 +12,7 @@ from aerie.workers.scheduling.commands.command import (
     first_error,
 )
 from aerie.workers.scheduling.commands.command_queue import CommandQueue, OnAnswered
+from aerie.workers.scheduling.commands.draft_check import DraftCheck
 from aerie.workers.scheduling.slot_pages import SlotPages
 
 
@@ -21,12 +22,14 @@ class WeightVersions:
     epoch: number of successful updates since the engine's start; 0: the weights of its checkpoints. Also counts
         restorations, because new ranks have no cached pages of the earlier ones.
     version: name of the last update, "" at the start: given by its sender, or `epoch`.
+    draft: names a draft that an update has broken.
     fault: why the ranks' weights are not those of the last update, or "". Requests should not run then.
     """
 
-    def __init__(self, commands: CommandQueue, slot_pages: SlotPages) -> None:
+    def __init__(self, commands: CommandQueue, slot_pages: SlotPages, draft: DraftCheck) -> None:
         self.fault = ""
         self.version = ""
+        self.draft = draft
         self._commands = commands
         self._slot_pages = slot_pages
         self._sources: dict[str, list[WeightSource]] = {}  # by model, from the last one that had all names on
@@ -49,6 +52,7 @@ class WeightVersions:
     def _succeeded(self, work: LoadWeights, answers: Sequence[CommandAnswer]) -> None:
         self._slot_pages.weight_epoch += 1
         self.version = work.version or str(self.epoch)
+        self.draft.updated(self.version)
         result = answers[0].result
         assert isinstance(result, LoadedWeights)
         for model, source in work.sources.items():

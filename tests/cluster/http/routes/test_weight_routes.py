@@ -1,11 +1,16 @@
 """Routes for weights and pauses: who may use them, what engines are asked, and what comes of their answers."""
 
 import base64
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from aerie.cluster.http.app import build_app
+from aerie.cluster.http.calls import Calls
+from aerie.cluster.http.errors import RequestError
 from aerie.cluster.http.keys import KeyConfig
+from aerie.cluster.http.routes import weights
 from aerie.cluster.transport.messages import (
     AdminCall,
     AdminOutcome,
@@ -16,8 +21,8 @@ from aerie.cluster.transport.messages import (
     Resume,
 )
 from aerie.workers.scheduling.commands.command import Folder, LoadWeights, OpenTransfer, ReceiveWeights, StartUpdate
-from tests.support.edge_client import in_process
-from tests.support.fake_engine import FakeEngine, says
+from tests.support.edge_client import edge_config, in_process
+from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 
 ROUTES = (
     ("POST", "/pause", None),
@@ -31,6 +36,7 @@ ROUTES = (
     ("POST", "/update_weights", {"update_info": {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2]]}}),
     ("POST", "/finish_weight_update", {"weight_version": "step-1"}),
     ("GET", "/get_world_size", None),
+    ("POST", "/weight_checker", {"action": "checksum"}),
 )
 KEYS = (KeyConfig("root", "r" * 20, admin=True), KeyConfig("user", "u" * 20))
 ROOT, USER = ({"Authorization": f"Bearer {letter * 20}"} for letter in "ru")
@@ -128,6 +134,7 @@ PLACE = {"master_address": "h", "master_port": 1}
         ("/update_weights", {"update_info": {}}, "give path, draft_path, or both"),
         ("/update_weights", {}, "update_info"),
         ("/update_weights", {"update_info": {"path": ""}}, "path"),
+        ("/weight_checker", {"action": "read"}, "action"),
         ("/update_weights", {"update_info": {"path": "/a", "names": ["x"]}}, "folders or names, not both"),
         ("/update_weights", {"update_info": {"names": ["x"]}}, "must have the same length"),
         ("/init_weight_transfer_engine", {"init_info": PLACE | {"world_size": 4}}, "must be 3"),
@@ -159,3 +166,40 @@ async def test_an_engine_that_fails_is_named(outcomes: Any, status: int, message
     async with in_process(engine, api_keys=KEYS) as client:
         reply = await client.post("/update_weights", json={"update_info": {"path": "/a"}}, headers=ROOT)
     assert reply.status_code == status and message in reply.json()["error"]["message"]
+
+
+async def test_programs_of_the_cluster_need_no_key_and_others_in_their_name_their_rights() -> None:
+    app = build_app(edge_config(api_keys=KEYS), chat_tokenizer(), Asked(says("x")))
+    calls = Calls(app)
+    assert await calls.call("/pause?mode=keep", {}) == {"status": "paused"}
+    assert await calls.call("/get_world_size", {}, method="GET") == {"world_size": 2}
+    for tenant in ("user", "root"):
+        if tenant == "user":
+            with pytest.raises(RequestError, match="does not administer"):
+                await calls.call("/start_weight_update", {}, tenant=tenant)
+        else:
+            await calls.call("/start_weight_update", {}, tenant=tenant)
+    assert asked == [Pause("keep"), Inspect(), StartUpdate("target")]
+
+
+def test_handles_have_every_route_for_weights() -> None:
+    edge: Any = SimpleNamespace(engine=None, config=None)
+    methods = {endpoint.path.removeprefix("/"): endpoint.method for endpoint in weights.endpoints(edge)}
+    assert methods == dict.fromkeys(weights.READS, "GET") | dict.fromkeys(weights.ACTIONS, "POST")
+
+
+async def test_checksums_are_compared_by_engine_rank_and_name() -> None:
+    engine = Asked(says("x"))
+    engine.outcomes = (AdminOutcome("a", sums=({"target.norm": "01", "target.head": "02"}, {"target.norm": "03"})),)
+    async with in_process(engine, api_keys=KEYS) as client:
+        sums = (await client.post("/weight_checker", json={"action": "checksum"}, headers=ROOT)).json()["checksums"]
+        assert sums == {"a": [{"target.norm": "01", "target.head": "02"}, {"target.norm": "03"}]}
+        compare = {"action": "compare", "baseline": sums}
+        assert (await client.post("/weight_checker", json=compare, headers=ROOT)).json()["differing"] == []
+        sums["a"][1]["target.norm"] = "04"
+        del sums["a"][0]["target.head"]
+        reply = await client.post("/weight_checker", json=compare, headers=ROOT)
+        assert reply.json()["differing"] == ["a.0.target.head", "a.1.target.norm"]
+        for wrong in (None, {"a": 1}, {"a": ["x"]}):
+            reply = await client.post("/weight_checker", json=compare | {"baseline": wrong}, headers=ROOT)
+            assert reply.status_code == 400 and "baseline" in reply.json()["error"]["message"]
