@@ -10,7 +10,7 @@ from aerie.kernels.fp8.product import Fp8Product, build_product
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.fp8.tiles import Fp8Matrix
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.kv.fp8 import FP8, FP8_MAX
 from aerie.workers.layers.linear_method import DenseLinearMethod, LinearShape, Part
 from aerie.workers.quantization.fp8_weight import (
     DUMMY_SCALE,
@@ -41,6 +41,7 @@ class Fp8Linear(DenseLinearMethod):
         self.scales = nn.ParameterList(empty(*scheme.num_scales(part), dtype=torch.float32) for part in shape.parts)
         self._dense: Tensor | None = None
         self._product: Fp8Product | None = None
+        self._matrix: Fp8Matrix | None = None  # what `_product` multiplies
 
     @property
     def dtype(self) -> torch.dtype:
@@ -87,13 +88,39 @@ class Fp8Linear(DenseLinearMethod):
             return
         reason = unreadable(self.shape.parts, self.scheme)
         if options.fp8 and reason is None:
-            self._product = build_product(Fp8Matrix(*self.weight_and_scales()), options, self._dtype)
+            self._matrix = Fp8Matrix(*self.weight_and_scales())
+            self._product = build_product(self._matrix, options, self._dtype)
             return
         if options.fp8:
             logger.warning("weights of FP8 [%d, %d] are dequantised: %s", *self.weight.shape, reason)
         dense = self._dequantised()
         self.weight, self._dense = None, dense
         super().finish(options)
+
+    @property
+    def reload_fault(self) -> str:
+        return ""
+
+    def reopen(self) -> None:
+        if self.weight is not None or self._dense is None:
+            return
+        # a dense number over its scale differs from the FP8 number by the rounding of `dtype`, less than FP8's own
+        exact = torch.empty(self._dense.shape, dtype=torch.float32, device=self._dense.device)
+        for part, scale in zip(self.shape.parts, self.scales, strict=True):
+            inverse = torch.where(scale.data == 0, 0.0, 1.0 / scale.data)
+            block = self.scheme.block_of(part)
+            rows_of(exact, part).copy_(dequantised(rows_of(self._dense, part), inverse, part, block, torch.float32))
+        self.weight = nn.Parameter(exact.clamp(-FP8_MAX, FP8_MAX).to(FP8), requires_grad=False)
+
+    def reloaded(self) -> None:
+        if self._matrix is not None:
+            self._matrix.scales.copy_(self.weight_and_scales()[1])
+        elif self.weight is not None and self._dense is not None:
+            self._dense.copy_(self._dequantised())
+            self.weight = None
+            assert self._options is not None
+            if self._options.workspace is None:  # on a CPU, where the GEMM may have a copy
+                super().finish(self._options)
 
     def _dequantised(self) -> Tensor:
         assert self.weight is not None

@@ -2,7 +2,9 @@
 steps go on meanwhile, and what does not fit changes nothing."""
 
 import contextlib
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +20,7 @@ from aerie.cluster.transport.messages import JoinTrainer
 from aerie.speculative.build import local_engine
 from aerie.workers.distributed.ports import free_port
 from aerie.workers.distributed.weight_transfer.group import TransferError
+from aerie.workers.distributed.weight_transfer.sender import WeightSender
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.scheduling.commands.command import OpenTransfer, ReceiveWeights, SumWeights, first_error
 from aerie.workers.scheduling.plan import SamplingParams
@@ -32,6 +35,7 @@ from tests.speculative.commands.test_weight_updates import (
 )
 from tests.speculative.commands.trainer import Trainer, received
 from tests.speculative.conftest import Pair
+from tests.support.ranks import fresh_processes
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
 
@@ -312,3 +316,41 @@ def sums_of(engine: LocalEngine) -> dict[str, str]:
     assert first_error(found[0]) == ""
     sums: dict[str, str] = found[0][0].result.sums
     return sums
+
+
+def send_two_and_wait(port: int, folder: str) -> None:
+    """A trainer's process that sends two tensors."""
+    sender = WeightSender("127.0.0.1", port, 2, packed=False, timeout_s=60.0)
+    sender.send(dict(list(tensors_of(Path(folder)).items())[:2]))
+    time.sleep(60)
+
+
+def test_a_trainer_that_is_killed_in_a_broadcast_changes_nothing_and_the_next_one_succeeds(
+    pair: Pair,
+    other: Version,  # noqa: F811
+) -> None:
+    """Steps go on, the loss is named within seconds, and the weights of the next trainer are whole."""
+    new, port = tensors_of(other.target), free_port()
+    with local_engine(started_with(pair, other, "plain")) as engine:
+        expected = answers_of(engine, pair.prompts[:1], "x")
+    context: Any = fresh_processes()
+    process = context.Process(target=send_two_and_wait, args=(port, str(other.target)), daemon=True)
+    with local_engine(pair.spec()) as engine:
+        before = answers_of(engine, pair.prompts[:1], "a")
+        trainer = Trainer(engine)
+        opened = OpenTransfer("127.0.0.1", port, 1, 2, False, 4096, 60.0)
+        assert trainer.call(JoinTrainer({"e": 1}, opened), process.start)[0] == "" == trainer.start()
+        killed: list[float] = []
+
+        def kill() -> None:
+            time.sleep(0.5)  # two tensors have come, and the third is awaited
+            os.kill(process.pid, signal.SIGKILL)
+            killed.append(time.monotonic())
+
+        assert "Connection closed by peer" in trainer.update(new, kill)
+        assert time.monotonic() - killed[0] < 5
+        assert "no weight update is open" in trainer.finish()[0] or "Connection closed" in trainer.finish()[0]
+        assert answers_of(engine, pair.prompts[:1], "b") == before and engine.scheduler.weights.epoch == 0
+        assert trainer.join() == trainer.start() == trainer.update(new) == trainer.finish()[0] == ""
+        assert answers_of(engine, pair.prompts[:1], "c") == expected
+    process.join(10)
