@@ -132,6 +132,7 @@ WITHOUT_EFFECT = Names(
     scheduler-delay-factor scheduler-recv-interval scheduling-policy shared-experts-tp-size
     show-hidden-metrics-for-version shutdown-timeout soft-watchdog-timeout sparse-indexer-topk-backend
     spec-trace-dir speculative-adaptive-config speculative-attention-mode speculative-dflash-block-size
+    speculative-max-model-len
     speculative-disable-by-batch-size speculative-domino-candidate-pool-size speculative-draft-attention-backend
     speculative-draft-load-format speculative-draft-model-quantization speculative-draft-sink-size
     speculative-dsa-topk-backend speculative-dspark-block-size speculative-dspark-confidence-sts-path
@@ -140,7 +141,8 @@ WITHOUT_EFFECT = Names(
     speculative-ngram-external-corpus-path speculative-ngram-external-sam-budget speculative-ngram-match-type
     speculative-ngram-max-bfs-breadth speculative-ngram-max-trie-depth speculative-ngram-min-bfs-breadth
     sse-keep-alive-interval startup-weight-load-mode stream-interval structured-outputs-config swa-full-tokens-ratio
-    swa-prefix-tails swap-space tbo-token-distribution-threshold tokenizer-backend
+    swa-prefix-tails swap-space tbo-token-distribution-threshold tokenizer-backend tokenizer-pool-size
+    tokenizer-pool-type tokenizer-pool-extra-config max-long-partial-prefills max-num-partial-prefills
     tokenizer-metrics-custom-labels-header tokenizer-worker-num tool-call-parser-plugin tool-parser-plugin
     torch-compile-max-bs trace-modules triton-attention-num-kv-splits triton-attention-split-tile-size ubatch-size
     unified-cache-external-linker-backend unified-cache-external-linker-config uvicorn-log-level

@@ -12,6 +12,8 @@ from typing import Any
 from aerie.deploy.config.option_table import GROUPS, OPTIONS, Option
 from aerie.deploy.config.vllm_values import SPECULATIVE_PARTS, Changes, OptionError, settled
 
+_DRAFT, _DRAFT_REVISION = "speculative_draft_model_path", "speculative_draft_model_revision"
+
 
 def add_options(parser: argparse.ArgumentParser, prefix: str = "vllm_") -> None:
     """Add every option of the table. A flag also has a form with `--no-`. Options that set keys have help. prefix: of
@@ -73,11 +75,16 @@ def is_flag(spelling: str) -> bool:
 
 
 def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `values` with the options that are parts of --speculative-config (`--spec-method`) inside it."""
+    """Return `values` with the options that are parts of --speculative-config (`--spec-method`) inside it, and SGLang's
+    revision of a draft beside its name on the hub."""
     parts = {SPECULATIVE_PARTS[name]: value for name, value in values.items() if name in SPECULATIVE_PARTS}
     found = {name: value for name, value in values.items() if name not in SPECULATIVE_PARTS}
     if parts and "speculative_config" in found:
         raise OptionError(f"--speculative-config: {', '.join(parts)} are in it and given beside it; give them once")
+    head, revision = found.get(_DRAFT, ""), found.get(_DRAFT_REVISION)
+    if revision and head and not head.startswith(("/", ".", "~")):
+        found = {name: value for name, value in found.items() if name != _DRAFT_REVISION}
+        found[_DRAFT] = f"{head}@{revision}"
     return found | ({"speculative_config": parts} if parts else {})
 
 

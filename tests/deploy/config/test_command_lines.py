@@ -29,7 +29,7 @@ def keys_of(line: str) -> tuple[dict[str, object], list[str]]:
     return vllm_options.changes(vllm_options.given(parsed(_PARSER, ["plan", *shlex.split(line)])))
 
 
-@pytest.mark.parametrize(("name", "least"), [("vllm", 33), ("sglang", 9), ("recipes", 146), ("guides", 72)])
+@pytest.mark.parametrize(("name", "least"), [("vllm", 43), ("sglang", 11), ("recipes", 146), ("guides", 72)])
 def test_command_lines_are_understood(name: str, least: int) -> None:
     understood, _ = lines(name)
     assert len(understood) >= least
@@ -66,6 +66,10 @@ def test_other_command_lines_are_refused_with_a_remedy(name: str) -> None:
         ("--disable-radix-cache", {"cache.prefix_cache": False}),
         ("--enable_prefix_caching True", {"cache.prefix_cache": True}),
         ("--ep 8", {"parallel.expert_parallel": True}),
+        (
+            "--speculative-draft-model-path a/b --speculative-draft-model-revision 67ca",
+            {"speculative.path": "a/b@67ca"},
+        ),
         ("--tp 4 --dp 4 --enable-dp-attention", {"parallel.tensor_parallel": 4}),
         ("--reasoning-parser qwen3 --tool-call-parser hermes", {"ingress.output_parser": "hermes"}),
         ("--tool-call-parser hermes --reasoning-parser qwen3", {"ingress.output_parser": "hermes"}),
