@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
@@ -20,6 +20,9 @@ from aerie.cluster.transport.discovery import coordinator_prefix
 from aerie.cluster.transport.messages import EngineStats
 from aerie.deploy.serve.environment import FAULT_ENVIRONMENT
 from aerie.workers.distributed.ports import free_port
+
+if TYPE_CHECKING:
+    from aerie.cluster.replica.engine import Engine
 
 START_LIMIT_S = 120.0
 END_LIMIT_S = 30.0
@@ -89,9 +92,16 @@ def ray_cluster(num_cpus: int = 6) -> Iterator[int]:
 
 @contextlib.contextmanager
 def serving(
-    port: int, args: dict[str, Any], base: Path, scripted: bool = False, name: str = "aerie", prefix: str = ""
+    port: int,
+    args: dict[str, Any],
+    base: Path,
+    scripted: bool = False,
+    name: str = "aerie",
+    prefix: str = "",
+    engine_class: "type[Engine] | None" = None,
 ) -> Iterator[Server]:
-    """One application on a running Serve. scripted: its ranks have no model, see `tests.e2e.scripted_rank`."""
+    """One application on a running Serve. scripted: its ranks have no model, see `tests.e2e.scripted_rank`.
+    engine_class: another engine."""
     from ray import serve
 
     from aerie.cluster.replica.engine import Engine
@@ -101,7 +111,8 @@ def serving(
     from tests.e2e.scripted_rank import ScriptedEngine
 
     plan = planned(args, cluster_nodes(), base)
-    serve.run(application(plan, ScriptedEngine if scripted else Engine), name=name, route_prefix=prefix or "/")
+    chosen = engine_class or (ScriptedEngine if scripted else Engine)
+    serve.run(application(plan, chosen), name=name, route_prefix=prefix or "/")
     server = Server(port, plan.ingress.config.served_model_name, prefix)
     try:
         server.wait_healthy()

@@ -32,7 +32,8 @@ FLOOD_BEGINS_S = 4.0  # from its first request to the other key's
 @dataclass(frozen=True)
 class Work:
     """Lengths in tokens: of prompts and answers of the flood's `num_flood` requests, which come at once, and of the
-    other key's `num_steady`, one after the other."""
+    other key's `num_steady`, one after the other with pauses. In these it must ask for less than half of what the
+    engine computes, or it is a flood, too, and waits for its turns."""
 
     num_flood: int = 300
     flood_prompt: int = 200
@@ -40,6 +41,7 @@ class Work:
     num_steady: int = 8
     prompt: int = 500
     answer: int = 8
+    pause_s: float = 0.3
 
 
 class Clients:
@@ -66,7 +68,7 @@ class Clients:
         found = []
         for _ in range(self._work.num_steady):
             found.append(await self.first_token_s(STEADY, self._work.prompt, self._work.answer))
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(self._work.pause_s)
         return found
 
     async def turn(self) -> tuple[list[float], list[float], int]:
@@ -113,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     for name, value in vars(Work()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     parser.add_argument("--turns", type=int, default=3)
     arguments = parser.parse_args()
     work = Work(**{name: getattr(arguments, name) for name in vars(Work())})
