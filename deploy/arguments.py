@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     _add_eval_draft(commands)
     _add_bench(commands)
     _add_check_cache(commands)
+    _add_exact(commands)
     _add_chat(commands)
     return parser
 
@@ -274,6 +275,37 @@ def _add_check_cache(commands: argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--show", type=at_least(0), default=5, help="differences to print (default: 5)")
     parser.add_argument("--seed", type=int, default=0)
     parser.set_defaults(run="aerie.deploy.check_cache:run")
+
+
+def _add_exact(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    exact = commands.add_parser(
+        "exact",
+        help="check that a server's answers do not depend on what else it does",
+        description="Asks prompts of many lengths on /v1/completions, greedy and with seeds: alone, beside neighbours, "
+        "from the cache, and without speculation where the server has a switch. Compares tokens and log-probabilities. "
+        "For any OpenAI server. Exit code 1 if an answer differs.",
+    )
+    every = commands.add_parser(
+        "check-server",
+        help="`exact`, `check-cache`, and what clients rely on: copies, stops, streams, tools, usage",
+        description="Runs `aerie exact` and `aerie check-cache`, and checks identifiers copied under load, stop "
+        "strings, streams, tool calls and usage. For any OpenAI server. Exit code 1 if anything is wrong.",
+    )
+    for parser in (exact, every):
+        _add_server(parser)
+        parser.add_argument("--prompts", type=at_least(2), default=100, help="to compare (default: 100)")
+        parser.add_argument("--words", type=at_least(8), help="of the longest prompt (default: 4000, less if too long)")
+        parser.add_argument("--max-tokens", type=at_least(1), default=64, help="of an answer (default: 64)")
+        loads = "requests at once (default: 8 32 128)"
+        parser.add_argument("--loads", type=at_least(2), nargs="*", default=[8, 32, 128], metavar="N", help=loads)
+        texts = "log-probabilities may differ, if tokens do not; for servers whose rounding depends on the batch"
+        parser.add_argument("--texts-only", action="store_true", help=texts)
+        parser.add_argument("--report", metavar="FILE", help="also write the page that is printed, in Markdown")
+        parser.add_argument("--seed", type=int, default=0)
+    every.add_argument("--show", type=at_least(0), default=5, help="problems to print of each check (default: 5)")
+    every.add_argument("--no-cache", action="store_false", dest="cache", help="leave `check-cache` out")
+    exact.set_defaults(run="aerie.deploy.check_server.command:exact")
+    every.set_defaults(run="aerie.deploy.check_server.command:check_server")
 
 
 def _add_chat(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -1,4 +1,4 @@
-"""The command `aerie`: serve, start, stop, plan, doctor, config, chat, bench, check-cache, quantize, tekken, and the
+"""The command `aerie`: serve, start, stop, plan, doctor, config, chat, bench, exact, check-server, quantize, and the
 training of targets and drafts.
 
 Modules are imported after arguments are parsed, so that `--help` and errors in options are printed at once.
