@@ -79,7 +79,7 @@ async def test_log_probabilities_may_differ_if_only_texts_count(capsys: pytest.C
     ],
 )
 async def test_what_breaks_clients_is_found(fault: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert await checked("check-server", fault, "--no-cache", "--loads", "2", "--prompts", "4") == 1
+    assert await checked("check-server", fault, "--no-cache", "--loads", "6", "--prompts", "4") == 1
     assert problem in capsys.readouterr().out
 
 
