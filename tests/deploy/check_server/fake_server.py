@@ -4,6 +4,8 @@ fault."""
 import asyncio
 import hashlib
 import json
+import math
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +21,11 @@ SYLLABLES = ("ka", "lo", "mi", "re", "su", "ta", "wen", "zo")
 
 @dataclass
 class FakeServer:
-    """fault: what it does wrong; "" for nothing. running: requests at this moment. beside: whether
-    the request that is answered ran beside others. known: prompts in its cache."""
+    """fault: what it does wrong; "" for nothing. neighbour_s: when the last request came whose log-probabilities nobody
+    asks for. beside: whether one came in the last two seconds. known: prompts in its cache."""
 
     fault: str = ""
-    running: int = 0
+    neighbour_s: float = -math.inf
     beside: bool = False
 
     def __post_init__(self) -> None:
@@ -44,14 +46,12 @@ class FakeServer:
 
     async def completions(self, request: Request) -> Response:
         body = await request.json()
-        self.running += 1
-        try:
-            before = self.running
-            await asyncio.sleep(0.01)
-            self.beside = max(before, self.running) > 1
-            return self._stream(body) if body.get("stream") else JSONResponse(self._whole(body))
-        finally:
-            self.running -= 1
+        now_s = time.monotonic()
+        if "logprobs" not in body and "stream" not in body:
+            self.neighbour_s = now_s
+        self.beside = now_s - self.neighbour_s < 2
+        await asyncio.sleep(0.001)
+        return self._stream(body) if body.get("stream") else JSONResponse(self._whole(body))
 
     def _seed(self, body: dict[str, Any], index: int) -> str:
         drawn = f"{body.get('seed')}-{index}" if body.get("temperature") else ""
