@@ -21,8 +21,8 @@ SYLLABLES = ("ka", "lo", "mi", "re", "su", "ta", "wen", "zo")
 
 @dataclass
 class FakeServer:
-    """fault: what it does wrong; "" for nothing. neighbour_s: when the last request came whose log-probabilities nobody
-    asks for. beside: whether one came in the last two seconds. known: prompts in its cache."""
+    """fault: what it does wrong; "" for nothing. neighbour_s: when the last drawn answer without log-probabilities was
+    asked for. beside: whether one was in the last two seconds. known: prompts in its cache."""
 
     fault: str = ""
     neighbour_s: float = -math.inf
@@ -47,7 +47,7 @@ class FakeServer:
     async def completions(self, request: Request) -> Response:
         body = await request.json()
         now_s = time.monotonic()
-        if "logprobs" not in body and "stream" not in body:
+        if "logprobs" not in body and body.get("temperature") == 1.0:
             self.neighbour_s = now_s
         self.beside = now_s - self.neighbour_s < 2
         await asyncio.sleep(0.001)
