@@ -23,6 +23,7 @@ from aerie.workers.distributed.weight_transfer.group import TransferError
 from aerie.workers.distributed.weight_transfer.sender import WeightSender
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.scheduling.commands.command import OpenTransfer, ReceiveWeights, SumWeights, first_error
+from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request
 from tests.speculative.commands.test_weight_updates import (
@@ -354,3 +355,28 @@ def test_a_trainer_that_is_killed_in_a_broadcast_changes_nothing_and_the_next_on
         assert trainer.join() == trainer.start() == trainer.update(new) == trainer.finish()[0] == ""
         assert answers_of(engine, pair.prompts[:1], "c") == expected
     process.join(10)
+
+
+def test_an_adaptive_engine_names_a_zeroed_draft_and_leaves_it_by_itself(pair: Pair, other: Version) -> None:  # noqa: F811
+    """With costs by which speculation pays as long as about one draft token in two rounds is accepted."""
+
+    def plain_share(name: str) -> float:
+        """Run requests, and return the share of plain rounds."""
+        before = dict(engine.scheduler.stats.steps_by_shape)
+        answers_of(engine, pair.prompts[:4], name)
+        ran = {key: count - before.get(key, 0) for key, count in engine.scheduler.stats.steps_by_shape.items()}
+        return ran.get("plain", 0) / sum(ran.values())
+
+    with local_engine(started_with(pair, other, "tree")) as engine:
+        shapes = engine.scheduler._shapes
+        assert shapes.adaptive and shapes[0].name == "plain"
+        rounds = tuple(RoundCosts((1, 16), (1.5 if index else 1.0,) * 2, (0.0, 0.0)) for index in range(len(shapes)))
+        engine.scheduler.use_costs(CostTable(rounds, (0,), (16,), ((1.0,),), shapes.default))
+        engine.scheduler._results.step_time = None  # this machine's times do not change the costs
+        assert [plain_share(f"a{number}") for number in range(2)][-1] < 0.5
+        zeroed = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(other.eagle).items()}
+        trainer = Trainer(engine)
+        assert trainer.join() == trainer.start("draft") == trainer.update(zeroed) == trainer.finish("zeroed")[0] == ""
+        shares = [plain_share(f"b{number}") for number in range(3)]
+        assert shares[-1] > 0.8
+        assert engine.scheduler.weights.draft.fault.startswith("since weights zeroed")
