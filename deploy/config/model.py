@@ -92,7 +92,8 @@ def model_args(given: str, draft: str | None, revision: str | None) -> dict[str,
     """Return the `args` of an application for a model in a folder or on the hub. Raises ConfigError."""
     model = model_folder(given, revision)
     args: dict[str, Any] = {"model": {"path": str(model)}, "ingress": {"served_model_name": _served_name(given, model)}}
-    draft = draft or ("suffix" if given == published_model.NAME else None)  # it has no head
+    if draft is None and given == published_model.NAME:
+        return use_options(args, published_model.DRAFT)
     if draft in _COPYING:
         return use_options(args, {"speculative.method": "suffix"})
     return use_options(args, {"speculative.path": draft} if draft else {})

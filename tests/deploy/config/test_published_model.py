@@ -80,13 +80,17 @@ def test_another_content_or_file_is_refused_and_not_kept(model: PublishedModel) 
     assert not list(cached_file(model).parent.iterdir())
 
 
-def test_without_a_model_named_the_published_one_is_served_with_copied_drafts(
+def test_without_a_model_named_the_published_one_is_served_with_its_head(
     model: PublishedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = chosen_config(parse(["serve", "--port", "8123"]), tmp_path)
     args = yaml.safe_load(file.read_text())["applications"][0]["args"]
     assert args["ingress"] == {"served_model_name": "SmolLM2-135M-Instruct"}
-    assert args["speculative"] == {"method": "suffix"}
+    head = Path(args["speculative"].pop("path"))
+    assert args["speculative"] == {"method": "eagle3", "num_steps": 5, "top_k": 4, "num_draft_tokens": 16}
+    assert (head / "model.safetensors").stat().st_size > 15_000_000
+    copied = chosen_config(parse(["serve", "smollm2", "--draft", "suffix"]), tmp_path)
+    assert yaml.safe_load(copied.read_text())["applications"][0]["args"]["speculative"] == {"method": "suffix"}
     assert Path(args["model"]["path"]).name == "SmolLM2-135M-Instruct.Q4_1"
     plain = chosen_config(parse(["serve", "smollm2", "--set", "speculative=null"]), tmp_path)
     assert yaml.safe_load(plain.read_text())["applications"][0]["args"]["speculative"] is None
