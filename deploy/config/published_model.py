@@ -19,8 +19,7 @@ _PATIENCE = ("--retries", "1", "--timeout", "10")  # without a network the start
 _CHUNK = 1 << 20  # bytes read at once
 _STDERR = 2
 NAME = "smollm2"  # for `aerie serve` and `aerie.LLM`
-# Its head, trained here (deploy/models/README.md), and the widest tree: with it, rounds adapt best of those tried on two
-# cores and on an H200.
+# Its head, trained here (deploy/models/README.md), and the widest tree.
 DRAFT: dict[str, Any] = {
     "speculative.path": str(Path(__file__).resolve().parents[1] / "models" / "smollm2-eagle3"),
     "speculative.num_steps": 5,
