@@ -4,6 +4,8 @@
   (`aerie.kernels.capability.Capability`), not what it is.
 - Imports inside functions: they hide what a module needs.
 - Long files and full folders: a room is one that a reader can look over.
+- Test modules of one name: pytest imports those in folders without `__init__.py` by their name, so that the second ends
+  the collection.
 
 Prints each place, and fails above the limits below. Lower a limit when you have removed some.
 """
@@ -11,6 +13,7 @@ Prints each place, and fails above the limits below. Lower a limit when you have
 import ast
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -83,6 +86,13 @@ def long_files() -> list[str]:
     return [f"{path}: {count} lines" for path, count in counts.items() if count > MAX_LINES]
 
 
+def repeated_test_modules() -> list[str]:
+    """Test modules in folders without `__init__.py` whose name stands twice."""
+    paths = [path for path in (ROOT / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    counts = Counter(path.name for path in paths)
+    return sorted(str(path.relative_to(ROOT)) for path in paths if counts[path.name] > 1)
+
+
 def main() -> int:
     devices = places(device_tests, asks_for_device)
     imports = places(inner_imports, lambda path: False)
@@ -91,6 +101,7 @@ def main() -> int:
         ("imports of ours inside functions", imports, MAX_INNER_IMPORTS),
         (f"folders with more than {MAX_MODULES} modules", full_folders(), 0),
         (f"files with more than {MAX_LINES} lines", long_files(), MAX_LONG_FILES),
+        ("test modules with another's name", repeated_test_modules(), 0),
     )
     for name, found, most in counted:
         print(f"{len(found)} {name} (at most {most})")
