@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from aerie.deploy.status.report import DeploymentStatus
+
+@dataclass(frozen=True)
+class DeploymentStatus:
+    """replicas: number of replicas by Serve's state of them."""
+
+    name: str
+    status: str
+    message: str
+    replicas: Mapping[str, int]
 
 
 @dataclass(frozen=True)

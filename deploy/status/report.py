@@ -4,20 +4,11 @@ for room. Read by `aerie.deploy.status.collect`."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from aerie.deploy.serve.applications import DeploymentStatus
 from aerie.deploy.status.missing import NodeRoom, missing, written
 
 ENGINE = "Engine"  # name of the deployment (`aerie.deploy.app`)
 _WAITING = ("PENDING", "PREPARED", "RESCHEDULING")
-
-
-@dataclass(frozen=True)
-class DeploymentStatus:
-    """replicas: number of replicas by Serve's state of them."""
-
-    name: str
-    status: str
-    message: str
-    replicas: Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger,
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import ApplicationDetails, DeploymentDetails, DeploymentSchema, ReplicaDetails
 
+from aerie.deploy.serve import applications
 from aerie.deploy.serve.applications import Application, read_applications
 from aerie.deploy.serve.watches import StartWatch
-from aerie.deploy.status import report
 
 
 class Client:
@@ -62,7 +62,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
 
 
 def test_states_messages_and_prefixes_are_read(client: Client) -> None:
-    engine = report.DeploymentStatus("Engine", "UPDATING", "waits", {"RUNNING": 2, "STARTING": 1})
+    engine = applications.DeploymentStatus("Engine", "UPDATING", "waits", {"RUNNING": 2, "STARTING": 1})
     assert read_applications() == {"aerie": Application("DEPLOYING", "line", "/llm", [engine])}
 
 

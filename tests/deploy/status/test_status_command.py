@@ -18,10 +18,10 @@ from aerie.cluster.config import ConfigError
 from aerie.deploy.access.reach import find_ray
 from aerie.deploy.cli import main
 from aerie.deploy.processes.server_record import VARIABLE, Record, begin
+from aerie.deploy.serve.applications import DeploymentStatus
 from aerie.deploy.status import command
 from aerie.deploy.status.report import (
     ApplicationStatus,
-    DeploymentStatus,
     EngineStatus,
     NodeStatus,
     Report,
