@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepRounds
@@ -11,6 +12,22 @@ from aerie.workers.scheduling.shapes.shape_choice import Load, Reason, ShapeChoi
 from aerie.workers.scheduling.shapes.shape_rates import verified_shape
 from aerie.workers.scheduling.slot_lengths import Int64s, Slots
 from aerie.workers.scheduling.timing.step_time import StepTime
+
+
+class PlannedRounds(NamedTuple):
+    """The rounds of a step.
+
+    shape, next_shape: indices of the shapes that they verify and draft.
+    slots: [n] that run one.
+    ends: [n] ends of the positions that each may write.
+    load: their load, for `LatencyBudget`.
+    """
+
+    shape: int
+    next_shape: int
+    slots: Slots
+    ends: Int64s
+    load: StepRounds
 
 
 class RoundPlanner:
@@ -89,9 +106,8 @@ class RoundPlanner:
         step_time: StepTime | None,
         budget: LatencyBudget | None,
         rests: Callable[[StepRounds], bool] = lambda rounds: False,
-    ) -> tuple[int, int, Slots, Int64s, StepRounds]:
-        """Plan a round of `slots` and reserve its pages. Return the indices of the shapes that it verifies and drafts,
-        the remaining slots, the ends of the positions that they may write, and its load.
+    ) -> PlannedRounds:
+        """Plan a round of `slots` and reserve its pages, of those that remain if pages run out.
 
         rests: whether the step leaves these rounds out.
         """
@@ -101,7 +117,7 @@ class RoundPlanner:
             slots, kv_tokens = slots[:0], 0
         slots, ends = self.reserve(builder, slots, shape, next_shape)
         rounds = self.load(slots, shape, next_shape, None if builder.preempted else kv_tokens)
-        return shape, next_shape, slots, ends, rounds
+        return PlannedRounds(shape, next_shape, slots, ends, rounds)
 
     def reserve(self, builder: PlanBuilder, slots: Slots, shape: int, next_shape: int) -> tuple[Slots, Int64s]:
         """Reserve pages for a round of `slots`, preempting the youngest requests until the pages suffice.

@@ -22,14 +22,14 @@ from aerie.workers.scheduling.commands.command_queue import CommandQueue, OnAnsw
 from aerie.workers.scheduling.commands.draft_check import DraftCheck
 from aerie.workers.scheduling.commands.weight_versions import WeightVersions
 from aerie.workers.scheduling.cost_table import CostTable
-from aerie.workers.scheduling.latency_budget import LatencyBudget, StepRounds
+from aerie.workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
 from aerie.workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.prefill import PrefillPlanner
 from aerie.workers.scheduling.queues.admission import Admission
 from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
 from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput, UnfinishedError
-from aerie.workers.scheduling.rounds import RoundPlanner
+from aerie.workers.scheduling.rounds import PlannedRounds, RoundPlanner
 from aerie.workers.scheduling.sequence import InFlightStep, PlanBuilder
 from aerie.workers.scheduling.shapes.shape_choice import ShapeChoice
 from aerie.workers.scheduling.slot_lengths import Slots
@@ -219,39 +219,69 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Return the next plan; None if nothing can run before another result, answer or request arrives, or before
-        `next_command`."""
+        `next_command`. In this order:
+
+        1. A graph capture that is due becomes a command. Commands run between steps, so none is planned beside one.
+        2. Windows slide, so that what follows may use the pages behind them.
+        3. Rounds get their pages first: a request that runs must not wait for one that begins. The time of the rounds
+           is then known, and prompts get what the latency budget leaves (`_choose`).
+        4. What rounds and chunks write is taken from lengths, pages and estimates, as if it had happened, so that the
+           next step can be planned before this one's result is there (`_launch`).
+        5. The plan is made of what has changed since the last one (`_plan`).
+        """
+        self._add_due_capture()
+        if self.is_paused or not self.commands.is_empty:
+            return None
+        self.slot_pages.slide()
+        builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
+        planned, budget, rests = self._choose(builder)
+        if len(planned.slots) == 0 and not builder.chunks:
+            return None
+        plan = self._plan(builder, planned, budget.planned(planned.load))
+        self._next_step += 1
+        self._has_rested = rests
+        return plan
+
+    def _add_due_capture(self) -> None:
         if self.captures.is_due(is_idle=not self.num_running and not self.num_waiting):
             self.captures.is_pending = True
             self.commands.add(CaptureGraph(), self.captures.answered)
-        if self.is_paused or not self.commands.is_empty:
-            return None
-        slot_pages = self.slot_pages
-        slot_pages.slide()
-        builder = PlanBuilder(self._next_step, self._in_flight[0].step if self._in_flight else self._next_step)
+
+    def _choose(self, builder: PlanBuilder) -> tuple[PlannedRounds, StepBudget, bool]:
+        """Plan rounds, then prompt chunks beside them. Return the rounds, the budget after the chunks, and whether
+        rounds were left out for the sake of prompts (`_rests`).
+
+        Rounds that gave way to prompts are planned after all if the prompts have no room. A chunk of an older request
+        may preempt a younger one, whose round is then dropped.
+        """
         running, all_slots = self._prefill.give_way(builder)
         planned = self.rounds.plan(builder, running, self.step_time, self._prefill.budget, self._rests)
-        shape, next_shape, slots, ends, rounds = planned
-        rests = len(slots) == 0 < len(running)
-        budget = self._prefill.plan(builder, self._shapes[next_shape], rounds, self.rounds.usual(next_shape), rests)
-        if (rests or len(running) < len(all_slots)) and not builder.chunks:  # prompts have no room
+        rests = len(planned.slots) == 0 < len(running)
+        drafted, usual = self._shapes[planned.next_shape], self.rounds.usual(planned.next_shape)
+        budget = self._prefill.plan(builder, drafted, planned.load, usual, rests)
+        if (rests or len(running) < len(all_slots)) and not builder.chunks:
             rests = False
-            planned = self.rounds.plan(builder, slot_pages.round_slots(), self.step_time, self._prefill.budget)
-            shape, next_shape, slots, ends, rounds = planned
-        if builder.preempted and len(slots):  # a chunk of an older request may have preempted a younger one
-            alive = slot_pages.decoding[slots]
-            slots, ends = slots[alive], ends[alive]
-            rounds = self.rounds.load(slots, shape, next_shape)
-        if len(slots) == 0 and not builder.chunks:
-            return None
+            planned = self.rounds.plan(builder, self.slot_pages.round_slots(), self.step_time, self._prefill.budget)
+        if builder.preempted and len(planned.slots):
+            alive = self.slot_pages.decoding[planned.slots]
+            slots = planned.slots[alive]
+            load = self.rounds.load(slots, planned.shape, planned.next_shape)
+            planned = planned._replace(slots=slots, ends=planned.ends[alive], load=load)
+        return planned, budget, rests
+
+    def _plan(self, builder: PlanBuilder, planned: PlannedRounds, load: Step) -> StepPlan:
+        """Launch the step of these rounds and the builder's chunks, and return its plan. States are saved before the
+        launch, which moves the lengths that they belong to."""
+        slot_pages, shape, next_shape, slots, ends = self.slot_pages, *planned[:4]
         of_windows = slot_pages.take_window_changes()
         saved_states = slot_pages.save_states(slots, self._shapes.max_new_tokens)
-        in_flight = self._launch(builder, shape, slots, budget.planned(rounds), is_change=next_shape != shape)
+        in_flight = self._launch(builder, shape, slots, load, is_change=next_shape != shape)
         drafting = slot_pages.speculative[in_flight.slots]
         next_shape = next_shape if drafting.any() else 0
         drafted = self._shapes.default if self._shapes.model_free and drafting.any() else next_shape
         slot_pages.drafted[in_flight.slots] = np.where(drafting, drafted, 0)
         in_flight.num_drafted = np.where(drafting, self._shapes[next_shape].width - 1, 0)
-        plan = StepPlan(
+        return StepPlan(
             epoch=self.epoch,
             step=self._next_step,
             slots=pack_i32(slots.astype(np.int32)),
@@ -270,9 +300,6 @@ class Scheduler:
             window_updates=of_windows[0],
             cleared_window_pages=of_windows[1],
         )
-        self._next_step += 1
-        self._has_rested = rests
-        return plan
 
     def _rests(self, rounds: StepRounds) -> bool:
         """Return whether the step leaves out these rounds, of several tokens, for the sake of prompts; never twice in
