@@ -191,7 +191,7 @@ def test_what_cannot_be_trained_further_is_refused(
     tmp_path: Path, model: ModuleTarget, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     save_module_target(model, tokenizer, tmp_path)
-    nothing = dict.fromkeys(("draft_vocab", "intermediate_size", "head_flags", "random_depths"))
+    nothing = dict.fromkeys(("draft_vocab", "intermediate_size", "head_flags", "random_depths", "causal"))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(
         TrainingError, match="draft_vocab=64: is only for EAGLE-3 heads; leave it out with --method mtp"
