@@ -87,7 +87,7 @@ def _head(server: Server, model: str, ask: Asker) -> list[str]:
         "",
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC. Compared by {'token ids' if can.ids else 'texts of tokens'} and "
         "log-probabilities as printed. "
-        + ("Prompts were kept apart in the cache by `cache_salt`. " if can.salt else "The cache cannot be told apart. ")
+        + ("Each prompt has a `cache_salt` of its own. " if can.salt else "All prompts share the server's cache. ")
         + ("" if can.switch else "The server has no switch for speculation that a request can set."),
     ]
 

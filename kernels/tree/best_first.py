@@ -13,7 +13,9 @@ from aerie.kernels.operation import Implementation, on_gpu, operation
 from aerie.kernels.tree.nodes import Candidates, Children, Level
 
 MAX_COMPETING = 4096  # kept nodes and children of a level: the kernel holds a score of each in registers
-MAX_PATH_BITS = 49  # of the ranks of a path's nodes, one after the other, in the kernel of a whole tree
+# A node's place in the order of drafting is one int64 in the kernel of a whole tree: its level, the ranks of its path's
+# nodes, and its parent.
+PARENT_BITS, MAX_PATH_BITS = 9, 49
 
 
 def level_rows(depth: int, num_steps: int, top_k: int, width: int) -> int:

@@ -9,13 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from aerie.kernels.tree.best_first import rank_bits
+from aerie.kernels.tree import best_first
 from aerie.kernels.tree.nodes import Candidates, Children
 
-# A node's place in the order of drafting, in one int64: its level, the ranks of its path's nodes, and its parent.
-PARENT_BITS: tl.constexpr = tl.constexpr(9)
-NEXT_RANK: tl.constexpr = tl.constexpr(1 << 9)
-LEVEL_AT: tl.constexpr = tl.constexpr(58)
+PARENT_BITS: tl.constexpr = tl.constexpr(best_first.PARENT_BITS)
+NEXT_RANK: tl.constexpr = tl.constexpr(1 << best_first.PARENT_BITS)
+LEVEL_AT: tl.constexpr = tl.constexpr(best_first.PARENT_BITS + best_first.MAX_PATH_BITS)
 
 
 @triton.jit(do_not_specialize=["num_nodes"])
@@ -107,7 +106,7 @@ def grow_block(children: Children, width: int) -> Candidates:
         width - 1,
         STEPS=steps,
         K=k,
-        RANK_BITS=rank_bits(k),
+        RANK_BITS=best_first.rank_bits(k),
         STEPS_PADDED=triton.next_power_of_2(steps),
         K_PADDED=triton.next_power_of_2(k),
         PLACES=max(32, triton.next_power_of_2(width)),
