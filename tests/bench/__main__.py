@@ -55,7 +55,7 @@ BENCHES = {
     "experts": ("kernels.experts", "routing and products of a layer of experts (GPU)"),
     "packed": ("kernels.packed", "products of 1 to 64 rows with 4-bit weights, by tiles (GPU)"),
     "packed_experts": ("kernels.packed_experts", "experts with weights of 4 and 8 bits (GPU)"),
-    "exact_cost": ("exact_cost", "ms per round and prompt of `deterministic: true` beside the free mode (GPU)"),
+    "exact_cost": ("quality.exact_cost", "ms per round and prompt of `deterministic: true` beside the free mode (GPU)"),
     "tree_growth": ("kernels.tree_growth", "growth of a block's tree (GPU)"),
     "linear": ("kernels.linear", "linear layers, bf16 and FP8 (GPU)"),
     "all_reduce": ("kernels.all_reduce", "sums between GPUs by message size (2 or 4 GPUs)"),
