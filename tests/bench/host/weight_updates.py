@@ -215,7 +215,7 @@ def main() -> None:
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     print(hardware(), commit(), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoints(Path(folder), name)
+        write_checkpoints(Path(folder), name, max_position=32768)
         tokens = 1500 if arguments.tiny else 16000
         spec = engine_spec(Path(folder), arguments.shape, arguments.batch, Setting(64, tokens), 1, True)
         for stage in arguments.stage:

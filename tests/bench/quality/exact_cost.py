@@ -3,8 +3,8 @@
     python -m tests.bench exact_cost [--model llama-3.1-8b] [--shapes plain chain tree] [--batches 1 8 32]
                                      [--prompts 512 2048 8192] [--turns 1]
 
-Free and deterministic engines in turns; the best of each. A round: (time of the batch - time with max_tokens=1) /
-rounds, prompts of 512 tokens. A prompt: the time of one request with max_tokens=1. Needs a GPU; `--tiny` tries it on a
+Free and deterministic engines in turns; the best of each. A round: the median time between two results while all
+requests run, prompts of 512 tokens. A prompt: the time of one request with max_tokens=1. Needs a GPU; `--tiny` tries it on a
 CPU, where the option has no effect.
 """
 
@@ -35,14 +35,12 @@ def of_mode(spec: EngineSpec, mode: str) -> EngineSpec:
 def round_times(spec: EngineSpec, batches: list[int], setting: Setting) -> dict[int, float]:
     """Return ms per round by batch size."""
     found = {}
-    short, whole = SamplingParams(1, 0.0), SamplingParams(setting.output_tokens, 0.0)
+    whole = SamplingParams(setting.output_tokens, 0.0)
     with local_engine(spec) as engine:
         for batch in batches:
             prompts = random_prompts(spec.worker.model, batch, setting.prompt_tokens)
             timed(engine, prompts, SamplingParams(16, 0.0))
-            prefill = min(timed(engine, prompts, short) for _ in range(setting.repeats + 1))
-            best = min(timed(engine, prompts, whole) for _ in range(setting.repeats))
-            found[batch] = (best.seconds - prefill.seconds) / (best.steps - prefill.steps) * 1e3
+            found[batch] = min(timed(engine, prompts, whole).full_ms for _ in range(setting.repeats))
     return found
 
 
