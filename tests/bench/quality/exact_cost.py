@@ -4,8 +4,8 @@
                                      [--prompts 512 2048 8192] [--turns 1]
 
 Free and deterministic engines in turns; the best of each. A round: the median time between two results while all
-requests run, prompts of 512 tokens. A prompt: the time of one request with max_tokens=1. Needs a GPU; `--tiny` tries it on a
-CPU, where the option has no effect.
+requests run, prompts of 512 tokens. A prompt: the time of one request with max_tokens=1. Needs a GPU; `--tiny` tries it
+on a CPU, where the option has no effect.
 """
 
 import argparse
