@@ -267,6 +267,8 @@ def _speed_of(
                     "tokens/s": round(decoded.tokens / decoded.wall_s, 1),
                     "tokens a round": round(decoded.tokens_per_round, 3),
                     "tokens": decoded.tokens,
+                    "ms a step": round(decoded.wall_s / max(1, decoded.steps.total()) * 1e3, 3),
+                    "steps": dict(decoded.steps + decoded.reasons),
                     "answers that differ": differ,
                     "of": len(answers),
                 }
