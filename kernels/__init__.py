@@ -25,6 +25,7 @@ attend       attention over paged KV
 latent       multi-head latent attention, except attention itself
 delta_rule   recurrent layers of the gated delta rule
 layer        a decoder layer as one kernel
+lora         adapters of linear layers, by row
 vocabulary   the logits of a vocabulary shard
 sampling     from a step's logits to its tokens
 slots        commits tokens to the rows of running requests

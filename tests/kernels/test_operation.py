@@ -28,7 +28,7 @@ def _forget_what_a_test_defines() -> Iterator[None]:
 
 
 def test_the_device_is_that_of_tensors_in_dataclasses_where_no_argument_is_one() -> None:
-    @operation(Implementation("other", "tests.kernels.ops.test_operation:negative", lambda here: here.type == "meta"))
+    @operation(Implementation("other", "tests.kernels.test_operation:negative", lambda here: here.type == "meta"))
     def sizes(pair: Pair, times: int) -> int:
         return pair.first.shape[0] * times
 
@@ -39,7 +39,7 @@ def test_the_device_is_that_of_tensors_in_dataclasses_where_no_argument_is_one()
 def test_an_implementation_that_does_not_serve_the_arguments_is_passed_over() -> None:
     table = (
         Implementation(
-            "few", "tests.kernels.ops.test_operation:negative", lambda here: True, lambda pair, times: times < 3
+            "few", "tests.kernels.test_operation:negative", lambda here: True, lambda pair, times: times < 3
         ),
     )
 
@@ -56,7 +56,7 @@ def test_every_call_keeps_the_contract_whichever_implementation_runs() -> None:
         assert pair.first.is_contiguous(), pair.name
 
     @operation(
-        Implementation("other", "tests.kernels.ops.test_operation:negative", lambda here: here.type == "meta"),
+        Implementation("other", "tests.kernels.test_operation:negative", lambda here: here.type == "meta"),
         contract=check,
     )
     def sizes(pair: Pair, times: int) -> int:
