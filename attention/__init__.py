@@ -2,6 +2,7 @@
 
 distribution     name of the installed distribution, for remedies that name a package
 config           configuration: page size and memory, backends by name
+setting          the declaration of a configuration key, of any layer: check and spellings of its option
 expansion        prompt chunks over latent rows with expanded keys and values, and when that pays
 backend          the interface of attention backends
 registry         the table of backends, and the choice from it; `limits` has the supported uses of each

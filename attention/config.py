@@ -2,7 +2,9 @@
 `aerie.cluster.config`."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from aerie.attention.setting import Setting, check_settings
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
 LATENT_PAGE_SIZE = 64  # fastest for latent rows: one tile of attention, which one tensor map load brings
@@ -37,13 +39,26 @@ class CacheConfig:
     """
 
     page_size: int = 16
-    num_pages: int | None = None
-    memory_gb: float | Literal["auto"] = "auto"
-    memory_share: float = 0.9
+    num_pages: Annotated[
+        int | None,
+        Setting("--num-gpu-blocks-override", ge=2, rule="at least 2; leave it out to size it from memory_gb"),
+    ] = None
+    memory_gb: Annotated[float | Literal["auto"], Setting(gt=0, rule="above 0; leave it out to take what is left")] = (
+        "auto"
+    )
+    memory_share: Annotated[
+        float,
+        Setting(
+            gt=0,
+            le=MAX_MEMORY_SHARE,
+            rule=f"above 0 and at most {MAX_MEMORY_SHARE}, as memory gets fragmented and drivers take some; leave it "
+            "out for 0.9",
+        ),
+    ] = 0.9
     dtype: str = "auto"
     draft_dtype: str = "auto"
-    prefix_cache: bool = True
-    state_snapshots: int | Literal["auto"] = "auto"
+    prefix_cache: Annotated[bool, Setting("--enable-prefix-caching")] = True
+    state_snapshots: Annotated[int | Literal["auto"], Setting(ge=0, rule="at least 0; or auto")] = "auto"
     state_snapshot_dtype: Literal["float32", "bfloat16"] = "float32"
     state_interval: int = 64
 
@@ -53,17 +68,7 @@ class CacheConfig:
         for name, value in (("dtype", self.dtype), ("draft_dtype", self.draft_dtype)):
             if value not in KV_DTYPES:
                 raise ValueError(f"{name}={value}: is not a dtype of KV; choose one of {', '.join(KV_DTYPES)}")
-        if self.num_pages is not None and self.num_pages < 2:
-            raise ValueError(f"num_pages={self.num_pages}: must be at least 2; leave it out to size it from memory_gb")
-        if self.memory_gb != "auto" and self.memory_gb <= 0:
-            raise ValueError(f"memory_gb={self.memory_gb}: must be above 0; leave it out to take what is left")
-        if not 0 < self.memory_share <= MAX_MEMORY_SHARE:
-            raise ValueError(
-                f"memory_share={self.memory_share}: must be above 0 and at most {MAX_MEMORY_SHARE}, as memory gets "
-                "fragmented and drivers take some; leave it out for 0.9"
-            )
-        if self.state_snapshots != "auto" and self.state_snapshots < 0:
-            raise ValueError(f"state_snapshots={self.state_snapshots}: must be at least 0; or auto")
+        check_settings(self)
         if self.state_interval < 1 or self.state_interval % self.page_size:
             raise ValueError(
                 f"state_interval={self.state_interval}: must be a multiple of page_size={self.page_size}; try 64"

@@ -10,12 +10,13 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from aerie.attention.config import CacheConfig, DraftAttention, TargetAttention
+from aerie.attention.setting import Setting, check_settings
 from aerie.cluster.http.config import EdgeConfig, TracingConfig
 from aerie.cluster.http.keys import KeyConfig
 from aerie.cluster.parallel import ParallelConfig
@@ -51,25 +52,19 @@ class EngineConfig:
     """
 
     on_worker_loss: OnWorkerLoss = "resume"
-    max_resumes: int = 2
-    start_timeout_s: float = 600.0
-    step_timeout_s: float = 60.0
-    queue_timeout_s: float = 300.0
-    drain_timeout_s: float = 30.0
-    restart_backoff_s: float = 0.5
-    max_restarts: int = 5
-    threads_per_worker: int | Literal["auto"] = "auto"
+    max_resumes: Annotated[int, Setting(ge=1)] = 2
+    start_timeout_s: Annotated[float, Setting(gt=0)] = 600.0
+    step_timeout_s: Annotated[float, Setting(gt=0)] = 60.0
+    queue_timeout_s: Annotated[float, Setting(gt=0)] = 300.0
+    drain_timeout_s: Annotated[float, Setting(gt=0)] = 30.0
+    restart_backoff_s: Annotated[float, Setting(gt=0)] = 0.5
+    max_restarts: Annotated[int, Setting(ge=1)] = 5
+    threads_per_worker: Annotated[int | Literal["auto"], Setting(ge=1)] = "auto"
     spare_workers: bool | Literal["auto"] = "auto"
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("start_timeout_s", "step_timeout_s", "queue_timeout_s", "drain_timeout_s", "restart_backoff_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be above 0 seconds")
-        for name in ("max_resumes", "max_restarts", "threads_per_worker"):
-            value = getattr(self, name)
-            if value != "auto" and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
+        check_settings(self)
 
 
 @dataclass(frozen=True)
@@ -81,13 +76,8 @@ class IngressConfig(EdgeConfig):
         and speed; `least_loaded`: fewest requests.
     """
 
-    num_replicas: int | Literal["auto"] = "auto"
+    num_replicas: Annotated[int | Literal["auto"], Setting(ge=1)] = "auto"
     routing: Literal["first_token", "least_loaded"] = "first_token"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_replicas != "auto" and self.num_replicas < 1:
-            raise ValueError(f"num_replicas={self.num_replicas}: must be at least 1")
 
 
 class AerieConfig(BaseModel):
@@ -113,7 +103,7 @@ class AerieConfig(BaseModel):
     ingress: IngressConfig = IngressConfig()
     engine: EngineConfig = EngineConfig()
     tracing: TracingConfig = TracingConfig()
-    deterministic: bool = False
+    deterministic: Annotated[bool, Setting("--enable-deterministic-inference")] = False
     log_format: Literal["text", "json"] = "text"
 
     @property
@@ -259,8 +249,8 @@ def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iter
 
 def _dataclasses(annotation: Any) -> Iterator[type]:
     """Yield the dataclasses that a value, or an entry of its list, may be."""
-    if dataclasses.is_dataclass(annotation):
-        yield cast(type, annotation)
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        yield annotation
     for part in get_args(annotation):
         yield from _dataclasses(part)
 

@@ -1,7 +1,9 @@
 """The section `parallel` of the configuration: how many engines, of how many workers, and where."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from aerie.attention.setting import Setting, check_settings
 
 Strategy = Literal["auto", "STRICT_PACK", "PACK", "STRICT_SPREAD"]
 
@@ -16,15 +18,13 @@ class ReplicasConfig:
 
     min: int
     max: int
-    up_after_s: float = 10.0
-    down_after_s: float = 300.0
+    up_after_s: Annotated[float, Setting(ge=0)] = 10.0
+    down_after_s: Annotated[float, Setting(ge=0)] = 300.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
             raise ValueError(f"min={self.min}, max={self.max}: min must be at least 1, and max not below it")
-        for name in ("up_after_s", "down_after_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0 seconds")
+        check_settings(self)
 
     def __str__(self) -> str:
         return f"{self.min} to {self.max}"
@@ -42,16 +42,17 @@ class ParallelConfig:
     autoscaling: an engine that does not fit waits for new nodes.
     """
 
-    tensor_parallel: int = 1
-    expert_parallel: bool = False
-    replicas: int | ReplicasConfig = 1
+    tensor_parallel: Annotated[int, Setting("--tensor-parallel-size -tp --tp-size --tp --tensor-parallel", ge=1)] = 1
+    expert_parallel: Annotated[bool, Setting("--enable-expert-parallel -ep")] = False
+    replicas: Annotated[
+        int | ReplicasConfig,
+        Setting("--data-parallel-size -dp --dp-size --dp", ge=1, note="engines behind one address"),
+    ] = 1
     strategy: Strategy = "auto"
     autoscaling: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("tensor_parallel", self.tensor_parallel), ("replicas", self.replicas)):
-            if isinstance(value, int) and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
+        check_settings(self)
 
     @property
     def min_replicas(self) -> int:

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from aerie.attention.config import MIN_WINDOW
+from aerie.attention.setting import Setting, check_settings
 from aerie.speculative.tree_shape import (
     MAX_COLUMNS,
     MAX_WIDTH,
@@ -51,28 +52,40 @@ class SpeculativeConfig:
     match_max: for copied drafts: maximum number of newest tokens compared; the longest match is used, then the newest.
     """
 
-    path: str = ""
+    path: Annotated[
+        str,
+        Setting("--speculative-draft-model-path --speculative-draft-model --speculative-draft", metavar="HEAD"),
+    ] = ""
     method: Method = "eagle3"
-    num_steps: int = 3
-    top_k: int = 1
-    num_draft_tokens: int = 4
+    num_steps: Annotated[
+        int,
+        Setting(
+            "--speculative-num-steps",
+            ge=1,
+            rule="at least 1; to switch speculation off leave the section `speculative` out",
+        ),
+    ] = 3
+    top_k: Annotated[int, Setting("--speculative-eagle-topk", ge=1, rule="at least 1; 1 drafts a chain")] = 1
+    num_draft_tokens: Annotated[int, Setting("--speculative-num-draft-tokens")] = 4
     draft_tp: int | None = None
     synthetic_acceptance_length: float | None = None
-    adaptive: bool = True
-    window: int | None = None
+    adaptive: Annotated[bool, Setting("--speculative-adaptive")] = True
+    window: Annotated[
+        int | None,
+        Setting(
+            "--speculative-draft-window-size",
+            ge=MIN_WINDOW,
+            rule=f"at least {MIN_WINDOW}; take the length of the texts that the draft was trained on, or leave it out, "
+            "and it attends to the whole context",
+        ),
+    ] = None
     draft_vocab_size: int | Literal["auto"] = "auto"
     suffix_tokens: int = 0
     match_min: int = 2
     match_max: int = 16
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(
-                f"num_steps={self.num_steps}: must be at least 1; to switch speculation off leave the "
-                "section `speculative` out"
-            )
-        if self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: must be at least 1; 1 drafts a chain")
+        check_settings(self)
         in_block = self.method in BLOCK_METHODS
         most = MAX_WIDTH if in_block and self.top_k > 1 and not self.suffix_tokens else MAX_COLUMNS
         if not 2 <= self.num_draft_tokens <= most:
@@ -93,11 +106,6 @@ class SpeculativeConfig:
             raise ValueError(
                 f"num_steps={self.num_steps}, top_k={self.top_k}: (num_steps - 1) * top_k must be at "
                 f"most {MAX_COLUMNS}; lower one of them"
-            )
-        if self.window is not None and self.window < MIN_WINDOW:
-            raise ValueError(
-                f"window={self.window}: must be at least {MIN_WINDOW}; take the length of the texts that the draft was "
-                "trained on, or leave it out, and it attends to the whole context"
             )
         self._check_vocabulary()
         self._check_suffix()

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from aerie.attention.config import CacheConfig, TargetAttention
+from aerie.attention.setting import Setting, check_settings
 
 LoadFormat = Literal["safetensors", "dummy"]
 Implementation = Literal["auto", "transformers"]
@@ -41,9 +42,12 @@ class ModelSource:
     dtype: DType = "auto"
     device: Device = "auto"
     max_model_len: int | None = None
-    seed: int = 0
+    seed: Annotated[
+        int,
+        Setting("--seed --random-seed", note="of dummy weights; a request's tokens follow from its own `seed`"),
+    ] = 0
     implementation: Implementation = "auto"
-    rope_scaling: Mapping[str, Any] | None = None
+    rope_scaling: Annotated[Mapping[str, Any] | None, Setting("--rope-scaling")] = None
 
 
 @dataclass(frozen=True)
@@ -61,19 +65,14 @@ class SchedulerConfig:
         holds 15,000 requests of 3,500 tokens.
     """
 
-    max_running: int | Auto = "auto"
-    max_step_tokens: int | Auto = "auto"
-    max_waiting: int | None = None
-    itl_target_ms: float | Auto = "auto"
-    max_waiting_bytes: int = 256 * 2**20
+    max_running: Annotated[int | Auto, Setting("--max-num-seqs --max-running-requests", ge=1)] = "auto"
+    max_step_tokens: Annotated[int | Auto, Setting(ge=1)] = "auto"
+    max_waiting: Annotated[int | None, Setting("--max-num-queued-reqs --max-queued-requests", ge=1)] = None
+    itl_target_ms: Annotated[float | Auto, Setting(gt=0)] = "auto"
+    max_waiting_bytes: Annotated[int, Setting(ge=1)] = 256 * 2**20
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_step_tokens", "max_waiting_bytes", "max_waiting"):
-            value = getattr(self, name)
-            if value not in ("auto", None) and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
-        if self.itl_target_ms != "auto" and not self.itl_target_ms > 0:
-            raise ValueError(f"itl_target_ms={self.itl_target_ms}: must be above 0 milliseconds; or auto")
+        check_settings(self)
 
     def resolved(self, device_type: str) -> "SchedulerConfig":
         """Return the configuration with a number for `max_step_tokens`. device_type: "cpu" or "cuda"."""
@@ -246,14 +245,12 @@ class GraphCapture:
         exist.
     """
 
-    limit_s: float = 0.0
-    limit_gb: float = 6.0
-    busy_interval_s: float = 1.0
+    limit_s: Annotated[float, Setting(ge=0)] = 0.0
+    limit_gb: Annotated[float, Setting(ge=0)] = 6.0
+    busy_interval_s: Annotated[float, Setting(ge=0)] = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("limit_s", "limit_gb", "busy_interval_s"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0")
+        check_settings(self)
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-Number = int | float | bool
-_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "ge": ("at least", operator.ge),
-    "gt": ("above", operator.gt),
-    "le": ("at most", operator.le),
-    "lt": ("below", operator.lt),
-}
+from aerie.attention.setting import Bounds, Number
 
 
 @dataclass(frozen=True)
-class Value:
-    """Metadata of an annotated field of type int, float or bool.
+class Value(Bounds):
+    """Metadata of an annotated field of type int, float or bool. Bounds apply to the value in a request.
 
-    ge, gt, le, lt: bounds of the value in a request.
     generate_name: its name in `sampling_params` of /generate, if SGLang's differs.
     server_default: whether generation_config.json and `ingress.default_NAME` may set it for requests without it.
     least: requested values below it mean 0.
@@ -33,10 +26,6 @@ class Value:
     name, kind, default: from the field.
     """
 
-    ge: Number | None = None
-    gt: Number | None = None
-    le: Number | None = None
-    lt: Number | None = None
     generate_name: str = ""
     server_default: bool = False
     least: Number | None = None
@@ -46,17 +35,6 @@ class Value:
     name: str = ""
     kind: type[Number] = float
     default: Number = 0
-
-    @property
-    def bounds(self) -> dict[str, Any]:
-        """The bounds that are set, by their names."""
-        return {name: bound for name in _BOUNDS if (bound := getattr(self, name)) is not None}
-
-    def check(self, label: str, value: Number) -> None:
-        """Raise ValueError if a value is out of bounds. label: its name in the message."""
-        if not all(_BOUNDS[name][1](value, bound) for name, bound in self.bounds.items()):
-            rules = [f"{_BOUNDS[name][0]} {bound:g}" for name, bound in self.bounds.items()]
-            raise ValueError(f"{label}={value}: must be {' and '.join(rules)}")
 
     def of(self, value: Number) -> Any:
         """Return the engine's value for a request's, of the field's type."""

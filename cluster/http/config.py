@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 from aerie.attention.distribution import install_command
+from aerie.attention.setting import Setting, check_settings
 from aerie.cluster.http.keys import KeyConfig, checked
 from aerie.workers.scheduling.plan import VALUES
 
@@ -99,33 +100,36 @@ class EdgeConfig:
 
     served_model_name: str = ""
     model_aliases: tuple[str, ...] = ()
-    max_model_len: int = 0
-    max_concurrent_requests: int | None = None
-    max_pending_bytes: int = 2**30
-    retry_after_s: float = 1.0
-    request_timeout_s: float | None = 3600.0
-    strict: bool = False
-    max_body_bytes: int = 8 * 2**20
-    body_timeout_s: float = 60.0
-    max_bytes_per_token: int = 0
-    max_n: int = 16
-    max_choices: int = 128
-    max_tools: int = 128
-    max_prompt_logprobs: int = 2**19
-    max_stop_strings: int = 16
-    max_stop_length: int = 1024
-    max_grammar_bytes: int = 2**17
-    max_schema_depth: int = 32
-    grammar_timeout_s: float = 10.0
-    max_stored_responses: int = 1024
-    max_stored_bytes: int = 64 * 2**20
+    max_model_len: Annotated[int, Setting(ge=0, rule="at least 1, or 0 for the engine's")] = 0
+    max_concurrent_requests: Annotated[int | None, Setting(ge=1)] = None
+    max_pending_bytes: Annotated[int, Setting(ge=1)] = 2**30
+    retry_after_s: Annotated[float, Setting(gt=0)] = 1.0
+    request_timeout_s: Annotated[float | None, Setting(gt=0, rule="above 0, or null for no limit")] = 3600.0
+    # Aerie's own option, because other servers ignore unknown fields.
+    strict: Annotated[bool, Setting("--strict")] = False
+    max_body_bytes: Annotated[int, Setting(ge=1)] = 8 * 2**20
+    body_timeout_s: Annotated[float, Setting(gt=0)] = 60.0
+    max_bytes_per_token: Annotated[int, Setting(ge=0, rule="1 or more, or 0 for the longest")] = 0
+    max_n: Annotated[int, Setting(ge=1)] = 16
+    max_choices: Annotated[int, Setting(ge=1)] = 128
+    max_tools: Annotated[int, Setting(ge=1)] = 128
+    max_prompt_logprobs: Annotated[int, Setting(ge=1)] = 2**19
+    max_stop_strings: Annotated[int, Setting(ge=1)] = 16
+    max_stop_length: Annotated[int, Setting(ge=1)] = 1024
+    max_grammar_bytes: Annotated[int, Setting(ge=1)] = 2**17
+    max_schema_depth: Annotated[int, Setting(ge=1)] = 32
+    grammar_timeout_s: Annotated[float, Setting(gt=0)] = 10.0
+    max_stored_responses: Annotated[int, Setting(ge=0, rule="at least 0 (none)")] = 1024
+    max_stored_bytes: Annotated[int, Setting(ge=1)] = 64 * 2**20
     api_keys: tuple[str | KeyConfig, ...] = ()
     share_prefix_cache: bool = False
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     output_parser: OutputParserName | Literal["auto"] = "auto"
-    chat_template: str = ""
-    chat_template_kwargs: Mapping[str, str | int | float | bool | None] | None = None
+    chat_template: Annotated[str, Setting("--chat-template", metavar="FILE")] = ""
+    chat_template_kwargs: Annotated[
+        Mapping[str, str | int | float | bool | None] | None, Setting("--default-chat-template-kwargs")
+    ] = None
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
@@ -139,51 +143,15 @@ class EdgeConfig:
         return self.served_model_name, *self.model_aliases
 
     def __post_init__(self) -> None:
-        for name, (least, rule) in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name}={value}: must be {rule}")
-        for name, rule in _ABOVE_ZERO.items():
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value}: must be above 0{rule}")
+        check_settings(self)
         for name, value in self.sampling_defaults.items():
             SERVER_DEFAULTS[name].check(f"default_{name}", value)
-        if self.max_stored_responses < 0 or self.max_stored_bytes < 1:
-            raise ValueError(
-                f"max_stored_responses={self.max_stored_responses}, max_stored_bytes={self.max_stored_bytes}: the "
-                "first must be at least 0 (none), the second at least 1"
-            )
         if self.max_concurrent_requests is not None and self.max_choices > self.max_concurrent_requests:
             raise ValueError(
                 f"max_choices={self.max_choices}: must not exceed max_concurrent_requests="
                 f"{self.max_concurrent_requests}, or such a request is refused for ever"
             )
         object.__setattr__(self, "api_keys", checked(self.api_keys))
-
-
-# Rules of `EdgeConfig`'s values; None is always valid.
-_LEAST: Mapping[str, tuple[int, str]] = {
-    "max_model_len": (0, "at least 1, or 0 for the engine's"),
-    "max_bytes_per_token": (0, "1 or more, or 0 for the longest"),
-    "max_concurrent_requests": (1, "at least 1"),
-    "max_pending_bytes": (1, "at least 1"),
-    "max_body_bytes": (1, "at least 1"),
-    "max_n": (1, "at least 1"),
-    "max_choices": (1, "at least 1"),
-    "max_tools": (1, "at least 1"),
-    "max_prompt_logprobs": (1, "at least 1"),
-    "max_stop_strings": (1, "at least 1"),
-    "max_stop_length": (1, "at least 1"),
-    "max_grammar_bytes": (1, "at least 1"),
-    "max_schema_depth": (1, "at least 1"),
-}
-_ABOVE_ZERO: Mapping[str, str] = {
-    "request_timeout_s": ", or null for no limit",
-    "grammar_timeout_s": " seconds",
-    "body_timeout_s": " seconds",
-    "retry_after_s": "",
-}
 
 
 @dataclass(frozen=True)
@@ -195,13 +163,12 @@ class TracingConfig:
     service_name: name of this server at the collector.
     """
 
-    endpoint: str = ""
-    sample_ratio: float = 1.0
+    endpoint: Annotated[str, Setting("--otlp-traces-endpoint", metavar="URL")] = ""
+    sample_ratio: Annotated[float, Setting(ge=0, le=1, rule="between 0 and 1")] = 1.0
     service_name: str = "aerie"
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.sample_ratio <= 1.0:
-            raise ValueError(f"sample_ratio={self.sample_ratio}: must be between 0 and 1")
+        check_settings(self)
         if not self.endpoint:
             return
         if urlsplit(self.endpoint).scheme not in ("http", "https") or not urlsplit(self.endpoint).netloc:

@@ -1,5 +1,6 @@
-"""The keys of a configuration with defaults and descriptions. The descriptions are `key: description` in the
-docstrings of its dataclasses. Printed by `aerie config --keys`; `make docs` puts them into docs/configuration.md."""
+"""The keys of a configuration with defaults, options and descriptions. The descriptions are `key: description` in the
+docstrings of its dataclasses. Printed by `aerie config --keys`; `make docs` puts them into docs/configuration.md;
+`aerie.deploy.config.option_table` makes options of the command line of them."""
 
 import dataclasses
 import inspect
@@ -7,8 +8,9 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
+from aerie.attention.setting import Setting, settings
 from aerie.cluster.config import AerieConfig, ConfigError
 from aerie.cluster.http.keys import KeyConfig
 
@@ -18,11 +20,19 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class Key:
-    """name: `section.key`, or a key outside of sections. default: as printed."""
+    """name: `section.key`, or a key outside of sections. default: as printed. kind: its type. setting: what else its
+    field declares."""
 
     name: str
     default: str
     meaning: str
+    kind: Any = str
+    setting: Setting = Setting()
+
+    @property
+    def explanation(self) -> str:
+        """The meaning, and the options that set the key."""
+        return "; ".join([self.meaning, *(f"`{flag}`" for flag in self.setting.flags.split())])
 
 
 def keys(section: str) -> list[Key]:
@@ -36,11 +46,16 @@ def keys(section: str) -> list[Key]:
     if section not in AerieConfig.model_fields:
         raise ConfigError(f"--keys {section}: no such section; there are {', '.join(AerieConfig.model_fields)}")
     kinds = [kind for kind in _types(section) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    if not kinds:
-        default = AerieConfig.model_fields[section].default
-        return [Key(section, _printed(default), _descriptions(AerieConfig)[section])]
-    told = _descriptions(kinds[0])
-    return [Key(f"{section}.{f.name}", _printed(f.default), told[f.name]) for f in dataclasses.fields(kinds[0])]
+    defaults = {section: AerieConfig.model_fields[section].default}
+    owner: type = AerieConfig
+    if kinds:
+        owner, defaults = kinds[0], {field.name: field.default for field in dataclasses.fields(kinds[0])}
+    told, types, declared = _descriptions(owner), get_type_hints(owner), settings(owner)
+    prefix = f"{section}." if kinds else ""
+    return [
+        Key(f"{prefix}{name}", _printed(default), told[name], types[name], declared.get(name, Setting()))
+        for name, default in defaults.items()
+    ]
 
 
 def key_lines(sections: Iterable[str]) -> Iterator[str]:
@@ -48,7 +63,7 @@ def key_lines(sections: Iterable[str]) -> Iterator[str]:
     ConfigError."""
     for key in (key for section in list(sections) or AerieConfig.model_fields for key in keys(section)):
         yield f"{key.name}: {key.default}"
-        yield from textwrap.wrap(key.meaning, _WIDTH, initial_indent="    ", subsequent_indent="    ")
+        yield from textwrap.wrap(key.explanation, _WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 def with_tables(page: str) -> str:
@@ -56,7 +71,7 @@ def with_tables(page: str) -> str:
 
     def table(match: re.Match[str]) -> str:
         rows = [key for section in match.group(1).split(", ") for key in keys(section)]
-        lines = [f"| `{key.name}` | {key.default} | {key.meaning.replace('|', chr(92) + '|')} |\n" for key in rows]
+        lines = [f"| `{key.name}` | {key.default} | {key.explanation.replace('|', chr(92) + '|')} |\n" for key in rows]
         return match.group() + "| key | default | meaning |\n| --- | --- | --- |\n" + "".join(lines)
 
     return _MARK.sub(table, page)

@@ -31,7 +31,7 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     or on the hub, written to --save or into `scratch`. Raises ConfigError."""
     given = arguments.config = str(arguments.config or _quick_start())
     if not names_model(given):
-        wanted = {"--draft": arguments.draft, "--tensor-parallel": arguments.tensor_parallel, "--set": arguments.set}
+        wanted = {"--draft": arguments.draft, "--set": arguments.set}
         wanted |= {"--save": arguments.save, "--revision": arguments.revision}
         if used := [name for name, value in wanted.items() if value]:
             raise ConfigError(f"{used[0]}: only with a model; {given} is a config file: write it there")
@@ -48,8 +48,6 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     if "ingress.chat_template" in keys:
         keys["ingress.chat_template"] = _template_file(keys["ingress.chat_template"])
     args = model_args(given, arguments.draft, arguments.revision)
-    if arguments.tensor_parallel is not None:
-        args["parallel"] = {"tensor_parallel": arguments.tensor_parallel}
     if not any(_chooses_draft(key) for key in [*keys, *(text.partition("=")[0] for text in arguments.set)]):
         args = _with_own_draft(args)
     args = use_options(args, keys)

@@ -1,14 +1,18 @@
-"""Every option that `aerie.deploy.config.vllm_options` reads, declared once with all its spellings: vLLM's, then
-SGLang's.
+"""Every option that `aerie.deploy.config.vllm_options` reads. Those that set one key to their value are declared with
+the key, by a `Setting`; here are those of other meaning, with all their spellings: vLLM's, then SGLang's.
 
 Spellings that argparse accepts there as the beginning of a longer one (`--mem-fraction`) are listed where people use
 them, because Aerie takes no beginnings: `--model` must not mean `--model-impl`.
 """
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
+from aerie.cluster.config import AerieConfig
+from aerie.deploy.config.keys import Key, keys
 from aerie.deploy.config.option_names import REFUSED, WITHOUT_EFFECT, Names
 from aerie.deploy.config.vllm_values import (
     DOWNLOADS,
@@ -30,6 +34,7 @@ from aerie.deploy.config.vllm_values import (
     optional_number,
     origins,
     page_size,
+    real_number,
     refused,
     rope_override,
     sampling_defaults,
@@ -76,7 +81,12 @@ GROUPS = {
     "draft": "speculation",
     "answers": "answers",
     "weights": "weights",
+    "server": "server",
 }
+# the group of a section's options, where it is not "server"
+_GROUP_OF = {"cache": "memory", "scheduler": "memory", "parallel": "ranks", "speculative": "draft"}
+_GROUP_OF |= {"ingress": "answers", "deterministic": "answers"}
+_GROUP_OF |= dict.fromkeys(("model", "attention", "draft_attention"), "weights")
 _KV_DTYPES = {"auto": "auto", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 _KV_DTYPES |= dict.fromkeys(("bfloat16", "bf16", "float16"), "model")
 _DTYPES = {name: name for name in ("auto", "float16", "bfloat16", "float32")} | {"half": "float16", "float": "float32"}
@@ -94,18 +104,58 @@ def _flag(key: str, value: bool = True) -> Callable[[Any], Changes]:
     return lambda given: {key: value if given else not value}
 
 
-def _key(
-    flags: str, key: str, read: Callable[[Any], Any] = str, group: str = "", metavar: str = "NAME", note: str = ""
-) -> Option:
+def _key(flags: str, key: str, read: Callable[[Any], Any], group: str = "", metavar: str = "NAME") -> Option:
     """Return an option whose value, read by `read`, is that of a key."""
-    return Option(tuple(flags.split()), to_key(key, read), None, note, group, key if group else "", metavar)
+    return Option(tuple(flags.split()), to_key(key, read), None, "", group, key if group else "", metavar)
+
+
+def _declared(key: Key) -> Option:
+    """Return the option that a key declares."""
+    flags = tuple(key.setting.flags.split())
+    meaning = re.split(r"[;:] (?![^{]*})|\. ", key.meaning)[0].replace("%", "%%")
+    read, nargs, metavar = _reader(key.kind)
+    keys = _flag(key.name) if nargs == 0 else to_key(key.name, read)
+    group = _GROUP_OF.get(key.name.partition(".")[0], "server")
+    shown = key.setting.metavar or metavar
+    return Option(flags, keys, nargs, key.setting.note, group, f"{key.name}: {meaning}", shown)
+
+
+def _reader(kind: Any) -> tuple[Callable[[Any], Any], int | str | None, str]:
+    """Return what reads a value of this type from a command line or Python, argparse's nargs, and the metavar."""
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    words = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
+    if bool in parts and not words:
+        return bool, 0, ""
+    kinds = [get_origin(part) or part for part in parts]
+    read, metavar = next(
+        (row[1:] for row in _READERS if row[0] in kinds), (one_of({word: word for word in words}), "NAME")
+    )
+
+    def read_value(text: Any) -> Any:
+        if NoneType in parts and str(text).lower() == "none":
+            return None
+        return text if text in words else read(text)
+
+    return read_value, "+" if tuple in kinds else None, metavar
+
+
+def _texts(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else [str(each) for each in value]
+
+
+_READERS: Sequence[tuple[type, Callable[[Any], Any], str]] = (
+    (int, whole_number, "N"),
+    (float, real_number, "X"),
+    (str, str, "TEXT"),
+    (Mapping, json_object, "JSON"),
+    (tuple, _texts, "TEXT"),
+)
 
 
 _SET: Sequence[Option] = (
     Option(("--served-model-name",), served_names, "+", group="names", help="names for clients"),
     Option(("--api-key",), api_keys, "+", group="names", help="ingress.api_keys, kept as digests", metavar="KEY"),
     Option(("--allowed-origins",), origins, group="names", help="ingress.allowed_origins", metavar="JSON"),
-    _key("--otlp-traces-endpoint", "tracing.endpoint", str, "names", "URL"),
     Option(
         ("--max-model-len", "--context-length", "--context-len"),
         model_length,
@@ -129,7 +179,6 @@ _SET: Sequence[Option] = (
         help="cache.memory_gb",
         metavar="N",
     ),
-    _key("--num-gpu-blocks-override", "cache.num_pages", whole_number, "memory", "N"),
     _key("--max-total-tokens", TOTAL_TOKENS, optional_number),
     Option(
         ("--block-size", "--page-size"),
@@ -140,9 +189,7 @@ _SET: Sequence[Option] = (
         metavar="N",
     ),
     _key("--kv-cache-dtype", "cache.dtype", one_of(_KV_DTYPES), "memory", "TYPE"),
-    Option(("--enable-prefix-caching",), _flag("cache.prefix_cache"), 0, group="memory", help="cache.prefix_cache"),
     Option(("--disable-radix-cache",), _flag("cache.prefix_cache", False), 0),
-    _key("--max-num-seqs --max-running-requests", "scheduler.max_running", whole_number, "memory", "N"),
     Option(
         ("--max-num-batched-tokens", "--chunked-prefill-size"),
         step_tokens,
@@ -150,23 +197,6 @@ _SET: Sequence[Option] = (
         group="memory",
         help="scheduler.max_step_tokens",
         metavar="N",
-    ),
-    _key("--max-num-queued-reqs --max-queued-requests", "scheduler.max_waiting", whole_number, "memory", "N"),
-    _key("--tensor-parallel-size -tp --tp-size --tp", "parallel.tensor_parallel", whole_number, "ranks", "N"),
-    _key(
-        "--data-parallel-size -dp --dp-size --dp",
-        "parallel.replicas",
-        whole_number,
-        "ranks",
-        "N",
-        "engines behind one address",
-    ),
-    Option(
-        ("--enable-expert-parallel", "-ep"),
-        _flag("parallel.expert_parallel"),
-        0,
-        group="ranks",
-        help="parallel.expert_parallel",
     ),
     Option(
         ("--ep-size", "--expert-parallel-size", "--ep"),
@@ -179,19 +209,7 @@ _SET: Sequence[Option] = (
     Option(("--spec-model", "--speculative-model"), nothing),
     Option(("--spec-tokens", "--num-speculative-tokens"), nothing),
     Option(("--speculative-algorithm", "--speculative-algo"), algorithm, group="draft", help="speculative.method"),
-    _key(
-        "--speculative-draft-model-path --speculative-draft-model --speculative-draft",
-        "speculative.path",
-        str,
-        "draft",
-        "HEAD",
-    ),
-    _key("--speculative-num-steps", "speculative.num_steps", whole_number, "draft", "N"),
-    _key("--speculative-eagle-topk", "speculative.top_k", whole_number, "draft", "N"),
-    _key("--speculative-num-draft-tokens", "speculative.num_draft_tokens", whole_number, "draft", "N"),
-    _key("--speculative-draft-window-size", "speculative.window", whole_number),
     _key("--speculative-draft-kv-cache-dtype", "cache.draft_dtype", one_of(_KV_DTYPES)),
-    Option(("--speculative-adaptive",), _flag("speculative.adaptive"), 0),
     Option(("--speculative-accept-threshold-single",), only("1", _EXACT, "1.0")),
     Option(("--speculative-accept-threshold-acc",), only("1", _EXACT, "1.0")),
     Option(("--reasoning-parser",), output_parser, group="answers", help="ingress.output_parser"),
@@ -202,8 +220,6 @@ _SET: Sequence[Option] = (
         group="answers",
         help="ingress.output_parser",
     ),
-    _key("--chat-template", "ingress.chat_template", str, "answers", "FILE"),
-    _key("--default-chat-template-kwargs", "ingress.chat_template_kwargs", json_object, "answers", "JSON"),
     Option(
         ("--override-generation-config", "--preferred-sampling-params"),
         sampling_defaults,
@@ -212,9 +228,6 @@ _SET: Sequence[Option] = (
         metavar="JSON",
     ),
     Option(("--generation-config", "--sampling-defaults"), generation_config),
-    Option(("--enable-deterministic-inference",), _flag("deterministic"), 0, group="answers", help="deterministic"),
-    # Aerie's own, because other servers ignore unknown fields.
-    Option(("--strict",), _flag("ingress.strict"), 0, group="answers", help="refuse fields that have no effect"),
     _key("--dtype", "model.dtype", one_of(_DTYPES), "weights", "TYPE"),
     _key("--load-format", "model.load_format", one_of(_LOADERS_OF), "weights"),
     _key("--model-impl", "model.implementation", one_of(_IMPLEMENTATIONS), "weights"),
@@ -223,17 +236,10 @@ _SET: Sequence[Option] = (
         ("--download-dir",), to_key(DOWNLOADS), group="weights", help="of hub models: HF_HUB_CACHE", metavar="FOLDER"
     ),
     Option(("--hf-token",), refused("set HF_TOKEN: every user of a machine can read its command lines"), "?"),
-    _key(
-        "--seed --random-seed",
-        "model.seed",
-        whole_number,
-        note="of dummy weights; a request's tokens follow from its own `seed`",
-    ),
     Option(("--attention-backend",), attention_backend("prefill", "decode"), group="weights", help="attention.*"),
     Option(("--prefill-attention-backend",), attention_backend("prefill")),
     Option(("--decode-attention-backend",), attention_backend("decode")),
     Option(("--hf-overrides", "--json-model-override-args"), rope_override),
-    _key("--rope-scaling", "model.rope_scaling", json_object, "weights", "JSON"),
     Option(("--enable-custom-logit-processor",), nothing, 0, "requests that bring code are refused"),
     Option(("--trust-remote-code",), nothing, 0, "Aerie runs no code of checkpoints"),
     Option(("--enforce-eager",), nothing, 0, "no effect; --set graph_capture.limit_gb=0 captures the fewest graphs"),
@@ -287,7 +293,8 @@ def _named(names: Names, keys: Callable[[Any], Changes], is_unused: bool = False
     ]
 
 
-DECLARED: Sequence[Option] = (*_SET, *_CHECKED)  # those whose value is read
+OF_KEYS = [_declared(key) for section in AerieConfig.model_fields for key in keys(section) if key.setting.flags]
+DECLARED: Sequence[Option] = (*OF_KEYS, *_SET, *_CHECKED)  # those whose value is read
 OPTIONS: Sequence[Option] = (
     *DECLARED,
     *_named(WITHOUT_EFFECT, nothing, is_unused=True),

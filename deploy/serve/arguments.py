@@ -59,7 +59,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         metavar="HEAD",
         help="EAGLE or DFlash head: folder or name on the hub; or suffix: copy from the request's own text",
     )
-    options.add_argument("--tensor-parallel", type=int, metavar="N", help="workers of one engine (default: 1)")
     options.add_argument("--revision", help="of the model on the hub: branch, tag or commit")
     options.add_argument(
         "--set",

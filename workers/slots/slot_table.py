@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aerie.attention.setting import Number
 from aerie.kernels.sampling.filters import Filters
 from aerie.kernels.sampling.penalties import PenaltyTables
 from aerie.kernels.slots.commit import Commit, CommitTables, commit
-from aerie.workers.request_values import Number
 from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS, VALUES, SamplingParams, SlotInit, StepPlan, unpack_i32
 
 T = TypeVar("T")

@@ -2,14 +2,13 @@
 by `tests.cluster.http.requests.test_declared_values`; prints what it saw as JSON."""
 
 import asyncio
-import importlib.util
 import json
-import sys
 from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
 
-PLAN = "aerie.workers.scheduling.plan"
+from tests.support.repository.changed_module import import_changed
+
 BEFORE = "    prompt_logprobs: int = -1\n\n    @property\n"
 WARMTH = (
     "    warmth: Annotated[float, "
@@ -19,17 +18,7 @@ WARMTH = (
 
 def insert() -> None:
     """Import `SamplingParams` from its source with the declaration `WARMTH`."""
-    import aerie.workers.scheduling as package
-
-    spec = importlib.util.find_spec(PLAN)
-    assert spec is not None and spec.origin is not None and PLAN not in sys.modules
-    with open(spec.origin, encoding="utf-8") as file:
-        source = file.read()
-    assert source.count(BEFORE) == 1
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[PLAN] = module
-    package.plan = module  # type: ignore[attr-defined]
-    exec(compile(source.replace(BEFORE, WARMTH + BEFORE), spec.origin, "exec"), module.__dict__)
+    import_changed("aerie.workers.scheduling.plan", (BEFORE, WARMTH + BEFORE))
 
 
 async def over_http() -> dict[str, Any]:
