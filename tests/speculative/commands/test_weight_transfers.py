@@ -2,6 +2,7 @@
 steps go on meanwhile, and what does not fit changes nothing."""
 
 import contextlib
+import math
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from aerie.workers.distributed.ports import free_port
 from aerie.workers.distributed.weight_transfer.group import TransferError
 from aerie.workers.distributed.weight_transfer.sender import WeightSender
 from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.runner.transfer import room
 from aerie.workers.scheduling.commands.command import OpenTransfer, ReceiveWeights, SumWeights, first_error
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.plan import SamplingParams
@@ -46,11 +48,11 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "tensor_parallel", "packed"),
+    ("kind", "tensor_parallel", "packed", "staged_on"),
     [
-        ("plain", 1, False),
-        ("chain", 1, True),
-        ("tree", 2, True),
+        ("plain", 1, False, "device"),
+        ("chain", 1, True, "host"),
+        ("tree", 2, True, "device"),
     ],
 )
 def test_sent_weights_give_the_texts_of_an_engine_started_with_them(
@@ -59,7 +61,12 @@ def test_sent_weights_give_the_texts_of_an_engine_started_with_them(
     kind: str,
     tensor_parallel: int,
     packed: bool,
+    staged_on: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if staged_on == "host":  # as on a device that is full, in pieces that end within rows
+        monkeypatch.setattr(room, "SPARE_BYTES", math.inf)
+        monkeypatch.setattr(room, "PIECE_BYTES", 1000)
     with local_engine(started_with(pair, other, kind)) as engine:
         expected = answers_of(engine, pair.prompts[:3], "b")
     with local_engine(pair.spec(speculation(pair, kind), tensor_parallel=tensor_parallel)) as engine:

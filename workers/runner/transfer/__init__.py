@@ -2,5 +2,6 @@
 
 session   the handler of a transfer's commands on one rank: joins, receives in a thread
 checksums checksums of the running weights
+room      memory of received tensors, kept between sessions
 staging   received tensors of a session, checked, beside the running weights
 """

@@ -5,11 +5,10 @@ Joining and receiving run in a thread, on a stream of their own, while steps run
 weights: these change in `WeightUpdate`, between two steps.
 """
 
-import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +20,7 @@ from aerie.workers.distributed.weight_transfer.join import join
 from aerie.workers.distributed.weight_transfer.wire import Announced, announced, broadcasts, cut
 from aerie.workers.models.weights import CheckpointTensor
 from aerie.workers.runner.commands import CommandHandlers
+from aerie.workers.runner.transfer.room import Room
 from aerie.workers.runner.transfer.staging import Staging
 from aerie.workers.runner.weight_update import Read, RunningModel
 from aerie.workers.scheduling.commands.command import (
@@ -76,6 +76,7 @@ class WeightTransfer:
 
     def __init__(self, models: Mapping[str, RunningModel], group: TPGroup, device: torch.device) -> None:
         self._models, self._tp_group, self._device = models, group, device
+        self._room = Room(device)
         self._opened: OpenTransfer | None = None
         self._group: TransferGroup | None = None
         self._staging: Staging | None = None
@@ -136,7 +137,9 @@ class WeightTransfer:
             raise ValueError(f"a weight update of the {self._staging.model} is open; finish it first")
         if self._group is None:
             raise ValueError(self._error or "no trainer has called /init_weight_transfer_engine")
-        self._staging, self._touched_s = Staging(work.model, self._models, self._device), time.monotonic()
+        staging = Staging(work.model, self._models, self._room)
+        self._room.begin()
+        self._staging, self._touched_s = staging, time.monotonic()
         return self._state(False)
 
     def receive(self, work: ReceiveWeights) -> TransferState:
@@ -153,7 +156,7 @@ class WeightTransfer:
 
         def fetch() -> TransferGroup:
             staging.check(tensors)
-            with self._own_stream():
+            with self._room.own_stream():
                 for chunk in chunks:
                     num_bytes = sum(each.num_bytes for each in chunk)
                     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -166,18 +169,6 @@ class WeightTransfer:
         self._last, self._touched_s = tensors, time.monotonic()
         self._job = _Job(fetch, self._touched_s + opened.timeout_s * (len(chunks) + 1) + _GRACE_S)
         return self._state(True)
-
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """Run kernels beside those of steps; afterwards they have ended."""
-        if Capability.of(self._device).shares_host_memory:
-            yield
-            return
-        torch.cuda.set_device(self._device)  # of this thread
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
 
     def close(self, work: CloseTransfer) -> TransferState:
         """End group and session."""

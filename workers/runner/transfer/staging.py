@@ -3,16 +3,14 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from aerie.kernels.capability import Capability
 from aerie.workers.distributed.weight_transfer.wire import Announced, as_bytes
 from aerie.workers.models.weights import CheckpointTensor
+from aerie.workers.runner.transfer.room import HostTensor, Room
 from aerie.workers.runner.weight_update import RunningModel
 
 DRAFT_PREFIX = "draft."  # of a draft's tensors in a target's session, as NeMo-RL sends them
-_SPARE_BYTES = 2 << 30  # that staging leaves free on a device: steps allocate no more after their rehearsal
 _SOURCE = "the transfer"
 
 
@@ -21,16 +19,17 @@ class Staging:
 
     model: that the session is of, "target" or "draft". A target's session also takes the draft's tensors: names that
         begin with "draft.", and names of an MTP module in the target's checkpoint.
+    room: where the tensors are; empty.
     Raises ValueError if the engine has no such model.
     """
 
-    def __init__(self, model: str, models: Mapping[str, RunningModel], device: torch.device) -> None:
+    def __init__(self, model: str, models: Mapping[str, RunningModel], room: Room) -> None:
         if model not in models:
             raise ValueError(f"this engine has no {model} whose weights could be loaded")
         self.model = model
         self.num_bytes = 0
-        self._models, self._device = models, device
-        self._tensors: dict[str, dict[str, Tensor]] = {}
+        self._models, self._room = models, room
+        self._tensors: dict[str, dict[str, Tensor | HostTensor]] = {}
         self._missing: dict[str, tuple[str, ...]] = {}
 
     @property
@@ -58,20 +57,24 @@ class Staging:
 
     def add(self, tensor: Announced, received: Tensor) -> None:
         """Store a tensor that has been checked. received: its bytes. Raises ValueError for NaN and infinity."""
-        place = self._device if self._fits(tensor.num_bytes) else torch.device("cpu")
-        is_pinned = place != self._device  # pinned: copied to the device at the speed of PCIe
-        own = torch.empty(tensor.shape, dtype=tensor.dtype, device=place, pin_memory=is_pinned)
-        if tensor.num_bytes:
-            as_bytes(own).copy_(received)
         self.num_bytes += tensor.num_bytes
+        own = self._room.take(tensor.shape, tensor.dtype)
+        seen = received.clone().view(tensor.dtype).view(tensor.shape)
+        if own is None:
+            stored: Tensor | HostTensor = HostTensor.of(seen)
+        else:
+            if tensor.num_bytes:
+                as_bytes(own).copy_(received)
+            stored = seen = own
         for model, name in self._places(tensor):
-            seen = own if place == self._device else received.clone().view(tensor.dtype).view(tensor.shape)
             self._models[model].check_values((CheckpointTensor(name, seen, _SOURCE),))
-            self._tensors.setdefault(model, {})[name] = own
+            self._tensors.setdefault(model, {})[name] = stored
 
     def read(self, model: str) -> Iterable[CheckpointTensor]:
-        """Yield a model's tensors."""
-        return (CheckpointTensor(name, tensor, _SOURCE) for name, tensor in self._tensors[model].items())
+        """Yield a model's tensors, on the device if they fit."""
+        for name, stored in self._tensors[model].items():
+            tensor = stored.on(self._room.device) if isinstance(stored, HostTensor) else stored
+            yield CheckpointTensor(name, tensor, _SOURCE)
 
     def missing(self, model: str) -> tuple[str, ...]:
         """Return a model's names of which no tensor has come. Raises ValueError if none has come at all."""
@@ -95,9 +98,3 @@ class Staging:
     def _is_ignored(self, tensor: Announced) -> bool:
         names = self._models["target"].names
         return names.ignores(names.canonical(tensor.name))
-
-    def _fits(self, num_bytes: int) -> bool:
-        """Whether the device has memory for a tensor."""
-        if Capability.of(self._device).shares_host_memory:
-            return True
-        return torch.cuda.mem_get_info(self._device)[0] > num_bytes + _SPARE_BYTES
