@@ -14,13 +14,16 @@ IngressPlan      read by `aerie.cluster.ingress.deployment`
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from aerie.attention.config import DraftAttention
+from aerie.attention.distribution import version
 from aerie.cluster.config import AerieConfig, ConfigError, EngineConfig, IngressConfig
 from aerie.cluster.http.config import TracingConfig
 from aerie.cluster.http.keys import KeyConfig
@@ -62,6 +65,7 @@ class ReplicaPlan:
     """The plan of one engine: its ranks and their supervision.
 
     has_spare_workers: whether a spare process waits for each rank.
+    identity: see `identity`.
     one_node: whether the whole application runs on one node.
     """
 
@@ -69,6 +73,7 @@ class ReplicaPlan:
     engine: EngineConfig
     has_spare_workers: bool
     one_node: bool
+    identity: str
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class IngressPlan:
     model_path: folder of the tokenizer.
     resumes: whether requests continue after a loss of their workers.
     start_timeout_s: start timeout of engines.
+    identity: of the engines that it may use; see `identity`.
     one_node: see `ReplicaPlan`.
     """
 
@@ -89,6 +95,7 @@ class IngressPlan:
     tracing: TracingConfig
     log_format: Literal["text", "json"]
     one_node: bool
+    identity: str
 
 
 @dataclass(frozen=True)
@@ -156,8 +163,9 @@ def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResourc
         served_model_name=config.served_model_name,
         max_model_len=config.ingress.max_model_len or max_model_len,
     )
+    same = identity(config, max_model_len)
     return Plan(
-        ReplicaPlan(resolve_rank(config, max_model_len, device), engine, spares, one_node),
+        ReplicaPlan(resolve_rank(config, max_model_len, device), engine, spares, one_node, same),
         IngressPlan(
             ingress,
             config.model.path,
@@ -166,11 +174,24 @@ def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResourc
             config.tracing,
             config.log_format,
             one_node,
+            same,
         ),
         placement,
         config.parallel.replicas,
         num_ingresses,
     )
+
+
+def identity(config: AerieConfig, max_model_len: int) -> str:
+    """Return a digest of what an ingress and its engines must agree on: the code that encodes messages, the model with
+    its tokenizer and chat template, and the length limit. While an application is updated, processes of two plans run;
+    an ingress uses only engines of its own identity. max_model_len: see `resolve`."""
+    model = config.model
+    parts = [version(), str((model.path, model.rope_scaling, model.load_format, model.seed, max_model_len))]
+    for path in sorted(Path(model.path).iterdir()):
+        found = path.stat()  # as weights are large, not their content
+        parts.append(f"{path.name} {found.st_size} {found.st_mtime_ns}")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _divided(entries: Sequence[str | KeyConfig], num_ingresses: int) -> tuple[str | KeyConfig, ...]:

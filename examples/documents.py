@@ -44,7 +44,7 @@ class Documents:
     async def __call__(self, http: Request) -> StreamingResponse:
         """For HTTP: streams the answer. If the client leaves, the chat ends too."""
         question = (await http.json())["question"]
-        chunks = self._model.options(stream=True).chat.remote({**self._chat(question), "stream": True})
+        chunks = self._model.options(stream=True).chat.remote(self._chat(question))
 
         async def texts() -> AsyncIterator[str]:
             async for chunk in chunks:

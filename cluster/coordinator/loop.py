@@ -40,6 +40,7 @@ class CoordinatorSettings:
     max_resumes: maximum resumptions of a request.
     step_timeout_s: a worker group that leaves a plan unanswered for longer is replaced.
     queue_timeout_s: time limit for a request's first step.
+    identity: see `aerie.cluster.plan.identity`.
     max_in_flight: plans sent before the first one's result is read; `PlanTiming` delays the last of them.
     """
 
@@ -50,6 +51,7 @@ class CoordinatorSettings:
     step_timeout_s: float = 60.0
     queue_timeout_s: float = math.inf
     max_in_flight: int = 2
+    identity: str = ""
 
 
 class CoordinatorLoop:
@@ -81,6 +83,7 @@ class CoordinatorLoop:
             clock,
             settings.queue_timeout_s,
             self._fault,
+            settings.identity,
         )
         self._model_check = ModelCheck(scheduler)
         self._outputs: list[RequestOutput] = []

@@ -46,6 +46,7 @@ class RequestStreams:
     queue_timeout_s: requests with a longer expected wait for their first step are refused; those that have waited
         longer end.
     fault: why requests would fail now, or "".
+    identity: see `aerie.cluster.plan.identity`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class RequestStreams:
         clock: Callable[[], float],
         queue_timeout_s: float = math.inf,
         fault: Callable[[], str] = lambda: "",
+        identity: str = "",
     ) -> None:
         self.is_draining = False
         self.is_leaving = False
@@ -70,7 +72,7 @@ class RequestStreams:
         self._streams: dict[str, Stream] = {}
         self._inbox = Inbox(context, transport, f"{engine_id}-inbox")
         reactor.watch(self._inbox.socket, self._read_inbox)
-        self.states = StatePublisher(engine_id, scheduler, clock, self._send)
+        self.states = StatePublisher(engine_id, scheduler, clock, self._send, identity)
         self._num_draft_tokens = scheduler.num_draft_tokens
 
     @property

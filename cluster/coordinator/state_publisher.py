@@ -36,9 +36,11 @@ class StatePublisher:
         scheduler: Scheduler,
         clock: Callable[[], float],
         send: Callable[[IngressLink, EngineState], None],
+        identity: str = "",
     ) -> None:
         self.due_s = math.inf
         self._engine_id = engine_id
+        self._identity = identity
         self._scheduler = scheduler
         self._clock = clock
         self._send = send
@@ -94,6 +96,7 @@ class StatePublisher:
             "lookahead": 0 if cache is None else cache.lookahead,
             "stride": self._stride,
             "weight_epoch": scheduler.weights.epoch,
+            "identity": self._identity,
         }
         for ingress, subscriber in list(self._subscribers.items()):
             subscriber.unsent.update(changes)

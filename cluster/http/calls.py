@@ -42,6 +42,10 @@ class Calls:
         request = _Request(self._app, path, _values(body), request_id, tenant, method)
         return request.events() if request.streams else await request.reply()
 
+    async def stream(self, path: str, body: Body, **options: str) -> Reply | AsyncGenerator[Reply, None]:
+        """Do `call` with `stream` set in the body. options: `request_id`, `tenant`."""
+        return await self.call(path, {**_values(body), "stream": True}, **options)
+
 
 class _Request:
     def __init__(

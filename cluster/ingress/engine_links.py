@@ -32,6 +32,7 @@ class EngineLinks:
     find: takes names of known engines; returns the inbox endpoint of every living coordinator by name, "" for known
         ones and for those that accept no requests yet.
     routing: how engines are chosen.
+    identity: of the engines that may be chosen (`aerie.cluster.plan.identity`).
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class EngineLinks:
         transport: Transport,
         find: Find,
         routing: Routing = "first_token",
+        identity: str = "",
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -47,6 +49,7 @@ class EngineLinks:
         self._transport = transport
         self._find = find
         self._routing = routing
+        self._identity = identity
         self._clock = clock
         self._chance = random.Random(seed)
         self._links: dict[str, EngineLink] = {}
@@ -54,6 +57,8 @@ class EngineLinks:
         # the ingress may have started while an engine is being replaced
         self._successor_by_s = clock() + SUCCESSOR_WAIT_S
         self._server_ends = False
+        self._has_met = False  # an engine of this identity
+        self._foreign: set[str] = set()  # reported engines of another identity
         self._num_waiting = 0
         self._changed = asyncio.Event()  # set when a report comes or a link ends
         self._wanted = asyncio.Event()  # set while a request waits for an engine
@@ -69,7 +74,7 @@ class EngineLinks:
         wait_s = 0.0 if self._server_ends else wait_s
         deadline_s = self._clock() + wait_s
         while True:
-            views = {name: link.view for name, link in self._links.items()}
+            views = {name: link.view for name, link in self._links.items() if name not in self._foreign}
             name = choose(views, prompt, self._clock(), self._chance, avoid, self._routing)
             remaining_s = (max(deadline_s, self._successor_by_s) if wait_s else deadline_s) - self._clock()
             if name is not None or remaining_s <= 0:
@@ -98,7 +103,8 @@ class EngineLinks:
 
     def is_stuck(self, name: str) -> bool:
         """See `aerie.cluster.ingress.routing.is_stuck`."""
-        return is_stuck({name: link.view for name, link in self._links.items()}, name, self._clock())
+        views = {name: link.view for name, link in self._links.items() if name not in self._foreign}
+        return is_stuck(views, name, self._clock())
 
     def close(self) -> None:
         """End all links."""
@@ -149,11 +155,22 @@ class EngineLinks:
     def _drop(self, name: str, reason: str) -> None:
         logger.warning("the link to engine %s is closed: %s", name, reason)
         self._links.pop(name).fail(reason)
+        self._foreign.discard(name)
         del self._opened_s[name]
 
     def _heard(self) -> None:
-        states = [link.view.state for link in self._links.values() if link.view.state is not None]
-        if any(state.is_leaving for state in states):
+        reported = {name: link.view.state for name, link in self._links.items() if link.view.state is not None}
+        foreign = {name for name, state in reported.items() if state.identity != self._identity}
+        for name in foreign - self._foreign:
+            logger.warning("engine %s has another model or version; this ingress does not use it", name)
+        self._foreign = foreign
+        states = [state for name, state in reported.items() if name not in foreign]
+        self._has_met = self._has_met or bool(states)
+        if self._has_met and any(reported[name].status == "ready" for name in foreign):
+            # Successors of this application's engines answer other ingresses: none will come for this one.
+            self._successor_by_s = -math.inf
+            self._server_ends = all(state.is_leaving or state.status == "draining" for state in states)
+        elif any(state.is_leaving for state in states):
             self._successor_by_s = self._clock() + SUCCESSOR_WAIT_S
         elif any(state.status in ("ready", "draining") for state in states):
             self._successor_by_s = -math.inf

@@ -30,7 +30,7 @@ class EagleCoordinator:
         raise_open_files()
         StartLog("coordinator").done("actor began")
         use_logs(plan.rank.log_format, f"coordinator {engine_id}")
-        self._engine_config = plan.engine
+        self._plan = plan
         self._engine_id = engine_id
         self._transport = transport
         self._coordinator: Coordinator | None = None
@@ -43,7 +43,7 @@ class EagleCoordinator:
 
         former: `stats` of the previous coordinator, whose counters continue.
         """
-        engine = self._engine_config
+        engine = self._plan.engine
         scheduler = Scheduler.of(layout, time.monotonic)
         if former:
             continue_counters(scheduler, msgspec.msgpack.decode(former, type=EngineStats))
@@ -56,6 +56,7 @@ class EagleCoordinator:
                 max_resumes=engine.max_resumes,
                 step_timeout_s=engine.step_timeout_s,
                 queue_timeout_s=engine.queue_timeout_s,
+                identity=self._plan.identity,
             ),
             on_worker_group_lost=lambda reason: self._report(self._worker_group_lost.put_nowait, reason),
             on_death=lambda reason: self._report(self._die, reason),
@@ -112,7 +113,7 @@ class EagleCoordinator:
 
     async def drain(self) -> None:
         """Refuse new requests and wait for the others. After engine.drain_timeout_s they end with an error."""
-        limit_s = self._engine_config.drain_timeout_s
+        limit_s = self._plan.engine.drain_timeout_s
         if self._coordinator is not None and not await asyncio.to_thread(self._coordinator.drain, limit_s):
             reason = f"the server is shutting down, and engine.drain_timeout_s={limit_s:g} is over"
             await asyncio.to_thread(self._coordinator.fail_all, reason)
@@ -120,7 +121,7 @@ class EagleCoordinator:
     async def leave(self) -> None:
         """Refuse new requests, because another engine replaces this one, and wait for the others."""
         if self._coordinator is not None:
-            await asyncio.to_thread(self._coordinator.drain, self._engine_config.drain_timeout_s, True)
+            await asyncio.to_thread(self._coordinator.drain, self._plan.engine.drain_timeout_s, True)
 
     async def loop_age_s(self) -> float:
         """Return the seconds since the loop's last iteration, even if it hangs."""

@@ -185,6 +185,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     wait_s: expected time until a new request starts, beyond the time of `backlog_tokens`: the wait for a slot.
     page_size, lookahead: settings of the prefix cache; page_size 0: no cache.
     weight_epoch: number of the engine's weights, a part of the digests (`salt_of_weights`).
+    identity: see `aerie.cluster.plan.identity`.
     stride: every `stride`-th page of a prompt is advertised.
     added, removed: digests (`aerie.attention.kv_cache.prefix_digests`) of pages added to or removed from the prefix
         cache since the last message on this connection.
@@ -207,6 +208,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     added: bytes = b""
     removed: bytes = b""
     weight_epoch: int = 0
+    identity: str = ""
 
 
 class FlushOutcome(msgspec.Struct, frozen=True):

@@ -15,7 +15,8 @@ from tests.support import ROOT
 def config_of(folder: Path, **args: Any) -> AerieConfig:
     model = folder / "name-of-model"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text("{}")
+    if not (model / "config.json").exists():
+        (model / "config.json").write_text("{}")
     return parse({"model": {"path": str(model)} | args.pop("model", {})} | args, folder)
 
 
@@ -53,6 +54,20 @@ def test_an_ingress_knows_the_name_and_the_length_of_its_model(tmp_path: Path) -
     assert (own.served_model_name, own.max_model_len) == ("name-of-model", 2048)
     asked = plan_of(tmp_path, ingress={"served_model_name": "other", "max_model_len": 200}).ingress.config
     assert (asked.served_model_name, asked.max_model_len) == ("other", 200)
+
+
+def test_ingress_and_engine_of_a_plan_have_one_identity_and_other_models_another(tmp_path: Path) -> None:
+    def found(**args: Any) -> str:
+        plan = plan_of(tmp_path, **args)
+        assert plan.replica.identity == plan.ingress.identity
+        return plan.replica.identity
+
+    first = found()
+    assert found(ingress={"retry_after_s": 3.0}, engine={"queue_timeout_s": 9.0}) == first
+    assert found(model={"seed": 1}) != first
+    assert resolve(config_of(tmp_path), 1024, nodes_of()).replica.identity != first
+    (tmp_path / "name-of-model" / "tokenizer.json").write_text("{}")
+    assert found() != first
 
 
 def test_ranks_that_start_before_ray_are_those_of_the_plan(tmp_path: Path) -> None:

@@ -31,18 +31,18 @@ PROMPT = list(range(40))
 
 
 class Rig:
-    """Two engines behind one ingress's links; found: what the search for them says."""
+    """Two engines behind one ingress's links; found: what the search for them says. identities: of the engines."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, identities: str = "11") -> None:
         monkeypatch.setattr(engine_links, "FIND_PERIOD_S", 0.02)
         self.beds = {}
-        for name in ("a", "b"):
+        for name, identity in zip("ab", identities, strict=True):
             (folder / name).mkdir()
-            self.beds[name] = TestBed(folder / name, delay_s=0.005)
+            self.beds[name] = TestBed(folder / name, delay_s=0.005, identity=identity)
             self.beds[name].attach()
         self.found = {name: bed.coordinator.endpoint for name, bed in self.beds.items()}
         bed = self.beds["a"]
-        self.links = EngineLinks(bed.context, bed.transport, self._find, seed=1)
+        self.links = EngineLinks(bed.context, bed.transport, self._find, identity="1", seed=1)
 
     async def _find(self, known: Collection[str]) -> Mapping[str, str]:
         return {name: "" if name in known else endpoint for name, endpoint in self.found.items()}
@@ -77,9 +77,9 @@ async def read(stream: RequestStream) -> TokenDelta:
                 return TokenDelta("client", tuple(tokens), delta.finish, error=delta.error)
 
 
-@pytest.fixture
-async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    rig = Rig(tmp_path, monkeypatch)
+@pytest.fixture(params=["11"])
+async def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    rig = Rig(tmp_path, monkeypatch, request.param)
     yield rig
     rig.links.close()
     for bed in rig.beds.values():
@@ -185,6 +185,35 @@ async def test_no_engine_is_waited_for_once_the_server_ends(rig: Rig) -> None:
     await rig.until(lambda: not rig.links._links)
     async with asyncio.timeout(1.0):
         assert await rig.links.choose(Prompt(PROMPT, b""), NOBODY, TIMEOUT_S) is None
+
+
+@pytest.mark.parametrize("rig", ["12"], indirect=True)
+async def test_an_engine_of_another_model_is_not_chosen_and_a_replaced_ingress_waits_for_none(rig: Rig) -> None:
+    """While an application is updated, ingresses and engines of two plans run."""
+    await rig.both()
+    prompt = Prompt(PROMPT, b"")
+    assert {await rig.links.choose(prompt, NOBODY, 0.0) for _ in range(20)} == {"a"}
+    assert (await read(rig.start("a", "r"))).finish == "length"
+    assert await asyncio.to_thread(rig.beds["a"].coordinator.drain, TIMEOUT_S, True)
+    await rig.until(lambda: (state := rig.links._links["a"].view.state) is not None and state.is_leaving)
+    async with asyncio.timeout(5.0):
+        assert await rig.links.choose(prompt, NOBODY, TIMEOUT_S) is None
+        del rig.found["a"]
+        await rig.until(lambda: list(rig.links._links) == ["b"])
+        assert await rig.links.choose(prompt, NOBODY, TIMEOUT_S) is None
+
+
+@pytest.mark.parametrize("rig", ["12"], indirect=True)
+async def test_a_new_ingress_waits_for_an_engine_of_its_own_model(rig: Rig) -> None:
+    endpoint = rig.found.pop("a")
+    links = EngineLinks(rig.beds["b"].context, rig.beds["b"].transport, rig._find, identity="1")
+    await rig.until(lambda: links._foreign == {"b"})
+    waiting = asyncio.create_task(links.choose(Prompt(PROMPT, b""), NOBODY, 0.05))
+    await asyncio.sleep(0.3)
+    assert not waiting.done()
+    rig.found["a"] = endpoint
+    assert await asyncio.wait_for(waiting, TIMEOUT_S) == "a"
+    links.close()
 
 
 async def test_a_probe_takes_a_requests_way(rig: Rig) -> None:

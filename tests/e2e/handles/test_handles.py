@@ -75,7 +75,9 @@ def test_handles_answer_as_http_does(servers: list[Server]) -> None:
         whole = handle.chat.remote(CHAT).result(timeout_s=60)
         assert whole["model"] == server.model and whole["usage"]["completion_tokens"] == 12
         streaming = handle.options(stream=True)
-        chunks = list(streaming.chat.remote(CHAT | {"stream": True}))
+        chunks = list(streaming.chat.remote(CHAT))
+        assert [event["object"] for event in streaming.completions.remote({"prompt": "hi", "max_tokens": 1})]
+        assert {event["object"] for event in streaming.chat.remote(CHAT | {"stream": True})} == {chunks[0]["object"]}
         pieces = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
         assert "".join(pieces) == whole["choices"][0]["message"]["content"] and len(chunks) > 3
         body = {"prompt": "hi", "max_tokens": 3, "ignore_eos": True}
