@@ -79,6 +79,8 @@ The rule:
     head_input              triggers   the norms' weights             constant
     convolve_blocks         triggers   nothing
     score_candidates        triggers   nothing
+    lora_shrink             triggers   nothing
+    lora_expand             triggers   nothing
     one_shot_all_reduce     waits      the norm's weight, addresses   constant
 
 FlashInfer (0.6.17): its fa2 kernels read the plan, which our kernel writes, before they wait; so its wrappers are never

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aerie.kernels.operation import Implementation, on_host, operation
+from aerie.kernels.operation import Implementation, on_gpu, on_host, operation
 
 RANK_STEP = 16  # ranks of tables are multiples, for the shapes that tensor cores multiply
 
@@ -49,6 +49,7 @@ def check_add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor)
 
 
 @operation(
+    Implementation("triton", "aerie.kernels.lora.product_triton:add_lora", on_gpu),
     Implementation("host", "aerie.kernels.lora.product_host:add_lora", on_host),
     contract=check_add_lora,
 )

@@ -34,6 +34,7 @@ from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask  # noqa: E40
 from aerie.kernels.kv.views import LayerKV  # noqa: E402
 from aerie.kernels.latent import head_products_triton as head_products  # noqa: E402
 from aerie.kernels.latent import normed_latents_triton as latent  # noqa: E402
+from aerie.kernels.lora import product_triton as lora_triton  # noqa: E402
 from aerie.kernels.norm import (  # noqa: E402
     gate_triton,
     head_input_triton,  # noqa: E402
@@ -51,6 +52,8 @@ from tests.kernels.attend.test_triton_compile import (  # noqa: E402
     rope_constants,
 )
 from tests.kernels.delta_rule.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP
+from tests.kernels.lora.test_lora_compile import POINTERS as LORA  # noqa: E402
+from tests.kernels.lora.test_lora_compile import constants as lora_constants  # noqa: E402
 from tests.kernels.products.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
 from tests.kernels.products.test_packed_compile import PACKED_STREAM  # noqa: E402
 from tests.kernels.products.test_packed_experts_compile import QWEN  # noqa: E402
@@ -201,6 +204,8 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     ),
 }
 CASES |= {
+    "lora_shrink": (lora_triton._lora_shrink, LORA, lora_constants(8, 16, (0, 4096))[0], False, set()),
+    "lora_expand": (lora_triton._lora_expand, LORA, lora_constants(8, 16, (0, 4096))[1], False, set()),
     "packed_stream": (stream_triton._packed_stream, *PACKED_STREAM, False, {"codes_ptr", "scales_ptr"}),
     "order_rows": (
         order_rows_triton._order_rows,
