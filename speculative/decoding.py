@@ -134,8 +134,8 @@ class SpeculativeDecoding(CuttableStrategy):
                 slots=batch.slots,
             )
             positions = rows.positions
-            if batch.shifts is not None:
-                positions = positions + batch.shifts.repeat_interleave(shape.width)
+            if batch.is_shifted:
+                positions = positions + self._slots.shifts[batch.slots].repeat_interleave(shape.width)
         ids = joined((rows.ids, chunks.ids if chunks else None))
         every_row = self._every_row or batch.prompt_targets is not None
         out: DecoderOutput = self._target.forward(ids, verify, positions, chunks.batch if chunks else None, every_row)

@@ -11,6 +11,7 @@ LoadFormat = Literal["safetensors", "dummy"]
 Implementation = Literal["auto", "transformers"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+Images = Literal["auto", "off"]
 Auto = Literal["auto"]
 
 # by type of device: on a GPU the largest captured step (`aerie.workers.runner.graphs.graph_keys.TOKEN_BUCKETS`), which
@@ -35,6 +36,10 @@ class ModelSource:
         is faster.
     rope_scaling: settings of RoPE in place of config.json's, for longer contexts: `{rope_type: yarn, factor: 4.0,
         original_max_position_embeddings: 32768}`; none: config.json's.
+    images: `off`: do not load the vision tower, and refuse images; auto: take them if the checkpoint has a tower of a
+        supported family.
+    max_image_pixels: larger images are reduced to this number of pixels; a token has 28 x 28 of them in Qwen2.5-VL, and
+        32 x 32 in Qwen3-VL and Qwen3.5.
     """
 
     path: str = ""
@@ -48,6 +53,8 @@ class ModelSource:
     ] = 0
     implementation: Implementation = "auto"
     rope_scaling: Annotated[Mapping[str, Any] | None, Setting("--rope-scaling")] = None
+    images: Images = "auto"
+    max_image_pixels: int = 1 << 22
 
 
 @dataclass(frozen=True)

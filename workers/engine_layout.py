@@ -17,6 +17,7 @@ from aerie.attention.kv_cache.window_pages import WindowSizes
 from aerie.attention.recurrent.sizes import StateSizes
 from aerie.workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from aerie.workers.memory_use import MemoryUse
+from aerie.workers.prompt_inputs import ImageSizes
 
 TYPICAL_TOKENS = 2048  # KV tokens of a typical request, for `max_running: auto`
 MAX_CACHED_WINDOWS = 0.15  # maximum share of KV memory for the prefix cache's window pages
@@ -57,6 +58,7 @@ class EngineLayout:
     num_snapshots: number of these copies per rank; known with the number of pages.
     has_latent_rows: whether the target's layers cache latent rows (MLA).
     hidden_size: the target's.
+    images: sizes of the images in prompts; None for an engine that takes none.
     served_by: see `aerie.workers.models.config.ModelConfig.served_by`.
     known_pages, known_window_pages: KV pages of a built rank; before that the configured number, if any.
     memory: memory use of this rank; None before it is built.
@@ -78,6 +80,7 @@ class EngineLayout:
     has_latent_rows: bool = False
     served_by: str | None = None
     hidden_size: int = 0
+    images: ImageSizes | None = None
     graph_capture: GraphCapture = GraphCapture()  # noqa: RUF009 - frozen
     known_pages: int | None = None
     known_window_pages: int = 0

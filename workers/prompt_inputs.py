@@ -13,6 +13,27 @@ _DTYPES = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 Int32s = npt.NDArray[np.int32]
 
 
+class ImageSizes(msgspec.Struct, frozen=True, array_like=True):
+    """Sizes of a model's images.
+
+    merge_size: rows, and columns, of the patches that make a token.
+    patch_bytes: uint8 values of a patch.
+    max_patches: maximum patches of an image.
+    row_bytes: bytes of the embeddings of a token on a rank.
+    cache_bytes: maximum bytes of the images' embeddings that a rank keeps.
+    tower_bytes: bytes of the vision tower's weights on a rank.
+    num_axes: rotary positions of a token.
+    """
+
+    merge_size: int
+    patch_bytes: int
+    max_patches: int
+    row_bytes: int
+    cache_bytes: int
+    tower_bytes: int
+    num_axes: int
+
+
 class Embeddings(msgspec.Struct, frozen=True, array_like=True):
     """Embeddings of consecutive prompt tokens.
 
@@ -61,78 +82,167 @@ class Embeddings(msgspec.Struct, frozen=True, array_like=True):
         return raw.astype(np.float32)
 
 
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """An image, whose embeddings the ranks compute (`aerie.workers.vision`), or its part in a chunk.
+
+    start: position in the prompt of its first token of these. Their ids are placeholders.
+    num_rows: their number.
+    grid: its patches as frames, rows and columns.
+    data: uint8 values of all patches as the checkpoint's processor orders them, before they are scaled and normalised;
+        empty where the ranks have its embeddings.
+    digest: of `grid` and `data`.
+    first_row: number of its tokens before `start`.
+    """
+
+    start: int
+    num_rows: int
+    grid: tuple[int, int, int]
+    data: bytes
+    digest: bytes
+    first_row: int = 0
+
+    @staticmethod
+    def of(start: int, num_rows: int, grid: tuple[int, int, int], data: bytes) -> "Image":
+        """Return a whole image."""
+        return Image(start, num_rows, grid, data, blake2b(repr(grid).encode() + data, digest_size=32).digest())
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_rows
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    def cut(self, start: int, end: int) -> "Image | None":
+        """Return the part at positions `start` to `end` - 1; None if there is none."""
+        first, last = max(start, self.start), min(end, self.end)
+        if first >= last:
+            return None
+        return Image(first, last - first, self.grid, self.data, self.digest, self.first_row + first - self.start)
+
+
 class PromptInputs(msgspec.Struct, frozen=True, array_like=True):
     """Inputs of a prompt, or of one of its chunks.
 
     embeddings: in the order of their positions, without overlap.
     positions: int32 bytes, the rotary position of each token; empty: 0, 1, 2, ... Output tokens continue after the
-        last one, which is the largest. KV pages and sampling go by the number of tokens before a token, not by these.
+        largest one. KV pages and sampling go by the number of tokens before a token, not by these.
+    images: in the order of their positions, without overlap, also with `embeddings`.
+    num_axes: rotary positions of a token: 1, or 3 for M-RoPE (frame, row, column). `positions` then has all tokens'
+        first positions, then all second ones, and so on.
     """
 
     embeddings: tuple[Embeddings, ...] = ()
     positions: bytes = b""
+    images: tuple[Image, ...] = ()
+    num_axes: int = 1
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the embeddings."""
-        return sum(len(each.data) for each in self.embeddings)
+        """Bytes of embeddings and images."""
+        return sum(len(each.data) for each in self.parts)
+
+    @property
+    def parts(self) -> tuple[Embeddings | Image, ...]:
+        """Return embeddings, then images."""
+        return (*self.embeddings, *self.images)
+
+    @property
+    def axes(self) -> Int32s:
+        """Return `positions` as [num_axes, tokens] int32."""
+        return np.frombuffer(self.positions, "<i4").reshape(self.num_axes, -1)
 
     @property
     def shift(self) -> int:
         """Return how far the rotary positions of output tokens are from the number of tokens before them."""
-        positions = np.frombuffer(self.positions, "<i4")
-        return int(positions.max()) + 1 - len(positions) if len(positions) else 0
+        axes = self.axes
+        return int(axes.max()) + 1 - axes.shape[1] if self.positions else 0
 
     def cut(self, start: int, end: int) -> "PromptInputs | None":
         """Return the inputs of tokens `start` to `end` - 1 of prompt and output; None if they need none."""
-        parts = (each.cut(start, end) for each in self.embeddings)
-        found = tuple(part for part in parts if part is not None)
+        found = tuple(part for each in self.embeddings if (part := each.cut(start, end)) is not None)
+        of_images = (image.cut(start, end) for image in self.images)
+        images = tuple(image for image in of_images if image is not None)
         positions = b""
         if self.positions:
-            length = len(self.positions) // 4
-            later = np.arange(max(start, length), end, dtype="<i4") + self.shift
-            positions = self.positions[4 * start : 4 * end] + later.tobytes()
-        return PromptInputs(found, positions) if found or positions else None
+            axes = self.axes
+            later = np.arange(max(start, axes.shape[1]), end, dtype="<i4") + self.shift
+            rest = np.broadcast_to(later, (self.num_axes, len(later)))
+            positions = np.concatenate((axes[:, start:end], rest), axis=1).astype("<i4").tobytes()
+        return PromptInputs(found, positions, images, self.num_axes) if found or images or positions else None
 
-    def check(self, prompt_len: int, hidden_size: int, max_positions: int) -> None:
+    def check(self, prompt_len: int, hidden_size: int, max_positions: int, images: ImageSizes | None = None) -> None:
         """Raise ValueError for inputs that do not fit.
 
         hidden_size: the model's.
         max_positions: exclusive bound on rotary positions of the prompt.
+        images: sizes of the model's images; None for a model without.
         """
         last = 0
-        for each in self.embeddings:
+        for each in sorted(self.parts, key=lambda each: each.start):
+            kind = "embeddings" if isinstance(each, Embeddings) else "image"
             if each.num_rows < 1 or each.start < last or each.end > prompt_len:
                 raise ValueError(
-                    f"embeddings of tokens {each.start} to {each.end - 1}: must be in order, without overlap, and "
+                    f"{kind} of tokens {each.start} to {each.end - 1}: must be in order, without overlap, and "
                     f"within the prompt's {prompt_len} tokens"
                 )
-            size = hidden_size * np.dtype(_DTYPES[each.dtype]).itemsize
-            if len(each.data) != each.num_rows * size:
-                raise ValueError(
-                    f"embeddings of tokens {each.start} to {each.end - 1}: {len(each.data)} bytes of {each.dtype}, but "
-                    f"{each.num_rows} rows of this model's hidden_size={hidden_size} have {each.num_rows * size}"
-                )
+            if isinstance(each, Embeddings):
+                _check_values(each, hidden_size)
+            else:
+                _check_image(each, images)
             if len(each.digest) < 16:
-                raise ValueError("digest of embeddings: must have at least 16 bytes, or others' KV might be used")
+                raise ValueError(f"digest of {kind}: must have at least 16 bytes, or others' KV might be used")
             last = each.end
-        positions = np.frombuffer(self.positions, "<i4")
-        if len(positions) and (len(positions) != prompt_len or positions.min() < 0 or positions.max() >= max_positions):
+        if self.positions:
+            self._check_positions(prompt_len, max_positions, 1 if images is None else images.num_axes)
+
+    def _check_positions(self, prompt_len: int, max_positions: int, num_axes: int) -> None:
+        count = len(self.positions) // 4
+        if self.num_axes not in (1, num_axes) or count % self.num_axes:
+            raise ValueError(f"num_axes={self.num_axes}: this model's tokens have {num_axes} rotary positions")
+        positions = self.axes
+        if positions.shape[1] != prompt_len or positions.min() < 0 or positions.max() >= max_positions:
             raise ValueError(
-                f"positions: {len(positions)} from {positions.min()} to {positions.max()}; must be one for each of the "
-                f"{prompt_len} tokens, from 0 to {max_positions - 1}"
+                f"positions: {positions.shape[1]} from {positions.min()} to {positions.max()}; must be one for each of "
+                f"the {prompt_len} tokens, from 0 to {max_positions - 1}"
             )
-        if len(positions) and positions[-1] != positions.max():
-            raise ValueError(f"positions: the last one, {positions[-1]}, must be the largest, {positions.max()}")
+        if self.num_axes == 1 and positions[0, -1] != positions.max():
+            raise ValueError(f"positions: the last one, {positions[0, -1]}, must be the largest, {positions.max()}")
+
+
+def _check_values(each: Embeddings, hidden_size: int) -> None:
+    size = hidden_size * np.dtype(_DTYPES[each.dtype]).itemsize
+    if len(each.data) != each.num_rows * size:
+        raise ValueError(
+            f"embeddings of tokens {each.start} to {each.end - 1}: {len(each.data)} bytes of {each.dtype}, but "
+            f"{each.num_rows} rows of this model's hidden_size={hidden_size} have {each.num_rows * size}"
+        )
+
+
+def _check_image(image: Image, sizes: ImageSizes | None) -> None:
+    name = f"image of tokens {image.start} to {image.end - 1}"
+    if sizes is None:
+        raise ValueError(f"{name}: this engine takes none; see model.images")
+    merged = sizes.merge_size
+    if image.grid[0] != 1 or min(image.grid) < 1 or image.grid[1] % merged or image.grid[2] % merged:
+        raise ValueError(f"{name}: grid={image.grid}: must be one frame of multiples of {merged} rows and columns")
+    if image.num_patches > sizes.max_patches:
+        raise ValueError(f"{name}: {image.num_patches} patches are more than {sizes.max_patches}; send a smaller image")
+    tokens, size = image.num_patches // merged**2, image.num_patches * sizes.patch_bytes
+    if image.num_rows != tokens or image.first_row or len(image.data) != size:
+        raise ValueError(
+            f"{name}: {len(image.data)} bytes, but {image.num_patches} patches have {size} and {tokens} tokens"
+        )
 
 
 class InputKeys:
     """Gives prompts the token sequences by which the prefix cache finds their pages.
 
-    Where embeddings begin, and where rotary positions do not continue, the token id is replaced by a negative number
-    that stands for digest, id and distance of positions. The cache compares whole prefixes, so later tokens keep their
-    ids: equal keys mean equal inputs. Numbers are never used twice; inputs that came again after `MAX_KNOWN_INPUTS`
-    others get a new number, and their pages are computed anew.
+    Where embeddings or images begin, and where rotary positions do not continue, the token id is replaced by a negative
+    number that stands for digest, id and distance of positions. The cache compares whole prefixes, so later tokens
+    keep their ids: equal keys mean equal inputs. Numbers are never used twice; inputs that came again after
+    `MAX_KNOWN_INPUTS` others get a new number, and their pages are computed anew.
     """
 
     def __init__(self) -> None:
@@ -141,14 +251,17 @@ class InputKeys:
 
     def of(self, prompt: Int32s, inputs: PromptInputs) -> Int32s:
         """Return the keys [n] int32 of a prompt [n] int32. Raises ValueError when all numbers are used."""
-        keys, shifts = prompt.copy(), np.zeros(len(prompt), np.int64)
-        changes = {each.start: each.digest + each.num_rows.to_bytes(4, "little") for each in inputs.embeddings}
+        keys, shifts = prompt.copy(), np.zeros((inputs.num_axes, len(prompt)), np.int64)
+        changes = {each.start: each.digest + each.num_rows.to_bytes(4, "little") for each in inputs.parts}
         if inputs.positions:
-            shifts = np.frombuffer(inputs.positions, "<i4") - np.arange(len(prompt))
-            for place in np.flatnonzero(np.diff(shifts, prepend=0)).tolist():
+            shifts = inputs.axes - np.arange(len(prompt))
+            places = set(np.flatnonzero(np.diff(shifts, axis=1, prepend=0).any(0)).tolist())
+            for image in inputs.images:  # its digest stands for the positions within it
+                places.difference_update(range(image.start, image.end))
+            for place in places:
                 changes.setdefault(place, b"")
         for place, digest in changes.items():
-            facts = f"{prompt[place]} {shifts[place]} ".encode() + digest
+            facts = f"{prompt[place]} {shifts[:, place].tolist()} ".encode() + digest
             keys[place] = self._number(blake2b(facts, digest_size=32).digest())
         return keys
 

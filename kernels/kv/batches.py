@@ -106,12 +106,18 @@ class RowInputs:
 
     rows: [n] int64, rows whose embeddings are given, counted from the first chunk row; None for none.
     embeddings: [n, hidden_size] float32; None without `rows`.
-    positions: [rows of the chunks] int64 rotary positions; None: the KV positions.
+    positions: [rows of the chunks] int64 rotary positions, or [3, rows of the chunks] of M-RoPE; None: the KV
+        positions.
+    image_rows: [m] int64, rows of images, counted from the first chunk row; None for none.
+    image_values: [m, n * hidden_size], their embeddings, then what is added to the residual stream after the first
+        n - 1 layers (DeepStack); None without `image_rows`.
     """
 
     rows: Tensor | None
     embeddings: Tensor | None
     positions: Tensor | None
+    image_rows: Tensor | None = None
+    image_values: Tensor | None = None
 
 
 @dataclass(frozen=True)

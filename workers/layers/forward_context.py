@@ -48,7 +48,7 @@ class ForwardContext:
     """Positions, KV slots and attention batches of a pass. The decode batch's rows come first, then the chunk batch's
     (see `aerie.kernels.kv.batches`).
 
-    positions: [rows] int64 for rotary embedding.
+    positions: [rows] int64 for rotary embedding, or [3, rows] of M-RoPE where a chunk has three for each row.
     slot_mapping: [rows] int64 KV slots to write.
     num_decode_rows, decode, chunks: the rows that attend.
     attending: [n] int64 rows that attend; None for all.
@@ -80,11 +80,28 @@ class ForwardContext:
     def embedded(self, x: Tensor) -> Tensor:
         """Return x [rows, hidden_size], the embeddings of the rows' ids, with those that requests give in their place;
         x itself if none does."""
-        if self.inputs is None or self.inputs.rows is None or self.inputs.embeddings is None:
+        given, first = self.inputs, self._first_chunk_row
+        if given is not None and given.rows is not None and given.embeddings is not None:
+            x = x.index_copy(0, first + given.rows, given.embeddings.to(x.dtype))
+        if given is not None and given.image_rows is not None and given.image_values is not None:
+            x = x.index_copy(0, first + given.image_rows, given.image_values[:, : x.shape[1]].to(x.dtype))
+        return x
+
+    def deepened(self, layer: int, x: Tensor) -> Tensor:
+        """Return x [rows, hidden_size], the residual stream after a layer, with what images add to it there; x itself
+        if none does."""
+        given, begin = self.inputs, (layer + 1) * x.shape[1]
+        if given is None or given.image_rows is None or given.image_values is None:
             return x
+        if begin >= given.image_values.shape[1]:
+            return x
+        added = given.image_values[:, begin : begin + x.shape[1]].to(x.dtype)
+        return x.index_add(0, self._first_chunk_row + given.image_rows, added)
+
+    @property
+    def _first_chunk_row(self) -> int:
         decode = self.batches[0]
-        first = 0 if decode is None else decode.num_rows
-        return x.index_copy(0, first + self.inputs.rows, self.inputs.embeddings.to(x.dtype))
+        return 0 if decode is None else decode.num_rows
 
     @cached_property
     def row_slots(self) -> Tensor:
@@ -258,6 +275,8 @@ def _context(
         chunk_positions, chunk_slots = map_rows(chunks, pool.page_size)
         given = None if chunks.inputs is None else chunks.inputs.positions
         positions.append(chunk_positions if given is None else given)
+        if given is not None and given.dim() == 2:  # a row of a round has three equal positions
+            positions = [each.expand(given.shape[0], -1) for each in positions]
         if chunks.kept_from is not None:
             live = _joined([*slots, map_rows(replace(chunks, kept_from=None), pool.page_size)[1]])
         slots.append(chunk_slots)
@@ -265,7 +284,7 @@ def _context(
         decode, chunks = attending.decode, attending.chunks
     return ForwardContext(
         pool=pool,
-        positions=_joined(positions),
+        positions=positions[0] if len(positions) == 1 else torch.cat(positions, dim=-1),
         slot_mapping=_joined(slots),
         num_decode_rows=decode.num_rows if decode is not None else 0,
         decode=backends[decode.mode].prepare(decode) if decode is not None else None,

@@ -24,6 +24,9 @@ class RopeConfig:
     truncate: round the bounds of YaRN's blend to whole dimensions.
     proportion: share of a head's dimensions that "proportional" rotates.
     magnitude: factor on cos and sin, so q . k is scaled by its square.
+    sections: numbers of frequencies by which a token's frame, row and column rotate (M-RoPE, arXiv 2409.12191); empty:
+        a token has one position.
+    interleaved: whether the axes alternate from one frequency to the next; else each has a block of frequencies.
     """
 
     theta: float = 10000.0
@@ -37,6 +40,15 @@ class RopeConfig:
     magnitude: float = 1.0
     truncate: bool = True
     proportion: float = 1.0
+    sections: tuple[int, ...] = ()
+    interleaved: bool = False
+
+    def axes(self, num_frequencies: int) -> list[int]:
+        """Return the axis by which each frequency rotates."""
+        if not self.interleaved:
+            return [axis for axis, count in enumerate(self.sections) for _ in range(count)]
+        ends = [3 * count for count in self.sections]
+        return [i % 3 if i % 3 and i < ends[i % 3] else 0 for i in range(num_frequencies)]
 
 
 class RotaryTable:
@@ -48,11 +60,18 @@ class RotaryTable:
         angles = torch.outer(torch.arange(max_position, dtype=torch.float32, device="cpu"), steps)
         self._cos = (angles.cos() * rope.magnitude).to(device)
         self._sin = (angles.sin() * rope.magnitude).to(device)
+        axes = rope.axes(angles.shape[1]) if sum(rope.sections) == angles.shape[1] else None
+        self._axes = None if axes is None else torch.tensor(axes, dtype=torch.int64, device="cpu").to(device)
 
     def at(self, positions: Tensor) -> Angles:
         """Return the angles at positions [rows] int64, as table and index: the RoPE kernel looks them up
-        (`KVLayout.store`)."""
-        return Angles(self._cos, self._sin, positions)
+        (`KVLayout.store`). With positions [3, rows] of M-RoPE it is a new table with a row for each row."""
+        if positions.dim() == 1:
+            return Angles(self._cos, self._sin, positions)
+        assert self._axes is not None, "only models with M-RoPE get three positions"
+        own = positions[self._axes].T  # [rows, frequencies]
+        rows = torch.arange(own.shape[0], device=positions.device)
+        return Angles(self._cos.gather(0, own).contiguous(), self._sin.gather(0, own).contiguous(), rows)
 
 
 def rotary_tables(

@@ -4,7 +4,7 @@ subclass it."""
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -231,8 +231,12 @@ def rope_of(config: Mapping[str, Any], source: str) -> RopeConfig:
     if kind not in ROPE_KINDS:
         raise ValueError(f"{source}: rope_type={kind!r} is not supported; it is one of {', '.join(ROPE_KINDS)}")
     theta = number_of(scaling, "rope_theta", source, number_of(config, "rope_theta", source, 10000.0))
-    if kind == "yarn":
-        return _yarn_of(scaling, theta, source)
+    found = _yarn_of(scaling, theta, source) if kind == "yarn" else _scaled_rope(scaling, theta, kind, source)
+    interleaved = scaling.get("mrope_interleaved") is True
+    return replace(found, sections=_sections_of(scaling, source), interleaved=interleaved)
+
+
+def _scaled_rope(scaling: Mapping[str, Any], theta: float, kind: str, source: str) -> RopeConfig:
     return RopeConfig(
         theta=theta,
         kind=kind,
@@ -242,6 +246,22 @@ def rope_of(config: Mapping[str, Any], source: str) -> RopeConfig:
         original_max_position=size_of(scaling, "original_max_position_embeddings", source, 8192, most=MAX_POSITIONS),
         proportion=_proportion_of(scaling, source) if kind == "proportional" else 1.0,
     )
+
+
+def with_mrope(text: Mapping[str, Any], sections: tuple[int, ...], interleaved: bool) -> dict[str, Any]:
+    """Return the fields of a decoder with M-RoPE. sections: if the fields have none (`RopeConfig.sections`)."""
+    key = "rope_parameters" if isinstance(text.get("rope_parameters"), dict) else "rope_scaling"
+    scaling = text.get(key) or {}
+    scaling = {"mrope_section": list(sections)} | (scaling if isinstance(scaling, dict) else {})
+    return dict(text) | {key: scaling | {"mrope_interleaved": interleaved}}
+
+
+def _sections_of(scaling: Mapping[str, Any], source: str) -> tuple[int, ...]:
+    """Return `RopeConfig.sections`."""
+    sections = scaling.get("mrope_section") or ()
+    if sections and (len(sections) != 3 or not all(isinstance(each, int) and each > 0 for each in sections)):
+        raise ValueError(f"{source}: config.json: mrope_section={sections!r}: must be three numbers; correct it")
+    return tuple(sections)
 
 
 def _proportion_of(scaling: Mapping[str, Any], source: str) -> float:

@@ -106,6 +106,7 @@ class Decoder(TargetModel):
         captured = residual.new_empty((ids.shape[0], len(self.capture), self.config.hidden_size))
         added: Tensor | None = None
         unsummed = SOLO
+        angles = {table: table.at(positions) for table in set(self.rotary)}
         for i, layer in enumerate(self.layers):
             norm: RMSNorm = layer.input_layernorm  # type: ignore[assignment]
             wanted: Fp8Inputs | None = layer.self_attn.fp8_inputs  # type: ignore[union-attr, assignment]
@@ -117,8 +118,9 @@ class Decoder(TargetModel):
                 captured[:, self.capture.index(i)] = residual
             if i == len(self.layers) - 1 and context.last is not None:
                 context = context.last
-            added, residual = layer(normed, residual, self.rotary[i].at(positions), context)
+            added, residual = layer(normed, residual, angles[self.rotary[i]], context)
             unsummed = layer.unsummed  # type: ignore[assignment]
+            residual = context.deepened(i, residual)
             tail: LayerTail | None = layer.tail  # type: ignore[assignment]
             if tail is not None:
                 assert added is not None and unsummed.size == 1, "the stream needs the layer's whole output"

@@ -61,7 +61,9 @@ class StepBatch:
     max_kv_len: host-side bound of the KV positions that the step reads or writes.
     needs: sampling needs of all entries.
     prompt_targets: None if no prompt log-probabilities are requested.
-    shifts: [B] int64, distance of the rotary positions of the rounds' tokens from their KV positions; None: 0.
+    is_shifted: whether the rounds' rotary positions are the slots' `position_shift` from their KV positions; else they
+        are equal.
+    shift_is_captured: whether captured steps do so.
     """
 
     slots: Tensor
@@ -72,14 +74,16 @@ class StepBatch:
     chunks: PromptChunks | None
     needs: SamplingNeeds
     prompt_targets: PromptTargets | None = None
-    shifts: Tensor | None = None
+    is_shifted: bool = False
+    shift_is_captured: bool = False
 
     @property
     def is_eager(self) -> bool:
         """Whether no captured step can run it: captured steps compute only the last row of each chunk in the last
-        layer, embed all ids, and have KV positions as rotary positions."""
+        layer, and embed all ids; those of models without M-RoPE have KV positions as rotary positions."""
         has_inputs = self.chunks is not None and self.chunks.batch.inputs is not None
-        return self.prompt_targets is not None or has_inputs or self.shifts is not None
+        is_shifted = self.is_shifted and not self.shift_is_captured
+        return self.prompt_targets is not None or has_inputs or is_shifted
 
     @property
     def num_requests(self) -> int:

@@ -50,6 +50,7 @@ from aerie.workers.sampling.sampler import Sampler
 from aerie.workers.scheduling.commands.command import LoadWeights, SumWeights
 from aerie.workers.structured_output.mask_table import MaskTable
 from aerie.workers.structured_output.slot_grammars import SlotGrammars
+from aerie.workers.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def build_rank(
     parts = load_parts(worker, engine, group, backends, memory, deterministic, phases.done, advance)
     with memory.counting_weights(), must_fit("the draft", "raise parallel.tensor_parallel"):
         strategy = engine.speculation.strategy(parts, others, phases.done)
-    eager = Worker(strategy, parts.slots, group, worker.debug, parts.grammars, pools=parts.pools, states=parts.states)
+    eager = parts.worker_of(strategy)
     graphed, first = None, frozenset[GraphKey]()
     if rounds_are_graphs(worker, here, cpu_length_readers(backends, others), rank):
         with_chunks = not deterministic and chunks_on_device(backends, others)
@@ -119,7 +120,7 @@ def build_rank(
         phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
     built = eager
     if graphed is not None:
-        built = Worker(graphed, parts.slots, group, worker.debug, parts.grammars, graphed, parts.pools, parts.states)
+        built = parts.worker_of(graphed, graphed)
     transfer = WeightTransfer(parts.models, group, device)
     transfer.register(built.handlers)
     built.handlers.add(SumWeights, WeightChecker(parts.models))
@@ -171,6 +172,10 @@ def load_parts(
             deterministic,
             lambda loaded, total: advance("loading the target", loaded / 1e9, total / 1e9, "GB"),
         )
+    tower = None
+    if engine.vision is not None and engine.layout.images is not None:
+        with memory.counting_weights(), must_fit("the vision tower", "set model.images=off, or raise tensor_parallel"):
+            tower = VisionTower(engine.vision, worker.model, engine.layout.images, engine.dtype, device)
     done("target loaded")
     layout = memory.settle_slots(engine.layout, group)
     with must_fit(f"the tables of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
@@ -199,7 +204,7 @@ def load_parts(
             engine.target, group, META, layout.max_position, engine.speculation.captured_layers, engine.dtype, name
         ),
     )
-    return EngineParts(worker, layout, group, target, draft_pool, slots, sampler, grammars, {"target": running})
+    return EngineParts(worker, layout, group, target, draft_pool, slots, sampler, grammars, {"target": running}, tower)
 
 
 def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int, done: PhaseDone) -> EngineParts:
@@ -215,6 +220,8 @@ def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graph
         if memory.runs_steps:
             with must_fit("the largest step", "lower scheduler.max_step_tokens or scheduler.max_running"):
                 peaks = memory.step_peaks(eager, layout)
+                if parts.tower is not None and layout.images is not None:
+                    peaks = memory.with_images(peaks, parts.tower.encode_largest, layout.images)
             done("largest steps run")
         layout = memory.settle_pages(layout, parts.group, peaks, num_graphs)
     with must_fit("the KV cache", "lower cache.memory_share, or stop what else allocates on this GPU"):

@@ -5,11 +5,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from aerie.kernels.kv.batches import ChunkLists, PrefillBatch, RowInputs
+from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.runner.batch import PromptChunks, PromptTargets
 from aerie.workers.scheduling.plan import Chunk, StepPlan, unpack_i32
+from aerie.workers.vision.tower import VisionTower
 
 
 def in_order(plan: StepPlan) -> list[Chunk]:
@@ -41,10 +44,19 @@ def chunk_columns(plan: StepPlan, has_states: bool = False) -> dict[str, npt.NDA
 
 
 def prompt_chunks(
-    plan: StepPlan, columns: Mapping[str, Tensor], page_table: Tensor, has_states: bool = False
+    plan: StepPlan,
+    columns: Mapping[str, Tensor],
+    page_table: Tensor,
+    has_states: bool = False,
+    images: Tensor | None = None,
 ) -> PromptChunks:
-    """Return the plan's chunks on the device. columns: includes those of `chunk_columns`. page_table: that of all
-    slots, with the plan's changes. has_states: whether the model has recurrent layers."""
+    """Return the plan's chunks on the device.
+
+    columns: includes those of `chunk_columns`.
+    page_table: that of all slots, with the plan's changes.
+    has_states: whether the model has recurrent layers.
+    images: `image_values` of the plan.
+    """
     chunks = in_order(plan)
     counts = tuple(len(chunk.tokens) // 4 for chunk in chunks)
     slots, final_lengths = columns["chunk slots"], columns["final lengths"]
@@ -59,7 +71,7 @@ def prompt_chunks(
             slots=slots,
             saved_at=columns["chunk saved at"] if has_states else None,
             saved_row=columns["chunk saved rows"] if has_states else None,
-            inputs=_inputs(columns),
+            inputs=_inputs(columns, images),
         ),
         ids=columns["chunk ids"],
         next_ids=columns["chunk next ids"],
@@ -73,29 +85,51 @@ def _input_columns(chunks: list[Chunk], counts: npt.NDArray[np.int32]) -> dict[s
     columns: dict[str, npt.NDArray[Any]] = {}
     if all(chunk.inputs is None for chunk in chunks):
         return columns
-    rows, embeddings, positions, first, has_positions = [], [], [], 0, False
-    for chunk, count in zip(chunks, counts.tolist(), strict=True):
-        for each in chunk.inputs.embeddings if chunk.inputs is not None else ():
-            start = first + each.start - chunk.start
-            rows.append(np.arange(start, start + each.num_rows, dtype=np.int64))
+    rows, image_rows, embeddings, positions, first = [], [], [], [], 0
+    inputs = [PromptInputs() if chunk.inputs is None else chunk.inputs for chunk in chunks]
+    num_axes = max(each.num_axes for each in inputs)
+    for chunk, given, count in zip(chunks, inputs, counts.tolist(), strict=True):
+        before = first - chunk.start
+        for each in given.embeddings:
+            rows.append(np.arange(before + each.start, before + each.end, dtype=np.int64))
             embeddings.append(each.rows())
-        if chunk.inputs is not None and chunk.inputs.positions:
-            positions.append(unpack_i32(chunk.inputs.positions).astype(np.int64))
-            has_positions = True
-        else:
-            positions.append(np.arange(chunk.start, chunk.start + count, dtype=np.int64))
+        for image in given.images:
+            image_rows.append(np.arange(before + image.start, before + image.end, dtype=np.int64))
+        own = given.axes if given.positions else np.arange(chunk.start, chunk.start + count)[None]
+        positions.append(np.broadcast_to(own, (num_axes, count)))
         first += count
     if rows:
         columns |= {"embedded rows": np.concatenate(rows), "embeddings": np.concatenate(embeddings)}
-    if has_positions:
-        columns["chunk positions"] = np.concatenate(positions)
+    if image_rows:
+        columns["image rows"] = np.concatenate(image_rows)
+    if any(each.positions for each in inputs):
+        whole = np.concatenate(positions, axis=1).astype(np.int64)
+        columns["chunk positions"] = whole[0] if num_axes == 1 else whole
     return columns
 
 
-def _inputs(columns: Mapping[str, Tensor]) -> RowInputs | None:
-    if "embedded rows" not in columns and "chunk positions" not in columns:
+def image_values(plan: StepPlan, tower: VisionTower | None) -> Tensor | None:
+    """Return the rows of the plan's images in the order of `chunk_columns`; None without images."""
+    if not any(chunk.inputs is not None and chunk.inputs.images for chunk in plan.chunks):
         return None
-    return RowInputs(columns.get("embedded rows"), columns.get("embeddings"), columns.get("chunk positions"))
+    assert tower is not None, "`PromptInputs.check` refuses images in engines without a tower"
+    rows: dict[int, list[Tensor]] = {}
+    for chunk in plan.chunks:  # in this order, as the scheduler counts them (`EncodedImages`)
+        images = () if chunk.inputs is None else chunk.inputs.images
+        rows[id(chunk)] = [tower.rows(image) for image in images]
+    return torch.cat([part for chunk in in_order(plan) for part in rows[id(chunk)]])
+
+
+def _inputs(columns: Mapping[str, Tensor], values: Tensor | None) -> RowInputs | None:
+    if "embedded rows" not in columns and "chunk positions" not in columns and values is None:
+        return None
+    return RowInputs(
+        rows=columns.get("embedded rows"),
+        embeddings=columns.get("embeddings"),
+        positions=columns.get("chunk positions"),
+        image_rows=columns.get("image rows"),
+        image_values=values,
+    )
 
 
 def _state_columns(plan: StepPlan, chunks: list[Chunk]) -> dict[str, npt.NDArray[Any]]:

@@ -88,7 +88,7 @@ class Autoregressive(CuttableStrategy):
     def forward(self, batch: StepBatch) -> Passed:
         slots, chunks = self._slots, batch.chunks
         rounds = self._rounds(batch) if batch.num_requests else None
-        positions = None if batch.shifts is None else slots.seq_len[batch.slots].long() + batch.shifts
+        positions = slots.seq_len[batch.slots] + slots.shifts[batch.slots] if batch.is_shifted else None
         if chunks is not None:
             begin_finals(slots, chunks)
         ids = joined((slots.bonus[batch.slots], chunks.ids if chunks else None))

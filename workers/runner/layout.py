@@ -24,13 +24,16 @@ from aerie.workers.engine_layout import EngineLayout, kv_bytes_asked, pages_aske
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.quantization.kv_scheme import kv_dtype
 from aerie.workers.runner.backends import Backends
-from aerie.workers.runner.decoding import Autoregressive, CuttableStrategy
+from aerie.workers.runner.decoding import Autoregressive, CuttableStrategy, DecodingStrategy
 from aerie.workers.runner.model_runner import TargetRunner
 from aerie.workers.runner.weight_update import RunningModel
+from aerie.workers.runner.worker import LateCaptures, Worker
 from aerie.workers.sampling.sampler import Sampler
 from aerie.workers.slots.slot_table import SlotTable
 from aerie.workers.structured_output.mask_table import mask_bytes
 from aerie.workers.structured_output.slot_grammars import SlotGrammars
+from aerie.workers.vision.config import VisionConfig, vision_of
+from aerie.workers.vision.tower import VisionTower, image_sizes
 
 PhaseDone = Callable[[str], None]
 
@@ -90,6 +93,7 @@ class EnginePlan:
     kv_dtype: torch.dtype
     speculation: Speculation
     layout: EngineLayout
+    vision: VisionConfig | None = None
 
     def target_groups(self, tensor_parallel: int) -> tuple[LayerGroup, ...]:
         """Return the layer groups of the target's KV on a rank. Windowed layers have separate groups."""
@@ -102,6 +106,7 @@ class EngineParts:
 
     draft_pool: KV of the layers of `Speculation.kv_groups`.
     models: models whose weights can be loaded again; `Speculation.strategy` adds "draft".
+    tower: encodes images; None in an engine that takes none.
     """
 
     worker: WorkerConfig
@@ -113,6 +118,7 @@ class EngineParts:
     sampler: Sampler
     grammars: SlotGrammars
     models: dict[str, RunningModel]
+    tower: VisionTower | None = None
 
     @property
     def pools(self) -> tuple[KVPool, KVPool]:
@@ -123,6 +129,11 @@ class EngineParts:
     def states(self) -> StatePool | None:
         """States of the target's recurrent layers, if it has any."""
         return self.target.states
+
+    def worker_of(self, strategy: DecodingStrategy, captures: LateCaptures | None = None) -> Worker:
+        """Return the rank's worker with a strategy. captures: None without graphs."""
+        of_slots = (self.slots, self.group, self.worker.debug, self.grammars, captures)
+        return Worker(strategy, *of_slots, self.pools, self.states, self.tower)
 
     def allocate(self, layout: EngineLayout) -> None:
         """Replace the KV pages and snapshots with empty ones, in the numbers of the layout."""
@@ -186,6 +197,7 @@ def plan_engine(
     shapes = replace(speculation.shapes, eager=not device.captures_graphs or not worker.cuda_graphs)
     # two rounds in flight may write after max_model_len
     max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)
+    vision = vision_of(worker.model, target.served_by)
     scheduler, cache = worker.scheduler.resolved(device.type), worker.cache
     if recurrent and cache.state_snapshots == 0:  # without snapshots no request could resume from cached pages
         cache = replace(cache, prefix_cache=False)
@@ -203,6 +215,7 @@ def plan_engine(
         has_latent_rows=has_latent_rows(of_target),
         served_by=target.served_by,
         hidden_size=target.hidden_size,
+        images=None if vision is None else image_sizes(vision, target, dtype),
         graph_capture=worker.graph_capture,
         bytes_per_snapshot=snapshot_bytes(recurrent, saved_dtype(cache)),
         chunk_bytes=chunk_bytes(recurrent, min(scheduler.step_token_limit, max_model_len)),
@@ -218,7 +231,7 @@ def plan_engine(
     pages = pages_asked(layout.with_slots(min_slots), tables + saved)
     if pages is not None and (scheduler.max_running != "auto" or cache.num_pages is not None):
         layout = layout.with_pages(*pages)
-    return EnginePlan(target, dtype, of_kv, speculation, layout)
+    return EnginePlan(target, dtype, of_kv, speculation, layout, vision)
 
 
 def longest_window(target: ModelConfig, groups: Sequence[LayerGroup], max_model_len: int) -> int | None:
@@ -250,7 +263,8 @@ def slot_table(layout: EngineLayout, vocab_size: int, device: torch.device) -> S
     return SlotTable(layout.scheduler.num_slots, *_row_sizes(layout, vocab_size, device))
 
 
-def _row_sizes(layout: EngineLayout, vocab_size: int, device: torch.device) -> tuple[int, int, torch.device, int]:
+def _row_sizes(layout: EngineLayout, vocab_size: int, device: torch.device) -> tuple[int, int, torch.device, int, bool]:
     """Return the arguments of `SlotTable` after `num_slots`."""
     max_pages = -(-layout.max_position // layout.cache.page_size)
-    return max_pages, vocab_size, device, layout.max_position if layout.shapes.keeps_tokens else 0
+    max_tokens = layout.max_position if layout.shapes.keeps_tokens else 0
+    return max_pages, vocab_size, device, max_tokens, layout.images is not None

@@ -18,6 +18,7 @@ from aerie.workers.config import AUTO_SLOTS, GraphCapture, WorkerConfig
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.engine_layout import TYPICAL_TOKENS, EngineLayout, PageCounts, kv_bytes_asked, pages_asked
 from aerie.workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, DeviceMemoryError, MemoryUse
+from aerie.workers.prompt_inputs import ImageSizes
 from aerie.workers.runner.device_memory import DeviceMemory
 from aerie.workers.runner.graphs.warm_up import largest_steps, run
 from aerie.workers.runner.worker import Worker
@@ -73,6 +74,12 @@ class RankMemory:
             peak = self._memory.peak_of(lambda plan=plan: run(worker, plan))  # type: ignore[misc]
             peaks[kind] = max(peaks.get(kind, 0), peak)
         return StepPeaks(peaks["rounds"], max(peaks.values()))
+
+    def with_images(self, peaks: StepPeaks, encode: Callable[[], None], sizes: ImageSizes) -> StepPeaks:
+        """Return the peaks with those of an image. encode: encodes the largest one. The embeddings of images are kept
+        beside the largest step."""
+        peak = max(peaks.all_steps, self._memory.peak_of(encode))
+        return replace(peaks, all_steps=peak + sizes.cache_bytes)
 
     def used(self) -> int:
         """Bytes that this rank has allocated so far."""

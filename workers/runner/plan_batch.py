@@ -14,13 +14,14 @@ from torch import Tensor
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.attention.recurrent.pool import StatePool
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
-from aerie.workers.runner.batch import StepBatch
-from aerie.workers.runner.chunk_tensors import chunk_columns, prompt_chunks, prompt_targets
+from aerie.workers.runner.batch import PromptChunks, StepBatch
+from aerie.workers.runner.chunk_tensors import chunk_columns, image_values, prompt_chunks, prompt_targets
 from aerie.workers.sampling.sampler import SamplingNeeds
 from aerie.workers.scheduling.plan import Failure, SamplingParams, StepPlan, unpack_i32
 from aerie.workers.slots.slot_table import SlotTable
 from aerie.workers.slots.upload import upload
 from aerie.workers.structured_output.slot_grammars import SlotGrammars
+from aerie.workers.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class PlanBatches:
     pools: KV pools of target and draft.
     states: states of the target's recurrent layers; None without such layers.
     group: the engine's ranks.
+    tower: encodes images; None in engines that take none.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class PlanBatches:
         pools: Sequence[KVPool],
         states: StatePool | None = None,
         group: TPGroup = SOLO,
+        tower: VisionTower | None = None,
     ) -> None:
         self._slots = slots
         self._grammars = grammars
         self._pools = pools
         self._states = states
         self._group = group
+        self._tower = tower
         self._round_slots = _SlotIds("round slots", slots.device)
         self._draft_slots = _SlotIds("draft slots", slots.device)
         self._shifted: set[int] = set()  # slots of requests with rotary positions of their own
@@ -82,7 +86,7 @@ class PlanBatches:
         for init in plan.inits:
             (self._shifted.add if init.position_shift else self._shifted.discard)(init.slot)
         round_slots = self._round_slots.on_device(rounds, sent)
-        is_shifted = bool(self._shifted) and not self._shifted.isdisjoint(rounds)
+        is_shifted = table.always_shifts or (bool(self._shifted) and not self._shifted.isdisjoint(rounds))
         if plan.inits and self._group.size > 1:
             # A request that failed on one rank must emit nothing on any rank, because all ranks must emit the same
             # tokens. NCCL's gather takes about 20 us; the request's prompt takes milliseconds.
@@ -98,11 +102,16 @@ class PlanBatches:
             next_shape=plan.next_shape,
             draft_slots=self._draft_slots.on_device(drafts, sent),
             max_kv_len=plan.max_kv_len,
-            chunks=prompt_chunks(plan, sent, table.page_table, self._states is not None) if plan.chunks else None,
+            chunks=self._chunks(plan, sent) if plan.chunks else None,
             needs=SamplingNeeds.of([table.facts[slot] for slot in entries]),
             prompt_targets=prompt_targets(plan, sent),
-            shifts=table.values["position_shift"][round_slots] if is_shifted else None,
+            is_shifted=is_shifted,
+            shift_is_captured=table.always_shifts,
         )
+
+    def _chunks(self, plan: StepPlan, sent: Mapping[str, Tensor]) -> PromptChunks:
+        images = image_values(plan, self._tower)
+        return prompt_chunks(plan, sent, self._slots.page_table, self._states is not None, images)
 
     def _entering(self, plan: StepPlan, failed: dict[int, Failure]) -> dict[str, npt.NDArray[Any]]:
         """Return the plan's new requests and pages as columns for the device. A request whose parameters raise an error

@@ -26,6 +26,7 @@ from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import Failure, GraphCount, StepPlan, StepResult
 from aerie.workers.slots.slot_table import SlotTable
 from aerie.workers.structured_output.slot_grammars import MaskEvents, SlotGrammars
+from aerie.workers.vision.tower import VisionTower
 
 
 class RanksDisagreeError(RuntimeError):
@@ -63,8 +64,9 @@ class Worker:
         captures: LateCaptures | None = None,
         pools: Sequence[KVPool] = (),
         states: StatePool | None = None,
+        tower: VisionTower | None = None,
     ) -> None:
-        """grammars, pools, states: as in `PlanBatches`. captures: None without graphs."""
+        """grammars, pools, states, tower: as in `PlanBatches`. captures: None without graphs."""
         self.costs: CostTable | None = None
         self._strategy = strategy
         self._slots = slots
@@ -74,7 +76,7 @@ class Worker:
         self._captures = captures
         self._pending: deque[PendingStep] = deque()
         self._last_end_s = -math.inf  # `time.perf_counter` at the end of the last step whose result was taken
-        self._batches = PlanBatches(slots, grammars, pools, states, group)
+        self._batches = PlanBatches(slots, grammars, pools, states, group, tower)
         self.handlers = CommandHandlers(group.rank)
         self.handlers.add(CaptureGraph, self._capture)
 

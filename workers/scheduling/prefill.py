@@ -5,6 +5,7 @@ from itertools import islice
 
 from aerie.attention.kv_cache.prefix_cache import Match, PrefixCache
 from aerie.workers.config import RoundShape, RoundShapes
+from aerie.workers.scheduling.image_chunks import ImageChunks
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
 from aerie.workers.scheduling.plan import Chunk, pack_i32
 from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
@@ -51,6 +52,7 @@ class PrefillPlanner:
         max_step_tokens: int,
         shapes: RoundShapes,
         grammars: GrammarQueue,
+        images: ImageChunks,
     ) -> None:
         self._queues = queues
         self._slot_pages = queues.slot_pages
@@ -60,6 +62,7 @@ class PrefillPlanner:
         self._max_kv_tokens = shapes.max_kv_tokens
         self._round_pages = queues.slot_pages.pages_for(shapes.max_new_tokens)
         self._grammars = grammars
+        self._images = images
         self.shared = SharedPrefixes(queues)
         self._turns = TenantTurns(queues, grammars, stats, clock)
         self.budget: LatencyBudget | None = None
@@ -105,6 +108,7 @@ class PrefillPlanner:
         usual = rounds if usual_shape is None else rounds._replace(shape=usual_shape)
         admitted, turns = AdmittedPrompts(queues.prefilling.values(), self._turns.only), self._turns
         self.shared.begin()
+        self._images.begin()
         while budget.room(1, 0):
             first = admitted.first()
             waiting = self._next_waiting(first, builder, rounds) if self._can_admit(builder) else None
@@ -194,10 +198,12 @@ class PrefillPlanner:
         saves = self._slot_pages.saves
         if saves is not None:
             room = saves.chunk_tokens(sequence.slot, start, room)
+        room = self._images.room(sequence, start, room)
         count = self._fit_chunk(sequence, room, draft_tokens, builder) if room else 0
         if count == 0:
             return 0
         budget.take(count, start)
+        self._images.take(sequence, start, count)
         end = start + count
         is_last = end == total
         next_token = -1 if is_last else int(sequence.ids(end, end + 1)[0])
@@ -262,7 +268,7 @@ class PrefillPlanner:
             allocator.release(match.pages)
             sequence.pages_missing = (insertions, need)
             return False
-        if budget.room(1, match.num_saved) == 0:
+        if budget.room(1, match.num_saved) == 0 or self._images.room(sequence, match.num_saved, 1) == 0:
             allocator.release(match.pages)
             return False
         builder.inits.append(self._queues.admit(sequence, match))

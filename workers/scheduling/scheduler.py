@@ -16,12 +16,14 @@ from aerie.attention.kv_cache.snapshots import Snapshots
 from aerie.attention.kv_cache.window_pages import WindowPages, WindowSizes
 from aerie.workers.config import GraphCapture, RoundShapes, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.prompt_inputs import ImageSizes
 from aerie.workers.scheduling.commands.capture_pacing import CapturePacing
 from aerie.workers.scheduling.commands.command import CaptureGraph, Command, CommandAnswer, LoadWeights, Work
 from aerie.workers.scheduling.commands.command_queue import CommandQueue, OnAnswered
 from aerie.workers.scheduling.commands.draft_check import DraftCheck
 from aerie.workers.scheduling.commands.weight_versions import WeightVersions
 from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.image_chunks import ImageChunks
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
 from aerie.workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.prefill import PrefillPlanner
@@ -64,13 +66,14 @@ class Scheduler:
         num_snapshots: int | None = None,
         window: WindowSizes | None = None,
         hidden_size: int = 0,
+        images: ImageSizes | None = None,
     ) -> None:
         """num_pages: pages of each rank's pool, without page 0.
         lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`).
         choose_shape: replaces `ShapeChoice`; called once per step for the index of the shape.
         num_snapshots: saved states that each rank's state pool has room for; None without recurrent layers.
         window: sizes of windowed layers; None without such layers.
-        hidden_size: the target's.
+        hidden_size, images: as in `EngineLayout`.
         """
         self._config = config
         self.cache = cache
@@ -89,10 +92,12 @@ class Scheduler:
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self._grammars = GrammarQueue()
         self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars, shapes.keeps_tokens)
-        self._prefill = PrefillPlanner(self.queues, self.stats, clock, config.step_token_limit, shapes, self._grammars)
+        self._images = ImageChunks(images)
+        of_prompts = (self.stats, clock, config.step_token_limit, shapes, self._grammars, self._images)
+        self._prefill = PrefillPlanner(self.queues, *of_prompts)
         self.rounds = RoundPlanner(self.queues, shapes, self.shape_choice, choose_shape)
         acceptance = self.shape_choice.acceptance
-        self.admission = Admission(config, max_model_len, self.queues, shapes, acceptance, clock, hidden_size)
+        self.admission = Admission(config, max_model_len, self.queues, shapes, acceptance, clock, hidden_size, images)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.is_paused = False  # whether no step is planned; commands are carried out
         self.commands = CommandQueue()
@@ -120,6 +125,7 @@ class Scheduler:
             num_snapshots=layout.num_snapshots if layout.bytes_per_snapshot else None,
             window=layout.window_sizes,
             hidden_size=layout.hidden_size,
+            images=layout.images,
         )
 
     def use_costs(self, costs: CostTable) -> None:
@@ -210,6 +216,7 @@ class Scheduler:
         self._in_flight.clear()
         self._grammars.reset()
         self._prefill.shared.clear()
+        self._images.clear()
         self.commands.fail_all("the ranks were lost")
         self.captures.reset()
         self.epoch = epoch
@@ -275,7 +282,8 @@ class Scheduler:
         slot_pages, shape, next_shape, slots, ends = self.slot_pages, *planned[:4]
         of_windows = slot_pages.take_window_changes()
         saved_states = slot_pages.save_states(slots, self._shapes.max_new_tokens)
-        in_flight = self._launch(builder, shape, slots, load, is_change=next_shape != shape)
+        chunks, encodes = self._images.sent(builder.chunks)
+        in_flight = self._launch(builder, shape, slots, load, is_change=next_shape != shape or encodes)
         drafting = slot_pages.speculative[in_flight.slots]
         next_shape = next_shape if drafting.any() else 0
         drafted = self._shapes.default if self._shapes.model_free and drafting.any() else next_shape
@@ -291,7 +299,7 @@ class Scheduler:
             max_kv_len=max(builder.max_kv_len, int(ends.max()) if len(ends) else 0),
             page_updates=slot_pages.take_updates(),
             inits=tuple(builder.inits),
-            chunks=tuple(builder.chunks),
+            chunks=chunks,
             grammars=self._grammars.announce(self.queues.waiting),
             ended=pack_i32(self._grammars.take_ended()),
             mask_wait_ms=self._prefill.mask_wait_ms(in_flight.expected),

@@ -105,7 +105,8 @@ class InFlightStep:
     load: the step's work, for `StepTime`.
     match_classes: [num_rounds] `Acceptance.classes`; None in engines that do not copy drafts.
     expected: predicted time; None without costs.
-    is_change: whether the rounds draft another shape than they verify, so that their time is neither shape's.
+    is_change: whether the step's time says nothing about `load`: it encodes images, or its rounds draft another shape
+        than they verify.
     """
 
     step: int

@@ -67,15 +67,24 @@ class SlotTable:
     """All tensors have num_slots + 1 rows. Comments in the constructor describe them.
 
     max_tokens: maximum tokens of a request in engines with `RoundShapes.keeps_tokens`; 0 in others.
+    always_shifts: whether the rounds of all requests add `position_shift` to their rotary positions: in models with
+        M-RoPE, so that captured rounds do it.
     """
 
     def __init__(
-        self, num_slots: int, max_pages: int, vocab_size: int, device: torch.device, max_tokens: int = 0
+        self,
+        num_slots: int,
+        max_pages: int,
+        vocab_size: int,
+        device: torch.device,
+        max_tokens: int = 0,
+        always_shifts: bool = False,
     ) -> None:
         rows = num_slots + 1
         self.padding_slot = num_slots
         self.vocab_size = vocab_size
         self.device = device
+        self.always_shifts = always_shifts
 
         def filled(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
@@ -88,6 +97,7 @@ class SlotTable:
             column.name: self._tables[kind][:, i] for kind in _DTYPES for i, column in enumerate(_BY_KIND[kind])
         }
         self.bonus, self.max_len, self.min_len = (self.values[name] for name in ("bonus", "max_len", "min_len"))
+        self.shifts = self.values["position_shift"]
         self.finished, self.shapes_logits = self.values["finished"], self.values["shapes_logits"]
         floats = [column.name for column in _BY_KIND[float]]
         first = floats.index("presence_penalty")

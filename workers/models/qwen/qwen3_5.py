@@ -1,9 +1,9 @@
-"""Text models of Qwen3.5, 3.6 and 3.8, dense and with experts: the layers of Qwen3-Next. The vision tower is not
-loaded."""
+"""Text models of Qwen3.5, 3.6 and 3.8, dense and with experts: the layers of Qwen3-Next. The vision
+tower is `aerie.workers.vision`'s."""
 
 from typing import Any
 
-from aerie.workers.models.config import text_part
+from aerie.workers.models.config import text_part, with_mrope
 from aerie.workers.models.name_map import NameMap, Packed, decoder_names, split_rows
 from aerie.workers.models.qwen import hybrid
 from aerie.workers.models.qwen.hybrid import HybridConfig, HybridForCausalLM, layer_rules, packed_experts
@@ -13,7 +13,8 @@ from aerie.workers.quantization.integers.format import split_outputs
 
 def read_config(config: dict[str, Any], source: str) -> HybridConfig:
     """Read the configuration of a text model, or the text_config of a model of images and text."""
-    return hybrid.read_config(text_part(config, source, text_first=True), source)
+    text = text_part(config, source, text_first=True)
+    return hybrid.read_config(with_mrope(text, (11, 11, 10), interleaved=True), source)
 
 
 _PREFIXES = ("model", "model.language_model")  # of a text model alone, and in a model of images

@@ -1,12 +1,12 @@
-"""Text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3, dense or with experts. M-RoPE has three positions
-per token. Without images they are equal, so it is RoPE."""
+"""Text parts of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: Qwen2 and Qwen3, dense or with experts. Their images are
+`aerie.workers.vision`'s. M-RoPE has three positions per token. Without images they are equal, so it is RoPE."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from aerie.workers.models import llama
-from aerie.workers.models.config import text_part
+from aerie.workers.models.config import text_part, with_mrope
 from aerie.workers.models.config_fields import architecture_of
 from aerie.workers.models.moe import LlamaMoeConfig, LlamaMoeForCausalLM, outputs_first, stacked_experts
 from aerie.workers.models.name_map import NameMap, text_part_names
@@ -60,11 +60,14 @@ def _as_decoder(text: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         own = {"architectures": [f"Qwen3{'Moe' * _has_experts(architecture)}ForCausalLM"], "use_sliding_window": False}
     else:
         own = {"architectures": ["Qwen2ForCausalLM"]}
-    return {"max_window_layers": 80} | _with_rope(text) | own
+    fields = {"max_window_layers": 80} | _with_rope(text) | own
+    if architecture.startswith("Qwen3"):
+        return with_mrope(fields, (24, 20, 20), interleaved=True)
+    return with_mrope(fields, (16, 24, 24), interleaved=False)
 
 
 def _with_rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with RoPE in place of M-RoPE, which older files list as a kind of RoPE."""
+    """Return the fields with M-RoPE as a setting of RoPE, which older files list as a kind of it."""
     changed = dict(text)
     for key in _ROPE:
         scaling = text.get(key)

@@ -137,6 +137,7 @@ class StepInput:
         self._num_requests = num_requests
         self._chunks = ChunkInput(num_rows, seen_limit, slots, has_states, has_row_index) if num_rows else None
         self._padding_slot = slots.padding_slot
+        self._always_shifts = slots.always_shifts
         self._slots = SlotInput(num_requests, slots.padding_slot, slots.device)
         entries = num_requests + (MAX_CHUNKS if num_rows else 0)
         self._draft_slots = SlotInput(entries, slots.padding_slot, slots.device)
@@ -144,7 +145,17 @@ class StepInput:
     def batch(self, shape: int, next_shape: int, max_kv_len: int, needs: SamplingNeeds) -> StepBatch:
         """Return a new batch of the full size over these inputs."""
         chunks = self._chunks.chunks() if self._chunks is not None else None
-        return StepBatch(self._slots.tensor, shape, next_shape, self._draft_slots.tensor, max_kv_len, chunks, needs)
+        return StepBatch(
+            self._slots.tensor,
+            shape,
+            next_shape,
+            self._draft_slots.tensor,
+            max_kv_len,
+            chunks,
+            needs,
+            is_shifted=self._always_shifts,
+            shift_is_captured=self._always_shifts,
+        )
 
     def fill(self, batch: StepBatch) -> None:
         """Copy a batch. It must fit."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from aerie.workers.config import RoundShapes, SchedulerConfig
+from aerie.workers.prompt_inputs import ImageSizes
 from aerie.workers.scheduling.queues.expected_wait import ExpectedWait
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
 from aerie.workers.scheduling.queues.tenants import Tenant
@@ -30,14 +31,16 @@ class Admission:
         acceptance: Acceptance,
         clock: Callable[[], float],
         hidden_size: int = 0,
+        images: ImageSizes | None = None,
     ) -> None:
-        """hidden_size: the target's, which embeddings in requests must have."""
+        """hidden_size: the target's, which embeddings in requests must have. images: see `EngineLayout`."""
         self._config = config
         self._max_model_len = max_model_len
         self._queues = queues
         self._max_kv_tokens_at_end = shapes.max_kv_tokens_at_end
         self._clock = clock
         self._hidden_size = hidden_size
+        self._images = images
         self.expected = ExpectedWait(queues, shapes, acceptance, clock)
 
     def wait_s(self, tenant: Tenant | None = None) -> float | None:
@@ -98,7 +101,8 @@ class Admission:
                 "request brings"
             )
         if request.inputs is not None:
-            request.inputs.check(len(request.prompt), self._hidden_size, self._max_model_len - sampling.max_tokens)
+            max_positions = self._max_model_len - sampling.max_tokens
+            request.inputs.check(len(request.prompt), self._hidden_size, max_positions, self._images)
         length = len(request.prompt) + sampling.max_tokens
         if length > self._max_model_len:
             raise RequestTooLargeError(

@@ -1,0 +1,151 @@
+"""`VisionConfig`: what of a checkpoint concerns images, and the table of families whose images are served. Imports no
+torch, because the ingress reads it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from aerie.workers.config import ModelSource
+from aerie.workers.models.config_fields import architecture_of, section_of, size_of
+from aerie.workers.models.gguf.location import INDEX
+from aerie.workers.structured_output.tokenizer_file import read_json
+
+PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"  # may contain the image processor's settings
+CHANNELS = 3
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """Classes of transformers for the tower of an architecture.
+
+    package: of `transformers.models`.
+    tower, config: the tower's class and its configuration's.
+    """
+
+    package: str
+    tower: str
+    config: str
+
+
+_QWEN3_VL = VisionFamily("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig")
+_QWEN3_5 = VisionFamily("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig")
+FAMILIES = {
+    "Qwen2VLForConditionalGeneration": VisionFamily(
+        "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig"
+    ),
+    "Qwen2_5_VLForConditionalGeneration": VisionFamily(
+        "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig"
+    ),
+    "Qwen3VLForConditionalGeneration": _QWEN3_VL,
+    "Qwen3VLMoeForConditionalGeneration": VisionFamily(
+        "qwen3_vl_moe", "Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionConfig"
+    ),
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5,
+    "Qwen3_5MoeForConditionalGeneration": VisionFamily(
+        "qwen3_5_moe", "Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionConfig"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """A checkpoint's images.
+
+    family: the tower's classes.
+    tower: its configuration, as in config.json.
+    image_token_id: placeholder in prompts.
+    patch_size, frames: pixels of a patch: frames x patch_size x patch_size.
+    merge_size: rows, and columns, of the patches that make a token.
+    hidden_size: of the embeddings.
+    num_deep: layers of the decoder before which the tower's inner features are added (DeepStack, arXiv 2406.04334).
+    max_pixels: maximum pixels of a resized image.
+    """
+
+    family: VisionFamily
+    tower: Mapping[str, Any]
+    image_token_id: int
+    patch_size: int
+    frames: int
+    merge_size: int
+    hidden_size: int
+    num_deep: int
+    max_pixels: int
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch."""
+        return CHANNELS * self.frames * self.patch_size**2
+
+    @property
+    def max_patches(self) -> int:
+        return max(self.max_pixels // self.patch_size**2, self.merge_size**2)
+
+    @property
+    def row_values(self) -> int:
+        """Values of a token: its embedding, and what is added at later layers."""
+        return self.hidden_size * (1 + self.num_deep)
+
+
+def why_no_images(config: Mapping[str, Any], source: ModelSource, served_by: str | None = None) -> str:
+    """Return why the engine takes no images; "" if it takes them.
+
+    config: the checkpoint's config.json.
+    served_by: see `aerie.workers.models.config.ModelConfig`.
+    """
+    architecture, folder = architecture_of(config), Path(source.path)
+    if source.images == "off":
+        return "model.images is off"
+    if not isinstance(config.get("vision_config"), dict):
+        return "the model has no vision tower"
+    if architecture not in FAMILIES:
+        return f"images of {architecture} are not supported; those of {', '.join(FAMILIES)} are"
+    if served_by is not None or source.implementation != "auto":
+        return "models that are served through transformers take no images"
+    if (folder / INDEX).is_file():
+        return "GGUF files are served without their vision tower"
+    if not (folder / PREPROCESSOR).exists() and not (folder / PROCESSOR).exists():
+        return f"{folder} has no {PREPROCESSOR}"
+    return ""
+
+
+def read_vision(config: Mapping[str, Any], source: ModelSource, served_by: str | None = None) -> VisionConfig | None:
+    """Return the images of a checkpoint; None if the engine takes none (`why_no_images`). Raises ValueError for
+    settings that are not supported."""
+    if why_no_images(config, source, served_by):
+        return None
+    name, family = f"model {source.path}", FAMILIES[architecture_of(config)]
+    tower = section_of(config, "vision_config", name)
+    sizes = {key: _one(tower, key, name) for key in ("patch_size", "spatial_merge_size", "temporal_patch_size")}
+    hidden_key = "hidden_size" if family.package == "qwen2_vl" else "out_hidden_size"
+    token = config.get("image_token_id")
+    if not isinstance(token, int):
+        raise ValueError(f"{name}: config.json has no image_token_id; download it again, or set model.images=off")
+    return VisionConfig(
+        family=family,
+        tower=tower,
+        image_token_id=token,
+        patch_size=sizes["patch_size"],
+        frames=sizes["temporal_patch_size"],
+        merge_size=sizes["spatial_merge_size"],
+        hidden_size=size_of(tower, hidden_key, name),
+        num_deep=len(tower.get("deepstack_visual_indexes") or ()) if family.package.startswith("qwen3_vl") else 0,
+        max_pixels=source.max_image_pixels,
+    )
+
+
+def vision_of(source: ModelSource, served_by: str | None = None) -> VisionConfig | None:
+    """Do `read_vision` for the folder of a model."""
+    return read_vision(read_json(Path(source.path) / "config.json"), source, served_by)
+
+
+_DEFAULTS = {"spatial_merge_size": 2, "temporal_patch_size": 2}
+
+
+def _one(tower: Mapping[str, Any], key: str, name: str) -> int:
+    """Return a size that may be written as a list of equal numbers."""
+    given = tower.get(key)
+    if isinstance(given, list | tuple) and len(set(given)) == 1:
+        tower = {**tower, key: given[0]}
+    return size_of(tower, key, name, _DEFAULTS.get(key))

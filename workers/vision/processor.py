@@ -1,0 +1,142 @@
+"""Decodes an image and prepares its patches with the checkpoint's own processor of transformers.
+
+Bytes come from clients: `aerie.cluster.http.images` runs `run_images` in processes that it may kill at any time. Ranks
+read the processor's constants.
+"""
+
+import importlib
+import io
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aerie.workers.structured_output.framing import receive, send
+from aerie.workers.structured_output.tokenizer_file import read_json
+from aerie.workers.vision.config import PREPROCESSOR, PROCESSOR
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of PIL; others, such as SVG and EPS, may run programs
+_PROCESSORS = {"Qwen2VLImageProcessor": "qwen2_vl.image_processing_pil_qwen2_vl"}  # class -> module of transformers
+MAX_ASPECT = 200  # of the longer side to the shorter one, as in Qwen's processors
+
+
+class ImageJob(msgspec.Struct, frozen=True, array_like=True):
+    """An image to prepare.
+
+    data: the file.
+    max_source_pixels: limit of its own size.
+    max_pixels: limit of its size after resizing.
+    """
+
+    data: bytes
+    max_source_pixels: int
+    max_pixels: int
+
+
+class PreparedImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image's patches (`aerie.workers.prompt_inputs.Image`), or why there are none.
+
+    fault: what is wrong with the image; "" if it is prepared.
+    """
+
+    grid: tuple[int, int, int] = (0, 0, 0)
+    data: bytes = b""
+    fault: str = ""
+
+
+class ImageError(ValueError):
+    """The image cannot be used. The message says why."""
+
+
+def load_processor(folder: str) -> Any:
+    """Return the checkpoint's image processor, which computes with PIL and numpy: transformers' automatic class asks
+    for torchvision. Raises ValueError."""
+    settings = read_json(Path(folder) / PREPROCESSOR) or read_json(Path(folder) / PROCESSOR).get("image_processor", {})
+    named = str(settings.get("image_processor_type", "")).removesuffix("Fast")
+    if named not in _PROCESSORS:
+        raise ValueError(
+            f"{folder}: image processor {named or 'without a name'}: supported are {', '.join(_PROCESSORS)}"
+        )
+    try:
+        module = importlib.import_module(f"transformers.models.{_PROCESSORS[named]}")
+        return getattr(module, f"{named}Pil").from_dict(settings)
+    except (ImportError, TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{folder}: its image processor cannot be loaded: {error}") from None
+
+
+def run_images(files: list[int], processor: Any) -> None:
+    """Prepare images until the peer closes the socket. files: descriptor of the socket."""
+    own = socket.socket(fileno=files[0])
+    while (job := receive(own, ImageJob)) is not None:
+        send(own, prepared(job, processor))
+
+
+def prepared(job: ImageJob, processor: Any) -> PreparedImage:
+    """Return the patches of an image, or why it cannot be used."""
+    try:
+        return _prepared(job, processor)
+    except ImageError as error:
+        return PreparedImage(fault=str(error))
+    except MemoryError:
+        return PreparedImage(fault="it takes too much memory to decode")
+    except Exception as error:  # decoders raise errors of many classes on damaged files
+        return PreparedImage(fault=f"it cannot be decoded: {str(error)[:200] or type(error).__name__}")
+
+
+def _prepared(job: ImageJob, processor: Any) -> PreparedImage:
+    import numpy as np
+
+    image = _decoded(job)
+    sizes = processor.size
+    smallest = min(sizes["shortest_edge"], job.max_pixels)
+    largest = min(sizes["longest_edge"], job.max_pixels)
+    found = processor(
+        images=image,
+        do_rescale=False,
+        do_normalize=False,
+        min_pixels=smallest,
+        max_pixels=largest,
+        return_tensors="np",
+    )
+    patches = np.asarray(found["pixel_values"])
+    values = patches.astype(np.uint8)
+    assert (values == patches).all(), "pixels that are neither scaled nor normalised are bytes"
+    frames, rows, columns = found["image_grid_thw"][0].tolist()
+    return PreparedImage((frames, rows, columns), values.tobytes())
+
+
+def _decoded(job: ImageJob) -> Any:
+    """Return an RGB image, upright. Raises ImageError before a large image is decoded."""
+    from PIL import Image, ImageFile, ImageOps
+
+    ImageFile.LOAD_TRUNCATED_IMAGES = False
+    Image.MAX_IMAGE_PIXELS = None  # checked below, with a limit of our own
+    try:
+        image = Image.open(io.BytesIO(job.data), formats=FORMATS)
+    except Exception:
+        raise ImageError(f"it is not a {', '.join(FORMATS[:-1])} or {FORMATS[-1]} file, or it is damaged") from None
+    width, height = image.size
+    if width * height > job.max_source_pixels:
+        raise ImageError(f"{width} x {height} pixels are more than {job.max_source_pixels}; send a smaller image")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ImageError(f"{width} x {height} pixels: one side may be at most {MAX_ASPECT} times the other")
+    image.draft("RGB", _draft_size(width, height, job.max_pixels))  # a JPEG is decoded at a fraction of its size
+    return _on_white(ImageOps.exif_transpose(image))
+
+
+def _draft_size(width: int, height: int, max_pixels: int) -> tuple[int, int]:
+    factor = max(1.0, math.sqrt(width * height / max_pixels))
+    return math.ceil(width / factor), math.ceil(height / factor)
+
+
+def _on_white(image: Any) -> Any:
+    """Return the image, or its first frame, in RGB; transparent parts are white."""
+    from PIL import Image
+
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        whole = image.convert("RGBA")
+        white = Image.new("RGBA", whole.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, whole).convert("RGB")
+    return image.convert("RGB")
