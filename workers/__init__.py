@@ -7,6 +7,7 @@ structured_output  JSON schemas and grammars: the tokens that they allow next
 slots              running requests on the device
 models             target models, loaded from checkpoint folders
 layers             the tensor-parallel layers that models are made of
+vision             images of prompts: the processor's process, the vision tower
 quantization       formats of quantised checkpoints: loading and matrix products
 distributed        communication between the ranks of an engine
 config, device, memory_use   configuration of an engine; its device and dtype; its memory use

@@ -10,6 +10,8 @@ In the order of one step:
    rounds           chooses the requests that decode, their tree shape and pages
    prefill          chooses prompt chunks, and the requests that get a slot
    tenant_turns     what gives way to the tenant whose turn it is
+   image_chunks     limits the images that a step encodes, and leaves out pixels that the ranks need not see
+   encoded_images   which images' embeddings the ranks keep: the same decision on every rank
    shared_prefixes  lets prompts wait for a common prefix that another prompt computes
    slot_lengths     host-side lengths of each slot's request
    slot_pages       slots, their page tables, and the pages that steps in flight may write

@@ -5,9 +5,9 @@ from collections.abc import Sequence as List
 import msgspec
 
 from aerie.workers.prompt_inputs import Image, ImageSizes
+from aerie.workers.scheduling.encoded_images import EncodedImages
 from aerie.workers.scheduling.plan import Chunk
 from aerie.workers.scheduling.sequence import Sequence
-from aerie.workers.vision.encoded_images import EncodedImages
 
 # Patches that a step encodes beside its rounds, or one larger image. 4,096 patches are a picture of a megapixel, whose
 # tower has about the operations of a prompt chunk of 2,048 tokens.

@@ -2,7 +2,6 @@
 
 config          which checkpoints take images, and their sizes; no torch
 positions       M-RoPE positions of a prompt with images
-encoded_images  which images' embeddings the ranks keep: the same decision in scheduler and ranks
 tower           the vision tower on a rank
 processor       decodes and resizes an image with the checkpoint's processor, in a process of its own
 """

@@ -1,6 +1,6 @@
 """Decodes an image and prepares its patches with the checkpoint's own processor of transformers.
 
-Bytes come from clients: `aerie.cluster.http.images` runs `run_images` in processes that it may kill at any time. Ranks
+Bytes come from clients: the ingress runs `run_images` in processes that it may kill at any time. Ranks
 read the processor's constants.
 """
 

@@ -16,8 +16,8 @@ from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.llama import LlamaConfig
 from aerie.workers.models.weights import checkpoint_tensors, first_names
 from aerie.workers.prompt_inputs import Image, ImageSizes
+from aerie.workers.scheduling.encoded_images import EncodedImages
 from aerie.workers.vision.config import VisionConfig
-from aerie.workers.vision.encoded_images import EncodedImages
 from aerie.workers.vision.processor import load_processor
 
 PREFIXES = ("model.visual.", "visual.")  # of the tower's tensors in checkpoints
