@@ -20,10 +20,10 @@ POINTERS = dict.fromkeys(("x_ptr", "down_ptr", "up_ptr", "y_ptr"), "bf16") | {"p
 
 def constants(rows: int, rank: int, parts: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the constants of both launches for 4,096 inputs."""
-    tiles = product_triton.lora_tiles(rows, 4096, parts[-1], len(parts) - 1, rank)
+    tiles = product_triton.lora_tiles(rows, 4096, parts[-1], len(parts) - 1, rank, places=8)
     shared = {"BLOCK_M": tiles.block_m, "PDL": True, "UPCAST": False}
-    shrink = {"K": 4096, "INNER": (len(parts) - 1) * rank, "SPAN": tiles.span}
-    expand = {"N": parts[-1], "RANK": rank, "PARTS": parts, "SPLITS": tiles.splits}
+    shrink = {"K": 4096, "INNER": (len(parts) - 1) * rank, "SPAN": tiles.span, "LANES": tiles.shrink_lanes}
+    expand = {"N": parts[-1], "RANK": rank, "PARTS": parts, "SPLITS": tiles.splits, "LANES": tiles.expand_lanes}
     return (
         shared | shrink | {"BLOCK_N": tiles.block_r, "BLOCK_K": tiles.block_k},
         shared | expand | {"BLOCK_N": tiles.block_n, "BLOCK_R": tiles.block_r},
@@ -34,7 +34,10 @@ def constants(rows: int, rank: int, parts: tuple[int, ...]) -> tuple[dict[str, A
 @pytest.mark.parametrize("rows", [1, 2048])
 def test_the_kernels_fit_hopper(rows: int, rank: int, parts: tuple[int, ...], tmp_path: Path) -> None:
     shrink, expand = constants(rows, rank, parts)
-    for kernel, chosen in ((product_triton._lora_shrink, shrink), (product_triton._lora_expand, expand)):
-        spilled, bytes_shared, ptx = compiled(kernel, tmp_path, POINTERS, chosen, 4, product_triton.STAGES)
+    for kernel, chosen, stages in (
+        (product_triton._lora_shrink, shrink, product_triton.SHRINK_STAGES),
+        (product_triton._lora_expand, expand, product_triton.EXPAND_STAGES),
+    ):
+        spilled, bytes_shared, ptx = compiled(kernel, tmp_path, POINTERS, chosen, 4, stages)
         assert spilled == 0 and 2 * bytes_shared <= SHARED_PER_SM
         assert "mma" in ptx, "tensor cores multiply"
