@@ -138,7 +138,8 @@ class SpeculativeDecoding(CuttableStrategy):
                 positions = positions + self._slots.shifts[batch.slots].repeat_interleave(shape.width)
         ids = joined((rows.ids, chunks.ids if chunks else None))
         every_row = self._every_row or batch.prompt_targets is not None
-        out: DecoderOutput = self._target.forward(ids, verify, positions, chunks.batch if chunks else None, every_row)
+        of_chunks = chunks.batch if chunks else None
+        out: DecoderOutput = self._target.forward(ids, verify, positions, of_chunks, every_row, batch.adapted)
         features = None if self._draft is None else self._draft.model.features(out)
         return TargetPass(
             replace(rows, mask_words=None),

@@ -8,6 +8,7 @@ slots              running requests on the device
 models             target models, loaded from checkpoint folders
 layers             the tensor-parallel layers that models are made of
 vision             images of prompts: the processor's process, the vision tower
+lora               adapters of models, chosen by request: files of peft, layers that add them
 quantization       formats of quantised checkpoints: loading and matrix products
 distributed        communication between the ranks of an engine
 config, device, memory_use   configuration of an engine; its device and dtype; its memory use
@@ -15,5 +16,5 @@ request_values     declarations of numbers that requests may set
 prompt_inputs      inputs of a prompt besides its token ids
 interrupt          delays Ctrl-C to the end of a step
 
-Rooms import downwards in this order: runner, models, quantization, layers, distributed.
+Rooms import downwards in this order: runner, lora, models, quantization, layers, distributed.
 """

@@ -261,6 +261,37 @@ class GraphCapture:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """LoRA adapters of the target, chosen by request (docs/lora.md).
+
+    modules: adapters that are loaded at the start: names for clients, each with a folder that has the same path on
+        every node, or a name on the hub; others may be loaded later.
+    max_loras: adapters that one step may use; each takes device memory for `max_lora_rank`, used or not.
+    max_lora_rank: largest rank of any adapter; rounded up to a multiple of 16.
+    max_cpu_loras: adapters that may be loaded at a time, in host memory; none: no limit.
+    """
+
+    modules: Mapping[str, str] = field(default_factory=dict)
+    max_loras: int = 4
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: must be at least 1")
+        if self.max_lora_rank > 512:
+            raise ValueError(f"max_lora_rank={self.max_lora_rank}: must be at most 512")
+        limit = self.max_cpu_loras
+        if limit is not None and limit < max(self.max_loras, len(self.modules)):
+            raise ValueError(
+                f"max_cpu_loras={limit}: must be at least max_loras={self.max_loras}, and at least the "
+                f"{len(self.modules)} modules"
+            )
+
+
+@dataclass(frozen=True)
 class WorkerConfig:
     """One engine replica, without its decoding strategy.
 
@@ -270,6 +301,7 @@ class WorkerConfig:
     deterministic: on a GPU, an answer depends only on its request (see `aerie.workers.runner.deterministic`).
     measure_costs: measure step times at the start; without it the scheduler has no `CostTable`.
     debug: assert that all ranks agree after every step, and the contract at every call of an operation.
+    lora: None: no adapters.
     """
 
     model: ModelSource
@@ -283,3 +315,4 @@ class WorkerConfig:
     deterministic: bool = False
     measure_costs: bool = True
     debug: bool = False
+    lora: LoraConfig | None = None

@@ -15,7 +15,7 @@ from aerie.attention.config import CacheConfig
 from aerie.attention.kv_cache.slot_windows import pages_per_request
 from aerie.attention.kv_cache.window_pages import WindowSizes
 from aerie.attention.recurrent.sizes import StateSizes
-from aerie.workers.config import GraphCapture, RoundShapes, SchedulerConfig
+from aerie.workers.config import GraphCapture, LoraConfig, RoundShapes, SchedulerConfig
 from aerie.workers.memory_use import MemoryUse
 from aerie.workers.prompt_inputs import ImageSizes
 
@@ -62,6 +62,7 @@ class EngineLayout:
     served_by: see `aerie.workers.models.config.ModelConfig.served_by`.
     known_pages, known_window_pages: KV pages of a built rank; before that the configured number, if any.
     memory: memory use of this rank; None before it is built.
+    lora: as configured; None: no adapters.
     """
 
     shapes: RoundShapes
@@ -87,6 +88,7 @@ class EngineLayout:
     window: int | None = None
     bytes_per_window_page: int = 0
     memory: MemoryUse | None = None
+    lora: LoraConfig | None = None
 
     @property
     def num_pages(self) -> int:

@@ -21,6 +21,12 @@ def salt_of_weights(salt: bytes, epoch: int) -> bytes:
     return blake2b(epoch.to_bytes(8, "little") + salt, digest_size=32, person=b"weight epoch").digest()
 
 
+def salt_of_adapter(salt: bytes, number: int) -> bytes:
+    """Return the salt of cached pages whose KV the adapter with this load number has changed, so that no other
+    request finds them. salt: the request's own."""
+    return blake2b(number.to_bytes(8, "little") + salt, digest_size=32, person=b"adapter").digest()
+
+
 def first_digest(salt: bytes) -> bytes:
     """Return the initial digest of a chain, before the first page."""
     return blake2b(salt, digest_size=DIGEST_BYTES).digest()

@@ -60,6 +60,7 @@ class ForwardContext:
     windowed: the context with the page table of window pages; None without windowed layers.
     inputs: of chunk rows, besides their ids; None for most passes.
     batches: the batches of all rows, from which `row_slots` is computed.
+    adapted: whether any row has an adapter, so that each layer's matrices are multiplied alone.
     """
 
     pool: KVPool
@@ -76,6 +77,7 @@ class ForwardContext:
     windowed: "ForwardContext | None" = None
     inputs: RowInputs | None = None
     batches: tuple[DecodeBatch | None, PrefillBatch | None] = (None, None)
+    adapted: bool = False
 
     def embedded(self, x: Tensor) -> Tensor:
         """Return x [rows, hidden_size], the embeddings of the rows' ids, with those that requests give in their place;
@@ -133,10 +135,10 @@ class ForwardContext:
         return TokenSlots(self.attending_rows(mapping), self.pool.page_size)
 
     def host_pass(self, angles: Angles) -> HostPass | None:
-        """Return the pass for `HostLayer`; None unless all rows are rounds on a CPU. Layers with the same angles share
-        it."""
+        """Return the pass for `HostLayer`; None unless all rows are rounds on a CPU, without adapters. Layers with the
+        same angles share it."""
         batch = None if self.decode is None or self.chunks is not None else self.decode.host_batch
-        if batch is None or self.attending is not None or self.windowed is not None:
+        if batch is None or self.attending is not None or self.windowed is not None or self.adapted:
             return None
         key = angles.cos.data_ptr()
         if key not in self._host_passes:
@@ -217,6 +219,10 @@ class RowIndex:
 
     def __init__(self) -> None:
         self.context: ForwardContext | None = None
+
+    def enter(self, context: ForwardContext, adapted: bool) -> None:
+        """Begin a pass. adapted: whether any of its rows has an adapter."""
+        self.context = context
 
     def of(self, num_rows: int) -> Tensor:
         """Return [num_rows] int32: the slots of a layer's rows. num_rows: all rows of the pass, or those that attend in

@@ -64,6 +64,7 @@ class StepBatch:
     is_shifted: whether the rounds' rotary positions are the slots' `position_shift` from their KV positions; else they
         are equal.
     shift_is_captured: whether captured steps do so.
+    adapted: whether any request has an adapter.
     """
 
     slots: Tensor
@@ -76,6 +77,7 @@ class StepBatch:
     prompt_targets: PromptTargets | None = None
     is_shifted: bool = False
     shift_is_captured: bool = False
+    adapted: bool = False
 
     @property
     def is_eager(self) -> bool:

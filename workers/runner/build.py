@@ -42,6 +42,7 @@ from aerie.workers.runner.graphs.warm_up import largest_steps, run, warm_up
 from aerie.workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot_table
 from aerie.workers.runner.memory import RankMemory, StepPeaks, must_fit
 from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.runner.rank_adapters import RankAdapters
 from aerie.workers.runner.transfer.checksums import WeightChecker
 from aerie.workers.runner.transfer.session import WeightTransfer
 from aerie.workers.runner.weight_update import META, RunningModel, WeightUpdate
@@ -125,6 +126,8 @@ def build_rank(
     transfer.register(built.handlers)
     built.handlers.add(SumWeights, WeightChecker(parts.models))
     built.handlers.add(LoadWeights, WeightUpdate(parts.models, group, device, transfer))
+    if parts.adapters is not None:
+        parts.adapters.register(built.handlers)
     warm_up(built, parts.layout)
     phases.done("warmed up")
     layout = replace(parts.layout, memory=memory.use(parts.layout, built.graphs, group))
@@ -192,19 +195,27 @@ def load_parts(
     with must_fit(f"the states of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
         sizes = layout.state_sizes, layout.scheduler.num_slots, device
         states = StatePool(recurrent, *sizes, saved_dtype(layout.cache)) if recurrent else None
-    target = TargetRunner(model, pool, backends, states)
+    names = weight_names(engine.target, name)
+    adapters = None
+    if worker.lora is not None:
+        remedy = "lower lora.max_loras or lora.max_lora_rank"
+        with memory.counting_weights(), must_fit("the tables of adapters", remedy):
+            adapters = RankAdapters(model, names, worker.lora, slots.values["adapter"], group, name)
+        done(f"{len(worker.lora.modules)} adapters loaded")
+    target = TargetRunner(model, pool, backends, states, None if adapters is None else adapters.row_index)
     sampler = Sampler(slots, model.lm_head.shard, masks)
     tolerates_violations = engine.speculation.has_synthetic_acceptance
     grammars = SlotGrammars(worker.model.path, engine.target.vocab_size, masks, tolerates_violations)
     running = RunningModel(
         name,
         model,
-        weight_names(engine.target, name),
+        names,
         lambda: allocate_target(
             engine.target, group, META, layout.max_position, engine.speculation.captured_layers, engine.dtype, name
         ),
     )
-    return EngineParts(worker, layout, group, target, draft_pool, slots, sampler, grammars, {"target": running}, tower)
+    models = {"target": running}
+    return EngineParts(worker, layout, group, target, draft_pool, slots, sampler, grammars, models, tower, adapters)
 
 
 def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int, done: PhaseDone) -> EngineParts:

@@ -93,7 +93,7 @@ class Autoregressive(CuttableStrategy):
             begin_finals(slots, chunks)
         ids = joined((slots.bonus[batch.slots], chunks.ids if chunks else None))
         every_row = batch.prompt_targets is not None
-        out = self._target.forward(ids, rounds, positions, chunks.batch if chunks else None, every_row)
+        out = self._target.forward(ids, rounds, positions, chunks.batch if chunks else None, every_row, batch.adapted)
         return Passed(batch.rows(width=1).with_finals(out.hidden, every_row), prompt_hidden(batch, out.hidden, 1))
 
     def _rounds(self, batch: StepBatch) -> DecodeBatch:

@@ -26,6 +26,7 @@ from aerie.workers.quantization.kv_scheme import kv_dtype
 from aerie.workers.runner.backends import Backends
 from aerie.workers.runner.decoding import Autoregressive, CuttableStrategy, DecodingStrategy
 from aerie.workers.runner.model_runner import TargetRunner
+from aerie.workers.runner.rank_adapters import RankAdapters
 from aerie.workers.runner.weight_update import RunningModel
 from aerie.workers.runner.worker import LateCaptures, Worker
 from aerie.workers.sampling.sampler import Sampler
@@ -107,6 +108,7 @@ class EngineParts:
     draft_pool: KV of the layers of `Speculation.kv_groups`.
     models: models whose weights can be loaded again; `Speculation.strategy` adds "draft".
     tower: encodes images; None in an engine that takes none.
+    adapters: None in engines without adapters.
     """
 
     worker: WorkerConfig
@@ -119,6 +121,7 @@ class EngineParts:
     grammars: SlotGrammars
     models: dict[str, RunningModel]
     tower: VisionTower | None = None
+    adapters: RankAdapters | None = None
 
     @property
     def pools(self) -> tuple[KVPool, KVPool]:
@@ -133,7 +136,7 @@ class EngineParts:
     def worker_of(self, strategy: DecodingStrategy, captures: LateCaptures | None = None) -> Worker:
         """Return the rank's worker with a strategy. captures: None without graphs."""
         of_slots = (self.slots, self.group, self.worker.debug, self.grammars, captures)
-        return Worker(strategy, *of_slots, self.pools, self.states, self.tower)
+        return Worker(strategy, *of_slots, self.pools, self.states, self.tower, self.adapters)
 
     def allocate(self, layout: EngineLayout) -> None:
         """Replace the KV pages and snapshots with empty ones, in the numbers of the layout."""
@@ -217,6 +220,7 @@ def plan_engine(
         hidden_size=target.hidden_size,
         images=None if vision is None else image_sizes(vision, target, dtype),
         graph_capture=worker.graph_capture,
+        lora=worker.lora,
         bytes_per_snapshot=snapshot_bytes(recurrent, saved_dtype(cache)),
         chunk_bytes=chunk_bytes(recurrent, min(scheduler.step_token_limit, max_model_len)),
     )

@@ -55,14 +55,18 @@ class TargetRunner(ModelRunner[TargetModel]):
         decode_positions: Tensor | None,
         chunks: PrefillBatch | None,
         every_row: bool = False,
+        adapted: bool = False,
     ) -> DecoderOutput:
         """Run the target.
 
         ids: [rows] int64, the rows of `decode` first.
         every_row: return hidden states of all chunk rows; else only of each chunk's last row. The last layer then
             computes only these rows, if it has attention.
+        adapted: whether any row has an adapter.
         """
         context = self.context(decode, decode_positions, chunks)
+        if adapted:
+            context = replace(context, adapted=True)
         if self.states is not None:
             context = replace(context, states=StateBatch.of(self.states, decode, chunks))
         if chunks is None or every_row:
@@ -81,7 +85,7 @@ class TargetRunner(ModelRunner[TargetModel]):
 
     def _run(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         if self.row_index is not None:
-            self.row_index.context = context
+            self.row_index.enter(context, context.adapted)
         output: DecoderOutput = self.model(ids, context)
         return output
 

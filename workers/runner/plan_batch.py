@@ -3,7 +3,7 @@ to their slots. Used by `aerie.workers.runner.worker`."""
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -31,6 +31,13 @@ def entries_of(plan: StepPlan) -> tuple[int, ...]:
     return (*unpack_i32(plan.slots).tolist(), *(chunk.slot for chunk in plan.chunks if chunk.next_token < 0))
 
 
+class Adapters(Protocol):
+    """`aerie.workers.runner.rank_adapters.RankAdapters`."""
+
+    def place(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy adapters to places of the layers' tables. pairs: (number, place)."""
+
+
 class PlanBatches:
     """Builds the batches of one rank.
 
@@ -39,6 +46,7 @@ class PlanBatches:
     states: states of the target's recurrent layers; None without such layers.
     group: the engine's ranks.
     tower: encodes images; None in engines that take none.
+    adapters: None in engines without adapters.
     """
 
     def __init__(
@@ -49,8 +57,10 @@ class PlanBatches:
         states: StatePool | None = None,
         group: TPGroup = SOLO,
         tower: VisionTower | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self._slots = slots
+        self._adapters = adapters
         self._grammars = grammars
         self._pools = pools
         self._states = states
@@ -96,6 +106,10 @@ class PlanBatches:
             _enter_states(self._states, sent)
         if self._grammars is not None:
             self._grammars.enter(plan)
+        if self._adapters is not None and plan.placed_adapters:
+            numbers, places = unpack_i32(plan.placed_adapters).reshape(-1, 2).T.tolist()
+            self._adapters.place(list(zip(numbers, places, strict=True)))
+        running = {*entries, *(chunk.slot for chunk in plan.chunks)}
         return StepBatch(
             slots=round_slots,
             shape=plan.shape,
@@ -107,6 +121,7 @@ class PlanBatches:
             prompt_targets=prompt_targets(plan, sent),
             is_shifted=is_shifted,
             shift_is_captured=table.always_shifts,
+            adapted=self._adapters is not None and any(table.facts[slot].is_adapted for slot in running),
         )
 
     def _chunks(self, plan: StepPlan, sent: Mapping[str, Tensor]) -> PromptChunks:

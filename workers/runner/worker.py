@@ -19,7 +19,7 @@ from aerie.workers.runner.chunk_tensors import in_order
 from aerie.workers.runner.commands import CommandHandlers
 from aerie.workers.runner.decoding import DecodingStrategy
 from aerie.workers.runner.graphs.host_output import HostOutput
-from aerie.workers.runner.plan_batch import PlanBatches, entries_of
+from aerie.workers.runner.plan_batch import Adapters, PlanBatches, entries_of
 from aerie.workers.runner.step_result import PendingStep
 from aerie.workers.scheduling.commands.command import Captured, CaptureGraph, Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable
@@ -65,8 +65,9 @@ class Worker:
         pools: Sequence[KVPool] = (),
         states: StatePool | None = None,
         tower: VisionTower | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """grammars, pools, states, tower: as in `PlanBatches`. captures: None without graphs."""
+        """grammars, pools, states, tower, adapters: as in `PlanBatches`. captures: None without graphs."""
         self.costs: CostTable | None = None
         self._strategy = strategy
         self._slots = slots
@@ -76,7 +77,7 @@ class Worker:
         self._captures = captures
         self._pending: deque[PendingStep] = deque()
         self._last_end_s = -math.inf  # `time.perf_counter` at the end of the last step whose result was taken
-        self._batches = PlanBatches(slots, grammars, pools, states, group, tower)
+        self._batches = PlanBatches(slots, grammars, pools, states, group, tower, adapters)
         self.handlers = CommandHandlers(group.rank)
         self.handlers.add(CaptureGraph, self._capture)
 

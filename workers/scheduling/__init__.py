@@ -13,6 +13,7 @@ In the order of one step:
    image_chunks     limits the images that a step encodes, and leaves out pixels that the ranks need not see
    encoded_images   which images' embeddings the ranks keep: the same decision on every rank
    shared_prefixes  lets prompts wait for a common prefix that another prompt computes
+   adapters         LoRA adapters by name: which requests have them, which are in the ranks' tables
    slot_lengths     host-side lengths of each slot's request
    slot_pages       slots, their page tables, and the pages that steps in flight may write
    state_saves      chooses when and where states of recurrent layers are saved

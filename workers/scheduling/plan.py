@@ -95,6 +95,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: requests share cached pages only with requests of the same salt; does not affect tokens.
     prompt_logprobs: like logprobs, for the prompt's tokens after the first. Unless -1, the prompt does not use the
         prefix cache.
+    adapter: name of the adapter that changes the target's layers; "": none.
     """
 
     max_tokens: int
@@ -114,6 +115,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     grammar: Grammar | None = None
     cache_salt: bytes = b""
     prompt_logprobs: int = -1
+    adapter: str = ""
 
     @property
     def is_random(self) -> bool:
@@ -158,6 +160,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     state_row: with recurrent layers, the row of the state after `num_cached` tokens, which is copied to the slot before
         the plan runs; -1: the request starts at position 0.
     position_shift: `PromptInputs.shift`.
+    adapter: the place of its adapter in the ranks' tables; -1: none.
     """
 
     slot: int
@@ -170,6 +173,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     number: int = -1
     state_row: int = -1
     position_shift: int = 0
+    adapter: int = -1
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -230,6 +234,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
         the position. From `StateSaves`. -> `PlanBatches`
     window_updates: int32 pairs (page, window page): from this plan on, layers with a window use the window page for
         this page; 0, the dummy page, for none. From `WindowPages`. -> `KVPool`
+    placed_adapters: int32 pairs (number, place): from this plan on, the adapter is in this place of the tables. From
+        `Adapters`. -> `RankAdapters`
     """
 
     epoch: int
@@ -249,6 +255,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     saved_states: bytes = b""
     window_updates: bytes = b""
     cleared_window_pages: bytes = b""
+    placed_adapters: bytes = b""
 
 
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):

@@ -5,6 +5,7 @@ from itertools import islice
 
 from aerie.attention.kv_cache.prefix_cache import Match, PrefixCache
 from aerie.workers.config import RoundShape, RoundShapes
+from aerie.workers.scheduling.adapters import MAX_PASS_S
 from aerie.workers.scheduling.image_chunks import ImageChunks
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
 from aerie.workers.scheduling.plan import Chunk, pack_i32
@@ -73,7 +74,7 @@ class PrefillPlanner:
         if self.budget is None:
             return begin_s
         cache = self._cache_for(sequence)
-        salt = self._slot_pages.salt(-1, sequence.request.sampling.cache_salt)
+        salt = self._slot_pages.salt(-1, sequence.salt)
         sequence.num_cached = 0 if cache is None else cache.num_cached(sequence.tokens, salt)
         num_tokens = len(sequence.tokens) - sequence.num_cached
         return begin_s + self.budget.patience_s(num_tokens, self._queues.backlog_tokens)
@@ -137,18 +138,31 @@ class PrefillPlanner:
     def _next_waiting(self, admitted: Sequence | None, builder: PlanBuilder, rounds: StepRounds) -> Sequence | None:
         """Return the first waiting request that can be admitted, unless `admitted` has an earlier deadline.
 
-        Skips requests whose grammar or mask is not ready, because the step's rounds would wait for it, and requests
-        whose prefix this plan computes for another request.
+        Skips requests whose grammar or mask is not ready, because the step's rounds would wait for it, requests whose
+        adapter has no place, and requests whose prefix this plan computes for another request.
         """
+        passed: Sequence | None = None  # the first request whose adapter has no place
         for sequence in islice(filter(self._queues.may_be_admitted, self._queues.waiting), MAX_PASSED):
             if admitted is not None and admitted.precedes(sequence):
                 return None
+            if not self._has_place(sequence, passed):
+                passed = passed or sequence
+                continue
             if rounds.num_requests and not self._grammars.is_ready(sequence):
                 continue
             if sequence.number not in builder.held and not self.shared.must_wait(sequence, builder):
                 return sequence
             builder.held.add(sequence.number)
         return None
+
+    def _has_place(self, sequence: Sequence, passed: Sequence | None) -> bool:
+        """Return whether the request's adapter has a place in the ranks' tables, or gets one. A request that found none
+        waits at most `MAX_PASS_S` while later requests keep the places in use."""
+        if sequence.adapter is None:
+            return True
+        if passed is not None and self._clock() - passed.submitted_s > MAX_PASS_S:
+            return False
+        return self._queues.adapters.has_room(sequence.adapter)
 
     def _may_grow(self, sequence: Sequence, builder: PlanBuilder, rounds: StepRounds) -> bool:
         """Return whether a request may join the rounds. If rounds exceed a numeric target, one request joins per step,
@@ -261,7 +275,7 @@ class PrefillPlanner:
         if self._queues.active and not slot_pages.windows_fit(total, self._max_kv_tokens):
             return False
         held_before = allocator.num_held
-        salt = slot_pages.salt(-1, request.sampling.cache_salt)
+        salt = slot_pages.salt(-1, sequence.salt)
         match = Match([], 0) if cache is None else cache.match(sequence.tokens, salt)
         need = slot_pages.pages_for(total + self._max_kv_tokens) - len(match.pages)
         if self._queues.active and need + (allocator.num_held - held_before) > room:

@@ -14,9 +14,10 @@ from aerie.attention.kv_cache.page_allocator import PageAllocator
 from aerie.attention.kv_cache.prefix_cache import PrefixCache
 from aerie.attention.kv_cache.snapshots import Snapshots
 from aerie.attention.kv_cache.window_pages import WindowPages, WindowSizes
-from aerie.workers.config import GraphCapture, RoundShapes, SchedulerConfig
+from aerie.workers.config import GraphCapture, LoraConfig, RoundShapes, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.prompt_inputs import ImageSizes
+from aerie.workers.scheduling.adapters import Adapters
 from aerie.workers.scheduling.commands.capture_pacing import CapturePacing
 from aerie.workers.scheduling.commands.command import CaptureGraph, Command, CommandAnswer, LoadWeights, Work
 from aerie.workers.scheduling.commands.command_queue import CommandQueue, OnAnswered
@@ -67,6 +68,7 @@ class Scheduler:
         window: WindowSizes | None = None,
         hidden_size: int = 0,
         images: ImageSizes | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
         """num_pages: pages of each rank's pool, without page 0.
         lookahead: 1 with a draft whose KV depends on the next token (`PrefixCache`).
@@ -74,6 +76,7 @@ class Scheduler:
         num_snapshots: saved states that each rank's state pool has room for; None without recurrent layers.
         window: sizes of windowed layers; None without such layers.
         hidden_size, images: as in `EngineLayout`.
+        lora: None: no adapters.
         """
         self._config = config
         self.cache = cache
@@ -91,7 +94,10 @@ class Scheduler:
         self.slot_pages = SlotPages(self.allocator, self.prefix_cache, *of_slots)
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self._grammars = GrammarQueue()
-        self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars, shapes.keeps_tokens)
+        self.commands = CommandQueue()
+        self.adapters = Adapters(lora, self.commands)
+        of_requests = (self._grammars, self.adapters, shapes.keeps_tokens)
+        self.queues = RequestQueues(self.slot_pages, self.stats, *of_requests)
         self._images = ImageChunks(images)
         of_prompts = (self.stats, clock, config.step_token_limit, shapes, self._grammars, self._images)
         self._prefill = PrefillPlanner(self.queues, *of_prompts)
@@ -100,7 +106,6 @@ class Scheduler:
         self.admission = Admission(config, max_model_len, self.queues, shapes, acceptance, clock, hidden_size, images)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.is_paused = False  # whether no step is planned; commands are carried out
-        self.commands = CommandQueue()
         draft = DraftCheck(lambda: self.stats.accepted_histogram)
         self.weights = WeightVersions(self.commands, self.slot_pages, draft)
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
@@ -126,6 +131,7 @@ class Scheduler:
             window=layout.window_sizes,
             hidden_size=layout.hidden_size,
             images=layout.images,
+            lora=layout.lora,
         )
 
     def use_costs(self, costs: CostTable) -> None:
@@ -307,6 +313,7 @@ class Scheduler:
             saved_states=saved_states,
             window_updates=of_windows[0],
             cleared_window_pages=of_windows[1],
+            placed_adapters=self.adapters.take_changes(),
         )
 
     def _rests(self, rounds: StepRounds) -> bool:

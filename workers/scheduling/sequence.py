@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from aerie.attention.kv_cache.prefix_digests import salt_of_adapter
+from aerie.workers.scheduling.adapters import Adapter
 from aerie.workers.scheduling.plan import Chunk, SlotInit
 from aerie.workers.scheduling.queues.tenants import PRIORITY_TOKENS, Tenant
 from aerie.workers.scheduling.request import Request
@@ -18,6 +20,8 @@ class Sequence:
     """A request's state.
 
     number: order of arrival; its priority for pages.
+    adapter: changes the target for this request; None: none.
+    salt: of its cached pages, before that of the weights (`SlotPages.salt`).
     tenant: whose request it is.
     prompt: keys of the prompt in the prefix cache: its tokens, except where `Request.inputs` begin (`InputKeys`).
     tokens: keys of prompt and output at its last admission.
@@ -36,6 +40,8 @@ class Sequence:
     number: int
     submitted_s: float
     tenant: Tenant
+    adapter: Adapter | None = None
+    salt: bytes = field(init=False)
     deadline_s: float = field(init=False)
     prompt: npt.NDArray[np.int32] = field(init=False)
     tokens: npt.NDArray[np.int32] = field(init=False)
@@ -54,7 +60,8 @@ class Sequence:
     is_finished: bool = False
 
     def __post_init__(self) -> None:
-        self.deadline_s = self.submitted_s
+        self.deadline_s, own = self.submitted_s, self.request.sampling.cache_salt
+        self.salt = own if self.adapter is None else salt_of_adapter(own, self.adapter.number)
         self.prompt = self.tokens = np.asarray(self.request.prompt, np.int32)
         self.max_len = len(self.request.prompt) + self.request.sampling.max_tokens
 

@@ -55,7 +55,7 @@ class SharedPrefixes:
         size, saves = cache.page_size, self._slot_pages.saves
         # resuming may also need a state or a window
         may_lack = saves is not None or self._slot_pages.windows is not None
-        salt = self._slot_pages.salt(sequence.slot, sequence.request.sampling.cache_salt)
+        salt = self._slot_pages.salt(sequence.slot, sequence.salt)
         cached = cache.num_cached(sequence.tokens, salt) // size
         for other in self._others(sequence, cached, builder):
             common = min((_common(other, sequence) - cache.lookahead) // size, (len(sequence.tokens) - 1) // size)
@@ -98,7 +98,7 @@ class SharedPrefixes:
         tokens = sequence.tokens[start:end]
         if len(tokens) < end - start:
             return b""
-        return self._slot_pages.salt(sequence.slot, sequence.request.sampling.cache_salt) + tokens.tobytes()
+        return self._slot_pages.salt(sequence.slot, sequence.salt) + tokens.tobytes()
 
 
 def _common(first: Sequence, second: Sequence) -> int:

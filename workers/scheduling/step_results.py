@@ -113,7 +113,7 @@ class StepResults:
             for entry, finish in enumerate(result.finish):
                 if finish == FINISH_NOT_FINITE:
                     sequence = step.sequences[entry]
-                    salt = self._slot_pages.salt(sequence.slot, sequence.request.sampling.cache_salt)
+                    salt = self._slot_pages.salt(sequence.slot, sequence.salt)
                     self._slot_pages.spoil(sequence.slot, sequence.known_tokens(), salt)
         outputs = []
         for sequence, why in failed:

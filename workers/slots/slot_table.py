@@ -33,11 +33,12 @@ class SlotFacts:
     is_random: bool
     is_filtered: bool
     shapes_logits: bool
+    is_adapted: bool
 
     @staticmethod
     def of(init: SlotInit) -> "SlotFacts":
         s = init.sampling
-        return SlotFacts(s, init.number, s.is_random, s.is_filtered, s.shapes_logits)
+        return SlotFacts(s, init.number, s.is_random, s.is_filtered, s.shapes_logits, init.adapter >= 0)
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ COLUMNS = (
     Column("max_len", int, lambda init: init.max_len),
     Column("min_len", int, lambda init: init.prompt_len + init.sampling.min_tokens),
     Column("position_shift", int, lambda init: init.position_shift),
+    Column("adapter", int, lambda init: init.adapter),
     Column("finished", bool, lambda init: False),
     Column("shapes_logits", bool, lambda init: init.sampling.shapes_logits),
     *(Column(value.name, value.kind, value.column) for value in VALUES.values() if value.on_device),
@@ -104,6 +106,7 @@ class SlotTable:
         assert floats[first : first + 3] == ["presence_penalty", "frequency_penalty", "repetition_penalty"]
         self.penalties = self._tables[float][:, first : first + 3]
         self.finished[:] = True
+        self.values["adapter"][:] = -1
         self.stop_ids = filled(NO_TOKEN, torch.int64, MAX_STOP_TOKEN_IDS)
         self.tokens = filled(0, torch.int32, max_tokens)  # prompt and output by position, including the newest token
         # [rows, vocab], for requests that change logits. Allocated at the start, because captured steps hold the

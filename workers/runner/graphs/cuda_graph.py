@@ -83,7 +83,7 @@ class GraphedDecoding:
     ) -> None:
         self._inner = inner
         self._slots = slots
-        self._keys = GraphKeys(inner.shapes, buckets, tokens, expands)
+        self._keys = GraphKeys(inner.shapes, buckets, tokens, expands, has_row_index)
         self._recorder = recorder
         self._step_capture = StepCapture(inner, slots, max_kv_len, recorder, has_states, has_row_index)
         self._captured: dict[GraphKey, CapturedStep] = {}
@@ -136,7 +136,7 @@ class GraphedDecoding:
         other steps of `keys`, so that all kernels are compiled in parallel. Records steps with grammars last.
         """
         ordered = [key for key in self._keys.wanted() if key in keys]
-        largest = {(key.tokens > 0, key.seen > 0): key for key in reversed(ordered)}.values()
+        largest = {(key.tokens > 0, key.seen > 0, key.adapted): key for key in reversed(ordered)}.values()
         for key in largest:
             self._step_capture.dry_run(key, ahead)
         if on_any_rank(ahead.num_missing > 0, group, self._slots.device):

@@ -51,6 +51,7 @@ def graphed_strategy(
         tokens,
         layout.has_latent_rows,
         bool(layout.bytes_per_state),
+        layout.lora is not None,
     )
 
 

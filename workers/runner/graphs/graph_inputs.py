@@ -142,7 +142,9 @@ class StepInput:
         entries = num_requests + (MAX_CHUNKS if num_rows else 0)
         self._draft_slots = SlotInput(entries, slots.padding_slot, slots.device)
 
-    def batch(self, shape: int, next_shape: int, max_kv_len: int, needs: SamplingNeeds) -> StepBatch:
+    def batch(
+        self, shape: int, next_shape: int, max_kv_len: int, needs: SamplingNeeds, adapted: bool = False
+    ) -> StepBatch:
         """Return a new batch of the full size over these inputs."""
         chunks = self._chunks.chunks() if self._chunks is not None else None
         return StepBatch(
@@ -155,6 +157,7 @@ class StepInput:
             needs,
             is_shifted=self._always_shifts,
             shift_is_captured=self._always_shifts,
+            adapted=adapted,
         )
 
     def fill(self, batch: StepBatch) -> None:

@@ -17,11 +17,14 @@ non-speculative decoding  43 (21)    36 (8)
 the default shape         43 (21) 96 (16); 102 with the chain that replaces a tree in large batches
 any other shape           14         -
 
+Steps in which a request has an adapter have graphs of their own, so that all others run the same graphs as in an engine
+without adapters: of every shape and kind of sampling except greedy, for powers of two of requests.
+
 Graphs for many prompt tokens expand the latent rows of MLA models (`aerie.attention.expansion`).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aerie.workers.config import FEW_REQUESTS, RoundShapes
 from aerie.workers.runner.batch import StepBatch
@@ -54,6 +57,7 @@ class GraphKey:
     needs: sampling needs. Batches with fewer needs can use the graph, too.
     tokens: maximum prompt tokens.
     seen: EXPANDED_SEEN if the chunks' latent rows are expanded, else 0.
+    adapted: whether any request has an adapter.
     """
 
     shape: int
@@ -62,6 +66,7 @@ class GraphKey:
     needs: SamplingNeeds
     tokens: int = 0
     seen: int = 0
+    adapted: bool = False
 
 
 def bucket_sizes(max_running: int) -> tuple[int, ...]:
@@ -75,7 +80,7 @@ def bucket_sizes(max_running: int) -> tuple[int, ...]:
 
 def is_always_captured(key: GraphKey) -> bool:
     """Return whether the graph is exempt from the memory limit: greedy rounds, and random rounds without filters."""
-    return key.tokens == 0 and not key.needs.full_logits and not key.needs.masked
+    return key.tokens == 0 and not key.needs.full_logits and not key.needs.masked and not key.adapted
 
 
 def buckets_of(needs: SamplingNeeds, buckets: Sequence[int]) -> tuple[int, ...]:
@@ -124,6 +129,7 @@ def serves(captured: GraphKey, key: GraphKey) -> bool:
         and captured.tokens >= key.tokens
         and (captured.tokens > 0) == (key.tokens > 0)
         and captured.seen == key.seen
+        and captured.adapted == key.adapted
         and captured.needs.masked == key.needs.masked
         and captured.needs.covers(key.needs)
     )
@@ -136,11 +142,18 @@ class GraphKeys:
     buckets: batch sizes to capture.
     tokens: numbers of prompt tokens to capture; empty if steps with prompt chunks are not captured.
     expands: whether steps with many prompt tokens expand latent rows.
+    adapts: whether the engine has adapters.
     """
 
     def __init__(
-        self, shapes: RoundShapes, buckets: Sequence[int], tokens: Sequence[int], expands: bool = False
+        self,
+        shapes: RoundShapes,
+        buckets: Sequence[int],
+        tokens: Sequence[int],
+        expands: bool = False,
+        adapts: bool = False,
     ) -> None:
+        self._adapts = adapts
         self._shapes = shapes
         self._expands = expands
         self.buckets = tuple(sorted(buckets))
@@ -158,7 +171,16 @@ class GraphKeys:
         ]
         always = [key for key in rounds if is_always_captured(key)]
         rare = [key for key in rounds if not is_always_captured(key)]
-        return always + self._chunk_keys(CHUNK_NEEDS) + rare + self._chunk_keys(MASKED_CHUNK_NEEDS)
+        chunks, masked = self._chunk_keys(CHUNK_NEEDS), self._chunk_keys(MASKED_CHUNK_NEEDS)
+        if not self._adapts:
+            return always + chunks + rare + masked
+        adapted = [replace(key, adapted=True) for key in (*rounds, *chunks, *masked) if self._is_adapted(key)]
+        of_prompts = [key for key in adapted if not key.needs.masked]
+        return always + chunks + of_prompts + rare + masked + [key for key in adapted if key.needs.masked]
+
+    def _is_adapted(self, key: GraphKey) -> bool:
+        """Return whether there is such a graph with adapters."""
+        return key.needs != GREEDY and (key.tokens > 0 or key.bucket in powers_of_two(self.buckets))
 
     def first(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
         """Return the keys that a start waits for:
@@ -186,6 +208,10 @@ class GraphKeys:
         for shape in self._shapes.unrestricted:
             found += [self.of_rounds(shape, size, CHUNK_NEEDS) for size in sizes]
             found.append(self.of_rounds(shape, 1, GREEDY))
+            found += [self.of_rounds(shape, size, CHUNK_NEEDS, True) for size in sizes if self._adapts]
+        if self._adapts and self.tokens:
+            most, tokens = self.buckets[-1], min(FIRST_TOKENS[-1], self.tokens[-1])
+            found.append(self.of_chunks(self._shapes.largest_beside_chunks(most), most, tokens, CHUNK_NEEDS, 0, True))
         return frozenset(key for key in found if key is not None)
 
     def first_masked(self) -> list[GraphKey]:
@@ -201,13 +227,15 @@ class GraphKeys:
         """Return `GraphKey.seen` of steps with `tokens` prompt tokens."""
         return EXPANDED_SEEN if self._expands and tokens >= EXPANDED_TOKENS and not needs.masked else 0
 
-    def _kinds(self, shape: int) -> tuple[SamplingNeeds, ...]:
+    def _kinds(self, shape: int, adapted: bool = False) -> tuple[SamplingNeeds, ...]:
         """Return the captured sampling needs of rounds of a shape."""
-        return CAPTURED_NEEDS if shape in self._shapes.unrestricted else BETWEEN_NEEDS
+        kinds = CAPTURED_NEEDS if shape in self._shapes.unrestricted else BETWEEN_NEEDS
+        return tuple(kind for kind in kinds if kind != GREEDY) if adapted else kinds
 
-    def _buckets_of(self, shape: int, needs: SamplingNeeds) -> tuple[int, ...]:
+    def _buckets_of(self, shape: int, needs: SamplingNeeds, adapted: bool = False) -> tuple[int, ...]:
         """Return the captured batch sizes of rounds of a shape."""
-        return buckets_of(needs, self.buckets if shape in self._shapes.unrestricted else powers_of_two(self.buckets))
+        has_all = shape in self._shapes.unrestricted and not adapted
+        return buckets_of(needs, self.buckets if has_all else powers_of_two(self.buckets))
 
     def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
         """Return the keys of steps with prompt chunks, alone and with rounds (`RoundShapes.beside_chunks`)."""
@@ -245,23 +273,29 @@ class GraphKeys:
         if batch.next_shape not in (0, shape):
             return None  # the graph drafts `shape`, for whose KV the plan may not have reserved pages
         if batch.chunks is None:
-            return self.of_rounds(shape, batch.num_requests, needs)
+            return self.of_rounds(shape, batch.num_requests, needs, batch.adapted)
         rows = batch.chunks.batch
         if rows.num_chunks > MAX_CHUNKS:
             return None
-        return self.of_chunks(shape, batch.num_requests, rows.num_rows, needs, sum(rows.known.seen))
+        return self.of_chunks(shape, batch.num_requests, rows.num_rows, needs, sum(rows.known.seen), batch.adapted)
 
-    def of_rounds(self, shape: int, num_requests: int, needs: SamplingNeeds) -> GraphKey | None:
+    def of_rounds(self, shape: int, num_requests: int, needs: SamplingNeeds, adapted: bool = False) -> GraphKey | None:
         """Return the key of a step without prompt tokens; None if no graph can run it."""
-        kind = next((kind for kind in self._kinds(shape) if kind.covers(needs)), None)
+        kind = next((kind for kind in self._kinds(shape, adapted) if kind.covers(needs)), None)
         if kind is None:
             return None
-        bucket = _padded_size(self._buckets_of(shape, kind), num_requests)
+        bucket = _padded_size(self._buckets_of(shape, kind, adapted), num_requests)
         # if the batch does not draft, all entries draft in the padding slot
-        return None if bucket is None else GraphKey(shape, shape, bucket, kind)
+        return None if bucket is None else GraphKey(shape, shape, bucket, kind, adapted=adapted)
 
     def of_chunks(
-        self, shape: int, num_requests: int, num_tokens: int, needs: SamplingNeeds, num_seen: int = 0
+        self,
+        shape: int,
+        num_requests: int,
+        num_tokens: int,
+        needs: SamplingNeeds,
+        num_seen: int = 0,
+        adapted: bool = False,
     ) -> GraphKey | None:
         """Return the key of a step with prompt tokens; None if no graph can run it.
 
@@ -276,7 +310,7 @@ class GraphKeys:
         seen = self._seen_of(tokens, kind)
         if bucket is None or 0 < seen < num_seen:
             return None
-        return GraphKey(shape if bucket else 0, shape, bucket, kind, tokens, seen)
+        return GraphKey(shape if bucket else 0, shape, bucket, kind, tokens, seen, adapted)
 
     def fallback(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
         """Return the graph with the fewest rows in `captured` that can run the batches of `key`; None if none can."""

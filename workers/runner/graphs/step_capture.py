@@ -130,7 +130,7 @@ class StepCapture:
     def _padding(self, key: GraphKey) -> tuple[StepInput, Callable[[], StepBatch]]:
         """Return inputs of a step that are filled with padding, and a function that returns a new batch over them."""
         given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots, *self._per_chunk)
-        return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs)
+        return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs, key.adapted)
 
     def _run(self, step: Callable[[], object], group: TPGroup) -> None:
         """Run a step eagerly, on all ranks at once."""

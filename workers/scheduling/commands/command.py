@@ -163,6 +163,35 @@ class TransferState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     num_bytes: int = 0
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read an adapter to host memory. From `Adapters`. -> `RankAdapters`
+
+    number: of the adapter, from now on.
+    path: its folder, which every rank can read.
+    """
+
+    extra_s: ClassVar[float] = 120.0
+
+    number: int
+    path: str
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Free the memory of an adapter, which no request has. From `Adapters`. -> `RankAdapters`"""
+
+    extra_s: ClassVar[float] = 0.0
+
+    number: int
+
+
+class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The result of the commands of adapters. rank: its largest. took_s: seconds in which steps waited on this
+    rank."""
+
+    rank: int
+    took_s: float = 0.0
+
+
 class SumWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Sum the weights. -> `WeightChecker`"""
 
@@ -176,8 +205,8 @@ class WeightSums(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Transfer = OpenTransfer | StartUpdate | ReceiveWeights | CloseTransfer | InspectTransfer
-Work = CaptureGraph | LoadWeights | Transfer | SumWeights
-Result = Captured | LoadedWeights | TransferState | WeightSums
+Work = CaptureGraph | LoadWeights | Transfer | SumWeights | LoadAdapter | UnloadAdapter
+Result = Captured | LoadedWeights | TransferState | WeightSums | LoadedAdapter
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -100,6 +100,7 @@ class Admission:
                 f"max_tokens={sampling.max_tokens}: must be above the {len(request.output)} output tokens that the "
                 "request brings"
             )
+        self._queues.adapters.check(sampling.adapter)
         if request.inputs is not None:
             max_positions = self._max_model_len - sampling.max_tokens
             request.inputs.check(len(request.prompt), self._hidden_size, max_positions, self._images)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from aerie.attention.kv_cache.prefix_cache import Match
 from aerie.workers.prompt_inputs import InputKeys
+from aerie.workers.scheduling.adapters import Adapters
 from aerie.workers.scheduling.plan import SlotInit, pack_i32
 from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
 from aerie.workers.scheduling.queues.tenants import Tenants
@@ -26,11 +27,17 @@ class RequestQueues:
     prefilling: active requests whose prompts are not computed yet, by number.
     by_slot: active requests by slot.
     grammars: state of requests with grammars.
+    adapters: which adapters requests have.
     suspects: requests that were in a step that hung or crashed, until each has completed `PROBATION_STEPS`.
     """
 
     def __init__(
-        self, slot_pages: SlotPages, stats: SchedulerStats, grammars: GrammarQueue, keeps_tokens: bool = False
+        self,
+        slot_pages: SlotPages,
+        stats: SchedulerStats,
+        grammars: GrammarQueue,
+        adapters: Adapters,
+        keeps_tokens: bool = False,
     ) -> None:
         """keeps_tokens: send the ranks the tokens of every request that enters a slot."""
         self.waiting = WaitingQueue()
@@ -42,6 +49,7 @@ class RequestQueues:
         self._by_number: dict[int, Sequence] = {}
         self.slot_pages = slot_pages
         self.grammars = grammars
+        self.adapters = adapters
         self.suspects: set[Sequence] = set()
         self._stats = stats
         self._keeps_tokens = keeps_tokens
@@ -77,7 +85,8 @@ class RequestQueues:
 
     def add(self, request: Request, now: float, deadline_s: Callable[[Sequence], float]) -> None:
         """Queue a request that `Admission.check` has accepted."""
-        sequence = Sequence(request, self._num_submitted, now, self.tenants.of(request.owner))
+        adapter = self.adapters.of_request(request.sampling.adapter)
+        sequence = Sequence(request, self._num_submitted, now, self.tenants.of(request.owner), adapter)
         if request.inputs is not None:
             sequence.prompt = sequence.tokens = self._input_keys.of(sequence.prompt, request.inputs)
         sequence.tenant.last_s = now
@@ -102,7 +111,7 @@ class RequestQueues:
             sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, match
         )
         self.slot_pages.rare_sampling[sequence.slot] = request.sampling.is_rare
-        self.slot_pages.cache_salt[sequence.slot] = self.slot_pages.salt(-1, request.sampling.cache_salt)
+        self.slot_pages.cache_salt[sequence.slot] = self.slot_pages.salt(-1, sequence.salt)
         sequence.computed, sequence.kept = match.num_saved, len(match.pages) * self.slot_pages.page_size
         request.state = RequestState.PREFILL
         self.active[sequence.number] = self.prefilling[sequence.number] = sequence
@@ -120,6 +129,7 @@ class RequestQueues:
             number=sequence.number,
             state_row=match.row,
             position_shift=0 if request.inputs is None else request.inputs.shift,
+            adapter=self.adapters.enter(sequence.adapter),
         )
 
     def start_decoding(self, sequence: Sequence) -> None:
@@ -160,6 +170,7 @@ class RequestQueues:
         del self._by_id[request.request_id]
         self._by_number.pop(sequence.number, None)
         self.grammars.end(sequence)
+        self.adapters.left(sequence.adapter)
         self.suspects.discard(sequence)
         sequence.is_finished = True
         request.state = RequestState.FINISHED
@@ -211,6 +222,7 @@ class RequestQueues:
             sequence.probation = PROBATION_STEPS
             self.suspects.add(sequence)
         for sequence in lost:
+            self.adapters.leave(sequence.adapter)
             self._wait(sequence)
         for sequence in self.waiting:
             sequence.not_before, sequence.num_cached = -1, 0
@@ -226,6 +238,7 @@ class RequestQueues:
         self.slot_pages.release(sequence.slot, sequence.known_tokens(), num_kept, has_ended)
         del self.active[sequence.number], self.by_slot[sequence.slot]
         self.prefilling.pop(sequence.number, None)
+        self.adapters.leave(sequence.adapter)
         sequence.slot = -1
 
     def _wait(self, sequence: Sequence) -> None:

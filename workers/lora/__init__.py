@@ -1,0 +1,6 @@
+"""LoRA adapters of the target, chosen by request (docs/lora.md).
+
+adapter_config  adapter_config.json of peft: ranks and scales; refuses what is not served
+adapter_file    the matrices of an adapter's folder, by this rank's layers
+layers          which layers adapters may change, and the `LinearMethod` that adds their part
+"""

@@ -1,0 +1,159 @@
+"""Reads an adapter's folder: which matrices it has for which layers of this rank. Nothing is kept of a folder that does
+not fit. Used by `aerie.workers.runner.rank_adapters`."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from aerie.kernels.lora.product import LoraTables
+from aerie.workers.layers.linear import LinearBase
+from aerie.workers.layers.linear_method import Part
+from aerie.workers.layers.weighted import WrongTensorError
+from aerie.workers.lora.adapter_config import MERGE, WEIGHTS_FILE, AdapterConfig, read_adapter_config
+from aerie.workers.models.name_map import NameMap
+from aerie.workers.models.weights import opened
+
+_PREFIX = "base_model.model."
+_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
+_NAMED_IN_ERRORS = 4
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The whole matrices of one module. down: A [rank, in_features]. up: B [out_features, rank], without the scale."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class LayerMatrices:
+    """One layer's matrices on this rank, as a place of `LoraTables` has them, in host memory.
+
+    down: [num_parts * max_rank, in_features]. up: [out_features, max_rank], with the scale.
+    """
+
+    down: Tensor
+    up: Tensor
+
+
+class AdapterNames:
+    """Finds the layers of the modules that an adapter names.
+
+    layers: layers that adapters may change, by path in our model.
+    names: the checkpoint's names of the model's tensors.
+    """
+
+    def __init__(self, layers: Mapping[str, LinearBase], names: NameMap) -> None:
+        self.layers = layers
+        self._names = names
+        self._places = {
+            names.module_name(path, part.name): (path, part)
+            for path, layer in layers.items()
+            for part in layer.shape.parts
+        }
+
+    @property
+    def served(self) -> str:
+        """The last components of the names of modules that adapters may change, for errors."""
+        return ", ".join(sorted({name.rpartition(".")[2] for name in self._places}))
+
+    def parts(self, module: str, up: Tensor) -> list[tuple[str, Part, Tensor]]:
+        """Return for each part of a module its layer's path, the part, and its rows of the module's B; several if the
+        checkpoint stacks matrices. Raises WrongTensorError."""
+        name = self._names.canonical_module(module)
+        if name in self._places:
+            return [(*self._places[name], up)]
+        pieces = [(piece.removesuffix(".weight"), rows) for piece, rows in self._names.pieces(f"{module}.weight", up)]
+        if not all(piece in self._places for piece, _ in pieces):
+            raise WrongTensorError(f"is of a layer that adapters cannot change here; they may change {self.served}")
+        return [(*self._places[piece], rows) for piece, rows in pieces]
+
+
+def read_layers(
+    folder: str | Path, names: AdapterNames, tables: Mapping[str, LoraTables]
+) -> tuple[AdapterConfig, dict[str, LayerMatrices]]:
+    """Read an adapter's folder, and return its configuration and this rank's matrices by path of layer.
+
+    tables: of all layers that adapters may change, by path.
+    Raises ValueError, naming tensors and remedy, if the adapter is damaged or does not fit.
+    """
+    config, faults = read_adapter_config(folder), list[str]()
+    max_rank = next(iter(tables.values())).max_rank
+    if config.max_rank > max_rank:
+        raise ValueError(
+            f"adapter {folder}: has rank {config.max_rank}, above lora.max_lora_rank={max_rank}; raise that"
+        )
+    found: dict[str, LayerMatrices] = {}
+    for module, matrices in _modules(Path(folder), config, faults):
+        try:
+            _check(matrices, config.rank_of(module))
+            for path, part, rows in names.parts(module, matrices.up):
+                if path not in found:
+                    found[path] = _empty(tables[path])
+                _write(found[path], tables[path], names.layers[path], part, matrices, rows)
+        except WrongTensorError as error:
+            faults.append(f"{module} {error}")
+    if faults:
+        more = f" and {len(faults) - _NAMED_IN_ERRORS} more" if len(faults) > _NAMED_IN_ERRORS else ""
+        raise ValueError(f"adapter {folder}: does not fit; {'; '.join(faults[:_NAMED_IN_ERRORS])}{more}")
+    if not found:
+        raise ValueError(f"adapter {folder}: {WEIGHTS_FILE} has no matrices")
+    return config, found
+
+
+def _modules(folder: Path, config: AdapterConfig, faults: list[str]) -> Iterator[tuple[str, Matrices]]:
+    """Yield the modules of an adapter's file. Adds a text to `faults` for each tensor that is no matrix of an adapter,
+    or lacks its other matrix."""
+    path = folder / WEIGHTS_FILE
+    if not path.exists():
+        raise ValueError(f"adapter {folder}: has no {WEIGHTS_FILE}; save it with safe_serialization=True")
+    with opened(path) as file:
+        tensors: dict[str, dict[str, str]] = {}
+        for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            if match := _MATRIX.fullmatch(name):
+                tensors.setdefault(match["module"], {})[match["side"]] = name
+            elif ".lora_embedding_" in name:
+                faults.append(f"{name} adapts an embedding, which is not served; {MERGE}")
+            else:
+                faults.append(f"{name} is not a matrix of an adapter; {MERGE}")
+        for module, sides in tensors.items():
+            base = module.removeprefix(_PREFIX)
+            if missing := {"A", "B"} - sides.keys():
+                faults.append(f"{base} has no lora_{missing.pop()}")
+                continue
+            yield base, Matrices(file.get_tensor(sides["A"]), file.get_tensor(sides["B"]), config.scale_of(base))
+
+
+def _check(matrices: Matrices, rank: int) -> None:
+    for side, tensor, of_rank in (("lora_A", matrices.down, 0), ("lora_B", matrices.up, 1)):
+        if tensor.dim() != 2 or tensor.shape[of_rank] != rank:
+            raise WrongTensorError(f"({side}) has shape {tuple(tensor.shape)}, adapter_config.json implies rank {rank}")
+        if not tensor.is_floating_point() or not bool(tensor.float().isfinite().all()):
+            raise WrongTensorError(f"({side}) has weights that are NaN or infinite")
+
+
+def _empty(tables: LoraTables) -> LayerMatrices:
+    return LayerMatrices(*(torch.zeros(each.shape[1:], dtype=each.dtype) for each in (tables.down, tables.up)))
+
+
+def _write(
+    into: LayerMatrices, tables: LoraTables, layer: LinearBase, part: Part, matrices: Matrices, rows: Tensor
+) -> None:
+    """Copy this rank's share of one part. rows: the part's rows of B. Raises WrongTensorError."""
+    rank, columns = matrices.down.shape[0], part.columns
+    if matrices.down.shape[1] != columns.total:
+        raise WrongTensorError(f"(lora_A) has shape {tuple(matrices.down.shape)}, the layer has {columns.total} inputs")
+    if rows.shape[0] != part.rows.total:
+        raise WrongTensorError(f"(lora_B) has shape {tuple(rows.shape)}, the layer has {part.rows.total} outputs")
+    first = layer.shape.parts.index(part) * tables.max_rank
+    into.down[first : first + rank] = matrices.down[:, columns.first : columns.end]
+    up = into.up[part.offset : part.offset + part.rows.size, :rank]
+    up.copy_(rows[part.rows.first : part.rows.end].float() * matrices.scale)
+    if not bool(up.isfinite().all()):
+        raise WrongTensorError(f"(lora_B) times its scale {matrices.scale:g} is beyond {up.dtype}")

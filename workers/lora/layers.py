@@ -1,0 +1,159 @@
+"""Which layers adapters may change, and `AdaptedMethod`, which adds the adapters' part to such a layer's result.
+
+A pass without adapters runs the layer's own method, with all its fused kernels. A pass with adapters computes each
+product alone, of rows in the model's dtype, and adds the adapters' part (`aerie.kernels.lora.product`)."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
+from aerie.kernels.gemm.host_weight import HostWeight
+from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.lora.product import RANK_STEP, LoraTables, add_lora
+from aerie.kernels.norm.activation import silu_mul
+from aerie.workers.layers.attention import Attention
+from aerie.workers.layers.decoder_layer import DecoderLayer
+from aerie.workers.layers.forward_context import ForwardContext, RowIndex
+from aerie.workers.layers.linear import LinearBase
+from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
+from aerie.workers.layers.mlp import GatedMLP
+
+
+class AdapterRows(RowIndex):
+    """The adapter of each row of a pass.
+
+    of_slot: [slots + 1] int64 the place of each slot's adapter; -1: none.
+    is_active: whether the pass has adapters.
+    """
+
+    def __init__(self, of_slot: Tensor) -> None:
+        super().__init__()
+        self.is_active = False
+        self._of_slot = of_slot
+        self._places: dict[int, Tensor] = {}  # of this pass, by the number of rows; all layers share them
+
+    def enter(self, context: ForwardContext, adapted: bool) -> None:
+        super().enter(context, adapted)
+        self.is_active = adapted
+        self._places = {}
+
+    def places(self, num_rows: int) -> Tensor:
+        """Return [num_rows] int32: the places of the rows' adapters. num_rows: see `RowIndex.of`."""
+        if num_rows not in self._places:
+            self._places[num_rows] = self._of_slot[self.of(num_rows).long()].int()
+        return self._places[num_rows]
+
+
+def adaptable_layers(model: nn.Module) -> dict[str, LinearBase]:
+    """Return the layers of a target that adapters may change, by path: the projections of grouped-query attention and
+    of gated MLPs. Others have kernels that skip `LinearMethod.multiply`, such as experts and latent attention."""
+    found: dict[str, LinearBase] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, DecoderLayer):
+            if isinstance(attention := module.self_attn, Attention):
+                found |= {f"{path}.self_attn.qkv": attention.qkv, f"{path}.self_attn.o_proj": attention.o_proj}
+            if isinstance(mlp := module.mlp, GatedMLP):
+                found |= {f"{path}.mlp.gate_up": mlp.gate_up, f"{path}.mlp.down_proj": mlp.down_proj}
+    return found
+
+
+def padded_rank(max_lora_rank: int) -> int:
+    """Return the rank of tables for adapters of up to `max_lora_rank`."""
+    return -(-max_lora_rank // RANK_STEP) * RANK_STEP
+
+
+def allocate_tables(shape: LinearShape, places: int, rank: int, dtype: torch.dtype, device: torch.device) -> LoraTables:
+    """Return a layer's tables without adapters. rank: of `padded_rank`."""
+    ends = [part.offset + part.rows.size for part in shape.parts]
+    down = torch.zeros(places, len(ends) * rank, shape.in_features, dtype=dtype, device=device)
+    up = torch.zeros(places, shape.out_features, rank, dtype=dtype, device=device)
+    return LoraTables(down, up, (0, *ends))
+
+
+def table_bytes(layers: Iterable[LinearBase], places: int, max_lora_rank: int) -> int:
+    """Return the bytes of the tables of all layers on this rank."""
+    rank, meta = padded_rank(max_lora_rank), torch.device("meta")
+    tables = [allocate_tables(layer.shape, places, rank, layer.method.dtype, meta) for layer in layers]
+    return sum(each.down.nbytes + each.up.nbytes for each in tables)
+
+
+class AdaptedMethod(LinearMethod):
+    """A layer's method, with adapters. inner: the layer's own, which has the weight."""
+
+    def __init__(self, inner: LinearMethod, tables: LoraTables, rows: AdapterRows) -> None:
+        super().__init__(inner.shape)
+        self.inner = inner
+        self.tables = tables
+        self._rows = rows
+        self.kinds = inner.kinds
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.inner.dtype
+
+    def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        y = self.inner.multiply(x, bias, out)
+        if not self._rows.is_active:
+            return y
+        assert isinstance(x, Tensor), "fp8_inputs is None in a pass with adapters"
+        return add_lora(y, x, self.tables, self._rows.places(x.shape[0]))
+
+    def multiply_last(self, x: Tensor | Fp8Rows, bias: Tensor | None, count: int) -> Tensor:
+        if not self._rows.is_active:
+            return self.inner.multiply_last(x, bias, count)
+        return super().multiply_last(x, bias, count)
+
+    def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
+        return None if self._rows.is_active else self.inner.multiply_apart(x)
+
+    def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
+        if not self._rows.is_active:
+            return self.inner.multiply_gated(x, wanted)
+        return silu_mul(self.multiply(x, None))
+
+    def multiply_mlp(self, x: Tensor | Fp8Rows, down: LinearMethod, out: Tensor | None = None) -> Tensor:
+        if not self._rows.is_active:
+            return self.inner.multiply_mlp(x, down.inner if isinstance(down, AdaptedMethod) else down, out)
+        return super().multiply_mlp(x, down, out)
+
+    @property
+    def fp8_inputs(self) -> Fp8Inputs | None:
+        return None if self._rows.is_active else self.inner.fp8_inputs
+
+    @property
+    def host_weight(self) -> HostWeight | None:
+        return self.inner.host_weight
+
+    @property
+    def format(self) -> str:
+        return self.inner.format
+
+    @property
+    def reload_fault(self) -> str:
+        return self.inner.reload_fault
+
+    def load(self, kind: str, part: Part, full: Tensor) -> None:
+        self.inner.load(kind, part, full)
+
+    def kinds_of(self, part: Part) -> tuple[str, ...]:
+        return self.inner.kinds_of(part)
+
+    def fill_missing(self, kind: str, part: Part) -> bool:
+        return self.inner.fill_missing(kind, part)
+
+    def fill_dummy(self, generator: torch.Generator) -> None:
+        self.inner.fill_dummy(generator)
+
+    def workspace_size(self) -> tuple[int, int]:
+        return self.inner.workspace_size()
+
+    def finish(self, options: GEMMOptions) -> None:
+        self.inner.finish(options)
+
+    def reopen(self) -> None:
+        self.inner.reopen()
+
+    def reloaded(self) -> None:
+        self.inner.reloaded()
