@@ -11,7 +11,7 @@ from tests.bench.plots import DOCS, PLOTS
 from tests.bench.results import PAGE, Figure, figures, lines, page
 from tests.bench.served import ROOT
 
-MAX_WORDS = 6000
+MAX_WORDS = 7000
 README_ROUNDS = ("no speculation", "chain 3/1/4", "tree 5/4/8")
 README_ROUNDS_AT = ("Rounds of Llama-3.1-8B", "batch 1")
 # Shipped configuration -> table of its dimensions.

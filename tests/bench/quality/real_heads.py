@@ -37,6 +37,7 @@ from aerie.speculative.training.commands import choose_device, load_target
 from aerie.speculative.training.generation import generate_answers
 from aerie.speculative.training.rows import Conversation, Turn, read_conversations, split_validation
 from aerie.speculative.training.samples import Sample, answer_prompts, write_samples
+from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.kernels.gpu_time import hardware
 from tests.bench.machine import commit
@@ -217,7 +218,7 @@ def speed(given: argparse.Namespace, results: Results) -> None:
     """Answer the same questions with every draft, at every batch size; compare the answers with those of `plain`."""
     folder = gguf_folder(given.target)
     tokenizer, _ = load_target(folder, torch.device("cpu"), torch.float32)
-    count = max(given.batches) // len(EVAL) or 1
+    count = 2 * max(given.batches) // len(EVAL) or 1
     prompts = {name: answer_prompts(questions(given, name, count), tokenizer) for name in EVAL}
     warm = [p for name in EVAL for p in answer_prompts(questions(given, name, count, 40), tokenizer)]
     sampling = SamplingParams(given.speed_tokens, 0.0, stop_token_ids=eos_token_ids(folder))
@@ -254,25 +255,32 @@ def _speed_of(
         for batch in given.batches:
             engine.generate(warm[: max(len(EVAL), batch)], sampling, batch)
             for name, asked in _texts(prompts, batch, given.speed_prompts).items():
-                decoded = Decoding()
-                for i in range(0, len(asked), batch):
-                    decoded.add(engine, asked[i : i + batch], sampling, batch)
                 key = f"{name}, batch {batch}"
-                answers = [list(request.output) for request in decoded.requests]
+                passes = [_decoded(engine, asked, sampling, batch) for _ in range(given.passes)]
+                best = max(passes, key=lambda each: each.tokens / each.wall_s)
+                answers = [list(request.output) for request in passes[0].requests]
                 if config is None:
                     plain[key] = answers
                 same = plain.get(key)
                 differ = same and sum(a != b for a, b in zip(answers, same, strict=True))
                 found[key] = {
-                    "tokens/s": round(decoded.tokens / decoded.wall_s, 1),
-                    "tokens a round": round(decoded.tokens_per_round, 3),
-                    "tokens": decoded.tokens,
-                    "ms a step": round(decoded.wall_s / max(1, decoded.steps.total()) * 1e3, 3),
-                    "steps": dict(decoded.steps + decoded.reasons),
+                    "tokens/s": round(best.tokens / best.wall_s, 1),
+                    "first tokens/s": round(passes[0].tokens / passes[0].wall_s, 1),
+                    "tokens a round": round(best.tokens_per_round, 3),
+                    "tokens": best.tokens,
+                    "ms a step": round(best.wall_s / max(1, best.steps.total()) * 1e3, 3),
+                    "steps": dict(best.steps + best.reasons),
                     "answers that differ": differ,
                     "of": len(answers),
                 }
     return found
+
+
+def _decoded(engine: LocalEngine, asked: list[list[int]], sampling: SamplingParams, batch: int) -> Decoding:
+    decoded = Decoding()
+    for i in range(0, len(asked), batch):
+        decoded.add(engine, asked[i : i + batch], sampling, batch)
+    return decoded
 
 
 def _texts(prompts: dict[str, list[list[int]]], batch: int, count: int) -> dict[str, list[list[int]]]:
@@ -280,7 +288,7 @@ def _texts(prompts: dict[str, list[list[int]]], batch: int, count: int) -> dict[
     if batch == 1:
         return {name: asked[:count] for name, asked in prompts.items()}
     together = [asked[i] for i in range(max(map(len, prompts.values()))) for asked in prompts.values()]
-    return {"all": together[: max(batch, 4 * len(EVAL))]}
+    return {"all": together[: max(2 * batch, 4 * len(EVAL))]}
 
 
 RUNS: dict[str, Callable[[argparse.Namespace, Results], None]] = {
@@ -313,6 +321,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--draft-vocab", type=int, default=6144)
     parser.add_argument("--tree-prompts", type=int, default=16, help="of each text")
     parser.add_argument("--speed-prompts", type=int, default=6, help="of each text at batch size 1")
+    parser.add_argument("--passes", type=int, default=1, help="of the same answers; the first and the best are printed")
     parser.add_argument("--speed-tokens", type=int, default=128)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--arms", nargs="+", help="engines whose names contain one of these words")
