@@ -211,9 +211,12 @@ class Run:
     full_ms: float
 
 
-def timed(engine: LocalEngine, prompts: Sequence[list[int]], sampling: SamplingParams) -> Run:
-    """Run all prompts as one batch."""
-    requests = [Request(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+def timed(
+    engine: LocalEngine, prompts: Sequence[list[int]], sampling: SamplingParams | Sequence[SamplingParams]
+) -> Run:
+    """Run all prompts as one batch. sampling: of all, or of each."""
+    each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+    requests = [Request(f"r{i}", *pair) for i, pair in enumerate(zip(prompts, each, strict=True))]
     stamps: list[float] = []  # of the last request's tokens, until the first request ends
     ended = 0
 
