@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from aerie.cluster.assembly import engine_spec
-from aerie.cluster.config import AerieConfig, ConfigError, parse, read_args
+from aerie.cluster.config import AerieConfig, ConfigError
 from aerie.cluster.environment import set_process_environment
 from aerie.cluster.http.parsers.self_check import chat_lines, check_parser
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
@@ -19,10 +19,8 @@ from aerie.cluster.plan import Plan, resolve, resolve_rank
 from aerie.cluster.replica.plan_report import plan_lines
 from aerie.cluster.replica.rank_process import start_ranks
 from aerie.cluster.start_log import StartLog
-from aerie.cluster.transport.folders import temporary_folder
+from aerie.deploy.config.chosen import Chosen, configuration, read_command_line
 from aerie.deploy.config.files import PACKAGED
-from aerie.deploy.config.hub import with_downloads
-from aerie.deploy.config.model import chosen_config
 from aerie.deploy.nodes import LocalGpus, local_nodes
 from aerie.kernels.capability import Capability
 from aerie.speculative import build
@@ -30,40 +28,36 @@ from aerie.speculative.drafts.checkpoint_files import has_weights
 from aerie.workers.runner.layout import EnginePlan
 
 
-def checked(args: Mapping[str, Any], base: Path = PACKAGED, need_weights: bool = True) -> AerieConfig:
-    """Return the checked configuration. Checkpoints named by hub names are downloaded, and all are read and matched
-    (`check_checkpoints`). base: folder of relative paths. Raises ConfigError."""
-    config = parse(with_downloads(args, base), base)
-    check_checkpoints(config, need_weights)
+def checked(args: Mapping[str, Any], base: Path = PACKAGED) -> AerieConfig:
+    """Return the configuration of `args`, matched with its checkpoints. base: folder of relative paths. Raises
+    ConfigError."""
+    config = configuration(args, base)
+    check_checkpoints(config)
     return config
 
 
 def planned(args: Mapping[str, Any], nodes: Sequence[NodeResources], base: Path = PACKAGED) -> Plan:
     """Return the checked plan of an application on a cluster of `nodes`. base: as in `checked`. Raises ConfigError."""
-    config = parse(with_downloads(args, base), base)
+    config = configuration(args, base)
     max_model_len = check_checkpoints(config)
     check_devices(config, nodes)
     return resolve(config, max_model_len, nodes)
 
 
-def checked_file(path: Path, need_weights: bool = True) -> AerieConfig:
-    """Check a Serve config file."""
-    return checked(read_args(path), path.resolve().parent, need_weights)
-
-
-def print_plan(path: Path, nodes: Sequence[NodeResources]) -> int:
-    """Print the plan of `path` on `nodes`; without nodes, only make the checks that need none. A folder without weights
-    is planned from its config.json. Raises ConfigError."""
-    config = checked_file(path, need_weights=False)
+def print_plan(chosen: Chosen, nodes: Sequence[NodeResources]) -> int:
+    """Print the plan of a configuration on `nodes`; without nodes, only make the checks that need none. A folder
+    without weights is planned from its config.json. Raises ConfigError."""
+    config = chosen.config
+    check_checkpoints(config, need_weights=False)
     check_devices(config, nodes)
-    _print_plan(path, config, nodes, print)
+    _print_plan(chosen.name, config, nodes, print)
     if lacking := lacking_weights(config):
         print(f"not checked {', '.join(lacking)}: no weight files yet; a start needs them")
     return 0
 
 
 def check_and_start_ranks(
-    path: str,
+    name: str,
     config: AerieConfig,
     gpus: Callable[[], LocalGpus] | None,
     ranks: str,
@@ -71,7 +65,7 @@ def check_and_start_ranks(
 ) -> None:
     """Run `print_plan` for `aerie serve` on this machine. Raises ConfigError only before it calls `tell`.
 
-    path: path of `config`.
+    name: of `config`, for messages.
     gpus: GPUs of this machine; None: the nodes are not known yet.
     ranks: folder for the sockets of an engine's ranks, which are started once the configuration is checked; "": start
         none.
@@ -91,7 +85,7 @@ def check_and_start_ranks(
         _start_ranks(config, max_model_len, nodes, Path(ranks))
         log.done("ranks started")
     tell(max_model_len)
-    _print_plan(path, config, nodes, print_line)
+    _print_plan(name, config, nodes, print_line)
 
 
 def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
@@ -113,13 +107,11 @@ def check_devices(config: AerieConfig, nodes: Sequence[NodeResources]) -> None:
             raise error from None
 
 
-def _print_plan(
-    path: str | Path, config: AerieConfig, nodes: Sequence[NodeResources], report: Callable[[str], None]
-) -> None:
+def _print_plan(name: str, config: AerieConfig, nodes: Sequence[NodeResources], report: Callable[[str], None]) -> None:
     tokenizer = ChatTokenizer.from_folder(config.model.path, template_file=config.ingress.chat_template)
     chats = chat_lines(tokenizer, config.ingress.output_parser)
     if not nodes:
-        report(f"{path} is valid; whether it fits is for the cluster to say")
+        report(f"{name} is valid; whether it fits is for the cluster to say")
         for line in chats:
             report(f"chats       {line}")
         return
@@ -201,5 +193,4 @@ def _check_tokenizer(config: AerieConfig, num_embedded: int) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """`aerie plan`. Raises ConfigError."""
     nodes = local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
-    with temporary_folder() as scratch:
-        return print_plan(chosen_config(arguments, scratch), nodes)
+    return print_plan(read_command_line(arguments), nodes)

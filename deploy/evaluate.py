@@ -16,8 +16,8 @@ from tqdm import tqdm
 from aerie.cluster.assembly import engine_spec
 from aerie.cluster.config import ConfigError
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
-from aerie.deploy.checks import checked_file
-from aerie.deploy.config.files import find_config
+from aerie.deploy.checks import check_checkpoints
+from aerie.deploy.config.chosen import read_file
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.training import TrainingError
 from aerie.speculative.training.rows import read_conversations
@@ -52,9 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate_file(arguments: argparse.Namespace) -> DraftReport:
-    path = find_config(arguments.config)
     conversations = read_prompts(arguments.prompts, arguments.limit)
-    config = checked_file(path)
+    config = read_file(arguments.config).config
+    check_checkpoints(config)
     spec = with_shape(engine_spec(config), arguments)
     tokenizer = ChatTokenizer.from_folder(config.model.path, template_file=config.ingress.chat_template)
     texts = [tokenizer.render(messages) for messages in conversations]

@@ -30,15 +30,16 @@ def remember(application: str, plan: ReplicaPlan, reason: str) -> None:
     _internal_kv_put(_key(application), msgspec.msgpack.encode(Refusal(time.time(), identity_of(plan), reason)))
 
 
-def remembered(application: str, plan: ReplicaPlan | None = None) -> str:
+def remembered(application: str, plan: ReplicaPlan | None = None, since: float = 0.0) -> str:
     """Return why an engine of `application` cannot start; "" if unknown. plan: only a refusal of the same plan and
-    files counts."""
+    files counts. since: Unix time before which refusals do not count."""
     found = _internal_kv_get(_key(application))
     if not found:
         return ""
     refusal = msgspec.msgpack.decode(found, type=Refusal)
     is_same = plan is None or refusal.identity == identity_of(plan)
-    return refusal.reason if is_same and abs(time.time() - refusal.at) < FRESH_S else ""
+    is_fresh = refusal.at >= since and abs(time.time() - refusal.at) < FRESH_S
+    return refusal.reason if is_same and is_fresh else ""
 
 
 def identity_of(plan: ReplicaPlan) -> str:

@@ -1,5 +1,6 @@
 """Finds or builds the configuration of a command.
 
+chosen         what a command line or a file amounts to, read and checked once
 files          Serve config files: the packaged ones, relative paths
 keys           every key with its default, options and description
 model          makes a configuration from a model's name and options

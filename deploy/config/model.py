@@ -13,7 +13,7 @@ import yaml
 from aerie.cluster.config import ConfigError
 from aerie.deploy.config import published_model, vllm_options
 from aerie.deploy.config.drafts import block_shape, draft_method, own_draft
-from aerie.deploy.config.files import find_config, key_digest, packaged_names
+from aerie.deploy.config.files import key_digest, packaged_names
 from aerie.deploy.config.gguf_files import is_gguf_folder, is_gguf_path, with_tokenizer
 from aerie.deploy.config.hub import model_folder
 from aerie.deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, Changes, OptionError
@@ -26,22 +26,21 @@ _SAME_QUANTIZATION |= dict.fromkeys(("w8a8_int8", "w8a8_fp8"), "compressed-tenso
 _COPYING = ("suffix", "ngram")  # values of --draft that need no checkpoint
 
 
-def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
-    """Return the config file of a command line: an existing file, a packaged one, or a new one for a model in a folder
-    or on the hub, written to --save or into `scratch`. Raises ConfigError."""
-    given = arguments.config = str(arguments.config or _quick_start())
-    if not names_model(given):
-        wanted = {"--draft": arguments.draft, "--set": arguments.set}
-        wanted |= {"--save": arguments.save, "--revision": arguments.revision}
-        if used := [name for name, value in wanted.items() if value]:
-            raise ConfigError(f"{used[0]}: only with a model; {given} is a config file: write it there")
-        path = find_config(arguments.config)
-        if keys := _vllm_keys(arguments):
-            raise ConfigError(
-                f"{', '.join(f'{key}={value}' for key, value in keys.items())}: vLLM's options are allowed only with a "
-                f"model; {path} is a config file: write these keys there"
-            )
-        return path
+def check_file_options(path: Path, arguments: argparse.Namespace) -> None:
+    """Refuse options that need a model, beside the config file `path`. Raises ConfigError."""
+    wanted = {"--draft": arguments.draft, "--set": arguments.set}
+    wanted |= {"--save": arguments.save, "--revision": arguments.revision}
+    if used := [name for name, value in wanted.items() if value]:
+        raise ConfigError(f"{used[0]}: only with a model; {path} is a config file: write it there")
+    if keys := _vllm_keys(arguments):
+        raise ConfigError(
+            f"{', '.join(f'{key}={value}' for key, value in keys.items())}: vLLM's options are allowed only with a "
+            f"model; {path} is a config file: write these keys there"
+        )
+
+
+def content_of_model(given: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the content of a Serve config file for a model in a folder or on the hub. Raises ConfigError."""
     keys = _vllm_keys(arguments, print)
     if DOWNLOADS in keys:
         os.environ[DOWNLOADS] = str(keys.pop(DOWNLOADS))  # huggingface_hub, which is imported later, reads it
@@ -53,29 +52,16 @@ def chosen_config(arguments: argparse.Namespace, scratch: Path) -> Path:
     args = use_options(args, keys)
     for assignment in arguments.set:
         _assign(args, assignment)
-    root_path = getattr(arguments, "root_path", None) or "/"
-    prefix = getattr(arguments, "route_prefix", None) or "/"
-    content = {
+    application = {"name": "aerie", "route_prefix": "/", "import_path": "aerie.deploy.app:build", "args": args}
+    return {
         "proxy_location": "HeadOnly",
-        "http_options": {
-            "host": getattr(arguments, "host", None) or "127.0.0.1",
-            "port": getattr(arguments, "port", None) or 8000,
-            **({"root_path": root_path} if root_path != "/" else {}),
-        },
+        "http_options": {"host": "127.0.0.1", "port": 8000},
         "logging_config": {"enable_access_log": False},
-        "applications": [
-            {"name": "aerie", "route_prefix": prefix, "import_path": "aerie.deploy.app:build", "args": args}
-        ],
+        "applications": [application],
     }
-    text = yaml.safe_dump(content, sort_keys=False)
-    if arguments.shows_config:
-        print(text, end="", flush=True)
-    path = arguments.save or scratch / "serve.yaml"
-    path.write_text(text)
-    return Path(path)
 
 
-def _quick_start() -> str:
+def quick_start() -> str:
     """Return what to serve if nothing is named: the published model, or a packaged one if it cannot be fetched."""
     try:
         published_model.fetched_file(published_model.SMOLLM2)

@@ -9,7 +9,7 @@ from typing import Literal
 from aerie.attention.distribution import STRANGER, install_command, pip
 from aerie.cluster.config import ConfigError
 from aerie.cluster.placement import place
-from aerie.deploy.config.files import find_config
+from aerie.deploy.config.chosen import read_file
 from aerie.deploy.doctor.machine import Machine, read_machine
 from aerie.deploy.nodes import local_nodes
 from aerie.kernels.lazy_import import load
@@ -213,13 +213,17 @@ def run_doctor(given: str, bundle: Path | None = None) -> int:
 
 
 def _configuration(given: str) -> Finding:
-    from aerie.deploy.checks import check_devices, checked_file  # torch: findings about the machine are printed first
+    from aerie.deploy.checks import (  # torch: findings about the machine are printed first
+        check_checkpoints,
+        check_devices,
+    )
 
     try:
-        path = find_config(given)
-        config, nodes = checked_file(path), local_nodes(1, None, None)
+        chosen, nodes = read_file(given), local_nodes(1, None, None)
+        config = chosen.config
+        check_checkpoints(config)
         check_devices(config, nodes)
         placed = place(config, nodes)
     except (ConfigError, OSError) as error:
         return Finding("FAIL", "configuration", str(error))
-    return Finding("ok", "configuration", f"{path} fits this machine, on {placed.device}")
+    return Finding("ok", "configuration", f"{chosen.name} fits this machine, on {placed.device}")

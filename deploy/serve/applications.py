@@ -1,9 +1,12 @@
-"""What Serve says of its applications. Used by `aerie serve`, from its threads too, and by `aerie status`."""
+"""What Serve says of its applications, and the content of those that `aerie serve --address` deployed, by which a
+failed update is undone. Used by `aerie serve`, from its threads too, and by `aerie status`."""
 
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,28 @@ def read_applications() -> dict[str, Application]:
     if client is None:
         return {}
     return {name: _application(details) for name, details in client.get_serve_details()["applications"].items()}
+
+
+def record(name: str, content: Mapping[str, Any] | None) -> None:
+    """Keep what an application runs for all processes of the cluster, in Ray's key-value store. None: forget it."""
+    from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_put
+
+    if content is None:
+        _internal_kv_del(_key(name))
+    else:
+        _internal_kv_put(_key(name), msgspec.json.encode(content))
+
+
+def recorded(name: str) -> dict[str, Any] | None:
+    """Return the content of `record`; None if there is none."""
+    from ray.experimental.internal_kv import _internal_kv_get
+
+    found: dict[str, Any] | None = msgspec.json.decode(_internal_kv_get(_key(name)) or "null")
+    return found
+
+
+def _key(name: str) -> bytes:
+    return f"aerie-application:{name}".encode()
 
 
 def _application(details: Mapping[str, Any]) -> Application:

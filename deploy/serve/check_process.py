@@ -26,12 +26,12 @@ _PROGRAM = (
 class Task:
     """The task of the checking process.
 
-    path: a Serve config file.
-    config: its content, an `AerieConfig` as JSON.
+    name: of the configuration, for messages.
+    config: an `AerieConfig` as JSON.
     has_nodes: False if the server joins a cluster whose nodes are not known yet.
     ranks_to: folder for the sockets of the ranks; "" to start no ranks."""
 
-    path: str
+    name: str
     config: str
     has_nodes: bool
     ranks_to: str
@@ -155,7 +155,7 @@ def run() -> None:
         try:
             config = AerieConfig.model_validate_json(task.config)
             here = gpus if task.has_nodes else None
-            check_and_start_ranks(task.path, config, here, task.ranks_to, lambda found: tell({"max_model_len": found}))
+            check_and_start_ranks(task.name, config, here, task.ranks_to, lambda found: tell({"max_model_len": found}))
         except ConfigError as error:
             tell({"refused": str(error)})
             sys.exit(2)

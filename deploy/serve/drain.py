@@ -57,7 +57,7 @@ def run_until_signal(
             with contextlib.suppress(KeyboardInterrupt):
                 guest.serve()
         finally:
-            guest.leave()
+            guest.leave(console.say)
         return
     arguments = ["--app-dir", str(empty), str(path)]
     with contextlib.suppress(SystemExit):  # how `serve run` ends after Ctrl-C
@@ -75,7 +75,7 @@ def _drain(timeout_s: float, console: Console, guest: Guest | None) -> None:
     from ray import serve
 
     running = list(read_applications())
-    applications = running if guest is None else [name for name in running if name in guest.names]
+    applications = running if guest is None else [name for name in running if name in guest.own]
     if applications:
         console.say("draining: running requests may finish; Ctrl-C stops at once")
         _drain_engines(applications, timeout_s)

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from aerie.cluster.config import AerieConfig, ConfigError, parse, read_content
+from aerie.cluster.config import AerieConfig, ConfigError
 from aerie.cluster.environment import PRESTART_VARIABLE
 from aerie.cluster.linux import raise_open_files
 from aerie.cluster.logs import MARK
@@ -24,9 +24,7 @@ from aerie.cluster.start_log import StartLog, process_began_s
 from aerie.cluster.transport.folders import temporary_folder
 from aerie.deploy.access.ray_token import make_own_token, token_path, use_token
 from aerie.deploy.access.reach import note_ray
-from aerie.deploy.config.files import locate
-from aerie.deploy.config.hub import with_downloads
-from aerie.deploy.config.model import chosen_config
+from aerie.deploy.config.chosen import Chosen, read_command_line
 from aerie.deploy.doctor.findings import BYTECODE_ADVICE
 from aerie.deploy.doctor.machine import always_compiles
 from aerie.deploy.haproxy.process import ENDING, socket_root
@@ -58,20 +56,19 @@ def run(
     try:
         if arguments.address:
             use_token(os.environ)
-        with temporary_folder() as scratch:
-            began_s = process_began_s() if began_s is None else began_s
-            return serve(chosen_config(arguments, scratch), check, arguments, began_s, ends_by_itself)
+        began_s = process_began_s() if began_s is None else began_s
+        return serve(read_command_line(arguments), check, arguments, began_s, ends_by_itself)
     finally:
         check.close()
 
 
 def serve(
-    path: Path, check: CheckProcess, wanted: argparse.Namespace, began_s: float, ends_by_itself: Callable[[], None]
+    chosen: Chosen, check: CheckProcess, wanted: argparse.Namespace, began_s: float, ends_by_itself: Callable[[], None]
 ) -> int:
-    """Run the config file `path`; see `run`. wanted: the command line.
+    """Run a configuration; see `run`. wanted: the command line.
 
     Ray starts while `check` reads checkpoints and starts ranks. A fault found there ends the start at once."""
-    server = _read(path, wanted)
+    server = _server(chosen, wanted.address)
     _prepare_host(server)
     log = None if wanted.verbose else log_path(f"serve-{server.address.port}")
     watches: list[Watch] = []
@@ -85,7 +82,7 @@ def serve(
         clock.done("configuration read")
         folder = _private_folder(ending)
         ending.callback(_leave, watches)
-        _begin_check(check, server, path, folder, console)
+        _begin_check(check, server, folder, console)
         watches += _http_proxy(server, folder, wanted.no_haproxy, console)
         # Ray 2.60 puts the driver's current folder, and `serve run` its --app-dir, first on workers' import paths. In
         # an empty folder no module of the user's can shadow one of Aerie's.
@@ -112,14 +109,14 @@ def serve(
         clock.done("Serve's commands imported")
         max_model_len = check.checked()
         clock.done("checkpoints checked")
-        planned = _write_plan(server, max_model_len, folder / path.name)
+        planned = _write_plan(server, max_model_len, folder / "serve.yaml")
         if server.joins:
             ends_by_itself()  # a joined cluster keeps the application
         ready = (lambda: None) if server.joins else ends_by_itself
         announcement = Announcement(address, server.content, console, began_s, ready)
         announcement.start()
         ending.callback(announcement.stop)
-        start = StartWatch(None if guest is None else guest.names)
+        start = StartWatch() if guest is None else StartWatch(guest.names, guest.replaced)
         limit_s = server.config.engine.drain_timeout_s
         run_until_signal(planned, empty, limit_s, watches, start, folder / ENDING, console, guest)
     if start.reason:
@@ -131,15 +128,20 @@ def serve(
 class _Server:
     """The server to start.
 
-    content: the config file's content with the command line's options; application: its first application.
     joins: whether it joins a running Ray cluster.
     """
 
-    content: dict[str, Any]
-    application: dict[str, Any]
-    config: AerieConfig
+    chosen: Chosen
     address: Address
     joins: bool
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return self.chosen.content
+
+    @property
+    def config(self) -> AerieConfig:
+        return self.chosen.config
 
     @property
     def starts_ranks(self) -> bool:
@@ -147,21 +149,12 @@ class _Server:
         return not self.joins and len(self.content["applications"]) == self.config.parallel.replicas == 1
 
 
-def _read(path: Path, wanted: argparse.Namespace) -> _Server:
-    """Read the config file with the options of the command line. Raises ConfigError."""
-    joins = wanted.address is not None or "RAY_ADDRESS" in os.environ
-    base = path.resolve().parent
-    content, application = read_content(path)
-    config = parse(with_downloads(application["args"], base), base)
-    locate(content, base)
-    root_path = None if wanted.root_path is None else wanted.root_path.rstrip("/")
-    asked = {"host": wanted.host, "port": wanted.port, "root_path": root_path}
-    options = dict(content.get("http_options") or {}) | {k: value for k, value in asked.items() if value is not None}
-    content["http_options"] = options
-    address = checked_address(options.get("host", "127.0.0.1"), options.get("port", 8000), listens=not joins)
-    application["name"] = wanted.name or application.get("name", "aerie")
-    application["route_prefix"] = wanted.route_prefix or application.get("route_prefix", "/")
-    return _Server(content, application, config, address, joins)
+def _server(chosen: Chosen, address: str | None) -> _Server:
+    """Return the server. address: of Ray, as given. Raises ConfigError for an HTTP address that is in use."""
+    joins = address is not None or "RAY_ADDRESS" in os.environ
+    http = chosen.content["http_options"]
+    listening = checked_address(http.get("host", "127.0.0.1"), http.get("port", 8000), listens=not joins)
+    return _Server(chosen, listening, joins)
 
 
 def _prepare_host(server: _Server) -> None:
@@ -183,12 +176,12 @@ def _private_folder(ending: contextlib.ExitStack) -> Path:
     return folder
 
 
-def _begin_check(check: CheckProcess, server: _Server, path: Path, folder: Path, console: Console) -> None:
+def _begin_check(check: CheckProcess, server: _Server, folder: Path, console: Console) -> None:
     """Let `check` read the checkpoints and, for a single engine, start its ranks with sockets in `folder`."""
     if server.starts_ranks:
         os.environ[PRESTART_VARIABLE] = str(folder)
     ranks_to = str(folder) if server.starts_ranks else ""
-    check.begin(Task(str(path), server.config.model_dump_json(), not server.joins, ranks_to), console.receive)
+    check.begin(Task(server.chosen.name, server.config.model_dump_json(), not server.joins, ranks_to), console.receive)
 
 
 def _http_proxy(server: _Server, folder: Path, no_haproxy: bool, console: Console) -> list[Watch]:
@@ -212,8 +205,9 @@ def _enter_ray(server: _Server, wanted: argparse.Namespace, console: Console) ->
 
 def _write_plan(server: _Server, max_model_len: int, to: Path) -> Path:
     """Put the resolved plan into the content, and write it as the config file that Serve runs."""
-    server.application["import_path"] = "aerie.deploy.app:build_planned"
-    server.application["args"] = resolve(server.config, max_model_len, cluster_nodes()).to_args()
+    application = server.chosen.application
+    application["import_path"] = "aerie.deploy.app:build_planned"
+    application["args"] = resolve(server.config, max_model_len, cluster_nodes()).to_args()
     to.write_text(yaml.safe_dump(server.content))
     return to
 

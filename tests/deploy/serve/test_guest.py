@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy.serve import guest
@@ -66,8 +67,12 @@ def test_an_application_of_the_same_name_is_replaced_on_request_only(monkeypatch
         ConfigError, match=r"application aerie is on this cluster already \(RUNNING\).*--name.*--replace"
     ):
         _guest().check()
-    _guest(replaces=True).check()
-    _guest(name="second").check()
+    monkeypatch.setattr(guest, "recorded", lambda name: {"args": {}})
+    update, second = _guest(replaces=True), _guest(name="second")
+    update.check()
+    second.check()
+    assert update.replaced == {"aerie": {"args": {}}} and not second.replaced and second.own == ["second"]
+    assert update.own == []
     nameless = Guest({"applications": [{"import_path": "others:app"}]}, replaces=False)
     nameless.check()
     assert nameless.names == ["default"]
@@ -186,5 +191,60 @@ def test_others_applications_answer_through_start_refusal_crash_update_and_ctrl_
                 own.wait(60)
                 assert httpx.get(models, timeout=30).status_code == 404
             assert not others.wrong and others.num_right > 50, (others.num_right, others.wrong[:3])
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_an_update_whose_engine_cannot_start_brings_the_former_application_back(tmp_path: Path) -> None:
+    """The next checkpoint has NaN, which the load notices after Serve has stopped the former engine."""
+    folder, port = tempfile.mkdtemp(prefix="gu", dir="/tmp"), free_port()
+    content = read_config_file(ROOT / "deploy" / "eagle.yaml")
+    content["http_options"]["port"] = port
+    (args := content["applications"][0]["args"]).pop("speculative")
+    args["parallel"]["tensor_parallel"] = 1
+    files = {"good": ROOT / "deploy" / "models" / "target", "bad": tmp_path / "bad"}
+    shutil.copytree(files["good"], files["bad"])
+    weights = load_file(files["bad"] / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    save_file(weights, files["bad"] / "model.safetensors")
+    for name, path in files.items():
+        args["model"]["path"] = str(path)
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    question = {"model": "target", "prompt": "hi", "max_tokens": 4, "temperature": 0}
+
+    def answer() -> str:
+        try:
+            reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=question, timeout=30)
+        except httpx.HTTPError as error:
+            return repr(error)
+        return str(reply.json()["choices"][0]["text"]) if reply.status_code == 200 else reply.text
+
+    try:
+        with _cluster(folder) as (address, environment):
+            first = tmp_path / "first.log"
+            options = ["--address", address, "--no-haproxy"]
+            with first.open("w") as output:
+                command = [BIN / "aerie", "serve", tmp_path / "good.yaml", *options]
+                own = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            _wait(lambda: "is ready after" in first.read_text(), own, first)
+            before = answer()
+            for process in [*psutil.Process(own.pid).children(recursive=True), psutil.Process(own.pid)]:
+                process.kill()
+            own.wait(60)
+            update = subprocess.run(
+                [BIN / "aerie", "serve", tmp_path / "bad.yaml", *options, "--replace"],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
+            )
+            assert update.returncode == 2 and "weights are NaN" in update.stderr, (update.stdout, update.stderr)
+            assert "application aerie: its former configuration starts again" in update.stdout
+            deadline = time.monotonic() + LIMIT_S
+            while (text := answer()) != before:
+                assert time.monotonic() < deadline, text
+                time.sleep(0.5)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

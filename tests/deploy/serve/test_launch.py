@@ -1,6 +1,5 @@
 """What `aerie serve` says before Ray starts."""
 
-import argparse
 import tempfile
 import time
 from pathlib import Path
@@ -9,9 +8,11 @@ from typing import Any
 import pytest
 
 from aerie.cluster.config import ConfigError
+from aerie.deploy.arguments import parser
+from aerie.deploy.command_line import parsed
+from aerie.deploy.config.chosen import read_command_line
 from aerie.deploy.serve.launch import serve
 from aerie.workers.distributed.ports import free_port
-from tests.support import ROOT
 
 
 class RefusingCheck:
@@ -27,16 +28,7 @@ def test_a_start_tells_that_every_process_compiles_its_imports(
 ) -> None:
     monkeypatch.setattr("aerie.deploy.serve.launch.always_compiles", lambda: compiles)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    wanted = argparse.Namespace(
-        address=None,
-        host=None,
-        port=free_port(),
-        verbose=True,
-        name=None,
-        replace=False,
-        root_path=None,
-        route_prefix=None,
-    )
+    wanted = parsed(parser(), ["serve", "eagle", "--port", str(free_port()), "--verbose"])
     with pytest.raises(ConfigError, match="no process"):
-        serve(ROOT / "deploy" / "eagle.yaml", RefusingCheck(), wanted, time.time(), lambda: None)  # type: ignore[arg-type]
+        serve(read_command_line(wanted), RefusingCheck(), wanted, time.time(), lambda: None)  # type: ignore[arg-type]
     assert ("PYTHONDONTWRITEBYTECODE is set" in "".join(capfd.readouterr())) is compiles

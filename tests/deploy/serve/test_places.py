@@ -17,6 +17,7 @@ from aerie.deploy.access.ray_token import ensure_token
 from aerie.deploy.serve import launch
 from aerie.deploy.serve.console import log_path
 from aerie.deploy.serve.ray_start import can_be_written, do_without_home
+from aerie.workers.distributed.ports import free_port
 from tests.support import ROOT
 
 NOWHERE = "/dev/null/home"  # cannot be made by root either
@@ -132,4 +133,5 @@ def test_a_folder_for_temporary_files_that_is_full_is_named(monkeypatch: pytest.
     monkeypatch.setattr(tempfile, "tempdir", NOWHERE)
     monkeypatch.setenv("XDG_STATE_HOME", NOWHERE)
     assert not os.access(NOWHERE, os.W_OK)
-    assert cli.main(["plan", "--nodes", "0"]) == 2
+    assert cli.main(["plan", "eagle", "--nodes", "0"]) == 0, "it needs none"
+    assert cli.main(["serve", "eagle", "--port", str(free_port())]) == 2
