@@ -31,7 +31,7 @@ from aerie.cluster.linux import physical_cores
 from aerie.cluster.parallel import ReplicasConfig
 from aerie.cluster.placement import NodeResources, Placement, place
 from aerie.speculative.config import SpeculativeConfig
-from aerie.workers.config import WorkerConfig
+from aerie.workers.config import ModelSource, WorkerConfig
 
 CORES_FOR_TWO = 8  # minimum cores for two ingresses, each of which uses up to one
 
@@ -81,7 +81,7 @@ class IngressPlan:
     """The resolved configuration of an ingress.
 
     config: its `served_model_name` and `max_model_len` are filled in.
-    model_path: folder of the tokenizer.
+    model: the target, in whose folder the tokenizer is.
     resumes: whether requests continue after a loss of their workers.
     start_timeout_s: start timeout of engines.
     identity: of the engines that it may use; see `identity`.
@@ -89,7 +89,7 @@ class IngressPlan:
     """
 
     config: IngressConfig
-    model_path: str
+    model: ModelSource
     resumes: bool
     start_timeout_s: float
     tracing: TracingConfig
@@ -168,7 +168,7 @@ def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResourc
         ReplicaPlan(resolve_rank(config, max_model_len, device), engine, spares, one_node, same),
         IngressPlan(
             ingress,
-            config.model.path,
+            config.model,
             engine.on_worker_loss == "resume",
             engine.start_timeout_s,
             config.tracing,
@@ -187,7 +187,11 @@ def identity(config: AerieConfig, max_model_len: int) -> str:
     its tokenizer and chat template, and the length limit. While an application is updated, processes of two plans run;
     an ingress uses only engines of its own identity. max_model_len: see `resolve`."""
     model = config.model
-    parts = [version(), str((model.path, model.rope_scaling, model.load_format, model.seed, max_model_len))]
+    parts = [
+        version(),
+        str((model.path, model.rope_scaling, model.load_format, model.seed, max_model_len)),
+        str((model.images, model.max_image_pixels)),
+    ]
     for path in sorted(Path(model.path).iterdir()):
         found = path.stat()  # as weights are large, not their content
         parts.append(f"{path.name} {found.st_size} {found.st_mtime_ns}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from aerie.attention.config import CacheConfig, TargetAttention
@@ -54,7 +55,12 @@ class ModelSource:
     implementation: Implementation = "auto"
     rope_scaling: Annotated[Mapping[str, Any] | None, Setting("--rope-scaling")] = None
     images: Images = "auto"
-    max_image_pixels: int = 1 << 22
+    max_image_pixels: Annotated[int, Setting(ge=2**14)] = 2**22
+
+    @property
+    def folder(self) -> Path:
+        """`path` of a model on this node."""
+        return Path(self.path)
 
 
 @dataclass(frozen=True)

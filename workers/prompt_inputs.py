@@ -82,6 +82,23 @@ class Embeddings(msgspec.Struct, frozen=True, array_like=True):
         return raw.astype(np.float32)
 
 
+class PreparedImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image's patches, or why there are none.
+
+    grid, data: see `Image`.
+    token_id, num_rows, merge_size: its placeholder in prompts, the number of its tokens, and the rows, and columns, of
+        the patches that make a token.
+    fault: what is wrong with the image; "" if it is prepared.
+    """
+
+    grid: tuple[int, int, int] = (0, 0, 0)
+    data: bytes = b""
+    token_id: int = -1
+    num_rows: int = 0
+    merge_size: int = 1
+    fault: str = ""
+
+
 class Image(msgspec.Struct, frozen=True, array_like=True):
     """An image, whose embeddings the ranks compute (`aerie.workers.vision`), or its part in a chunk.
 

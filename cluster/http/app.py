@@ -31,6 +31,7 @@ from aerie.cluster.http.origins import Origins
 from aerie.cluster.http.page.files import page_routes
 from aerie.cluster.http.parsers.families import detect_family
 from aerie.cluster.http.requests.grammar_checker import GrammarChecker
+from aerie.cluster.http.requests.image_reader import ImageReader
 from aerie.cluster.http.requests.parameters import with_sampling_defaults
 from aerie.cluster.http.routes import (
     generation,
@@ -69,6 +70,7 @@ def build_app(
     echo_request_id: bool = True,
     grammars: GrammarChecker = GrammarChecker(),  # noqa: B008 - has no state
     tracing: Tracing = Tracing(),  # noqa: B008 - has no state
+    images: ImageReader = ImageReader(),  # noqa: B008 - has no state
 ) -> FastAPI:
     """Build the application. `app.state.admission` is its `Admission`; set `.draining` before shutting down.
 
@@ -76,6 +78,7 @@ def build_app(
         clients would read "id, id".
     grammars: tries grammars before requests run.
     tracing: receives a span per generation.
+    images: prepares the images of conversations, or refuses them.
     Raises ValueError for a configuration without model name or length.
     """
     if not config.served_model_name or config.max_model_len < 1:
@@ -88,7 +91,7 @@ def build_app(
         config = dataclasses.replace(config, output_parser=found)
     config = with_sampling_defaults(config, tokenizer.sampling_defaults)
     admission = Admission(config.max_concurrent_requests or math.inf, config.max_pending_bytes, config.retry_after_s)
-    edge = Edge(config, tokenizer, engine, admission, grammars, tracing=tracing)
+    edge = Edge(config, tokenizer, engine, admission, grammars, tracing=tracing, images=images)
     app = FastAPI(title="Aerie", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.admission = edge.admission
     origins = Origins(config.allowed_hosts, config.allowed_origins)

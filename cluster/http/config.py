@@ -81,6 +81,12 @@ class EdgeConfig:
     max_grammar_bytes: size of a JSON schema, regular expression or grammar.
     max_schema_depth: nesting of schemas.
     grammar_timeout_s: limit of a grammar's compilation.
+    image_hosts: hosts from which images may be fetched, such as `["images.example.com", "*.example.org"]`; none: images
+        come in data URLs only. Their addresses must be public.
+    max_images: images of one request.
+    max_image_bytes: size of an image's file.
+    max_source_pixels: pixels of an image before it is resized to at most `model.max_image_pixels`.
+    image_timeout_s: limit of an image's arrival, and of its decoding.
     max_stored_responses: replies of /v1/responses that one ingress keeps for `previous_response_id`; 0: none.
     max_stored_bytes: memory of these replies and the conversations before them.
     api_keys: keys, or `sha256:` and the output of `printf %s KEY | sha256sum`, or keys with names and limits
@@ -119,6 +125,11 @@ class EdgeConfig:
     max_grammar_bytes: Annotated[int, Setting(ge=1)] = 2**17
     max_schema_depth: Annotated[int, Setting(ge=1)] = 32
     grammar_timeout_s: Annotated[float, Setting(gt=0)] = 10.0
+    image_hosts: tuple[str, ...] = ()
+    max_images: Annotated[int, Setting(ge=1)] = 32
+    max_image_bytes: Annotated[int, Setting(ge=1)] = 8 * 2**20
+    max_source_pixels: Annotated[int, Setting(ge=1)] = 2**25
+    image_timeout_s: Annotated[float, Setting(gt=0)] = 10.0
     max_stored_responses: Annotated[int, Setting(ge=0, rule="at least 0 (none)")] = 1024
     max_stored_bytes: Annotated[int, Setting(ge=1)] = 64 * 2**20
     api_keys: tuple[str | KeyConfig, ...] = ()

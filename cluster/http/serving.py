@@ -34,6 +34,7 @@ from aerie.cluster.http.replies.streaming import STREAM_HEADERS
 from aerie.cluster.http.request_log import RequestTokens, set_tokens
 from aerie.cluster.http.requests.edge_request import EdgeRequest
 from aerie.cluster.http.requests.grammar_checker import GrammarChecker
+from aerie.cluster.http.requests.image_reader import ImageReader
 from aerie.cluster.http.tenants import Tenant, tenant_of
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.thinking_budget import within_budget
@@ -59,6 +60,7 @@ class Edge:
     grammars: GrammarChecker = GrammarChecker()  # noqa: RUF009 - has no state
     counts: RequestCounts = field(default_factory=RequestCounts)
     tracing: Tracing = Tracing()  # noqa: RUF009 - has no state
+    images: ImageReader = ImageReader()  # noqa: RUF009 - has no state
 
     async def response(
         self,

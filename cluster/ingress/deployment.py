@@ -17,6 +17,7 @@ from aerie.cluster.http.calls import Body, Calls, Reply
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.parsers.self_check import chat_lines, chosen_parser
 from aerie.cluster.http.requests.grammar_checker import ProcessChecker
+from aerie.cluster.http.requests.image_reader import image_reader
 from aerie.cluster.http.routes import weights
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.tracing import make_tracing
@@ -60,12 +61,13 @@ class Ingress:
         self._links = EngineLinks(self._context, transport, coordinators.endpoints, plan.config.routing, plan.identity)
         self._engines = RemoteEngines(self._links, coordinators, plan.resumes, plan.start_timeout_s)
         self._edge = edge_config(plan.config, raise_open_files())
-        self._tokenizer = ChatTokenizer.from_folder(plan.model_path, template_file=self._edge.chat_template)
+        self._tokenizer = ChatTokenizer.from_folder(plan.model.path, template_file=self._edge.chat_template)
         for line in chat_lines(self._tokenizer, self._edge.output_parser):
             logger.info("chats: %s", line)
         parser = chosen_parser(self._tokenizer, self._edge.output_parser)
         self._edge = dataclasses.replace(self._edge, output_parser=parser)
-        self._grammars = ProcessChecker(plan.model_path, self._edge.grammar_timeout_s, self._tokenizer.num_ids)
+        self._grammars = ProcessChecker(plan.model.path, self._edge.grammar_timeout_s, self._tokenizer.num_ids)
+        self._images = image_reader(plan.model, self._edge)
         self._tracing = make_tracing(plan.tracing)
         self._begun = asyncio.create_task(self._begin_grammars())
         await self._engines.meet(MEET_LIMIT_S)
@@ -73,7 +75,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # Serve itself adds the header X-Request-ID to every response
-        app = build_app(self._edge, self._tokenizer, self._engines, False, self._grammars, self._tracing)
+        app = build_app(self._edge, self._tokenizer, self._engines, False, self._grammars, self._tracing, self._images)
         self._calls = Calls(app)
         return app
 
@@ -135,6 +137,7 @@ class Ingress:
         while not any(engine.status == "ready" for engine in (await self._engines.health())[0]):
             await asyncio.sleep(READY_PERIOD_S)
         await self._grammars.begin()
+        await self._images.begin()
 
     async def __del__(self) -> None:
         # Serve awaits this when it stops the replica, after its last request.

@@ -160,6 +160,13 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
         + (", recurrent states" if layout.bytes_per_state else "")
         + (f", {4 * layout.max_position / 1e6:.2f} MB of tokens for drafts" if layout.shapes.keeps_tokens else ""),
     ]
+    if layout.images is not None:
+        images = layout.images
+        lines.append(
+            f"images      {images.tower_bytes / 1e9:.2f} GB for the vision tower, whole on each rank, and up to "
+            f"{images.cache_bytes / 1e9:.2f} GB for embeddings of images; up to {images.max_patches} patches, or "
+            f"{images.max_patches // images.merge_size**2} tokens, each"
+        )
     if layout.window is not None:
         lines.append(_windows_line(layout, layout.window))
     if layout.bytes_per_state:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, TypeVar
 
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.requests.image_prompt import images_of
 from aerie.cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
 from aerie.cluster.http.requests.tools import functions, template_variables
 from aerie.cluster.http.schema.body import checked_body
@@ -97,6 +98,7 @@ async def chat_prompt(
     }
     try:
         body, _ = checked_body(values, ChatCompletionRequest, strict=False)
+        images_of(body.messages)  # refuses images
         text = await chat_text(
             body.messages,
             tokenizer,

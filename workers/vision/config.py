@@ -3,7 +3,6 @@ torch, because the ingress reads it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from aerie.workers.config import ModelSource
@@ -11,6 +10,7 @@ from aerie.workers.models.config_fields import architecture_of, section_of, size
 from aerie.workers.models.gguf.location import INDEX
 from aerie.workers.structured_output.tokenizer_file import read_json
 
+CONFIG = "config.json"
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # may contain the image processor's settings
 CHANNELS = 3
@@ -94,7 +94,7 @@ def why_no_images(config: Mapping[str, Any], source: ModelSource, served_by: str
     config: the checkpoint's config.json.
     served_by: see `aerie.workers.models.config.ModelConfig`.
     """
-    architecture, folder = architecture_of(config), Path(source.path)
+    architecture, folder = architecture_of(config), source.folder
     if source.images == "off":
         return "model.images is off"
     if not isinstance(config.get("vision_config"), dict):
@@ -137,7 +137,7 @@ def read_vision(config: Mapping[str, Any], source: ModelSource, served_by: str |
 
 def vision_of(source: ModelSource, served_by: str | None = None) -> VisionConfig | None:
     """Do `read_vision` for the folder of a model."""
-    return read_vision(read_json(Path(source.path) / "config.json"), source, served_by)
+    return read_vision(read_json(source.folder / CONFIG), source, served_by)
 
 
 _DEFAULTS = {"spatial_merge_size": 2, "temporal_patch_size": 2}

@@ -1,18 +1,19 @@
 """Decodes an image and prepares its patches with the checkpoint's own processor of transformers.
 
-Bytes come from clients: the ingress runs `run_images` in processes that it may kill at any time. Ranks
+Bytes come from clients: the ingress runs `run_image` in processes that it may kill at any time. Ranks
 read the processor's constants.
 """
 
 import importlib
 import io
-import math
+import resource
 import socket
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from aerie.workers.prompt_inputs import PreparedImage
 from aerie.workers.structured_output.framing import receive, send
 from aerie.workers.structured_output.tokenizer_file import read_json
 from aerie.workers.vision.config import PREPROCESSOR, PROCESSOR
@@ -28,22 +29,16 @@ class ImageJob(msgspec.Struct, frozen=True, array_like=True):
     data: the file.
     max_source_pixels: limit of its own size.
     max_pixels: limit of its size after resizing.
+    token_id, merge_size: see `PreparedImage`.
+    limit_s: limit of its CPU seconds, after which the system ends the process.
     """
 
     data: bytes
     max_source_pixels: int
     max_pixels: int
-
-
-class PreparedImage(msgspec.Struct, frozen=True, array_like=True):
-    """An image's patches (`aerie.workers.prompt_inputs.Image`), or why there are none.
-
-    fault: what is wrong with the image; "" if it is prepared.
-    """
-
-    grid: tuple[int, int, int] = (0, 0, 0)
-    data: bytes = b""
-    fault: str = ""
+    token_id: int
+    merge_size: int
+    limit_s: int = 60
 
 
 class ImageError(ValueError):
@@ -66,10 +61,12 @@ def load_processor(folder: str) -> Any:
         raise ValueError(f"{folder}: its image processor cannot be loaded: {error}") from None
 
 
-def run_images(files: list[int], processor: Any) -> None:
-    """Prepare images until the peer closes the socket. files: descriptor of the socket."""
+def run_image(files: list[int], processor: Any) -> None:
+    """Prepare one image. files: descriptor of the socket that receives the job and sends the result."""
     own = socket.socket(fileno=files[0])
-    while (job := receive(own, ImageJob)) is not None:
+    job = receive(own, ImageJob)
+    if job is not None:
+        resource.setrlimit(resource.RLIMIT_CPU, (job.limit_s, job.limit_s))
         send(own, prepared(job, processor))
 
 
@@ -104,7 +101,8 @@ def _prepared(job: ImageJob, processor: Any) -> PreparedImage:
     values = patches.astype(np.uint8)
     assert (values == patches).all(), "pixels that are neither scaled nor normalised are bytes"
     frames, rows, columns = found["image_grid_thw"][0].tolist()
-    return PreparedImage((frames, rows, columns), values.tobytes())
+    num_rows = rows * columns // job.merge_size**2
+    return PreparedImage((frames, rows, columns), values.tobytes(), job.token_id, num_rows, job.merge_size)
 
 
 def _decoded(job: ImageJob) -> Any:
@@ -122,13 +120,7 @@ def _decoded(job: ImageJob) -> Any:
         raise ImageError(f"{width} x {height} pixels are more than {job.max_source_pixels}; send a smaller image")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise ImageError(f"{width} x {height} pixels: one side may be at most {MAX_ASPECT} times the other")
-    image.draft("RGB", _draft_size(width, height, job.max_pixels))  # a JPEG is decoded at a fraction of its size
     return _on_white(ImageOps.exif_transpose(image))
-
-
-def _draft_size(width: int, height: int, max_pixels: int) -> tuple[int, int]:
-    factor = max(1.0, math.sqrt(width * height / max_pixels))
-    return math.ceil(width / factor), math.ceil(height / factor)
 
 
 def _on_white(image: Any) -> Any:

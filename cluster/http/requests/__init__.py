@@ -10,6 +10,9 @@ batch              joins requests of one prompt each
 prompts            prompts of every form, as token ids
 prompt_embeds      embeddings in the place of a prompt's tokens
 structured_output  a body's structured-output parameters, as a grammar
+image_reader       prepares the images of a conversation, in processes of their own
+image_fetch        gets an image's bytes: data URLs, allowed hosts
+image_prompt       puts images into a prompt
 grammar_checker    checks that a grammar compiles
 tools              tools that a chat may or must call
 """

@@ -8,6 +8,7 @@ from aerie.cluster.http.errors import ApiError, invalid
 from aerie.cluster.http.requests.edge_request import EdgeRequest, chat_request
 from aerie.cluster.http.schema.request import BatchRequest, ChatCompletionRequest
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.workers.prompt_inputs import PromptInputs
 
 
 async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
@@ -38,5 +39,10 @@ def joined_request(requests: Sequence[EdgeRequest]) -> EdgeRequest:
         choices=[
             dataclasses.replace(choice, prompt=i) for i, request in enumerate(requests) for choice in request.choices
         ],
+        inputs=(
+            tuple((request.inputs or (PromptInputs(),))[0] for request in requests)
+            if any(request.inputs for request in requests)
+            else ()
+        ),
         echo=[(request.echo or [""])[0] for request in requests] if any(request.echo for request in requests) else [],
     )

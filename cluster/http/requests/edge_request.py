@@ -13,6 +13,7 @@ import msgspec
 
 from aerie.cluster.http.config import EdgeConfig, OutputParserName
 from aerie.cluster.http.errors import invalid, unsupported
+from aerie.cluster.http.requests.image_prompt import images_of, with_images
 from aerie.cluster.http.requests.parameters import (
     answer_tokens,
     chat_parser,
@@ -157,7 +158,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
     logprobs = (body.top_logprobs or 0) if body.logprobs else -1
     max_tokens = body.max_completion_tokens or body.max_tokens
     last = content_text(body.messages[-1].content or "") if body.messages[-1].role == "assistant" else ""
-    text, prompt = await _chat_prompt(body, calls, max_tokens, config, tokenizer)
+    text, prompt, inputs = await _chat_prompt(body, calls, max_tokens, config, tokenizer)
     request = _request(body, [prompt], [last] if body.echo and last else [], logprobs, max_tokens, config, tokenizer)
     continued = last if body.continue_final_message else ""
     first, template = request.choices[0], tokenizer.template_source
@@ -189,6 +190,7 @@ async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenize
         thinking_budget=await thinking_budget(body, request.output_parser, tokenizer),
         separate_reasoning=separates_reasoning(body, request.output_parser),
         stream_reasoning=body.stream_reasoning is not False,
+        inputs=() if inputs is None else (inputs,),
     )
 
 
@@ -196,7 +198,9 @@ async def chat_prompt_of(body: ChatCompletionRequest, config: EdgeConfig, tokeni
     """Return the tokens of a chat's prompt, which may be a few more than the model's length. Raises ApiError."""
     check_model(body.model, config)
     text = await _chat_text(body, tool_calling(body, config, tokenizer.shows_tools), config, tokenizer)
-    return await encode_prompt(text, False, "messages", tokenizer, config)
+    tokens = await encode_prompt(text, False, "messages", tokenizer, config)
+    images = images_of(body.messages)
+    return with_images(tokens, images)[0] if images else tokens
 
 
 async def _chat_prompt(
@@ -205,14 +209,19 @@ async def _chat_prompt(
     max_tokens: int | None,
     config: EdgeConfig,
     tokenizer: ChatTokenizer,
-) -> tuple[str, list[int]]:
-    """Return the text and the tokens of a chat's prompt."""
+) -> tuple[str, list[int], PromptInputs | None]:
+    """Return the text, the tokens and the other inputs of a chat's prompt."""
+    images = images_of(body.messages)
+    for name in ("input_ids", "truncate_prompt_tokens") if images else ():
+        if vars(body)[name] is not None:
+            raise unsupported(name, "with images the prompt is that of the messages, and whole")
     if body.input_ids is not None:
         prompt = check_token_ids("input_ids", body.input_ids, tokenizer)
-        return await tokenizer.decode_long(prompt), prompt
+        return await tokenizer.decode_long(prompt), prompt, None
     chat = await _chat_text(body, calls, config, tokenizer)
     kept = truncation_of(body, max_tokens, config)
-    return chat.text, await encode_prompt(chat, False, "messages", tokenizer, config, kept)
+    prompt = await encode_prompt(chat, False, "messages", tokenizer, config, kept)
+    return chat.text, *(with_images(prompt, images) if images else (prompt, None))
 
 
 async def _chat_text(

@@ -14,6 +14,7 @@ from aerie.cluster.http.schema.messages import (
     THREAD,
     Block,
     CountTokensRequest,
+    ImageParam,
     MessageParam,
     MessagesError,
     MessagesErrorDetail,
@@ -141,17 +142,32 @@ def _assistant(blocks: Sequence[Block], where: str) -> MessageDict:
 
 
 def _others(role: str, blocks: Sequence[Block], where: str) -> list[MessageDict]:
-    messages, texts = [], []
+    messages, shown = [], list[TextParam | ImageParam]()
     for i, block in enumerate(blocks):
-        if isinstance(block, TextParam):
-            texts.append(block.text)
+        if isinstance(block, TextParam) or (isinstance(block, ImageParam) and role == "user"):
+            shown.append(block)
         elif isinstance(block, ToolResultParam) and role == "user":
-            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")})
+            content = _content(block.content or "")
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
         else:
             raise _misplaced(f"{where}[{i}]", block, role)
-    if texts or not messages:
-        messages.append({"role": role, "content": "\n".join(texts)})
+    if shown or not messages:
+        messages.append({"role": role, "content": _content(shown)})
     return messages
+
+
+def _content(content: str | Sequence[TextParam | ImageParam]) -> str | list[MessageDict]:
+    """Return a text, or parts if there are images."""
+    if isinstance(content, str):
+        return content
+    if not any(isinstance(block, ImageParam) for block in content):
+        return _text([block for block in content if isinstance(block, TextParam)])
+    return [
+        {"type": "text", "text": block.text}
+        if isinstance(block, TextParam)
+        else {"type": "image_url", "image_url": {"url": block.url}}
+        for block in content
+    ]
 
 
 def _text(content: str | Sequence[TextParam]) -> str:

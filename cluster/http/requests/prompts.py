@@ -5,7 +5,7 @@ from typing import Any
 
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.errors import ApiError, invalid, too_long
-from aerie.cluster.http.schema.message import Message, MessageToolCall, RefusalPart, TextPart, Tool
+from aerie.cluster.http.schema.message import ImagePart, Message, MessageToolCall, RefusalPart, TextPart, Tool
 from aerie.cluster.http.text.chat_template import ChatTemplateError, ContinuationError
 from aerie.cluster.http.text.long_text import TooManyTokensError, Truncation
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
@@ -118,7 +118,9 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
     content = message.refusal if message.content is None else message.content
     if content is None and not message.tool_calls and not (message.reasoning_content or message.reasoning):
         raise invalid(f"{where}.content", f"{where}.content must be a string or a list of text parts")
-    turn: dict[str, Any] = {"role": message.role, "content": content_text(content or "")}
+    has_images = isinstance(content, list) and any(isinstance(part, ImagePart) for part in content)
+    shown = content_parts(content) if isinstance(content, list) and has_images else content_text(content or "")
+    turn: dict[str, Any] = {"role": message.role, "content": shown}
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             turn[name] = value
@@ -131,11 +133,32 @@ def _turn(message: Message, where: str) -> dict[str, Any]:
     return turn
 
 
-def content_text(content: str | Sequence[TextPart | RefusalPart]) -> str:
+def content_text(content: str | Sequence[TextPart | ImagePart | RefusalPart]) -> str:
     """Return a content's text. Parts are joined by line ends, as in vLLM."""
     if isinstance(content, str):
         return content
-    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
+    texts = (part for part in content if not isinstance(part, ImagePart))
+    return "\n".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in texts)
+
+
+def sent_content(content: str | Sequence[TextPart | ImagePart | RefusalPart]) -> str | list[dict[str, Any]]:
+    """Return a content as a chat has it: a text, or parts if it has images."""
+    if isinstance(content, str) or not any(isinstance(part, ImagePart) for part in content):
+        return content_text(content)
+    return [
+        {"type": "image_url", "image_url": {"url": part.url}}
+        if isinstance(part, ImagePart)
+        else {"type": "text", "text": content_text([part])}
+        for part in content
+    ]
+
+
+def content_parts(content: Sequence[TextPart | ImagePart | RefusalPart]) -> list[dict[str, str]]:
+    """Return a content with images as chat templates expect it, which have a placeholder for each image."""
+    return [
+        {"type": "image"} if isinstance(part, ImagePart) else {"type": "text", "text": content_text([part])}
+        for part in content
+    ]
 
 
 def _tool_call(call: MessageToolCall) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import msgspec
 from pydantic import TypeAdapter
 
 from aerie.cluster.http.errors import ApiError, unsupported
-from aerie.cluster.http.requests.prompts import content_text
+from aerie.cluster.http.requests.prompts import sent_content
 from aerie.cluster.http.schema.body import validated
 from aerie.cluster.http.schema.request import ChatCompletionRequest, SamplingFields
 from aerie.cluster.http.schema.responses import (
@@ -142,7 +142,7 @@ def input_messages(items: str | Sequence[Item]) -> list[MessageDict]:
     for item in items:
         match item:
             case InputMessage():
-                _add(messages, {"role": item.role, "content": content_text(item.content)})
+                _add(messages, {"role": item.role, "content": sent_content(item.content)})
             case InputReasoning():
                 text = "\n".join(part.text for part in item.content or ())
                 _add(messages, {"role": "assistant", "reasoning_content": text})
@@ -151,7 +151,7 @@ def input_messages(items: str | Sequence[Item]) -> list[MessageDict]:
                 calls = [{"id": item.call_id, "type": "function", "function": call}]
                 _add(messages, {"role": "assistant", "tool_calls": calls})
             case InputCallOutput():
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content_text(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": sent_content(item.output)})
     return messages
 
 

@@ -31,12 +31,15 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     async def chat_completions(http: Request, body: ChatCompletionRequest) -> Response:
         """Continues a conversation."""
         ignore_effort(http, body)
+        await edge.images.read(body.messages)
         request = await chat_request(body, config, tokenizer)
         return await edge.response(http, request, body.request_id or body.rid, ChatReply, CHAT_ID)
 
     async def batch(http: Request, body: BatchRequest) -> Response:
         """Continues several independent conversations, with a choice for each."""
         ignore_effort(http, body)
+        for i, messages in enumerate(body.messages):
+            await edge.images.read(messages, f"messages[{i}]")
         request = await batch_request(body, config, tokenizer)
         return await edge.response(http, request, body.request_id or body.rid, ChatReply, CHAT_ID)
 

@@ -34,6 +34,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     async def messages(http: Request, body: MessagesRequest) -> Response:
         """Continues a conversation, in Anthropic's format."""
         chat = chat_of(http, body)
+        await edge.images.read(chat.messages)
         request = await chat_request(chat, config, tokenizer)
         reply_id = f"msg_{uuid.uuid4().hex}"
         return await edge.response(http, request, body.request_id, MessagesForm, reply_id, to_messages_error)
@@ -41,6 +42,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     async def count_tokens(http: Request, body: CountTokensRequest) -> TokenCount:
         """Return the number of prompt tokens of a request to /v1/messages."""
         chat = chat_of(http, body)
+        await edge.images.read(chat.messages)
         return TokenCount(len(await chat_prompt_of(chat, config, tokenizer)))
 
     return [

@@ -57,7 +57,9 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             return ResponsesReply(context, body, store, keep)
 
         try:
-            request = await chat_request(chat_body(body, conversation), config, tokenizer)
+            chat = chat_body(body, conversation)
+            await edge.images.read(chat.messages)
+            request = await chat_request(chat, config, tokenizer)
             return await edge.response(http, request, body.request_id or body.rid, form, f"resp_{uuid.uuid4().hex}")
         except ApiError as error:
             raise to_responses_error(error) from None

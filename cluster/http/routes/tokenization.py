@@ -5,6 +5,7 @@ from starlette.requests import Request
 
 from aerie.cluster.http.endpoint import Endpoint, get, post
 from aerie.cluster.http.errors import invalid, too_long
+from aerie.cluster.http.requests.image_prompt import images_of, with_images
 from aerie.cluster.http.requests.parameters import check_model
 from aerie.cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
 from aerie.cluster.http.requests.tools import functions
@@ -12,6 +13,7 @@ from aerie.cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
 from aerie.cluster.http.schema.response import DetokenizeReply, TokenizeReply, TokenizerReply
 from aerie.cluster.http.serving import Edge
 from aerie.cluster.http.text.user_text import ChatText
+from aerie.workers.prompt_inputs import PreparedImage
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -23,10 +25,13 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         check_model(body.model, config)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
+        images = list[PreparedImage]()
         if body.messages is None:
             assert body.prompt is not None
             text: str | ChatText = body.prompt
         else:
+            await edge.images.read(body.messages)
+            images = images_of(body.messages)
             continued = body.continue_final_message is True
             text = await chat_text(
                 body.messages,
@@ -40,6 +45,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
         param = "prompt" if body.messages is None else "messages"
         tokens = await encode_prompt(text, special, param, tokenizer, config)
+        if images:
+            tokens, _ = with_images(tokens, images)
         return TokenizeReply(
             count=len(tokens),
             max_model_len=config.max_model_len,

@@ -264,7 +264,7 @@ def _unknown_type(param: str, tag: str, expected: str) -> ApiError:
         return invalid(param, f"{param} must be an object whose type is one of: {known}")
     kind = tag[1:-1][:40]
     if any(medium in kind for medium in _MEDIA):
-        reason = f"type {kind!r}: models read text only here, also those that could see images; these are: {known}"
+        reason = f"type {kind!r}: models read text and images only; these are: {known}"
         return unsupported(f"{param}.type", reason)
     return unsupported(f"{param}.type", f"type {kind!r} is not known here; these are: {known}")
 

@@ -7,6 +7,7 @@ from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PrivateAt
 
 from aerie.cluster.http.schema.body import MAX_PARTS, Schema, by_type, known_type_or_other, text_or_list
 from aerie.cluster.http.text.json_text import call_arguments
+from aerie.workers.prompt_inputs import PreparedImage
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]  # Anthropic's length; OpenAI's is 64
@@ -32,8 +33,39 @@ class RefusalPart(Schema):
     refusal: str
 
 
+class ImageURL(Schema):
+    """url: of the image, or a data URL with the image itself. detail: no effect; the server's limit of pixels holds."""
+
+    url: str
+    detail: str | None = None
+
+
+class ImagePart(Schema):
+    """An image in a message. detail, file_id: /v1/responses'; no files are kept."""
+
+    type: Literal["image_url", "input_image"]
+    image_url: ImageURL | str
+    detail: str | None = None
+    file_id: None = None
+    _image: PreparedImage | None = PrivateAttr(None)
+
+    @property
+    def url(self) -> str:
+        return self.image_url if isinstance(self.image_url, str) else self.image_url.url
+
+    @property
+    def image(self) -> PreparedImage | None:
+        """The image, once `aerie.cluster.http.requests.image_reader` has prepared it."""
+        return self._image
+
+    def set_image(self, image: PreparedImage) -> None:
+        self._image = image
+
+
 Part = Annotated[
     Annotated[TextPart, Tag("<text>")]
+    | Annotated[ImagePart, Tag("<image_url>")]
+    | Annotated[ImagePart, Tag("<input_image>")]
     | Annotated[TextPart, Tag("<input_text>")]
     | Annotated[TextPart, Tag("<output_text>")]
     | Annotated[RefusalPart, Tag("<refusal>")],

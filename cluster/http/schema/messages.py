@@ -33,6 +33,26 @@ class TextParam(_Block):
     citations: list[Any] | None = None
 
 
+class ImageSource(Schema):
+    """An image as base64, or its URL."""
+
+    type: Literal["base64", "url"]
+    media_type: Annotated[str, Field(pattern=r"^image/[a-z0-9.+-]{1,64}$")] | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageParam(_Block):
+    type: Literal["image"]
+    source: ImageSource
+
+    @property
+    def url(self) -> str:
+        """The image's URL, or a data URL with the image itself."""
+        given = self.source
+        return given.url or "" if given.type == "url" else f"data:{given.media_type};base64,{given.data or ''}"
+
+
 class ThinkingParam(_Block):
     """The assistant's reasoning in an earlier turn. signature: not verified."""
 
@@ -54,17 +74,23 @@ _TextBlocks = Annotated[list[TextParam], Field(max_length=MAX_PARTS, fail_fast=T
 Texts = Annotated[Annotated[str, Tag("<string>")] | Annotated[_TextBlocks, Tag("<list>")], text_or_list()]
 
 
+_Result = Annotated[Annotated[TextParam, Tag("<text>")] | Annotated[ImageParam, Tag("<image>")], by_type()]
+_Results = Annotated[list[_Result], Field(max_length=MAX_PARTS, fail_fast=True)]
+Results = Annotated[Annotated[str, Tag("<string>")] | Annotated[_Results, Tag("<list>")], text_or_list()]
+
+
 class ToolResultParam(_Block):
     """The result of a tool. is_error: accepted without effect; the content describes the error."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Texts | None = None
+    content: Results | None = None
     is_error: bool | None = None
 
 
 Block = Annotated[
     Annotated[TextParam, Tag("<text>")]
+    | Annotated[ImageParam, Tag("<image>")]
     | Annotated[ThinkingParam, Tag("<thinking>")]
     | Annotated[ToolUseParam, Tag("<tool_use>")]
     | Annotated[ToolResultParam, Tag("<tool_result>")],
@@ -75,7 +101,7 @@ Blocks = Annotated[Annotated[str, Tag("<string>")] | Annotated[_Blocks, Tag("<li
 
 
 class MessageParam(Schema):
-    """One turn: a text, or blocks of text, thinking, tool_use and tool_result."""
+    """One turn: a text, or blocks of text, image, thinking, tool_use and tool_result."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks

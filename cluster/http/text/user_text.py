@@ -171,9 +171,16 @@ def _message(message: Mapping[str, Any], controls: ControlTexts, change: Change)
         if name == "role" and value in ROLES
         else change(value, controls, True)
         if isinstance(value, str)
+        else [_part(part, controls, change) for part in value]
+        if name == "content" and isinstance(value, list)
         else _changed(value, controls, change)
         for name, value in message.items()
     }
+
+
+def _part(part: Mapping[str, Any], controls: ControlTexts, change: Change) -> dict[str, Any]:
+    """Return a part of a message with images. Templates join texts of parts, so that two could be one control token."""
+    return {name: change(value, controls, True) if name == "text" else value for name, value in part.items()}
 
 
 def _changed(value: Any, controls: ControlTexts, change: Change) -> Any:

@@ -2,6 +2,7 @@
 transformers."""
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image as Picture
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from aerie.workers.config import ModelSource
 from aerie.workers.prompt_inputs import Image, PromptInputs
@@ -118,9 +120,9 @@ class ImagePrompts:
             if isinstance(part, int):
                 ids.append(part)
                 continue
-            found = prepared(ImageJob(file_of(part), 1 << 24, 1 << 22), self._processor)
+            found = prepared(ImageJob(file_of(part), 1 << 24, 1 << 22, IMAGE_TOKEN, MERGE), self._processor)
             assert not found.fault
-            count = found.grid[1] * found.grid[2] // MERGE**2
+            count = found.num_rows
             images.append(Image.of(len(ids) + 1, count, found.grid, found.data))
             ids += [START_TOKEN, *[IMAGE_TOKEN] * count, END_TOKEN]
         if not images:
@@ -140,3 +142,33 @@ class ImagePrompts:
             torch.tensor([ids]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0, **given
         )
         return list(out[0, len(ids) :].tolist())
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = {
+    "<|vision_start|>": START_TOKEN,
+    "<|vision_end|>": END_TOKEN,
+    "<|image_pad|>": IMAGE_TOKEN,
+    "<|im_start|>": VOCAB - 5,
+    "<|im_end|>": VOCAB - 6,
+}
+LETTERS = "\n abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:?!<|>_"
+
+
+def add_tokenizer(folder: Path) -> None:
+    """Save a tokenizer of letters and the family's chat template beside a model."""
+    ids = {letter: i + 2 for i, letter in enumerate(LETTERS)}
+    tokenizer = Tokenizer(models.WordLevel(ids | {"[UNK]": 0, "[EOS]": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    by_id = {token: text for text, token in SPECIAL.items()}
+    fillers = [f"<|{i}|>" for i in range(len(LETTERS) + 2, min(by_id))]
+    tokenizer.add_special_tokens([*fillers, *(by_id.get(i, "<|video_pad|>") for i in range(min(by_id), VOCAB))])
+    assert all(tokenizer.token_to_id(text) == token for text, token in SPECIAL.items())
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))

@@ -1,15 +1,18 @@
-"""A process that imports the grammar compiler once, and forks a process for each task.
+"""A process that imports the grammar compiler, or the image processor, once, and forks a process for each task.
 
 Grammars come from clients. Compiling one or filling its masks may take minutes or all memory, or crash, and a thread
 cannot interrupt the compiler, which is C++ code. So it runs in processes that may be killed at any time; a fork starts
-another one in milliseconds. Used by `aerie.workers.structured_output.host_link` (the masks of a rank's requests)
-and `aerie.cluster.http.requests.grammar_checker` (the trial of a grammar).
+another one in milliseconds. The same holds for decoders of images. Used by
+`aerie.workers.structured_output.host_link` (the masks of a rank's requests),
+`aerie.cluster.http.requests.grammar_checker` (the trial of a grammar) and
+`aerie.cluster.http.requests.image_reader`.
 """
 
 import atexit
 import contextlib
 import ctypes
 import functools
+import importlib
 import os
 import resource
 import signal
@@ -21,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -35,11 +38,13 @@ T = TypeVar("T")
 MEMORY_BYTES = 4 << 30  # memory limit of a forked process; torch takes 0.4 GB, and 1.5 GB of addresses
 START_TIMEOUT_S = 120.0  # importing torch on a busy machine
 LOWEST_PRIORITY = 19  # niceness
+IMAGE_MODULE = "aerie.workers.vision.processor"  # by name, because it sends its results as masks are sent
+IMAGE_PRIORITY = 5  # a request waits for its image, but rounds have the first call on the cores
 _PARENT_CHECK_S = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
-Kind = Literal["masks", "trial"]  # task of the processes that a template forks
+Kind = Literal["masks", "trial", "images"]  # task of the processes that a template forks
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
@@ -188,10 +193,10 @@ def template(kind: Kind) -> Template:
 
 def main(descriptor: int, parent: int, kind: Kind) -> None:
     """Fork processes until the parent has ended."""
-    if kind == "trial":
-        os.nice(LOWEST_PRIORITY)
-    # Forks inherit the imports and the vocabulary.
-    _at_low_priority(_import)
+    if kind != "masks":
+        os.nice(LOWEST_PRIORITY if kind == "trial" else IMAGE_PRIORITY)
+    # Forks inherit the imports, and the vocabulary or the processor.
+    _at_low_priority(_image_module if kind == "images" else _import)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap ended children automatically
     own = socket.socket(fileno=descriptor)
     own.settimeout(_PARENT_CHECK_S)
@@ -249,7 +254,9 @@ def _at_low_priority(call: Callable[[], T]) -> T:
 
 def _fork(kind: Kind, work: Work, files: list[int], own: socket.socket) -> _Forked:
     """Fork one process. Raises VocabularyError (a ValueError) and OSError."""
-    vocabulary = _prepared(work.folder, work.vocab_size, work.end_token_ids)
+    prepared: Any = (
+        _processor(work.folder) if kind == "images" else _prepared(work.folder, work.vocab_size, work.end_token_ids)
+    )
     own_pid = os.getpid()
     pid = os.fork()
     if pid:
@@ -261,22 +268,34 @@ def _fork(kind: Kind, work: Work, files: list[int], own: socket.socket) -> _Fork
         if os.getppid() == own_pid:
             with contextlib.suppress(ValueError, OSError):
                 resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
-            _run(kind, files, vocabulary)
+            _run(kind, files, prepared)
     except BaseException:
         traceback.print_exc()
     finally:
         os._exit(0)
 
 
-def _run(kind: Kind, files: list[int], vocabulary: "Vocabulary") -> None:
-    if kind == "masks":
+def _run(kind: Kind, files: list[int], prepared: Any) -> None:
+    """Run the task. prepared: the vocabulary, or the image processor."""
+    if kind == "images":
+        _image_module().run_image(files, prepared)
+    elif kind == "masks":
         from aerie.workers.structured_output.mask_process.mask_host import run_host
 
-        run_host(files, vocabulary)
+        run_host(files, prepared)
     else:
         from aerie.workers.structured_output.mask_process.trial import run_trial
 
-        run_trial(files, vocabulary)
+        run_trial(files, prepared)
+
+
+def _image_module() -> Any:
+    return importlib.import_module(IMAGE_MODULE)
+
+
+@functools.cache
+def _processor(folder: str) -> Any:
+    return _at_low_priority(lambda: _image_module().load_processor(folder))
 
 
 @functools.cache

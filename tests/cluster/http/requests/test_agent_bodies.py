@@ -325,16 +325,24 @@ async def test_a_field_without_effect_leaves_the_prompt_as_it_is(
     [
         (CHAT, {"messages": [HI], "functions": [FUNCTION]}, "functions"),
         (CHAT, {"messages": [HI], "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].image_url",
+        ),
         (CHAT, {"messages": [HI], "audio": {"voice": "x"}}, "audio"),
         (
             RESPONSES,
             {"input": "hi", "tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
             "tool_choice",
         ),
-        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].image_url",
+        ),
         (RESPONSES, {"input": "hi", "background": True}, "background"),
-        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].source"),
         (MESSAGES, {"messages": [HI], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice"),
     ],
 )

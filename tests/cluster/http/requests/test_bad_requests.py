@@ -93,7 +93,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].image_url"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [A_CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
     ({"top_logprobs": 2}, "top_logprobs"),

@@ -191,7 +191,10 @@ async def test_output_config_is_a_grammar() -> None:
         ({"compaction": {}}, "compaction"),
         ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "messages[0].content[0].type"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].source.type",
+        ),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
