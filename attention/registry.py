@@ -175,10 +175,10 @@ def build_backend(name: str, mode: Mode) -> AttentionBackend:
     return facts.build()
 
 
-def deterministic_backend(max_model_len: int) -> AttentionBackend:
+def deterministic_backend() -> AttentionBackend:
     """Return the triton backend whose results depend only on a row's own path
     (`aerie.attention.backends.triton_backend`)."""
-    backend: AttentionBackend = load("aerie.attention.backends.triton_backend:deterministic")(max_model_len)
+    backend: AttentionBackend = load("aerie.attention.backends.triton_backend:deterministic")()
     return backend
 
 

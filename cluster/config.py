@@ -84,8 +84,8 @@ class AerieConfig(BaseModel):
     """One application as the user wrote it: a target, perhaps a draft, engines and ingresses.
     `aerie.cluster.plan.resolve` makes the plans of its processes from it.
 
-    deterministic: on a GPU, an answer depends on its request alone, not on speculation, batch or cache; prompts are
-        slower (`aerie.workers.runner.deterministic`).
+    deterministic: on a GPU, an answer depends on its request alone, not on speculation, batch or cache; slower
+        (`aerie.workers.runner.deterministic`).
     log_format: `json`: processes log JSON objects, one per line on stderr, with the client's `X-Request-Id`. Each
         finished request is logged with path, status, reason and seconds. The output of the start stays text.
     """

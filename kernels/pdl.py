@@ -40,10 +40,13 @@ The rule:
                                        histories, committed rows      normally, is the fence
                                        weights but the norm's         constant
     merge_rows              triggers   counts of the plan             split_kv's planner; attend_decode is the fence
+    merge_in_order          triggers   as merge_rows                  the same
     rms_norm, add_rms_norm  triggers   the norm's weight              constant
     silu_mul                triggers   nothing
     sigmoid_mul             triggers   nothing
     skinny_gemm             triggers   the first columns of W         constant
+    ordered_gemm            triggers   nothing
+    ordered (CUDA)          triggers   the first columns of W         constant
     one_row (CUDA)          triggers   W, the bias                    constant
     quantize                triggers   nothing
     fp8_norm                triggers   the norm's weight             constant
@@ -82,6 +85,7 @@ The rule:
     lora_shrink             triggers   nothing
     lora_expand             triggers   nothing
     one_shot_all_reduce     waits      the norm's weight, addresses   constant
+    sum_in_order            triggers   nothing
 
 FlashInfer (0.6.17): its fa2 kernels read the plan, which our kernel writes, before they wait; so its wrappers are never
 launched early. XQA (`csrc/xqa/mha.cu`) triggers, waits, and then reads. trtllm-gen has no source: its inputs are

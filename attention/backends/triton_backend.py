@@ -7,9 +7,10 @@ used on one stream at a time, because all its layers and passes share the worksp
 
 The number of items that a request is split into depends on the other lengths in the batch, so the last bits of a row's
 result may, too. Equal batches give equal bits. In a backend with a `span`, results depend on the row's own path only:
-it splits all contexts at multiples of the span, computes all rows in tiles of one shape, and computes prompt chunks by
-the kernel of rounds, in pieces of few rows. A token's KV then has the same bits whether the token was part of a prompt,
-decoded or verified in a tree.
+it splits all contexts at the same positions (`aerie.kernels.attend.fixed.spans_triton`). The results of spans are added
+in order, in rounds and for prompt chunks. Prompt chunks over latent rows are computed by the kernel of rounds, in
+pieces of few rows. A token's KV then has the same bits whether the token was part of a prompt, decoded or verified in a
+tree.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,8 @@ from aerie.kernels.attend.decode_plan_triton import (
     DecodeWorkspace,
     partial_rows,
 )
+from aerie.kernels.attend.fixed.fixed_prefill_triton import attend_fixed_prefill
+from aerie.kernels.attend.fixed.spans_triton import num_spans
 from aerie.kernels.attend.prefill_plan_triton import plan_tiles
 from aerie.kernels.attend.prefill_triton import PrefillTiles
 from aerie.kernels.attend.scores import ScoreRule
@@ -42,26 +45,21 @@ CPU_MULTIPROCESSORS = 8  # in Triton's interpreter: enough to split short contex
 MERGED_AT_ONCE = 8  # partial results that a merging program loads at a time; measured, see tests/bench/EXPERIMENTS.md
 LATENT_MERGED_AT_ONCE = 16  # the same over latent rows: a request of up to 1,024 tokens is merged in one step
 
-FIXED_SPAN = 1024  # minimum of `fixed_span`, in tokens
+FIXED_SPAN = 128  # base size of spans in tokens: short contexts, too, are read by several programs
 MAX_PIECE_ROWS = 32  # rows of a prompt chunk per piece
 MAX_PIECE_PARTIALS = 256  # maximum partial results of the pieces in one launch
 
 
-def fixed_span(max_model_len: int) -> int:
-    """Return the span for contexts of up to max_model_len tokens plus those that rounds in flight may write."""
-    return max(FIXED_SPAN, 1 << (-(-2 * max_model_len // MAX_SPLITS) - 1).bit_length())
-
-
-def deterministic(max_model_len: int) -> "TritonBackend":
-    """Return a backend whose results depend on a row's own path only, for contexts of up to max_model_len tokens."""
-    return TritonBackend(fixed_span(max_model_len))
+def deterministic() -> "TritonBackend":
+    """Return a backend whose results depend on a row's own path only."""
+    return TritonBackend(FIXED_SPAN)
 
 
 class TritonBackend(AttentionBackend):
     """Our Triton kernels.
 
-    span: tokens per item (see the head of this module): a multiple of FIXED_TILES.block_n, at least a MAX_SPLITS-th of
-        the longest context. None: split for speed.
+    span: base size of spans in tokens (see the head of this module), a multiple of FIXED_TILES.block_n. None: split for
+        speed.
     """
 
     name = "triton"
@@ -74,7 +72,7 @@ class TritonBackend(AttentionBackend):
 
     def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
         if self.span is not None and isinstance(batch, PrefillBatch):
-            return _PreparedPieces(batch, self)
+            return _PreparedSpans(batch, self)
         return _PreparedDecode(batch, self) if isinstance(batch, DecodeBatch) else _PreparedPrefill(batch)
 
     def expand(self, batch: PrefillBatch, page_size: int) -> ExpandedChunks | None:
@@ -166,7 +164,7 @@ def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) ->
     """Return the plan of a backend with a span: a row's result does not depend on other requests. Launches one small
     kernel."""
     device, span, tiles = batch.prefix_len.device, backend.span, shape.fixed_tiles
-    assert span is not None and batch.max_kv_len <= span * MAX_SPLITS
+    assert span is not None
     items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len, batch.window)
     each = partial_rows(tiles, batch.rows * shape.group)
     num_rows = items.items.shape[0] * shape.columns(batch.rows, tiles) * each
@@ -203,41 +201,57 @@ class _PreparedPrefill(Prepared):
 
 
 @dataclass(frozen=True)
-class _PreparedPieces(Prepared):
-    """Prompt chunks as decode batches.
+class _PreparedSpans(Prepared):
+    """Prompt chunks of a backend with a span.
 
-    plans: by shape of layers, built by the first such layer. Each is a list of batches with their rows of q.
+    plans: as of `_PreparedPrefill`.
+    pieces: chunks over latent rows as decode batches, by shape of layers, built by the first such layer. Each is a list
+        of batches with their rows of q.
     """
 
     batch: PrefillBatch
     backend: TritonBackend
-    plans: dict[LayerShape, list[tuple[_PreparedDecode, Tensor]]] = field(default_factory=dict)
+    plans: dict[LayerShape, tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
+    pieces: dict[LayerShape, list[tuple[_PreparedDecode, Tensor]]] = field(default_factory=dict)
 
     def plan(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule) -> bool:
         shape = LayerShape.of(q, kv)
-        is_new = shape not in self.plans
+        is_new = shape not in (self.plans if shape.rotated is None else self.pieces)
+        if shape.rotated is None:
+            self._plan(shape)
+            return is_new
         if is_new:
             rows = max(1, min(MAX_PIECE_ROWS, shape.fixed_tiles.block_m // shape.group))
-            self.plans[shape] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
-        for pieces, _ in self.plans[shape]:
+            self.pieces[shape] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
+        for pieces, _ in self.pieces[shape]:
             is_new |= pieces.plan(q, kv, rule)
         return is_new
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        shape, span = LayerShape.of(q, kv), self.backend.span
+        if not isinstance(kv, LatentKV):
+            assert span is not None
+            tiles, tile_list = self._plan(shape)
+            return attend_fixed_prefill(q, kv, self.batch.through(rule.window), tile_list, tiles, span, rule, sinks)
         self.plan(q, kv, rule)
-        shape = LayerShape.of(q, kv)
         make = torch.zeros if self.batch.is_padded else torch.empty
         out = make((*q.shape[:2], shape.dim), dtype=q.dtype, device=q.device)
-        for pieces, places in self.plans[shape]:
+        for pieces, places in self.pieces[shape]:
             out[places] = pieces.forward(q[places], kv, rule, sinks)
         return out
+
+    def _plan(self, shape: LayerShape) -> tuple[PrefillTiles, Tensor]:
+        if shape not in self.plans:
+            tiles = shape.fixed_prefill_tiles
+            self.plans[shape] = (tiles, plan_tiles(self.batch, shape.rows_of_prefill_tile(tiles)))
+        return self.plans[shape]
 
     def _prepare(self, size: int, largest: int) -> list[tuple[_PreparedDecode, Tensor]]:
         """Return the pieces of `size` rows as batches, each as large as the memory for partials allows."""
         assert self.backend.span is not None
         pieces = [piece for piece in list_pieces(self.batch, largest) if piece[3] == size]
         longest = max((start + size for _, _, start, _ in pieces), default=1)
-        at_once = max(1, MAX_PIECE_PARTIALS // -(-longest // self.backend.span))
+        at_once = max(1, MAX_PIECE_PARTIALS // num_spans(longest, self.backend.span))
         device, prepared = self.batch.page_table.device, []
         for first in range(0, len(pieces), at_once):
             columns = torch.tensor(pieces[first : first + at_once], dtype=torch.int64).unbind(1)

@@ -3,6 +3,7 @@ by `aerie.attention.backends.triton_backend`."""
 
 from dataclasses import dataclass
 
+import triton
 from torch import Tensor
 
 from aerie.attention.limits import triton_head_dim_refusal, triton_latent_refusal
@@ -18,6 +19,7 @@ from aerie.kernels.attend.latent_decode_triton import attend_latent
 from aerie.kernels.attend.latent_prefill_triton import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
 from aerie.kernels.attend.prefill_triton import PrefillTiles, attend_prefill, prefill_tiles
 from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
 from aerie.kernels.kv.views import LatentKV, LayerKV
 
@@ -75,6 +77,16 @@ class LayerShape:
         if self.rotated is not None:
             return FIXED_LATENT_TILES
         return FIXED_TILES if self.dim <= 256 else WIDE_FIXED_TILES
+
+    @property
+    def fixed_prefill_tiles(self) -> PrefillTiles:
+        """Tiles of prompt chunks with the columns of `fixed_tiles`, for K/V heads."""
+        block_n, group = self.fixed_tiles.block_n, self.group
+        if INTERPRETED:
+            return PrefillTiles(max(16, triton.next_power_of_2(group)), block_n, 1, 1)
+        if self.dim <= 128:
+            return PrefillTiles(max(128, triton.next_power_of_2(group)), block_n, 8, 3)
+        return PrefillTiles(max(64, triton.next_power_of_2(group)), block_n, 8 if self.dim > 256 else 4, 2)
 
     @property
     def prefill_tiles(self) -> PrefillTiles:

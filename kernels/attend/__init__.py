@@ -14,6 +14,7 @@ merge_states_triton      merges the partial results of a request
 online_softmax_triton    one tile of the online softmax
 latent_tile_triton       one tile of latent rows
 tree_mask_triton         what a row of a round sees: by its tree mask, and through a window
+fixed                    deterministic attention: spans, and prompt chunks
 references               attention in float64, for tests
 scores                   `ScoreRule`: how a layer turns q . k into weights
 flashinfer_plan_triton         plans FlashInfer's kernels for a round, on the device

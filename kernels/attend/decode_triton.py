@@ -10,7 +10,8 @@ Partial results are merged in one of two ways:
   every FAN items merges these items, and the last group to finish merges all groups.
 
 In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on the positions of its
-ancestors in a tree. Tiles have one shape and items are fixed spans (`plan_spans`). After a tree's prefix (PATHS) a tile
+ancestors in a tree, and are those of `fixed_prefill_triton`. Tiles have one shape and items are spans that depend on
+positions only (`spans_triton`), which a second kernel folds in order. After a tree's prefix (PATHS) a tile
 is computed once per row, with that row's path in chain order. Masked columns leave a row's sums bitwise unchanged
 (weight 2^-inf = 0, factor 2^0 = 1), and so does an empty partial in a merge (1 * part / 1).
 
@@ -24,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aerie.kernels.attend.decode_plan_triton import FAN, DecodePlan, partial_rows
+from aerie.kernels.attend.fixed.spans_triton import finished
 from aerie.kernels.attend.merge_states_triton import merge_apart, merge_by_the_last
 from aerie.kernels.attend.online_softmax_triton import (
     accumulate,
@@ -37,14 +39,12 @@ from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_cap
 from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
 from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_columns, path_length, sees
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.kv.batches import DecodeBatch, Mode
+from aerie.kernels.kv.batches import DecodeBatch
 from aerie.kernels.kv.fp8 import FP8, weight_unit
 from aerie.kernels.kv.fp8_triton import as_multiplied
 from aerie.kernels.kv.mask_bits import MASK_BITS
 from aerie.kernels.kv.views import LayerKV
 from aerie.kernels.pdl import pdl_wait
-
-TREE_MODES = (Mode.VERIFY, Mode.DRAFT_DECODE)  # in the other modes, a row's path is a chain
 
 
 @triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
@@ -196,14 +196,13 @@ def _attend_decode(
     if PAIRS:
         acc = both(acc, acc_odd, BLOCK_M, D)
         d = tl.arange(0, D)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None] * v_scale
+    acc, lse = finished(acc, total, top, v_scale)
     out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
     if count == 1:
         tl.store(out[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
     else:
         part_row = (partial * COLUMNS + tl.program_id(0)) * PART_M + m
         tl.store((part_ptr + part_row.to(tl.int64) * D)[:, None] + d[None, :], acc, mask=live[:, None])
-        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
         tl.store(lse_ptr + part_row, lse, mask=live)
         if not APART:
             merge_by_the_last(
@@ -283,7 +282,7 @@ def attend_decode(
         SLICE=tiles.merge_slice(head_dim),
         FAN=FAN,
         APART=plan.apart,
-        PATHS=plan.fixed and batch.mode in TREE_MODES,
+        PATHS=plan.fixed and not batch.is_causal,
         FIXED=plan.fixed,
         SPANS=batch.suffix_len > MASK_BITS,
         PART_M=part_m,

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from aerie.kernels.attend.decode_plan_triton import FAN, DecodePlan, partial_rows, token_axis
-from aerie.kernels.attend.decode_triton import TREE_MODES
 from aerie.kernels.attend.latent_tile_triton import (
     accumulate_latent,
     accumulate_latent_pairs,
@@ -257,7 +256,7 @@ def attend_latent(
         SLICE=tiles.merge_slice(latent),
         FAN=FAN,
         APART=plan.apart,
-        PATHS=plan.fixed and batch.mode in TREE_MODES,
+        PATHS=plan.fixed and not batch.is_causal,
         FIXED=plan.fixed,
         PART_M=part_m,
         WINDOW=batch.window or 0,

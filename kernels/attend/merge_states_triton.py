@@ -1,12 +1,13 @@
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Merges partial results of attention (partials), each weighted by 2 ** lse, either in a second kernel or in the
-programs of `decode_triton` that finish last."""
+programs of `decode_triton` that finish last. Fixed plans add them in order, as kernels of prompts do."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from aerie.kernels.attend.decode_plan_triton import MAX_SPLITS, DecodePlan
+from aerie.kernels.attend.fixed.spans_triton import fold, folded
 from aerie.kernels.kv.batches import DecodeBatch
 from aerie.kernels.pdl import pdl_wait
 
@@ -59,6 +60,48 @@ def merge_rows(
         out = ((request * ROWS + packed // GROUP) * KV_HEADS + head) * GROUP + packed % GROUP
         acc = acc / tl.where(total == 0.0, 1.0, total)
         tl.store(out_ptr + out * D + d, acc.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def merge_in_order(
+    part_ptr,
+    lse_ptr,
+    out_ptr,
+    requests_ptr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """`merge_rows` for fixed plans: folds one partial after another, loading AT_ONCE at a time."""
+    packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
+    if PDL:  # the counts may be read before the wait, see `merge_rows`
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if count > 1:
+        d, one = tl.arange(0, D)[None, :], tl.arange(0, 1)
+        stride = COLUMNS * BLOCK_M
+        base = (first * COLUMNS + packed // BLOCK_M * KV_HEADS + head) * BLOCK_M + packed % BLOCK_M
+        mean = tl.zeros([1, D], tl.float32)
+        weight = tl.zeros([1], tl.float32)
+        top = tl.full([1], float("-inf"), tl.float32)
+        for start in range(0, count, AT_ONCE):
+            parts = ()
+            lses = ()
+            for i in tl.static_range(AT_ONCE):
+                row, there = base + (start + i) * stride + one, start + i + one < count
+                lses = lses + (tl.load(lse_ptr + row, mask=there, other=float("-inf"), cache_modifier=".cg"),)
+                cells = part_ptr + row.to(tl.int64)[:, None] * D + d
+                parts = parts + (tl.load(cells, mask=there[:, None], other=0.0, cache_modifier=".cg"),)
+            for i in tl.static_range(AT_ONCE):
+                mean, weight, top = fold(mean, weight, top, parts[i], lses[i])
+        out = ((request * ROWS + packed // GROUP) * KV_HEADS + head) * GROUP + packed % GROUP
+        tl.store(out_ptr + (out + one[:, None]) * D + d, folded(mean, weight).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -175,7 +218,22 @@ def merge_apart(
 ) -> None:
     """Launch the kernel that merges the partials `part` of split requests into `out`."""
     workspace, head_dim = plan.workspace, shape["D"]
-    merge_rows[(batch.rows * shape["GROUP"], shape["KV_HEADS"], batch.num_requests)](
+    grid = (batch.rows * shape["GROUP"], shape["KV_HEADS"], batch.num_requests)
+    if plan.fixed:
+        merge_in_order[grid](
+            part,
+            workspace.lse,
+            out,
+            plan.items.requests,
+            **shape,
+            BLOCK_M=part_m,
+            AT_ONCE=plan.splits,
+            num_warps=max(1, head_dim // 128),
+            enable_fp_fusion=False,
+            **pdl_wait(out.device),
+        )
+        return
+    merge_rows[grid](
         part,
         workspace.lse,
         out,
@@ -185,6 +243,5 @@ def merge_apart(
         SPLITS=plan.splits,
         MAX_SPLITS=MAX_SPLITS,
         num_warps=min(4, max(1, plan.splits * head_dim // 2048)),
-        enable_fp_fusion=not plan.fixed,
         **pdl_wait(out.device),
     )

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from aerie.kernels.attend.fixed.spans_triton import num_spans, span_of, span_start
 from aerie.kernels.attend.tree_mask_triton import first_seen
 
 # Fields of an item: request or IDLE; first KV position; end position; index of its partial result among all requests';
@@ -100,18 +101,18 @@ def _plan_items(
 def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EACH: tl.constexpr, WINDOW: tl.constexpr):
     request, i = tl.program_id(0), tl.arange(0, EACH)
     length = tl.load(prefix_ptr + request) + suffix_len
-    count = tl.minimum(tl.cdiv(length, span), each)
-    place = i
+    place, total = i, span_of(length - 1, span) + 1
     if WINDOW:
-        skipped = tl.maximum(length - suffix_len + 1 - WINDOW, 0) // span
-        count = tl.minimum(tl.cdiv(length, span) - skipped, each)
+        skipped = span_of(tl.maximum(length - suffix_len + 1 - WINDOW, 0), span)
         place += skipped
+        total -= skipped
+    count = tl.minimum(total, each)
     first = request * each
     item = items_ptr + (first + i) * ITEM_FIELDS
     there = i < each
     tl.store(item, tl.where(i < count, request, IDLE), mask=there)
-    tl.store(item + 1, place * span, mask=there)
-    tl.store(item + 2, tl.minimum(place * span + span, length), mask=there)
+    tl.store(item + 1, span_start(place, span), mask=there)
+    tl.store(item + 2, tl.minimum(span_start(place + 1, span), length), mask=there)
     tl.store(item + 3, first + i, mask=there)
     tl.store(item + 4, first + i * 0, mask=there)
     tl.store(item + 5, count + i * 0, mask=there)
@@ -181,14 +182,14 @@ def plan_warps(num_requests: int) -> int:
 
 
 def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int, window: int | None = None) -> Items:
-    """Cut each request at multiples of `span`, independently of the other requests.
+    """Cut each request at the borders of spans (`spans_triton`), independently of the other requests.
 
-    Requests have prefix_len + suffix_len positions, at most max_kv_len. Each has ceil(max_kv_len / span) partials, or
-    as many as a window can touch.
+    Requests have prefix_len + suffix_len positions, at most max_kv_len. Each has as many partials as a request of
+    max_kv_len has spans, or as many as a window can touch.
 
     prefix_len: [B] int32.
     """
-    num_requests, each = prefix_len.shape[0], triton.cdiv(max_kv_len, span)
+    num_requests, each = prefix_len.shape[0], num_spans(max_kv_len, span)
     if window is not None:
         each = min(each, triton.cdiv(window + suffix_len, span) + 1)
     items = torch.empty((num_requests * each, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)

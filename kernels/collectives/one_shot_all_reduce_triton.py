@@ -76,8 +76,8 @@ def _one_shot_all_reduce(
     tl.store(epochs_ptr + row, epoch)
 
     arrived = arrived.to(tl.int32)
-    even = tl.sum(_low(arrived, HALF), 0).to(HALF)  # in rank order, the same on every rank
-    odd = tl.sum(_high(arrived, HALF), 0).to(HALF)
+    even = _in_rank_order(_low(arrived, HALF), source, WORLD).to(HALF)
+    odd = _in_rank_order(_high(arrived, HALF), source, WORLD).to(HALF)
     if NORM:
         # rounded like separate kernels, for the same residual stream
         even = (even.to(tl.float32) + _low(residual, HALF)).to(HALF)
@@ -93,6 +93,18 @@ def _one_shot_all_reduce(
             even = even.to(HALF).to(tl.float32) * _low(weight, HALF)
             odd = odd.to(HALF).to(tl.float32) * _high(weight, HALF)
     tl.store(out_ptr + row * row_stride + column, _pack(even.to(HALF), odd.to(HALF)), mask=inside)
+
+
+@triton.jit
+def _in_rank_order(parts, source, WORLD: tl.constexpr):
+    """Add the rows of parts [WORLD, BLOCK] one after another, as `aerie.kernels.collectives.sum_in_order` does.
+
+    `tl.sum` would add them in the order of the compiler's layout.
+    """
+    total = tl.sum(tl.where(source == 0, parts, 0.0), 0)
+    for rank in tl.static_range(1, WORLD):
+        total += tl.sum(tl.where(source == rank, parts, 0.0), 0)
+    return total
 
 
 @triton.jit

@@ -9,8 +9,8 @@ A separate launch to quantise rows would take as long as a norm. So the operatio
 (`norm`, `aerie.kernels.latent`, a gated product). For one row, each program of this kernel quantises the columns
 that it reads; several programs write the same bits.
 
-A row's result depends on the other rows only through the tile size that the table chooses; `fp8_fixed_rows` always uses
-the same size.
+A row's result depends on the other rows only through the splits of K and the order of groups that the table chooses;
+`fp8_ordered_tiles` has the same ones for any number of rows.
 """
 
 import torch
@@ -21,9 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aerie.kernels.fp8.rows import GROUP, Fp8Rows
 from aerie.kernels.fp8.rows_triton import round_columns, scale_of
-from aerie.kernels.fp8.tiles import Fp8GemmTiles, Fp8Matrix, fp8_gemm_tiles, rounding_columns
+from aerie.kernels.fp8.tiles import Fp8GemmTiles, Fp8Matrix, rounding_columns
 from aerie.kernels.gemm.splits_triton import comes_last, sum_of_splits
-from aerie.kernels.gemm.tiles import FIXED_ROWS
 from aerie.kernels.gemm.workspace import Workspace
 from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.fp8_triton import to_fp8
@@ -64,6 +63,7 @@ def _fp8_gemm(
     SPLITS: tl.constexpr,
     SPAN: tl.constexpr,
     AHEAD: tl.constexpr,
+    LAST: tl.constexpr,
     COLUMNS: tl.constexpr,
     GATED: tl.constexpr,
     BY_GROUP: tl.constexpr,
@@ -115,26 +115,30 @@ def _fp8_gemm(
         x_ahead = x_ahead + (tl.load(x_tile, mask=(m < rows)[:, None]),)
     if BY_GROUP:
         # read one step ahead
-        x_scale = tl.load(x_scales + AHEAD, mask=m < rows, other=0.0)
-        w_scale = tl.load(w_scales + AHEAD)
+        x_scale = tl.load(x_scales + AHEAD + LAST, mask=m < rows, other=0.0)
+        w_scale = tl.load(w_scales + AHEAD + LAST)
         if GATED:
-            up_scale = tl.load(up_scales + AHEAD)
+            up_scale = tl.load(up_scales + AHEAD + LAST)
     for step in range(AHEAD, SPAN):
-        weights = w_desc.load([tile * BLOCK_N, (first + step) * 128])
-        inputs = x_desc.load([0, (first + step) * 128])
+        place, following = step, step + 1
+        if LAST > 0:  # the same order of groups as with AHEAD
+            place = tl.where(step + LAST < SPAN, step + LAST, step + LAST - SPAN)
+            following = tl.where(place + 1 < SPAN, place + 1, 0)
+        weights = w_desc.load([tile * BLOCK_N, (first + place) * 128])
+        inputs = x_desc.load([0, (first + place) * 128])
         if GATED:
-            weights_up = w_desc.load([N + tile * BLOCK_N, (first + step) * 128])
+            weights_up = w_desc.load([N + tile * BLOCK_N, (first + place) * 128])
         part = tl.dot(weights, tl.trans(inputs))
         if GATED:
             part_up = tl.dot(weights_up, tl.trans(inputs))
         if BY_GROUP:
             more = step + 1 < SPAN
-            next_x_scale = tl.load(x_scales + step + 1, mask=(m < rows) & more, other=0.0)
-            next_w_scale = tl.load(w_scales + step + 1, mask=more, other=0.0)
+            next_x_scale = tl.load(x_scales + following, mask=(m < rows) & more, other=0.0)
+            next_w_scale = tl.load(w_scales + following, mask=more, other=0.0)
             acc += part * (w_scale[:, None] * x_scale[None, :])
             if GATED:
                 acc_up += part_up * (up_scale[:, None] * x_scale[None, :])
-                up_scale = tl.load(up_scales + step + 1, mask=more, other=0.0)
+                up_scale = tl.load(up_scales + following, mask=more, other=0.0)
             x_scale, w_scale = next_x_scale, next_w_scale
         else:
             acc += part
@@ -249,6 +253,7 @@ def fp8_gemm(
         SPLITS=tiles.splits,
         SPAN=tiles.span(k),
         AHEAD=tiles.ahead,
+        LAST=tiles.last,
         COLUMNS=columns,
         GATED=gated,
         BY_GROUP=weight.by_group,
@@ -259,14 +264,3 @@ def fp8_gemm(
         num_stages=tiles.stages,
         **pdl_wait(x.values.device),
     )
-
-
-def fp8_fixed_rows(x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, workspace: Workspace, out: Tensor) -> Tensor:
-    """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles, so that a row's bits depend on
-    that row alone."""
-    tiles = fp8_gemm_tiles(FIXED_ROWS, *weight.values.shape)
-    assert tiles is not None
-    for first in range(0, out.shape[0], FIXED_ROWS):
-        rows = slice(first, first + FIXED_ROWS)
-        fp8_gemm(Fp8Rows(x.values[rows], x.scales[rows]), weight, bias, workspace, tiles, out[rows])
-    return out

@@ -17,6 +17,54 @@ from aerie.kernels.pdl import pdl_wait
 _TOGETHER = 8  # tiles of rows that run at the same time, to reuse W's tiles from L2
 
 
+@triton.jit
+def _slice_sum(
+    x_desc,
+    w_desc,
+    x_scales,
+    upper,
+    lower,
+    group_step,
+    first_m,
+    first_n,
+    first_group,
+    there,
+    SPAN: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BY_GROUP: tl.constexpr,
+):
+    """Return the sums [BLOCK_M, BLOCK_N] of SPAN groups of columns from `first_group` on; LAST: of which so many first
+    ones are multiplied last. x_scales, upper, lower: of group 0. there: rows of x."""
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    in_upper = tl.arange(0, BLOCK_N) < 64
+    if BY_GROUP:
+        x_scale = tl.load(x_scales + (first_group + LAST) * group_step, mask=there, other=0.0)
+    for step in range(SPAN):
+        group = first_group + step
+        if LAST > 0:
+            group = first_group + tl.where(step + LAST < SPAN, step + LAST, step + LAST - SPAN)
+        inputs = x_desc.load([first_m, group * 128])
+        weights = w_desc.load([first_n, group * 128])
+        part = tl.dot(inputs, tl.trans(weights))
+        if BY_GROUP:
+            more = step + 1 < SPAN
+            following = group + 1
+            if LAST > 0:
+                following = tl.where(following < first_group + SPAN, following, first_group)
+            next_x_scale = tl.load(x_scales + following * group_step, mask=there & more, other=0.0)
+            if BLOCK_N == 64:
+                acc += part * (x_scale * tl.load(upper + group))[:, None]
+            else:
+                w_scale = tl.where(in_upper, tl.load(upper + group), tl.load(lower + group))
+                acc += part * (x_scale[:, None] * w_scale[None, :])
+            x_scale = next_x_scale
+        else:
+            acc += part
+    return acc
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _fp8_gemm_wide(
     x_desc,
@@ -35,13 +83,15 @@ def _fp8_gemm_wide(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
+    SLICES: tl.constexpr,
+    LAST: tl.constexpr,
     TOGETHER: tl.constexpr,
     BY_GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    span: tl.constexpr = GROUPS // SPLITS
+    span: tl.constexpr = GROUPS // (SPLITS * SLICES)
     program, split = tl.program_id(0), tl.program_id(1)
     first_group = split * span
     band = program // (TOGETHER * tiles_n)
@@ -52,29 +102,45 @@ def _fp8_gemm_wide(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x_scales = x_scales_ptr + m * row_step + first_group * group_step
     # a tile of 128 outputs has two scales; a vector of them would need a register per column
-    upper = w_scales_ptr + first_n // 64 * GROUPS + first_group
-    lower = w_scales_ptr + tl.minimum(first_n + 64, N - 1) // 64 * GROUPS + first_group
-    in_upper = tl.arange(0, BLOCK_N) < 64
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if BY_GROUP:
-        x_scale = tl.load(x_scales, mask=m < rows, other=0.0)
-    for group in range(span):
-        inputs = x_desc.load([first_m, (first_group + group) * 128])
-        weights = w_desc.load([first_n, (first_group + group) * 128])
-        part = tl.dot(inputs, tl.trans(weights))
-        if BY_GROUP:
-            more = group + 1 < span
-            next_x_scale = tl.load(x_scales + (group + 1) * group_step, mask=(m < rows) & more, other=0.0)
-            if BLOCK_N == 64:
-                acc += part * (x_scale * tl.load(upper + group))[:, None]
-            else:
-                w_scale = tl.where(in_upper, tl.load(upper + group), tl.load(lower + group))
-                acc += part * (x_scale[:, None] * w_scale[None, :])
-            x_scale = next_x_scale
-        else:
-            acc += part
+    upper = w_scales_ptr + first_n // 64 * GROUPS
+    lower = w_scales_ptr + tl.minimum(first_n + 64, N - 1) // 64 * GROUPS
+    x_scales, there_m = x_scales_ptr + m * row_step, m < rows
+    acc = _slice_sum(
+        x_desc,
+        w_desc,
+        x_scales,
+        upper,
+        lower,
+        group_step,
+        first_m,
+        first_n,
+        first_group,
+        there_m,
+        span,
+        LAST,
+        BLOCK_M,
+        BLOCK_N,
+        BY_GROUP,
+    )
+    for later in range(1, SLICES):
+        acc += _slice_sum(
+            x_desc,
+            w_desc,
+            x_scales,
+            upper,
+            lower,
+            group_step,
+            first_m,
+            first_n,
+            later * span,
+            there_m,
+            span,
+            LAST,
+            BLOCK_M,
+            BLOCK_N,
+            BY_GROUP,
+        )
     if SPLITS > 1:
         tile = first_m // BLOCK_M * tiles_n + first_n // BLOCK_N
         there = (m < rows)[:, None]
@@ -85,8 +151,8 @@ def _fp8_gemm_wide(
             return
         acc = sum_of_splits(cells, there, BLOCK_M * BLOCK_N, SPLITS)
     if not BY_GROUP:
-        acc *= tl.load(x_scales_ptr + m * row_step, mask=m < rows, other=0.0)[:, None]
-        acc *= tl.load(w_scales_ptr + n, mask=n < N, other=0.0)[None, :]
+        x_scale = tl.load(x_scales, mask=m < rows, other=0.0)
+        acc *= tl.load(w_scales_ptr + n, mask=n < N, other=0.0)[None, :] * x_scale[:, None]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     out = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
@@ -124,6 +190,8 @@ def fp8_gemm_wide(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         SPLITS=tiles.splits,
+        SLICES=tiles.slices,
+        LAST=tiles.last,
         TOGETHER=_TOGETHER,
         BY_GROUP=weight.by_group,
         HAS_BIAS=bias is not None,

@@ -25,6 +25,7 @@ class Fp8GemmTiles:
     splits: programs that share a sum (split K).
     ahead: groups of W's columns read before the PDL wait.
     stages, warps: Triton's num_stages and num_warps.
+    last: groups at the start of each split that are multiplied last, without reading them before the wait.
     """
 
     block_m: int
@@ -33,6 +34,7 @@ class Fp8GemmTiles:
     ahead: int
     stages: int
     warps: int
+    last: int = 0
 
     def span(self, k: int) -> int:
         """Groups of columns per program."""
@@ -72,6 +74,8 @@ class Fp8WideTiles:
 
     splits: programs that share a sum (split K).
     stages, warps: Triton's num_stages and num_warps.
+    slices: slices of K that a program sums one after another.
+    last: groups at the start of a slice that are multiplied last.
     """
 
     block_m: int
@@ -79,6 +83,8 @@ class Fp8WideTiles:
     splits: int
     stages: int
     warps: int
+    slices: int = 1
+    last: int = 0
 
     def count(self, rows: int, n: int) -> int:
         """Return the number of tiles of a product."""
@@ -193,6 +199,36 @@ def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
     return _split(narrow, rows, n, k, MULTIPROCESSORS) if rows <= 512 or fewer_waves else wide
 
 
+def fp8_ordered_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
+    """Return tiles for up to MAX_ROWS rows that add as those for one row do: the order of additions of the weight's
+    products in deterministic engines. None for more rows."""
+    tiles, order = fp8_gemm_tiles(rows, n, k), fp8_gemm_tiles(1, n, k)
+    assert order is not None, "k is a multiple of GROUP"
+    return None if tiles is None else replace(tiles, splits=order.splits, last=0 if tiles.ahead else order.ahead)
+
+
+def fp8_ordered_gated_tiles(rows: int, n: int, k: int, for_fp8: bool) -> Fp8GemmTiles | None:
+    """Return `fp8_gated_tiles` that add in the order of `fp8_ordered_tiles`, for the same weight."""
+    tiles, order = fp8_gated_tiles(rows, n, k, for_fp8), fp8_gemm_tiles(1, n, k)
+    assert order is not None, "k is a multiple of GROUP"
+    if tiles is None or tiles.ahead == order.ahead:
+        return tiles
+    return replace(tiles, ahead=0, last=order.ahead)
+
+
+def fp8_ordered_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
+    """Return tiles for many rows that add in the order of `fp8_ordered_tiles`. If tiles do not fill half of the device,
+    slices of K have programs of their own; else a program sums them one after another."""
+    order = fp8_gemm_tiles(1, n, k)
+    assert order is not None, "k is a multiple of GROUP"
+    small, narrow, wide = WIDE_TILES
+    tiles = small if small.count(rows, n) <= MULTIPROCESSORS else narrow if narrow.count(rows, n) <= 512 else wide
+    if order.splits * tiles.count(rows, n) <= MULTIPROCESSORS:
+        return replace(tiles, splits=order.splits, last=order.ahead)
+    # a third sum of 128 x 128 numbers would not fit in registers
+    return replace(narrow if order.splits > 1 else tiles, slices=order.splits, last=order.ahead)
+
+
 def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8WideTiles:
     """Split K while there are at most `programs` programs with at least ten steps each.
 
@@ -222,9 +258,10 @@ def rounding_columns(weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
 
 def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return cells and tickets of a `Workspace` for weights of these shapes [N, K]."""
-    needed = [(2 * MULTIPROCESSORS * 64 * 64, MULTIPROCESSORS)]  # of `_split`, for any number of rows
+    # of `_split` and `fp8_ordered_wide_tiles`, for any number of rows
+    needed = [(MULTIPROCESSORS * 128 * 128, MULTIPROCESSORS)]
     for n, k in shapes:
-        few = [fp8_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)]
+        few = [tiles(rows, n, k) for tiles in (fp8_gemm_tiles, _ordered_if_fits) for rows in (16, 32, 64, MAX_ROWS)]
         fewest = [fp8_ahead_tiles(rows, n, k) for rows in (1, 2, 4, MAX_AHEAD_ROWS)]
         sums = [(tiles.splits, tiles.block_n, tiles.block_m) for tiles in few if tiles is not None]
         sums += [(tiles.splits, SCALE_ROWS, tiles.rows) for tiles in fewest if tiles is not None]
@@ -233,3 +270,7 @@ def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
                 tiles_of_w = cdiv(n, block_n)
                 needed.append((tiles_of_w * splits * block_n * rows, tiles_of_w))
     return largest(needed)
+
+
+def _ordered_if_fits(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
+    return None if k % GROUP else fp8_ordered_tiles(rows, n, k)

@@ -94,6 +94,10 @@ def _wants_halves(weight: Tensor, options: GEMMOptions) -> bool:
     return _wants(False)(weight, options) and weight.dtype in (torch.bfloat16, torch.float16)
 
 
+def _wants_ordered_halves(weight: Tensor, options: GEMMOptions) -> bool:
+    return _wants(True)(weight, options) and weight.dtype in (torch.bfloat16, torch.float16)
+
+
 def _fills_waves(weight: Tensor, options: GEMMOptions) -> bool:
     """Return whether the weight may be G above U, with a shape for which tiles of a width of their own are
     faster than cuBLAS."""
@@ -122,7 +126,14 @@ def _fits_host(weight: Tensor, options: GEMMOptions) -> bool:
         "c++", "aerie.kernels.gemm.host_cpp:HostGEMM.of", compiles, _fits_host, "float32 rows, 2**18 weights or more"
     ),
     Implementation(
-        "triton", "aerie.kernels.gemm.skinny_triton:FixedRowsGEMM.of", anywhere, _wants(True), "deterministic"
+        "cuda",
+        "aerie.kernels.gemm.ordered_cuda:OrderedCudaGEMM.of",
+        lambda here: here.compiles_cuda,
+        _wants_ordered_halves,
+        "deterministic, 16 bits",
+    ),
+    Implementation(
+        "triton", "aerie.kernels.gemm.ordered_triton:OrderedGEMM.of", anywhere, _wants(True), "deterministic"
     ),
     Implementation(
         "cuda",

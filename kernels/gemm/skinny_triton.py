@@ -9,8 +9,8 @@ memory can be in flight.
 
 W's tile [BLOCK_N, BLOCK_K] is the tensor core's first operand and fills its 64 rows; x^T of at least 16 rows is the
 second. K is split until programs fill the device. The last program of a tile adds its splits in order, so equal inputs
-give equal bits. A row's result depends on the other rows only through the tile size that the table chooses;
-`fixed_rows` always uses the same size.
+give equal bits. A row's result depends on the other rows only through the splits of K and the order of columns that
+the table chooses; `aerie.kernels.gemm.ordered_triton` uses the same ones for any number of rows.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aerie.kernels.gemm.choice import TorchGEMM
 from aerie.kernels.gemm.splits_triton import comes_last, sum_of_splits
-from aerie.kernels.gemm.tiles import FIXED_ROWS, SkinnyGemmTiles, fills_tile, gated_tiles, skinny_gemm_tiles
+from aerie.kernels.gemm.tiles import SkinnyGemmTiles, fills_tile, gated_tiles, skinny_gemm_tiles
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.pdl import pdl_wait
@@ -32,6 +32,8 @@ from aerie.kernels.pdl import pdl_wait
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm(
     x_desc,
+    x_ptr,
+    x_row_stride,
     w_desc,
     bias_ptr,
     out_ptr,
@@ -47,6 +49,8 @@ def _skinny_gemm(
     APART: tl.constexpr,
     SPAN: tl.constexpr,
     AHEAD: tl.constexpr,
+    LAST: tl.constexpr,
+    K: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
@@ -65,10 +69,20 @@ def _skinny_gemm(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if GATED:
         acc_up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if K > 0:
+        row_of_x = first_row + tl.arange(0, BLOCK_M)
+        x_rows = x_ptr + row_of_x.to(tl.int64)[:, None] * x_row_stride
     # tensor maps read zeros outside x and W
     for start in range(first + AHEAD, first + SPAN, BLOCK_K):
+        if LAST > 0:  # the same order of columns as with AHEAD
+            start = tl.where(start + LAST < first + SPAN, start + LAST, start + LAST - SPAN)
         weights = w_desc.load([tile * BLOCK_N, start])
-        inputs = x_desc.load([first_row, start])
+        if K > 0:
+            columns = start + tl.arange(0, BLOCK_K)
+            there = (row_of_x < rows)[:, None] & (columns < K)[None, :]
+            inputs = tl.load(x_rows + columns[None, :], mask=there, other=0.0)
+        else:
+            inputs = x_desc.load([first_row, start])
         if UPCAST:
             weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
         acc = tl.dot(weights, tl.trans(inputs), acc)
@@ -124,6 +138,8 @@ def _multiply(
     weights = TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k])
     _skinny_gemm[(triton.cdiv(n, tiles.block_n), tiles.splits, triton.cdiv(rows, tiles.block_m))](
         inputs,
+        x,
+        x.stride(0),
         weights,
         bias,
         out,
@@ -139,6 +155,8 @@ def _multiply(
         APART=apart,
         SPAN=tiles.span(k),
         AHEAD=tiles.columns_ahead,
+        LAST=tiles.last,
+        K=0 if tiles.maps_x else k,
         GATED=gated,
         HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED,
@@ -183,37 +201,6 @@ def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: Sk
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     _multiply(x, weight, None, workspace, out, tiles, gated=True)
     return out
-
-
-def fixed_rows(
-    x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, out: Tensor | None = None
-) -> Tensor:
-    """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles, so that a row's bits depend on
-    that row alone. W is read once per launch, so many rows take longer than with cuBLAS."""
-    tiles = skinny_gemm_tiles(FIXED_ROWS, *weight.shape)
-    assert tiles is not None
-    if out is None:
-        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-    for first in range(0, x.shape[0], FIXED_ROWS):
-        rows = slice(first, first + FIXED_ROWS)
-        skinny_gemm(x[rows], weight, bias, workspace, tiles, out[rows])
-    return out
-
-
-@dataclass(frozen=True)
-class FixedRowsGEMM(TorchGEMM):
-    """The GEMM of deterministic engines; see `fixed_rows`."""
-
-    workspace: Workspace
-
-    @classmethod
-    def of(cls, weight: Tensor, options: GEMMOptions) -> "FixedRowsGEMM":
-        """Implement `aerie.kernels.gemm.choice.choose_gemm`."""
-        assert options.workspace is not None, "served"
-        return cls(weight, options.workspace)
-
-    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        return fixed_rows(x, self.weight, bias, self.workspace, out)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,15 @@ MIN_SPLIT_WIDTH, MAX_SPLIT_WIDTH = 96, 192  # outputs of a tile of `split_k_cuda
 MIN_SPLIT_INPUTS = 8192  # measured with 4,096 and 12,288
 SPLIT_FLAGS = 16  # per tile: two programs of eight warps
 MIN_SPLIT_ROWS = 209  # with fewer, `split_k_cuda` takes as long as with 256: 192 rows 54.7 instead of 46.6 us
-FIXED_ROWS = 64  # per launch of `fixed_rows`
+FIXED_ROWS = 64  # rows of the tiles of deterministic routers
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
+# Rows and outputs of tiles for many rows, and the share of the tensor cores' speed that they reach: small tiles are
+# bound by reads from L2.
+ORDERED_BLOCKS = ((128, 128, 0.96), (256, 128, 1.0), (64, 128, 0.66), (64, 64, 0.47))
+CUDA_ROWS = {192: 0.99, 256: 1.03}  # rows of a tile of `ordered_cuda`, and the same share
+# Columns of a tile of 128 x 256 that take as long as adding a second slice, and as adding slices of other programs.
+SERIAL_COLUMNS, PARALLEL_COLUMNS = 500, 500
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,8 @@ class SkinnyGemmTiles:
     splits: programs that share a sum (split K).
     ahead: whether the first step of W is read before the wait.
     stages, warps: Triton's num_stages and num_warps.
+    last: columns at the start of each split that are multiplied last, without reading them before the wait.
+    maps_x: whether x is read through a tensor map, which is slow for rows beyond the end of x; else by pointers.
     """
 
     block_m: int
@@ -41,6 +49,8 @@ class SkinnyGemmTiles:
     ahead: bool
     stages: int
     warps: int
+    last: int = 0
+    maps_x: bool = True
 
     def span(self, k: int) -> int:
         """Return the columns per program, including zeros after the last."""
@@ -72,6 +82,102 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
         return None  # bound by tensor cores, so idle multiprocessors would cost time
     ahead = block_m == 16 and k // splits > block_k
     return SkinnyGemmTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
+
+
+@dataclass(frozen=True)
+class SumOrder:
+    """The order of additions of a weight's products in deterministic engines, for any number of rows. The tensor core
+    adds 16 columns at a time to a sum, in the order of columns, for every size of tile.
+
+    splits: slices of K. Each is summed apart; the sums are added in order of slices.
+    span: columns per slice, including zeros after the last.
+    last: columns at the start of a slice that are multiplied last.
+    """
+
+    splits: int
+    span: int
+    last: int
+
+
+def sum_order(n: int, k: int) -> SumOrder:
+    """Return the order for a weight [n, k]: that of its fastest tiles for up to 16 rows."""
+    tiles = skinny_gemm_tiles(1, n, k)
+    assert tiles is not None, "k is a multiple of INPUT_STEP"
+    return SumOrder(tiles.splits, tiles.span(k), tiles.columns_ahead)
+
+
+def ordered_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
+    """Return tiles for `rows` rows that add in the order `sum_order(n, k)`; None for more rows than fit a tile."""
+    if rows > MAX_ROWS:
+        return None
+    order = sum_order(n, k)
+    tiles = skinny_gemm_tiles(rows, n, k) or SkinnyGemmTiles(MAX_ROWS, 64, 128, 1, False, stages=4, warps=4)
+    last = 0 if tiles.ahead else order.last
+    return replace(tiles, splits=order.splits, last=last, maps_x=fills_tile(rows))
+
+
+@dataclass(frozen=True)
+class OrderedTiles:
+    """Tiles for many rows: `block_m` rows by `block_n` rows of W, `block_k` columns per step.
+
+    parallel: one program per slice of K and tile, if tiles alone do not fill the device. Else a program computes the
+        slices one after another.
+    stages, warps: Triton's num_stages and num_warps.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    parallel: bool
+    stages: int
+    warps: int
+
+    def count(self, rows: int, n: int) -> int:
+        """Return the number of tiles of a product."""
+        return cdiv(rows, self.block_m) * cdiv(n, self.block_n)
+
+
+def many_ordered_tiles(rows: int, n: int, k: int) -> OrderedTiles:
+    """Return tiles for more rows than `ordered_tiles` has tiles for, by their time."""
+    return min(_ordered_choices(rows, n, k), key=lambda choice: choice[0])[1]
+
+
+def _ordered_choices(rows: int, n: int, k: int) -> list[tuple[float, OrderedTiles]]:
+    """Return the possible tiles, each with its time: waves times numbers in a tile times columns over the share of the
+    tensor cores' speed."""
+    splits, choices = sum_order(n, k).splits, []
+    for block_m, block_n, share in ORDERED_BLOCKS:
+        for parallel in (False, True) if splits > 1 else (False,):
+            tiles = OrderedTiles(block_m, block_n, INPUT_STEP, parallel, 4, 8 if block_m * block_n > 1 << 13 else 4)
+            programs = tiles.count(rows, n) * (splits if parallel else 1)
+            if parallel and programs > MULTIPROCESSORS:
+                continue  # partial sums would take memory for no gain
+            if not parallel and splits > 1 and block_m > 128:
+                continue  # two sums do not fit in registers
+            columns = k / splits / share if parallel else k / share + SERIAL_COLUMNS * (splits - 1)
+            time = cdiv(programs, MULTIPROCESSORS) * block_m * block_n * columns
+            choices.append((time + (256 * 128 * PARALLEL_COLUMNS if parallel else 0), tiles))
+    return choices
+
+
+@cache
+def ordered_cuda_rows(rows: int, n: int, k: int) -> int | None:
+    """Return the rows of a tile of `ordered_cuda`; None if Triton's kernels are faster."""
+    if rows <= MAX_ROWS:
+        return None
+    clusters, splits = MULTIPROCESSORS // 2, sum_order(n, k).splits  # clusters of two programs, of 128 outputs each
+
+    def time(tile_rows: int) -> float:
+        columns = k / CUDA_ROWS[tile_rows] + SERIAL_COLUMNS * (splits - 1)
+        return cdiv(cdiv(rows, tile_rows) * cdiv(n, 256), clusters) * tile_rows * 128 * columns
+
+    best = min(CUDA_ROWS, key=time)
+    return best if time(best) < min(choice[0] for choice in _ordered_choices(rows, n, k)) else None
+
+
+def ordered_cuda_stages(rows: int) -> int:
+    """Return the stages of `ordered_cuda` that fit in shared memory, beside 8 KB for results and barriers."""
+    return min(8, (SHARED_BYTES - 8192 - 256) // ((rows + 128) * INPUT_STEP * 2))
 
 
 def fills_tile(rows: int) -> bool:
@@ -142,6 +248,18 @@ def workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
             needed.append((tiles_of_w * width * MAX_GATED_ROWS, tiles_of_w * SPLIT_FLAGS))
         for tiles in (skinny_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):
             if tiles is not None and tiles.splits > 1:
+                tiles_of_w = cdiv(n, tiles.block_n)
+                needed.append((tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m, tiles_of_w))
+    return largest(needed)
+
+
+def ordered_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Return cells and tickets for deterministic products with weights of these shapes [N, K], any number of rows."""
+    biggest = max(block_m * block_n for block_m, block_n, _ in ORDERED_BLOCKS)
+    needed = [(MULTIPROCESSORS * biggest, MULTIPROCESSORS)]  # of `many_ordered_tiles`: programs of at most one wave
+    for n, k in shapes:
+        for rows in (16, 32, 64, MAX_ROWS) if k % INPUT_STEP == 0 else ():
+            if (tiles := ordered_tiles(rows, n, k)) is not None and tiles.splits > 1:
                 tiles_of_w = cdiv(n, tiles.block_n)
                 needed.append((tiles_of_w * tiles.splits * tiles.block_n * tiles.block_m, tiles_of_w))
     return largest(needed)

@@ -9,7 +9,7 @@ from torch import Tensor
 from aerie.kernels.capability import Capability
 from aerie.kernels.cpp_library import compiles
 from aerie.kernels.gemm.blocks import largest
-from aerie.kernels.gemm.tiles import workspace_size
+from aerie.kernels.gemm.tiles import ordered_workspace_size, workspace_size
 
 
 @dataclass(frozen=True)
@@ -68,5 +68,8 @@ class GEMMOptions:
         here = Capability.of(device)
         if not here.is_gpu or dtype.itemsize != 2:
             return GEMMOptions(packed=here.is_gpu, host=dtype == torch.float32 and compiles(here))
-        workspace = Workspace.of_size(*largest([workspace_size(shapes), *others]), device)
+        sizes = [workspace_size(shapes), *others]
+        if deterministic:
+            sizes.append(ordered_workspace_size(shapes))
+        workspace = Workspace.of_size(*largest(sizes), device)
         return GEMMOptions(workspace, deterministic, here.multiplies_fp8, packed=True)

@@ -27,6 +27,7 @@ from aerie.kernels.attend import (  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.attend.split_kv_triton import Items  # noqa: E402
 from aerie.kernels.collectives import one_shot_all_reduce_triton as one_shot_all_reduce  # noqa: E402
+from aerie.kernels.collectives import sum_in_order_triton  # noqa: E402
 from aerie.kernels.drafting import block_head_triton  # noqa: E402
 from aerie.kernels.fp8 import norm_triton as fp8_norm  # noqa: E402
 from aerie.kernels.fp8 import rows_triton as fp8_rows  # noqa: E402
@@ -148,6 +149,13 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         False,
         {"requests_ptr"},
     ),
+    "merge_in_order": (
+        merge_states_triton.merge_in_order,
+        {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"},
+        {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "AT_ONCE": 8, "PDL": True},
+        False,
+        {"requests_ptr"},
+    ),
     "add_rms_norm": (norm_triton._add_norm, BF16, NORM, False, {"weight_ptr"}),
     "fp8_norm": (
         fp8_norm._fp8_norm,
@@ -206,6 +214,13 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
 CASES |= {
     "lora_shrink": (lora_triton._lora_shrink, LORA, lora_constants(8, 16, (0, 4096))[0], False, set()),
     "lora_expand": (lora_triton._lora_expand, LORA, lora_constants(8, 16, (0, 4096))[1], False, set()),
+    "sum_in_order": (
+        sum_in_order_triton._sum_in_order,
+        {"parts_ptr": "bf16", "out_ptr": "bf16"},
+        {"RANKS": 4, "BLOCK": 2048, "WIDE": tl.float32, "PDL": True},
+        False,
+        set(),
+    ),
     "packed_stream": (stream_triton._packed_stream, *PACKED_STREAM, False, {"codes_ptr", "scales_ptr"}),
     "order_rows": (
         order_rows_triton._order_rows,
@@ -233,6 +248,7 @@ ELSEWHERE = {
     name: f"_{name}"
     for name in (
         "skinny_gemm",
+        "ordered_gemm",
         "norm_route",
         "fp8_gemm",
         "fp8_gemm_ahead",

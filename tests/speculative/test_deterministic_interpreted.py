@@ -1,5 +1,5 @@
 """A deterministic engine under Triton's interpreter (TRITON_INTERPRET=1), which
-`tests/kernels/ops/test_triton_interpreter.py` starts in a process of its own: the target's products and attention are
+`tests/kernels/test_triton_interpreter.py` starts in a process of its own: the target's products and attention are
 those of a GPU, in float16, and what is row-wise is torch's."""
 
 import dataclasses
@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
 from aerie.attention.config import CacheConfig  # noqa: E402
-from aerie.kernels.gemm.tiles import workspace_size  # noqa: E402
+from aerie.kernels.gemm.tiles import ordered_workspace_size  # noqa: E402
 from aerie.kernels.gemm.workspace import (
     GEMMOptions,  # noqa: E402
     Workspace,  # noqa: E402
@@ -57,7 +57,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         modules = [module for module in model.modules() if isinstance(module, WeightedModule)]
         linear = [module.shape for module in modules if isinstance(module, LinearBase)]
         sizes = [module.workspace_size() for module in modules]
-        sizes.append(workspace_size([(shape.out_features, shape.in_features) for shape in linear]))
+        sizes.append(ordered_workspace_size([(shape.out_features, shape.in_features) for shape in linear]))
         workspace = Workspace.of_size(*(max(each) for each in zip(*sizes, strict=True)), torch.device("cpu"))
         for module in modules:
             module.finish(GEMMOptions(workspace, deterministic, fp8=True))

@@ -2,6 +2,7 @@
 
 tp_group           `TPGroup`, which layers use: all-reduce, all-gather, rank and size
 custom_all_reduce  all-reduces between the GPUs of one node without NCCL, chosen by message size
+ordered_all_reduce all-reduces in rank order for every size, for deterministic engines
 shared_memory      all-reduces and gathers between the CPUs of one machine without gloo
 weight_transfer    weights from a trainer's process, beside steps
 agreement          exchanges between ranks before they choose how to communicate

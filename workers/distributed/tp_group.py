@@ -12,7 +12,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
 from aerie.kernels.capability import Capability
-from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, connect
+from aerie.workers.distributed.custom_all_reduce import LIMITS, ORDERED_LIMITS, CustomAllReduce, connect
+from aerie.workers.distributed.ordered_all_reduce import all_gather_single, ordered_all_reduce
 from aerie.workers.distributed.shared_memory import SharedMemory, connect_shared_memory
 
 JOIN_TIMEOUT = timedelta(seconds=60)
@@ -24,13 +25,16 @@ class TPGroup:
 
     process_group: None if size is 1.
     custom: faster all-reduce of small tensors between GPUs; None without.
-    shared: used instead of the process group between CPUs of one machine."""
+    shared: used instead of the process group between CPUs of one machine.
+    ordered: sums are in rank order for every size of message, in float32, and rounded once.
+    """
 
     rank: int
     size: int
     process_group: dist.ProcessGroup | None = None
     custom: CustomAllReduce | None = None
     shared: SharedMemory | None = None
+    ordered: bool = False
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Replace x, contiguous, with its sum over the ranks, and return it; the same bits on every rank."""
@@ -38,13 +42,17 @@ class TPGroup:
         if self.shared is not None:
             self.shared.all_reduce(x)
         elif self.process_group is not None and (self.custom is None or not self.custom.all_reduce(x)):
-            dist.all_reduce(x, group=self.process_group)
+            if self.ordered:
+                ordered_all_reduce(x, self.process_group)
+            else:
+                dist.all_reduce(x, group=self.process_group)
         return x
 
     def all_reduce_add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         """Add the sum of x over the ranks to residual, in place, and return its RMSNorm, in one launch. Return None,
         without a change, if that is not possible. All [rows, size], contiguous."""
-        return None if self.custom is None else self.custom.add_norm(x, residual, weight, eps)
+        # the launch's RMSNorm adds squares in another order than the kernel of many rows
+        return None if self.custom is None or self.ordered else self.custom.add_norm(x, residual, weight, eps)
 
     def all_reduce_buffer(self, rows: int, size: int, dtype: torch.dtype) -> Tensor | None:
         """Return a buffer [rows, size] for the next argument of `all_reduce`, which saves a copy; None if it would not.
@@ -58,7 +66,7 @@ class TPGroup:
         if self.shared is not None:
             return self.shared.all_gather(x)
         out = torch.empty((self.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
-        _all_gather_single(out, x.contiguous(), group=self.process_group)
+        all_gather_single(out, x.contiguous(), group=self.process_group)
         return out.view(self.size, *x.shape)
 
     def all_gather_last(self, x: Tensor) -> Tensor:
@@ -75,16 +83,14 @@ def side_by_side(gathered: Tensor) -> Tensor:
     return gathered.movedim(0, -2).flatten(-2).contiguous()
 
 
-# torch 2.13 deprecates the old name with a warning per call; torch 2.11 has no other.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
 SOLO = TPGroup(rank=0, size=1)
 
 
-def join_tp_group(rank: int, size: int, address: str, device: torch.device, custom_all_reduce: bool = True) -> TPGroup:
+def join_tp_group(rank: int, size: int, address: str, device: torch.device, ordered: bool = False) -> TPGroup:
     """Join `size` ranks, which meet at `address` ("tcp://host:port", on rank 0's node). CPUs use gloo, and shared
-    memory on one machine. GPUs use NCCL, and with `custom_all_reduce` custom all-reduces of small tensors if they can
-    map each other's memory.
+    memory on one machine. GPUs use NCCL, and custom all-reduces of small tensors if they can map each other's memory.
+
+    ordered: sum in rank order, whatever the size of a message.
 
     Raises torch.distributed's error if the others do not join within 60 s.
     """
@@ -102,8 +108,10 @@ def join_tp_group(rank: int, size: int, address: str, device: torch.device, cust
     world = dist.group.WORLD
     assert world is not None
     if backend == "gloo":
-        return TPGroup(rank, size, world, shared=connect_shared_memory(world, rank, size, JOIN_TIMEOUT.total_seconds()))
-    return TPGroup(rank, size, world, connect(world, rank, size, device) if custom_all_reduce else None)
+        shared = connect_shared_memory(world, rank, size, JOIN_TIMEOUT.total_seconds())
+        return TPGroup(rank, size, world, shared=shared, ordered=ordered)
+    limits = ORDERED_LIMITS if ordered else LIMITS
+    return TPGroup(rank, size, world, connect(world, rank, size, device, limits), ordered=ordered)
 
 
 def _store(address: str, rank: int, size: int) -> Store:

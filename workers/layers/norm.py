@@ -139,6 +139,18 @@ def norm_projections(norms: Sequence[ProjectionNorm], parts: Sequence[Tensor], g
     """
     if group.size == 1:
         return [norm(part.flatten(1)).view(part.shape) for norm, part in zip(norms, parts, strict=True)]
-    squares = torch.stack([part.float().square().sum((1, 2)) for part in parts], 1)
+    total = sum_in_halves if group.ordered else torch.Tensor.sum
+    squares = torch.stack([total(part.float().square().flatten(1), 1) for part in parts], 1)
     sums = group.all_reduce(squares).unbind(1)
     return [norm.scaled(part, each, group.size) for norm, part, each in zip(norms, parts, sums, strict=True)]
+
+
+def sum_in_halves(x: Tensor, dim: int) -> Tensor:
+    """Return the sum of x [rows, n] over dimension 1: [rows]. A row's sum does not depend on the number of rows, as it
+    may in torch, whose kernel divides rows by their number."""
+    assert x.dim() == 2 and dim == 1
+    while (n := x.shape[1]) > 1:
+        half = n // 2
+        sums = x[:, :half] + x[:, half : 2 * half]
+        x = sums if n % 2 == 0 else torch.cat((sums, x[:, -1:]), 1)
+    return x.squeeze(1)

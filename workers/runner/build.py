@@ -27,6 +27,7 @@ from aerie.workers.runner.backends import (
     ModelShape,
     chunks_on_device,
     cpu_length_readers,
+    has_latents,
     target_backends,
     target_choices,
 )
@@ -94,8 +95,7 @@ def build_rank(
     others = choose_backends(engine.speculation.attention(worker.cache.page_size, engine.dtype, here))
     phases = _Phases(report)
     memory = RankMemory(device_memory(device), worker, engine.layout, device)
-    # the custom all-reduce has two kernels with RMSNorm, chosen by the number of rows
-    group = join_tp_group(rank, worker.tensor_parallel, address, device, custom_all_reduce=not deterministic)
+    group = join_tp_group(rank, worker.tensor_parallel, address, device, ordered=deterministic)
     phases.done("process group joined")
     parts = load_parts(worker, engine, group, backends, memory, deterministic, phases.done, advance)
     with memory.counting_weights(), must_fit("the draft", "raise parallel.tensor_parallel"):
@@ -103,7 +103,7 @@ def build_rank(
     eager = parts.worker_of(strategy)
     graphed, first = None, frozenset[GraphKey]()
     if rounds_are_graphs(worker, here, cpu_length_readers(backends, others), rank):
-        with_chunks = not deterministic and chunks_on_device(backends, others)
+        with_chunks = chunks_on_device(backends, others) and not (deterministic and has_latents(engine.target))
         graphed = graphed_strategy(strategy, parts.slots, parts.layout, CudaRecorder(), with_chunks)
         first = first_graphs(graphed, parts.layout, worker.cache.page_size, device)
         phases.done(compile_ahead(graphed, first, group, compilers))
@@ -258,7 +258,7 @@ def _backends_of_target(
     kind = Capability.of(device)
     tensor_parallel, page_size = worker.tensor_parallel, worker.cache.page_size
     shape = ModelShape(engine.target, tensor_parallel, engine.dtype, page_size, kind, engine.kv_dtype)
-    backend = deterministic_backend(engine.layout.max_model_len) if deterministic else None
+    backend = deterministic_backend() if deterministic else None
     return target_backends(worker.attention, shape, engine.speculation.verified_modes, backend)
 
 

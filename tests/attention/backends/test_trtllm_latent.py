@@ -94,7 +94,7 @@ def test_rows_of_chains_see_what_they_should(
     assert torch.equal(lengths.long(), expected)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="tests/kernels/ops/test_triton_interpreter.py runs it")
+@pytest.mark.skipif(not INTERPRETED, reason="tests/kernels/test_triton_interpreter.py runs it")
 @pytest.mark.parametrize("shape", [GEN, *slow(SMALL)], ids=["gen", "small"])
 @pytest.mark.parametrize("work", TREES, ids=lambda work: work.name)
 def test_trees_are_their_prefix_and_their_masked_columns(

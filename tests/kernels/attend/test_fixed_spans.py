@@ -10,11 +10,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from aerie.attention.backends.triton_backend import FIXED_SPAN, TritonBackend, fixed_span, list_pieces  # noqa: E402
+from aerie.attention.backends.triton_backend import FIXED_SPAN, TritonBackend, list_pieces  # noqa: E402
 from aerie.attention.kv_cache.pool import KVPool  # noqa: E402
-from aerie.kernels.attend import decode_plan_triton, references, split_kv_triton  # noqa: E402
-from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.attend import references, split_kv_triton  # noqa: E402
+from aerie.kernels.attend.fixed import spans_triton  # noqa: E402
+from aerie.kernels.attend.scores import ScoreRule  # noqa: E402
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
+from aerie.kernels.kv.fp8 import FP8  # noqa: E402
 from tests.attention.backends.test_triton_prefill import check_prefill  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
     assert_close,
@@ -28,6 +30,7 @@ from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS 
 pytestmark = MARKS
 
 SPAN = 128 if INTERPRETED else FIXED_SPAN
+RULED = "plain", "narrow, sinks", "window, cap, sinks"
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 GROUP, KV_HEADS, HEAD_DIM, PAGE = (4, 1, 16, 16) if INTERPRETED else (4, 8, 128, 16)
 SCALE = HEAD_DIM**-0.5
@@ -41,10 +44,10 @@ PREFIXES = [0, 1, 57, SPAN - 3, SPAN + 60] if INTERPRETED else [0, 1, 61, 640, 1
 class Text:
     """One request's pages and queries, of which any rows may be computed: `q` [length, heads, head_dim]."""
 
-    def __init__(self, length: int, rule: ScoreRule = PLAIN) -> None:
+    def __init__(self, length: int, rule: ScoreRule = PLAIN, kv_dtype: torch.dtype = DTYPE) -> None:
         self.rule = rule
         num_pages = -(-length // PAGE) + 5
-        self.pool = random_pool(num_pages, PAGE, KV_HEADS, HEAD_DIM, DTYPE)
+        self.pool = random_pool(num_pages, PAGE, KV_HEADS, HEAD_DIM, kv_dtype)
         self.table = random_table([length], PAGE, num_pages)
         self.q = random_rows(length, GROUP * KV_HEADS, HEAD_DIM, DTYPE)
 
@@ -52,17 +55,18 @@ class Text:
         """The row at `position`, in a pass of its own."""
         return self.chain(position, 1)
 
-    def chain(self, prefix: int, rows: int) -> Tensor:
+    def chain(self, prefix: int, rows: int, declared: bool = False) -> Tensor:
         mode = Mode.DECODE if rows == 1 else Mode.VERIFY
         length = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
-        batch = DecodeBatch(mode, rows, rows, length, causal_mask(1, rows, DEVICE), self.table, prefix + rows)
+        mask = causal_mask(1, rows, DEVICE)
+        batch = DecodeBatch(mode, rows, rows, length, mask, self.table, prefix + rows, chain=declared)
         return attend(self.pool, batch, self.q[prefix : prefix + rows], rule=self.rule)
 
     def chunks(self, cuts: list[int]) -> Tensor:
         """All rows, as the chunks between `cuts` in one batch."""
         starts, counts = cuts[:-1], [end - start for start, end in pairwise(cuts)]
         batch = PrefillBatch.from_lists(starts, counts, self.table.expand(len(starts), -1))
-        return attend(self.pool, batch, self.q)
+        return attend(self.pool, batch, self.q, rule=self.rule)
 
 
 def attend(
@@ -79,31 +83,33 @@ def sinks_of(rule: ScoreRule) -> Tensor | None:
     return torch.linspace(-1.0, 2.0, GROUP * KV_HEADS, device=DEVICE) if rule.has_sinks else None
 
 
-def test_spans_hold_the_longest_context() -> None:
-    for length, span in ((2, 1024), (8192, 1024), (32768, 1024), (32769, 2048), (131072, 4096)):
-        assert fixed_span(length) == span
-        assert span * decode_plan_triton.MAX_SPLITS >= 2 * length
+def test_spans_depend_on_positions_only() -> None:
+    sizes = [b - a for a, b in pairwise(spans_triton.span_starts(200_000, 64))]
+    assert sizes[:-1] == [64] * 4 + [128] * 6 + [256] * 12 + [512] * 24 + [1024] * (len(sizes) - 47)
+    for length in (1, 63, 64, 65, 1023, 1024, 1025, 1280, 1281, 4095, 4096, 4097, 5120, 5121, 131072):
+        starts = spans_triton.span_starts(length, 64)
+        assert starts[-1] == length and spans_triton.num_spans(length, 64) == len(starts) - 1, length
+        assert starts[:-1] == spans_triton.span_starts(200_000, 64)[: len(starts) - 1]
 
 
-def test_contexts_are_cut_at_the_same_places_in_every_batch() -> None:
-    prefix = torch.tensor([0, 99, 100, 356], dtype=torch.int32, device=DEVICE)
-    for max_kv_len in (358, 700):
-        items = split_kv_triton.plan_spans(prefix, 1, 100, max_kv_len)
-        used = [row[:6] for row in items.items.tolist() if row[0] != split_kv_triton.IDLE.value]
-        each = -(-max_kv_len // 100)
-        assert [row[:3] for row in used] == [
-            [0, 0, 1],
-            [1, 0, 100],
-            [2, 0, 100],
-            [2, 100, 101],
-            [3, 0, 100],
-            [3, 100, 200],
-            [3, 200, 300],
-            [3, 300, 357],
-        ]
-        assert [row[5] for row in used] == [1, 1, 2, 2, 4, 4, 4, 4]
-        assert [row[3] - row[4] for row in used] == [0, 0, 0, 1, 0, 1, 2, 3]
-        assert items.requests.tolist() == [[0, 1], [each, 1], [2 * each, 2], [3 * each, 4]]
+@pytest.mark.parametrize("window", [None, 300])
+def test_contexts_are_cut_at_the_same_places_in_every_batch(window: int | None) -> None:
+    lengths = [1, 63, 64, 65, 320, 1024, 1025, 1300, 4095, 4096, 4097, 7000]
+    prefix = torch.tensor([length - 1 for length in lengths], dtype=torch.int32, device=DEVICE)
+    for max_kv_len in (7000, 9000):
+        items = split_kv_triton.plan_spans(prefix, 1, 64, max_kv_len, window)
+        rows = items.items.tolist()
+        each = len(rows) // len(lengths)
+        for request, length in enumerate(lengths):
+            borders = list(pairwise(spans_triton.span_starts(length, 64)))
+            seen = [span for span in borders if window is None or span[1] > length - window]
+            used = [row for row in rows[request * each : (request + 1) * each] if row[0] != split_kv_triton.IDLE.value]
+            assert [tuple(row[1:3]) for row in used] == seen and {row[0] for row in used} == {request}
+            assert [row[3] - row[4] for row in used] == list(range(len(seen)))
+            assert {row[5] for row in used} == {len(seen)} and items.requests[request].tolist() == [
+                used[0][4],
+                len(seen),
+            ]
 
 
 @pytest.mark.parametrize("rows,suffix_len", [(1, 1), (5, 9)] if INTERPRETED else [(1, 1), (4, 4), (5, 9), (21, 21)])
@@ -118,17 +124,19 @@ def test_attention_is_right(rows: int, suffix_len: int, mode: Mode, window: int 
     assert_close(attend(pool, batch, q), references.decode(q, pool.layer(0), batch, ScoreRule(SCALE)), DTYPE)
 
 
+@pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("rows", [4] if INTERPRETED else [2, 4, 8])
-def test_rows_of_a_chain_equal_rows_of_their_own(rows: int) -> None:
+def test_rows_of_a_chain_equal_rows_of_their_own(rows: int, declared: bool) -> None:
+    """Whether the kernel is told that it is a chain, or computes it as a tree."""
     torch.manual_seed(7)
     for prefix in PREFIXES:
         text = Text(prefix + rows)
-        together = text.chain(prefix, rows)
+        together = text.chain(prefix, rows, declared)
         for row in range(rows):
             assert torch.equal(together[row], text.plain(prefix + row)[0]), (prefix, row)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=["plain", "narrow, sinks", "window, cap, sinks"])
+@pytest.mark.parametrize("rule", RULES, ids=RULED)
 def test_rows_of_a_tree_equal_those_of_their_path(rule: ScoreRule) -> None:
     """Path 0, 2, 3, 7 of a tree of 9 nodes, the others being something else."""
     torch.manual_seed(8)
@@ -176,21 +184,35 @@ def test_rows_do_not_depend_on_the_other_requests(rows: int) -> None:
             max(PREFIXES[i] for i in chosen) + rows,
         )
         own = q.view(len(PREFIXES), rows, *q.shape[1:])[chosen].flatten(0, 1)
-        for batch in (part, dataclasses.replace(part, max_kv_len=8 * SPAN)):
+        for batch in (part, dataclasses.replace(part, max_kv_len=64 * SPAN)):
             out = attend(pool, batch, own, backend).view(len(chosen), rows, -1)
             assert torch.equal(out, expected[chosen]), chosen
 
 
-def test_prompts_equal_decoding_however_they_are_cut() -> None:
+@pytest.mark.parametrize("rule", RULES, ids=RULED)
+@pytest.mark.parametrize("kv_dtype", [DTYPE, FP8], ids=["16 bits", "FP8"])
+def test_prompts_equal_decoding_however_they_are_cut(rule: ScoreRule, kv_dtype: torch.dtype) -> None:
     torch.manual_seed(10)
-    length = SPAN + 90
-    text = Text(length)
+    length = SPAN + 90 if INTERPRETED else 17 * SPAN + 90
+    text = Text(length, rule, kv_dtype)
     whole = text.chunks([0, length])
     cuts_of_text = [[0, 1, 20, length], [0, 64, SPAN + 1, length], [0, 31, 32, 64, SPAN - 5, length]]
     for cuts in cuts_of_text[2:] if INTERPRETED else cuts_of_text:
         assert torch.equal(text.chunks(cuts), whole), cuts
     for position in (0, 5, 63, 64, SPAN - 1, SPAN, length - 1):
         assert torch.equal(text.plain(position)[0], whole[position]), position
+
+
+def test_a_padded_step_gives_the_same_bits() -> None:
+    """Whose chunks only the device knows, as in a captured step."""
+    torch.manual_seed(11)
+    text = Text(SPAN + 40)
+    whole = text.chunks([0, 70, SPAN + 40])
+    table = text.table.expand(3, -1).contiguous()
+    batch = PrefillBatch.from_lists([0, 70], [70, SPAN - 30], table, SPAN + 60)
+    q = torch.cat([text.q, text.q[:20]])
+    found = attend(text.pool, dataclasses.replace(batch, lists=None), q)
+    assert torch.equal(found[: SPAN + 40], whole) and not found[SPAN + 40 :].any()
 
 
 def test_pieces_cover_every_row() -> None:
@@ -202,8 +224,7 @@ def test_pieces_cover_every_row() -> None:
     assert [p for p in pieces if p[0] == 2] == [(2, 43, 100, 16)]
 
 
-def test_chunks_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With room for few pieces at once."""
-    monkeypatch.setattr("aerie.attention.backends.triton_backend.MAX_PIECE_PARTIALS", 3)
+@pytest.mark.parametrize("window", [None, 70])
+def test_chunks_are_right(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.attention.backends.test_triton_prefill.build_backend", lambda *_: TritonBackend(SPAN))
-    check_prefill([0, 40, 3], [50, 2, 2 * SPAN], GROUP, KV_HEADS, HEAD_DIM, PAGE, DTYPE)
+    check_prefill([0, 40, 3], [50, 2, 2 * SPAN], GROUP, KV_HEADS, HEAD_DIM, PAGE, DTYPE, window)

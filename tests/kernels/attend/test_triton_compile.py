@@ -10,7 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from aerie.attention.backends.triton_kernels import FIXED_TILES  # noqa: E402
+from aerie.attention.backends.triton_kernels import FIXED_TILES, LayerShape  # noqa: E402
 from aerie.kernels.attend import (  # noqa: E402
     decode_plan_triton,
     decode_triton,
@@ -22,6 +22,7 @@ from aerie.kernels.attend import (  # noqa: E402
     prefill_triton,
     split_kv_triton,
 )
+from aerie.kernels.attend.fixed import fixed_prefill_triton  # noqa: E402
 from aerie.kernels.kv import slot_mapping_triton  # noqa: E402
 from aerie.kernels.kv.fp8 import WEIGHT_UNIT  # noqa: E402
 from aerie.kernels.rope import rope_store_normed_triton, rope_store_triton  # noqa: E402
@@ -385,6 +386,51 @@ def test_decode_attention_in_fixed_spans_fits_hopper(
     assert spills <= (128 if paths else 0)  # the state of two loops; little beside a tile's loads
     assert "fma.rn.f32" not in ptx  # else a variant might round as another does not
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
+
+
+@pytest.mark.parametrize(
+    "group,head_dim,kv,rule",
+    [
+        (4, 128, "bf16", {}),
+        (8, 64, "bf16", {"WINDOW": 128, "sinks_ptr": ...}),
+        (4, 128, "i16", {"PAIRS": True, "UNIT": WEIGHT_UNIT}),
+        *slow((2, 256, "bf16", {"SOFT_CAP": 50.0}), (16, 512, "bf16", {})),
+    ],
+)
+def test_chunk_attention_in_fixed_spans_fits_hopper(
+    group: int, head_dim: int, kv: str, rule: dict[str, Any], tmp_path: Path
+) -> None:
+    shape = LayerShape(8 * group, 8, head_dim, None, 2, 1 if kv == "i16" else 2)
+    tiles = shape.fixed_prefill_tiles
+    assert tiles.block_n == shape.fixed_tiles.block_n, "the columns of a tile enter a row's result"
+    pointers = {"q_ptr": "bf16", "k_ptr": kv, "v_ptr": kv, "out_ptr": "bf16", "sinks_ptr": "fp32"}
+    constants = {
+        "GROUP": group,
+        "KV_HEADS": 8,
+        "D": head_dim,
+        "PAGE": 16,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "WINDOW": 0,
+        "SOFT_CAP": None,
+        "sinks_ptr": None,
+        "UPCAST": False,
+        "UNIT": 1.0,
+        "PAIRS": False,
+        **rule,
+    }
+    constants = {name: value for name, value in constants.items() if value is not ...}
+    spills, shared, ptx = compiled(
+        fixed_prefill_triton._attend_fixed_prefill,
+        tmp_path,
+        pointers,
+        constants,
+        tiles.warps,
+        tiles.stages,
+        enable_fp_fusion=False,
+    )
+    assert spills <= (768 if head_dim > 128 else 0)  # two sums of 64 x 256 numbers
+    assert shared <= SHARED_PER_SM and "wgmma.mma_async" in ptx and "fma.rn.f32" not in ptx
 
 
 @pytest.mark.parametrize("paths", [False, True])

@@ -1,7 +1,7 @@
 """Every implementation of every operation against the operation's reference, over its declared cases.
 
 On GPUs as it is; without one, Triton's kernels run in its interpreter, in a process of their own
-(`tests.kernels.ops.test_triton_interpreter`). A new implementation is a row of its operation's table, and a new
+(`tests.kernels.test_triton_interpreter`). A new implementation is a row of its operation's table, and a new
 operation a module of cases here: nothing else is to be written.
 """
 

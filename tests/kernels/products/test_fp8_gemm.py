@@ -8,9 +8,10 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.kernels.capability import MULTIPROCESSORS  # noqa: E402
 from aerie.kernels.fp8.gemm_ahead_triton import fp8_gemm_ahead  # noqa: E402
-from aerie.kernels.fp8.gemm_triton import fp8_fixed_rows, fp8_gemm  # noqa: E402
+from aerie.kernels.fp8.gemm_triton import fp8_gemm  # noqa: E402
 from aerie.kernels.fp8.gemm_wide_triton import fp8_gemm_wide  # noqa: E402
-from aerie.kernels.fp8.rows import GROUP, Fp8Rows, dequantized_rows  # noqa: E402
+from aerie.kernels.fp8.product_triton import TritonFp8Product  # noqa: E402
+from aerie.kernels.fp8.rows import GROUP, dequantized_rows  # noqa: E402
 from aerie.kernels.fp8.rows_triton import quantize_rows  # noqa: E402
 from aerie.kernels.fp8.tiles import (  # noqa: E402
     MAX_AHEAD_ROWS,
@@ -21,6 +22,9 @@ from aerie.kernels.fp8.tiles import (  # noqa: E402
     fp8_ahead_tiles,
     fp8_gated_tiles,
     fp8_gemm_tiles,
+    fp8_ordered_gated_tiles,
+    fp8_ordered_tiles,
+    fp8_ordered_wide_tiles,
     fp8_wide_tiles,
     fp8_workspace_size,
 )
@@ -172,24 +176,65 @@ def test_a_gated_product_is_that_of_what_is_meant(by_group: bool) -> None:
     assert fp8_gated_tiles(1, 6144, 4096) is None and fp8_gated_tiles(1, 28672 + 64, 4096) is None
 
 
-def test_a_row_of_fixed_rows_depends_on_nothing_else() -> None:
+# Two slices, of which groups are multiplied last; one slice; and on a GPU matrices of DeepSeek-V3 and Llama-3.1-8B
+ORDERED = (
+    [(96, 768), (70, 384)] if INTERPRETED else [(2112, 7168), (3072, 1536), (4096, 4096), (28672, 4096), (96, 768)]
+)
+
+
+@pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])
+@pytest.mark.parametrize("n,k", ORDERED)
+def test_a_deterministic_row_has_the_same_bits_for_every_number_of_rows(n: int, k: int, by_group: bool) -> None:
     generator = torch.Generator().manual_seed(4)
-    for n, k in SHAPES[:2]:
-        weight, meant = weight_of(n, k, True, generator)
-        workspace = workspace_of([(n, k)])
-        x = quantize_rows(rows_of(150, k, generator), True)
+    weight, meant = weight_of(n, k, by_group, generator)
+    product = TritonFp8Product(weight, workspace_of([(n, k)]), True, OUT)
+    x = rows_of(300 if INTERPRETED else 2048, k, generator)
+    whole = product.multiply(x, None)
+    assert difference(whole, dequantized_rows(quantize_rows(x, by_group)).double() @ meant.T) < 3e-3
+    for rows in (1, 2, 3, 8, 16, 31, 64, 65, 127, 128, 129, 257):
+        assert torch.equal(product.multiply(x[:rows], None), whole[:rows]), rows
+    if n % 256 == 0:
+        gated = product.multiply_gated(x)
+        assert isinstance(gated, Tensor)
+        for rows in (1, 16, 31, 64, 65, 127, 129):
+            found = product.multiply_gated(x[:rows])
+            assert isinstance(found, Tensor) and torch.equal(found, gated[:rows]), rows
+        wanted = product.inputs
+        if by_group:
+            rounded = product._rounded(product.multiply_gated(x, wanted))
+            for rows in (1, 16, 31, 65, 129):
+                found = product._rounded(product.multiply_gated(x[:rows], wanted))
+                assert torch.equal(found.values.view(torch.uint8), rounded.values[:rows].view(torch.uint8)), rows
+                assert torch.equal(found.scales, rounded.scales[:rows]), rows
 
-        def product(
-            first: int, rows: int, x: Fp8Rows = x, weight: Fp8Matrix = weight, workspace: Workspace = workspace
-        ) -> Tensor:
-            part = Fp8Rows(x.values[first : first + rows], x.scales[first : first + rows])
-            out = torch.empty(rows, weight.values.shape[0], dtype=OUT, device=DEVICE)
-            return fp8_fixed_rows(part, weight, None, workspace, out)
 
-        whole = product(0, 150)
-        assert difference(whole, dequantized_rows(x).double() @ meant.T) < 3e-3
-        for first, rows in ((149, 1), (3, 4), (61, 13), (7, 64), (50, 65)):
-            assert torch.equal(product(first, rows), whole[first : first + rows])
+def test_tiles_for_every_number_of_rows_add_in_one_order() -> None:
+    for n, k in (*ORDERED, (7168, 2048), (2112, 7168), (28672, 4096), (4096, 14336)):
+        order = fp8_gemm_tiles(1, n, k)
+        assert order is not None
+        for rows in (1, 16, 17, 32, 64, 65, 128):
+            tiles = fp8_ordered_tiles(rows, n, k)
+            assert tiles is not None and (tiles.splits, tiles.last or tiles.ahead) == (order.splits, order.ahead)
+            gated = fp8_ordered_gated_tiles(rows, n, k, rows % 2 == 0)
+            assert gated is None or (gated.splits, gated.last or gated.ahead) == (order.splits, order.ahead)
+        for rows in (65, 129, 512, 8192):
+            wide = fp8_ordered_wide_tiles(rows, n, k)
+            assert (wide.splits * wide.slices, wide.last) == (order.splits, order.ahead)
+            cells, tickets = fp8_workspace_size([(n, k)])
+            count = wide.count(rows, n)
+            assert wide.splits == 1 or (count <= tickets and count * wide.splits * wide.block_m * wide.block_n <= cells)
+
+
+def test_a_rows_scale_is_its_own() -> None:
+    """Whatever a checkpoint intends for a tensor: so the rounding of a row does not depend on the other rows."""
+    generator = torch.Generator().manual_seed(5)
+    x = rows_of(9, 256, generator) * torch.logspace(-3, 3, 9, device=DEVICE)[:, None]
+    for by_group in (True, False):
+        whole = quantize_rows(x, by_group)
+        for row in range(9):
+            alone = quantize_rows(x[row : row + 1], by_group)
+            assert torch.equal(alone.values.view(torch.uint8), whole.values[row : row + 1].view(torch.uint8))
+            assert torch.equal(alone.scales, whole.scales[row : row + 1])
 
 
 def test_splits_divide_the_groups_and_no_rows_give_none() -> None:
@@ -201,5 +246,5 @@ def test_splits_divide_the_groups_and_no_rows_give_none() -> None:
     weight, _ = weight_of(96, 512, True, torch.Generator().manual_seed(0))
     x = quantize_rows(torch.empty(0, 512, device=DEVICE), True)
     workspace, out = workspace_of([(96, 512)]), torch.empty(0, 96, device=DEVICE)
-    assert fp8_fixed_rows(x, weight, None, workspace, out).shape == (0, 96)
+    assert TritonFp8Product(weight, workspace, True, OUT).multiply(x, None).shape == (0, 96)
     assert fp8_gemm_wide(x, weight, None, workspace, fp8_wide_tiles(0, 96, 512), out).shape == (0, 96)

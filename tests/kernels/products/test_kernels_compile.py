@@ -18,7 +18,9 @@ from aerie.kernels.fp8 import gemm_triton as fp8_gemm  # noqa: E402
 from aerie.kernels.fp8 import gemm_wide_triton as fp8_gemm_wide  # noqa: E402
 from aerie.kernels.fp8 import norm_triton as fp8_norm  # noqa: E402
 from aerie.kernels.fp8 import tiles as fp8_tiles  # noqa: E402
+from aerie.kernels.gemm import ordered_triton as ordered_gemm  # noqa: E402
 from aerie.kernels.gemm import skinny_triton as skinny_gemm  # noqa: E402
+from aerie.kernels.gemm.tiles import OrderedTiles, _ordered_choices, sum_order  # noqa: E402
 from aerie.kernels.kv import move_path_triton  # noqa: E402
 from aerie.kernels.latent import expand_latents_triton as latent_expansion  # noqa: E402
 from aerie.kernels.latent import head_products_triton as head_products  # noqa: E402
@@ -99,6 +101,10 @@ def test_product_of_a_router_fits_hopper(num_rows: int, n: int, k: int, tmp_path
         "APART": True,
         "SPAN": tiles.span(k),
         "AHEAD": tiles.columns_ahead,
+        "LAST": 0,
+        "K": 0,
+        "x_ptr": None,
+        "x_row_stride": 0,
         "GATED": False,
         "HAS_BIAS": True,
         "PDL": True,
@@ -138,6 +144,10 @@ def test_product_of_few_rows_fits_hopper(kind: str, num_rows: int, n: int, k: in
         "APART": False,
         "SPAN": tiles.span(k),
         "AHEAD": tiles.columns_ahead,
+        "LAST": 0,
+        "K": 0,
+        "x_ptr": None,
+        "x_row_stride": 0,
         "GATED": kind == "gated",
         "HAS_BIAS": kind == "bias",
         "PDL": True,
@@ -154,6 +164,42 @@ def test_product_of_few_rows_fits_hopper(kind: str, num_rows: int, n: int, k: in
     assert "griddepcontrol.launch_dependents" in before_the_wait
     assert ("cp.async.bulk.tensor" in before_the_wait) == tiles.ahead
     assert "ld.global" not in before_the_wait and "st.global" not in before_the_wait
+
+
+ORDERED = [(tiles, *case) for case in ((4096, 4096), (6144, 4096)) for _, tiles in _ordered_choices(200, *case)]
+
+
+@pytest.mark.parametrize("tiles,n,k", [*ORDERED[:3], *slow(*ORDERED[3:])])
+def test_product_of_many_rows_in_order_fits_hopper(tiles: OrderedTiles, n: int, k: int, tmp_path: Path) -> None:
+    order = sum_order(n, k)
+    constants = {
+        "N": n,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_K": tiles.block_k,
+        "SPLITS": order.splits,
+        "SPAN": order.span,
+        "LAST": order.last,
+        "PARALLEL": tiles.parallel,
+        "TOGETHER": 8,
+        "HAS_BIAS": False,
+        "PDL": True,
+        "UPCAST": False,
+    }
+    blocks = {"x_desc": (tiles.block_m, tiles.block_k), "w_desc": (tiles.block_n, tiles.block_k)}
+    spills, shared, ptx = compiled(
+        ordered_gemm._ordered_gemm,
+        tmp_path,
+        BF16 | {"part_ptr": "fp32"},
+        constants,
+        tiles.warps,
+        tiles.stages,
+        descriptors=blocks,
+    )
+    assert spills == 0 and shared <= SHARED_PER_SM
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+    before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
+    assert "cp.async.bulk.tensor" not in before_the_wait and "ld.global" not in before_the_wait
 
 
 FP8_POINTERS = dict.fromkeys(("x_scales_ptr", "w_scales_ptr", "out_scales_ptr", "scales_ptr", "part_ptr"), "fp32") | {
@@ -207,6 +253,7 @@ def test_product_of_few_fp8_rows_fits_hopper(
         "SPLITS": tiles.splits,
         "SPAN": tiles.span(k),
         "AHEAD": tiles.ahead,
+        "LAST": tiles.last,
         "COLUMNS": columns,
         "GATED": gated,
         "BY_GROUP": by_group,
@@ -243,6 +290,8 @@ def test_product_of_many_fp8_rows_fits_hopper(rows: int, n: int, k: int, by_grou
         "BLOCK_M": tiles.block_m,
         "BLOCK_N": tiles.block_n,
         "SPLITS": tiles.splits,
+        "SLICES": tiles.slices,
+        "LAST": tiles.last,
         "TOGETHER": 8,
         "BY_GROUP": by_group,
         "HAS_BIAS": False,
@@ -251,6 +300,29 @@ def test_product_of_many_fp8_rows_fits_hopper(rows: int, n: int, k: int, by_grou
     blocks = {"x_desc": (tiles.block_m, 128), "w_desc": (tiles.block_n, 128)}
     ptx = check_fp8(fp8_gemm_wide._fp8_gemm_wide, tmp_path, constants, tiles.warps, tiles.stages, blocks, {})
     assert "ld.global" not in ptx[: ptx.index("griddepcontrol.wait")]
+
+
+@pytest.mark.parametrize("rows,n,k", [(64, 2112, 7168), (1024, 2112, 7168), (8192, 7168, 2048), (8192, 6144, 4096)])
+@pytest.mark.parametrize("by_group", [True, False])
+def test_ordered_product_of_fp8_rows_fits_hopper(rows: int, n: int, k: int, by_group: bool, tmp_path: Path) -> None:
+    """Groups that are multiplied last, and slices that a program sums one after another."""
+    order, constants = fp8_tiles.fp8_gemm_tiles(1, n, k), {"N": n, "GROUPS": k // 128, "BY_GROUP": by_group}
+    assert order is not None
+    constants |= {"HAS_BIAS": False, "PDL": True}
+    if rows > 64:
+        wide = fp8_tiles.fp8_ordered_wide_tiles(rows, n, k)
+        constants |= {"BLOCK_M": wide.block_m, "BLOCK_N": wide.block_n, "SPLITS": wide.splits, "SLICES": wide.slices}
+        constants |= {"LAST": wide.last, "TOGETHER": 8}
+        blocks = {"x_desc": (wide.block_m, 128), "w_desc": (wide.block_n, 128)}
+        check_fp8(fp8_gemm_wide._fp8_gemm_wide, tmp_path, constants, wide.warps, wide.stages, blocks, {})
+        return
+    tiles = fp8_tiles.fp8_ordered_tiles(rows, n, k)
+    assert tiles is not None and tiles.last > 0
+    constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "SPLITS": tiles.splits, "SPAN": tiles.span(k)}
+    constants |= {"AHEAD": 0, "LAST": tiles.last, "COLUMNS": 0, "GATED": False, "RESULT": fp8_gemm.tl.bfloat16}
+    constants |= {"INTERPRETED": False, "out_scales_ptr": None}
+    blocks = {"x_desc": (tiles.block_m, 128), "w_desc": (tiles.block_n, 128)}
+    check_fp8(fp8_gemm._fp8_gemm, tmp_path, constants, tiles.warps, tiles.stages, blocks, {})
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """The product of few rows against torch's: on a GPU, or under Triton's interpreter (TRITON_INTERPRET=1), which
-`tests/kernels/ops/test_triton_interpreter.py` starts in a process of its own."""
+`tests/kernels/test_triton_interpreter.py` starts in a process of its own."""
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from aerie.kernels.gemm.skinny_triton import fixed_rows, skinny_gemm, skinny_gemm_gated  # noqa: E402
+from aerie.kernels.gemm.skinny_triton import skinny_gemm, skinny_gemm_gated  # noqa: E402
 from aerie.kernels.gemm.tiles import MAX_ROWS, fills_tile, gated_tiles, skinny_gemm_tiles  # noqa: E402
 from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
 from aerie.kernels.norm.activation import silu_mul  # noqa: E402
@@ -86,7 +85,6 @@ def test_no_rows_give_none() -> None:
     weight = torch.randn(n, k).to(DEVICE, torch.float16)
     x = weight[:0]
     assert product(x, weight, None, workspace).shape == (0, n)
-    assert fixed_rows(x, weight, None, workspace).shape == (0, n)
     tiles = gated_tiles(0, n, k)
     assert tiles is not None and skinny_gemm_gated(x, weight, workspace, tiles).shape == (0, n // 2)
 
@@ -100,32 +98,6 @@ def test_rows_that_leave_much_of_a_tile_empty_are_left_to_the_library() -> None:
     """The ranges measured on an H200: from one row up to 32, then tiles of 64 and 128 that are nearly full."""
     spans = {rows for rows in range(1, MAX_ROWS + 1) if fills_tile(rows)}
     assert spans == {*range(1, 33), *range(48, 65), *range(112, MAX_ROWS + 1)}
-
-
-@pytest.mark.parametrize("dtype", [torch.float16] if INTERPRETED else [torch.bfloat16, torch.float16])
-def test_a_row_of_fixed_rows_depends_on_nothing_else(dtype: torch.dtype) -> None:
-    """Interpreted with whole numbers: numpy's products round a row by its position on some CPUs (AMD EPYC)."""
-    generator = torch.Generator().manual_seed(6)
-
-    def random(*shape: int) -> Tensor:
-        numbers = torch.randn(*shape, generator=generator)
-        return (numbers.round() if INTERPRETED else numbers).to(DEVICE, dtype)
-
-    workspace = Workspace.create(SHAPES, DEVICE)
-    for n, k in SHAPES:
-        weight = random(n, k)
-        bias = random(n)
-        x = random(200, k)
-        whole = fixed_rows(x, weight, bias, workspace)
-        expected = x.double() @ weight.double().T + bias.double()
-        assert float((whole.double() - expected).norm() / expected.norm()) < 2e-3
-        for first, rows in (
-            ((199, 1), (3, 4), (61, 13), (7, 64), (100, 65))
-            if INTERPRETED
-            else [((37 * rows) % (201 - rows), rows) for rows in range(1, 201)]
-        ):
-            part = x[first : first + rows]
-            assert torch.equal(fixed_rows(part, weight, bias, workspace), whole[first : first + rows]), (n, k, rows)
 
 
 @pytest.mark.parametrize(

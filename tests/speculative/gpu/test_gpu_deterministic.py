@@ -74,7 +74,7 @@ def test_neither_do_cuts_of_prompts_nor_the_prefix_cache(prompts: list[list[int]
 
 def test_contexts_of_several_spans(prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """With spans of 64 tokens."""
-    monkeypatch.setattr("aerie.attention.backends.triton_backend.fixed_span", lambda max_model_len: 64)
+    monkeypatch.setattr("aerie.attention.backends.triton_backend.FIXED_SPAN", 64)
     expected = answers(deterministic(None), prompts, GREEDY, 1)
     for speculative in (None, CHAIN, TREE):
         assert answers(deterministic(speculative), prompts, GREEDY, 13) == expected

@@ -1,5 +1,5 @@
 """The kernel that sums rows over peer memory, with ranks as processes: under Triton's interpreter (TRITON_INTERPRET=1),
-where they share files, which `tests/kernels/ops/test_triton_interpreter.py` starts, and compiled for Hopper. On GPUs
+where they share files, which `tests/kernels/test_triton_interpreter.py` starts, and compiled for Hopper. On GPUs
 it is tested by `test_custom_all_reduce_gpu.py`."""
 
 from pathlib import Path

@@ -14,7 +14,7 @@ from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.linear import kv_head_span
-from aerie.workers.layers.norm import ProjectionNorm, norm_projections
+from aerie.workers.layers.norm import ProjectionNorm, norm_projections, sum_in_halves
 from aerie.workers.layers.weighted import WeightKey
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.granite import GraniteConfig
@@ -94,6 +94,16 @@ def test_a_norm_over_the_heads_of_all_ranks_is_that_of_one(ranks: int, num_kv_he
         return found
 
     assert len(on_ranks(ranks, normed)) == ranks
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 48, 77, 128])
+def test_a_sum_in_halves_adds_in_an_order_of_its_own(n: int) -> None:
+    """Every row as alone; the order matters, as these terms show."""
+    terms = torch.tensor([2.0**24, 1.0, -(2.0**24), 3.0, 1.0])
+    x = terms[(torch.arange(7)[:, None] + torch.arange(n)) % 5]
+    found = sum_in_halves(x, 1)
+    assert all(torch.equal(sum_in_halves(x[row : row + 1], 1), found[row : row + 1]) for row in range(7))
+    assert bool((found.double() - x.double().sum(1)).abs().le(n).all())
 
 
 def config_of(folder: Path, name: str, **changes: Any) -> ModelConfig:

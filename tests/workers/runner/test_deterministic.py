@@ -8,7 +8,7 @@ import torch
 from aerie.attention.config import TargetAttention
 from aerie.kernels.capability import Capability
 from aerie.speculative.build import EngineSpec, plan_engine
-from aerie.workers.config import WorkerConfig
+from aerie.workers.config import LoraConfig, WorkerConfig
 from aerie.workers.runner.deterministic import checked_deterministic
 from tests.support.embedded import embedded_spec
 from tests.support.engine_plans import build_worker
@@ -46,10 +46,10 @@ def test_the_embedded_pair_can_be_served_deterministically() -> None:
             {},
             "attention.decode=trtllm: only triton",
         ),
+        (wanted(lora=LoraConfig()), torch.bfloat16, {}, "lora: the sums .* leave adapters out"),
         (wanted(), torch.float32, {}, "dtype=float32: .* set dtype: bfloat16"),
-        (wanted(tensor_parallel=4), torch.bfloat16, {}, "tensor_parallel=4: .* set tensor_parallel: 2"),
-        (wanted(), torch.bfloat16, {"hidden_size": 448}, "hidden_size of 448 on each rank: .* multiple of 128"),
-        (wanted(tensor_parallel=2), torch.bfloat16, {}, "intermediate_size of 448 on each rank"),
+        (wanted(), torch.bfloat16, {"hidden_size": 480}, "hidden_size of 480 on each rank: .* multiple of 64"),
+        (wanted(tensor_parallel=4), torch.bfloat16, {}, "intermediate_size of 224 on each rank"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_with_the_remedy(
@@ -57,6 +57,11 @@ def test_what_cannot_be_kept_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(ValueError, match=f"^deterministic=true: not possible with {message}"):
         check(worker, dtype, **target)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_any_number_of_ranks_sums_in_their_order(ranks: int) -> None:
+    assert check(wanted(tensor_parallel=ranks), intermediate_size=4096)
 
 
 def test_on_a_cpu_the_option_changes_nothing() -> None:

@@ -1,5 +1,5 @@
 """The sampling kernels against their torch references: on a GPU, or under Triton's interpreter (TRITON_INTERPRET=1),
-which `tests/kernels/ops/test_triton_interpreter.py` starts in a process of its own."""
+which `tests/kernels/test_triton_interpreter.py` starts in a process of its own."""
 
 import dataclasses
 

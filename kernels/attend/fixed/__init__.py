@@ -1,0 +1,5 @@
+"""Attention of deterministic engines, beside the fixed plans of rounds.
+
+spans_triton          spans of a context, the same for every batch, and how their results are added
+fixed_prefill_triton  prompt chunks, with the bits of rounds
+"""

@@ -1,0 +1,258 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+"""Causal attention of prompt chunks for deterministic engines: a row has the bits that `decode_triton` computes for it
+in a round with a fixed plan. A program computes all query heads of one KV head for a tile of adjacent rows.
+
+Spans, the columns of a tile, and the operations on them are those of rounds: `spans_triton`, `online_softmax_triton`.
+Rows of a tile may differ, because the tensor core computes each of its rows alone. A program computes the spans one
+after another and folds each into the results of earlier ones, as rounds do in a second kernel.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from aerie.kernels.attend.fixed.spans_triton import finished, fold, folded, span_of, span_start
+from aerie.kernels.attend.online_softmax_triton import accumulate, accumulate_pairs, both, score_pairs, score_tile
+from aerie.kernels.attend.prefill_plan_triton import TILE_FIELDS
+from aerie.kernels.attend.prefill_triton import PrefillTiles
+from aerie.kernels.attend.scores import LOG2_E, ScoreRule
+from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
+from aerie.kernels.interpreter_triton import INTERPRETED
+from aerie.kernels.kv.batches import PrefillBatch
+from aerie.kernels.kv.fp8 import FP8, weight_unit
+from aerie.kernels.kv.fp8_triton import as_multiplied
+from aerie.kernels.kv.views import LayerKV
+
+
+@triton.jit
+def _add_tiles(
+    low,
+    high,
+    q,
+    q_odd,
+    k_ptr,
+    v_ptr,
+    table,
+    position,
+    last,
+    head,
+    scale_log2,
+    factor,
+    top,
+    total,
+    acc,
+    acc_odd,
+    n,
+    d,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """Add KV positions low .. high - 1 to the softmax state of rows at `position` [M]. Without MASKED every row sees
+    all of them."""
+    page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
+    for start in range(low, high, BLOCK_N):
+        column = start + n
+        token = page.to(tl.int64) * PAGE + column % PAGE
+        page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
+        if PAIRS:
+            scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
+        else:
+            scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+        if SOFT_CAP is not None:
+            scores = soft_capped(scores, factor)
+        if MASKED:
+            scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
+            if WINDOW:
+                scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
+        if PAIRS:
+            top, total, acc, acc_odd = accumulate_pairs(
+                scores, v, v_odd, scale_log2, top, total, acc, acc_odd, True, UNIT
+            )
+        else:
+            top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, True)
+    return top, total, acc, acc_odd
+
+
+@triton.jit(do_not_specialize=["table_stride", "span"])
+def _attend_fixed_prefill(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    tiles_ptr,
+    scale_log2,
+    v_scale,
+    q_row_stride,
+    q_head_stride,
+    table_stride,
+    sinks_ptr,
+    span,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    UPCAST: tl.constexpr,
+    UNIT: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    ROWS: tl.constexpr = BLOCK_M // GROUP
+    WIDTH: tl.constexpr = D // 2 if PAIRS else D
+    head = tl.program_id(0)
+    tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS
+    chunk = tl.load(tile)
+    if chunk < 0:
+        return
+    first, end, start = tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
+    row, query_head = first + m // GROUP, head * GROUP + m % GROUP
+    live = (m < ROWS * GROUP) & (row < end)
+    position = start + m // GROUP
+    last = start + tl.minimum(ROWS, end - first) - 1
+    q_row = q_ptr + row.to(tl.int64)[:, None] * q_row_stride + query_head[:, None] * q_head_stride
+    if PAIRS:
+        q = as_multiplied(tl.load(q_row + 2 * d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
+        q_odd = as_multiplied(tl.load(q_row + 2 * d[None, :] + 1, mask=live[:, None], other=0.0), PAIRS, UPCAST)
+    else:
+        q = as_multiplied(tl.load(q_row + d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
+        q_odd = q
+    factor = 0.0
+    if SOFT_CAP is not None:
+        factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
+    if sinks_ptr is not None:
+        sinks = sink_scores(sinks_ptr, query_head, live)
+    table = table_ptr + chunk * table_stride
+    common = (start + 1) // BLOCK_N * BLOCK_N  # tiles before it are seen by all rows
+    oldest = 0
+    if WINDOW:
+        oldest = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    mean = tl.zeros([BLOCK_M, D], tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for i in range(span_of(oldest, span), span_of(last, span) + 1):
+        span_low = span_start(i, span)
+        span_high = span_start(i + 1, span)
+        low, high = tl.maximum(span_low, oldest), tl.minimum(span_high, last + 1)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        if sinks_ptr is not None:
+            # in the span of the row's own position, as in `decode_triton`
+            has_own = (position >= span_low) & (position < span_high)
+            top = tl.where(has_own, sinks, top)
+            total = tl.where(has_own, 1.0, total)
+        acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        acc_odd = acc
+        for masked in tl.static_range(1 if WINDOW else 0, 2):
+            middle = low if WINDOW else tl.minimum(tl.maximum(common, low), high)
+            top, total, acc, acc_odd = _add_tiles(
+                middle if masked else low,
+                high if masked else middle,
+                q,
+                q_odd,
+                k_ptr,
+                v_ptr,
+                table,
+                position,
+                last,
+                head,
+                scale_log2,
+                factor,
+                top,
+                total,
+                acc,
+                acc_odd,
+                n,
+                d,
+                KV_HEADS,
+                D,
+                PAGE,
+                BLOCK_N,
+                masked == 1,
+                WINDOW,
+                SOFT_CAP,
+                UPCAST,
+                UNIT,
+                PAIRS,
+            )
+        if PAIRS:
+            part, lse = finished(both(acc, acc_odd, BLOCK_M, D), total, top, v_scale)
+        else:
+            part, lse = finished(acc, total, top, v_scale)
+        mean, weight, largest = fold(mean, weight, largest, part, lse)
+    columns = tl.arange(0, D)
+    out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + columns[None, :]
+    tl.store(out, folded(mean, weight).to(out_ptr.dtype.element_ty), mask=live[:, None])
+
+
+def attend_fixed_prefill(
+    q: Tensor,
+    kv: LayerKV,
+    batch: PrefillBatch,
+    tile_list: Tensor,
+    tiles: PrefillTiles,
+    span: int,
+    rule: ScoreRule,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return attention of q, [rows, q_heads, head_dim] in q's dtype; zeros for padding rows.
+
+    q: [rows, q_heads, head_dim], any row and head strides.
+    tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with block_m // group rows each.
+    tiles: with the block_n of rounds.
+    span: base size of spans in tokens, a multiple of block_n.
+    rule: with the batch's window.
+    sinks: [q_heads] float32, contiguous, if the rule has them.
+
+    Reference: `aerie.kernels.attend.references.prefill`.
+    """
+    page_table = batch.page_table
+    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
+    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
+    assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
+    assert page_table.stride(1) == 1 and tile_list.is_contiguous() and span % tiles.block_n == 0
+    make = torch.zeros if batch.is_padded else torch.empty
+    out, unit, pairs = make(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype), kv.k.dtype == FP8
+    keys, values = (kv.k.view(torch.int16), kv.v.view(torch.int16)) if pairs else (kv.k, kv.v)
+    _attend_fixed_prefill[(num_kv_heads, tile_list.shape[0])](
+        q,
+        keys,
+        values,
+        out,
+        page_table,
+        tile_list,
+        rule.scale * kv.k_scale * LOG2_E,
+        kv.v_scale / unit,
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        sinks,
+        span,
+        GROUP=q.shape[1] // num_kv_heads,
+        KV_HEADS=num_kv_heads,
+        D=head_dim,
+        PAGE=page_size,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        WINDOW=batch.window or 0,
+        SOFT_CAP=rule.soft_cap,
+        UPCAST=INTERPRETED,
+        UNIT=unit,
+        PAIRS=pairs,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=False,
+    )
+    return out
