@@ -171,16 +171,12 @@ def lora_tiles(rows: int, inputs: int, outputs: int, num_parts: int, rank: int, 
     )
 
 
-def add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
-    """`aerie.kernels.lora.product.add_lora`."""
-    (rows, outputs), inputs, rank = y.shape, x.shape[1], tables.max_rank
-    if not rows:
-        return y
-    inner = tables.down.shape[1]
-    tiles = lora_tiles(rows, inputs, outputs, inner // rank, rank, tables.num_places)
-    blocks = triton.cdiv(rows, tiles.block_m)
+def shrink(x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
+    """Return partial sums of each row's A x: [splits, rows, num_parts * max_rank] float32; rows without an adapter are
+    uninitialised."""
+    (rows, inputs), inner, tiles = x.shape, tables.down.shape[1], _tiles(x, tables)
     part = torch.empty((tiles.splits, rows, inner), dtype=torch.float32, device=x.device)
-    options = {"BLOCK_M": tiles.block_m, "UPCAST": INTERPRETED, "num_warps": 4, **pdl_wait(x.device)}
+    blocks = triton.cdiv(rows, tiles.block_m)
     _lora_shrink[(inner // tiles.block_r, tiles.splits, blocks * tiles.shrink_lanes)](
         x,
         tables.down,
@@ -192,11 +188,21 @@ def add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor) -> Te
         INNER=inner,
         SPAN=tiles.span,
         LANES=tiles.shrink_lanes,
+        BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_r,
         BLOCK_K=tiles.block_k,
+        UPCAST=INTERPRETED,
+        num_warps=4,
         num_stages=SHRINK_STAGES,
-        **options,
+        **pdl_wait(x.device),
     )
+    return part
+
+
+def expand(y: Tensor, x: Tensor, part: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
+    """Add B of the sums of `shrink`'s parts to y; return y."""
+    (rows, outputs), tiles = y.shape, _tiles(x, tables)
+    blocks = triton.cdiv(rows, tiles.block_m)
     _lora_expand[(triton.cdiv(outputs, tiles.block_n), blocks * tiles.expand_lanes)](
         part,
         tables.up,
@@ -205,13 +211,28 @@ def add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor) -> Te
         rows,
         y.stride(0),
         N=outputs,
-        RANK=rank,
+        RANK=tables.max_rank,
         PARTS=tuple(tables.parts),
         SPLITS=tiles.splits,
         LANES=tiles.expand_lanes,
+        BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_R=tiles.block_r,
+        UPCAST=INTERPRETED,
+        num_warps=4,
         num_stages=EXPAND_STAGES,
-        **options,
+        **pdl_wait(x.device),
     )
     return y
+
+
+def _tiles(x: Tensor, tables: LoraTables) -> LoraTiles:
+    (rows, inputs), (places, outputs, rank) = x.shape, tables.up.shape
+    return lora_tiles(rows, inputs, outputs, len(tables.parts) - 1, rank, places)
+
+
+def add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
+    """`aerie.kernels.lora.product.add_lora`."""
+    if not x.shape[0]:
+        return y
+    return expand(y, x, shrink(x, tables, row_places), tables, row_places)
