@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
@@ -86,7 +88,10 @@ def answer(server: Server, conversation: Conversation, console: Console, prompt:
 
 Number = TypeVar("Number", int, float)
 
-HELP = """/spec on|off   speculation
+IMAGE_TYPES = {"png": "png", "jpg": "jpeg", "jpeg": "jpeg", "webp": "webp", "gif": "gif", "bmp": "bmp"}  # by suffix
+
+HELP = """/image PATH    show a picture with the next line
+/spec on|off   speculation
 /temp NUMBER   temperature, 0 is greedy
 /max N         most tokens of an answer, 0: as many as fit
 /seed N        of sampling
@@ -101,7 +106,10 @@ class CommandError(ValueError):
 
 @dataclass
 class Conversation:
-    """speculative, temperature, max_tokens (0: as many as fit), seed: used for later answers."""
+    """speculative, temperature, max_tokens (0: as many as fit), seed: used for later answers.
+
+    images: data URLs of pictures that go with the next prompt.
+    """
 
     model: str
     speculative: bool = True
@@ -109,14 +117,15 @@ class Conversation:
     max_tokens: int = 0
     seed: int = 1
     system: str = ""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[str] = field(default_factory=list)
 
     def body(self, prompt: str) -> dict[str, Any]:
         """Return the chat request for an answer to `prompt`."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         body = {
             "model": self.model,
-            "messages": [*first, *self.messages, {"role": "user", "content": prompt}],
+            "messages": [*first, *self.messages, self._turn(prompt)],
             "temperature": self.temperature,
             "seed": self.seed,
             "speculative": self.speculative,
@@ -125,8 +134,13 @@ class Conversation:
         return body | ({"max_tokens": self.max_tokens} if self.max_tokens else {})
 
     def keep(self, prompt: str, answer: str) -> None:
-        """Add a prompt and its answer to the conversation."""
-        self.messages += [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        """Add a prompt, with the pictures, and its answer to the conversation."""
+        self.messages += [self._turn(prompt), {"role": "assistant", "content": answer}]
+        self.images.clear()
+
+    def _turn(self, prompt: str) -> dict[str, Any]:
+        images = [{"type": "image_url", "image_url": {"url": url}} for url in self.images]
+        return {"role": "user", "content": [*images, {"type": "text", "text": prompt}] if images else prompt}
 
     def command(self, line: str) -> str:
         """Execute a line that begins with a slash; return the text to show. Raises CommandError."""
@@ -136,10 +150,14 @@ class Conversation:
             return HELP
         if name == "/clear":
             self.messages.clear()
+            self.images.clear()
             return "forgotten"
         if name == "/system":
             self.system = value
             return "system prompt set" if value else "system prompt removed"
+        if name == "/image":
+            self.images.append(_data_url(value))
+            return f"{value} goes with the next line"
         if name == "/spec":
             if value not in ("on", "off"):
                 raise CommandError("/spec: on or off")
@@ -155,6 +173,18 @@ class Conversation:
             self.seed = _number(line, int, -(2**63), 2**63 - 1)
             return f"seed is {self.seed}"
         raise CommandError(f"{name}: no such command; /help lists them")
+
+
+def _data_url(path: str) -> str:
+    """Return a picture's file as a data URL. Raises CommandError."""
+    kind = IMAGE_TYPES.get(path.rpartition(".")[2].lower())
+    if kind is None:
+        raise CommandError(f"/image: a file that ends with .{', .'.join(IMAGE_TYPES)}")
+    try:
+        data = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise CommandError(f"/image: {path} cannot be read: {error.strerror}") from None
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def _number(line: str, kind: type[Number], least: float, most: float) -> Number:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -78,6 +79,19 @@ async def test_history_and_settings_go_with_the_next_question() -> None:
     assert "/x: no such command; /help lists them" in text
 
 
+def test_a_picture_goes_with_the_next_line(tmp_path: Path) -> None:
+    (tmp_path / "a b.JPG").write_bytes(b"picture")
+    conversation = Conversation(MODEL)
+    assert "goes with the next line" in conversation.command(f"/image {tmp_path}/a b.JPG")
+    (message,) = conversation.body("what?")["messages"]
+    image, text = message["content"]
+    assert image == {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,cGljdHVyZQ=="}}
+    assert text == {"type": "text", "text": "what?"}
+    conversation.keep("what?", "a cat")
+    messages = conversation.body("sure?")["messages"]
+    assert messages[0] == message and messages[-1]["content"] == "sure?"
+
+
 async def test_an_error_is_shown_and_forgotten() -> None:
     failing = [TokenDelta("", (64,), drafted=(False,)), TokenDelta("", (), "error", error="rank 1 died")]
     scripts: list[list[Step]] = [list(failing), list(_script([], SamplingParams(1)))]
@@ -118,6 +132,8 @@ async def test_an_answer_that_is_stopped_is_kept_as_far_as_it_came(monkeypatch: 
         ("/temp nan", "a number from 0 to 2"),
         ("/max -1", "a number from 0"),
         ("/what", "/what: no such command"),
+        ("/image notes.txt", "a file that ends with .png"),
+        ("/image /none.png", "cannot be read: No such file"),
     ],
 )
 def test_commands_that_cannot_be_carried_out_say_why(line: str, reason: str) -> None:

@@ -1,8 +1,10 @@
 // Conversations, in the browser's storage: one entry each, so that tabs do not overwrite one another's.
 //
-// {id, title, updated, version, turns: [{question, answer?: {content, reasoning, finish, usage}}]}
+// {id, title, updated, version, turns: [{question, pictures?: [data URL], answer?: {content, reasoning, finish, usage}}]}
 // updated: milliseconds since 1970. version: grows with each write.
 // finish: the API's finish reason, "stopped" by the reader, or "failed". usage: the API's.
+
+import { contentOf } from "./pictures.js";
 
 const PREFIX = "aerie-conversation:";
 const FORMER = "aerie-conversations"; // all in one entry
@@ -93,9 +95,9 @@ function keysOf(storage) {
 export function messagesOf(turns) {
   return turns
     .filter(({ answer }) => answer?.content)
-    .flatMap(({ question, answer }) => [
-      { role: "user", content: question },
-      { role: "assistant", content: answer.content },
+    .flatMap((turn) => [
+      { role: "user", content: contentOf(turn) },
+      { role: "assistant", content: turn.answer.content },
     ]);
 }
 

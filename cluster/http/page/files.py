@@ -24,10 +24,10 @@ _FILES = {"/": "page.html"} | {
 }
 PAGE_ROUTES = frozenset(_FILES)
 _HEADERS = {
-    # Forbids external and inline content, requests to other hosts, and frames.
+    # Forbids external and inline content but the page's own pictures, requests to other hosts, and frames.
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' blob:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",

@@ -3,6 +3,7 @@
 import { forgetModel, modelCard } from "./api.js";
 import { changedId, Conversations, messagesOf, newConversation } from "./conversations.js";
 import { lookNow, watchEngines } from "./engines.js";
+import { contentOf, Pictures } from "./pictures.js";
 import { parameters, rememberSettings, showDefaults, systemMessages } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { toast } from "./toast.js";
@@ -18,6 +19,7 @@ let hasDrafts = false;
 let isLeaving = false; // the page is being closed
 let maxModelLen = Infinity; // tokens of the context; unknown at first
 const scrollToEnd = followAnswers();
+const pictures = new Pictures(byId("pictures"), toast);
 
 const sidebar = new Sidebar(conversations, {
   current: () => conversation,
@@ -34,16 +36,16 @@ async function showModel() {
   return card;
 }
 
-/** Asks `question` after the turns so far. */
-async function ask(question, isRace = false) {
-  const turn = { question };
+/** Asks `question`, with pictures, after the turns so far. */
+async function ask(question, isRace = false, shown = []) {
+  const turn = shown.length ? { question, pictures: shown } : { question };
   conversation.turns.push(turn);
   const view = showTurn(turn);
   const made = view.showNew(isRace, byId("mode").value === "on");
   await answered(view, made, async (signal) => {
     const messages = [...systemMessages(), ...messagesOf(conversation.turns.slice(0, -1))];
     const card = await showModel();
-    const body = { model: card.id, messages: [...messages, { role: "user", content: question }], ...parameters() };
+    const body = { model: card.id, messages: [...messages, { role: "user", content: contentOf(turn) }], ...parameters() };
     await made.run(body, signal, maxModelLen);
     turn.race = made.result;
   });
@@ -104,7 +106,7 @@ function keepUnfinished() {
 function showTurn(turn) {
   const view = new TurnView(turn, (text) => {
     rewind(views.indexOf(view));
-    ask(text);
+    ask(text, false, turn.pictures);
   });
   views.push(view);
   byId("turns").append(view.node);
@@ -127,9 +129,9 @@ function rewind(at) {
 }
 
 function again(isRace) {
-  const { question } = conversation.turns.at(-1);
+  const { question, pictures: shown } = conversation.turns.at(-1);
   rewind(conversation.turns.length - 1);
-  ask(question, isRace);
+  ask(question, isRace, shown);
 }
 
 /** What may be done now; the last turn, and no other, offers to change its answer. */
@@ -172,7 +174,7 @@ function send(isRace) {
   const question = byId("prompt").value.trim();
   if (!question || running || isGone) return;
   byId("prompt").value = "";
-  ask(question, isRace);
+  ask(question, isRace, pictures.take());
 }
 
 function openConversation(chosen) {

@@ -2,6 +2,7 @@
 
 import { Answer } from "./answer.js";
 import { button, element } from "./element.js";
+import { thumbnail } from "./pictures.js";
 import { Board, Race } from "./race.js";
 
 export class TurnView {
@@ -19,7 +20,8 @@ export class TurnView {
   showQuestion() {
     const change = button("Edit", () => this.editQuestion(), "small edit");
     this.question.classList.remove("editing");
-    this.question.replaceChildren(element("p", "asked", this.turn.question), change);
+    const shown = (this.turn.pictures ?? []).map(thumbnail);
+    this.question.replaceChildren(...shown, element("p", "asked", this.turn.question), change);
   }
 
   editQuestion() {

@@ -196,7 +196,10 @@ def main(descriptor: int, parent: int, kind: Kind) -> None:
     if kind != "masks":
         os.nice(LOWEST_PRIORITY if kind == "trial" else IMAGE_PRIORITY)
     # Forks inherit the imports, and the vocabulary or the processor.
-    _at_low_priority(_image_module if kind == "images" else _import)
+    if kind == "images":
+        _image_module()  # a request may wait for it
+    else:
+        _at_low_priority(_import)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap ended children automatically
     own = socket.socket(fileno=descriptor)
     own.settimeout(_PARENT_CHECK_S)
@@ -295,7 +298,7 @@ def _image_module() -> Any:
 
 @functools.cache
 def _processor(folder: str) -> Any:
-    return _at_low_priority(lambda: _image_module().load_processor(folder))
+    return _image_module().load_processor(folder)
 
 
 @functools.cache

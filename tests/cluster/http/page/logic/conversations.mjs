@@ -134,3 +134,12 @@ test("exported Markdown and JSON", () => {
   assert.equal(fileName("Wie geht’s, Ärzte?", "md"), "wie-geht-s-ärzte.md");
   assert.equal(fileName("???", "json"), "conversation.json");
 });
+
+test("pictures stand before the question, also in later turns", () => {
+  const turns = [{ ...turn("what?", "a cat"), pictures: ["data:a", "data:b"] }, turn("sure?", "yes")];
+  const [first, , second] = messagesOf(turns);
+  assert.deepEqual(first.content.map(({ type }) => type), ["image_url", "image_url", "text"]);
+  assert.deepEqual(first.content[1], { type: "image_url", image_url: { url: "data:b" } });
+  assert.equal(first.content[2].text, "what?");
+  assert.equal(second.content, "sure?");
+});
