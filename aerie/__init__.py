@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aerie.deploy.offline.engine import EngineArgs as EngineArgs
     from aerie.deploy.offline.engine_thread import EngineDeadError as EngineDeadError
     from aerie.deploy.offline.llm import LLM as LLM
+    from aerie.deploy.offline.lora_request import LoRARequest as LoRARequest
     from aerie.deploy.offline.metrics import Counter as Counter
     from aerie.deploy.offline.metrics import Gauge as Gauge
     from aerie.deploy.offline.metrics import Histogram as Histogram
@@ -45,6 +46,7 @@ _OFFLINE = {
     "AsyncEngineArgs": "engine",
     "EngineArgs": "engine",
     "EngineDeadError": "engine_thread",
+    "LoRARequest": "lora_request",
     "Counter": "metrics",
     "Gauge": "metrics",
     "Histogram": "metrics",

@@ -21,7 +21,7 @@ from aerie.cluster.http.config import EdgeConfig, TracingConfig
 from aerie.cluster.http.keys import KeyConfig
 from aerie.cluster.parallel import ParallelConfig
 from aerie.speculative.config import SpeculativeConfig, with_method_defaults
-from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.config import GraphCapture, LoraConfig, ModelSource, SchedulerConfig, WorkerConfig
 
 _SECRET = "ingress.api_keys"  # errors do not show its value
 _FORMER_PATH = "deploy.app:build"  # before 0.2
@@ -99,6 +99,7 @@ class AerieConfig(BaseModel):
     attention: TargetAttention = TargetAttention()
     draft_attention: DraftAttention = DraftAttention()
     graph_capture: GraphCapture = GraphCapture()
+    lora: LoraConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     ingress: IngressConfig = IngressConfig()
     engine: EngineConfig = EngineConfig()
@@ -120,6 +121,7 @@ class AerieConfig(BaseModel):
             scheduler=self.scheduler,
             attention=self.attention,
             graph_capture=self.graph_capture,
+            lora=self.lora,
             tensor_parallel=self.parallel.tensor_parallel,
             expert_parallel=self.parallel.expert_parallel,
             deterministic=self.deterministic,
@@ -193,6 +195,9 @@ def _with_paths(config: AerieConfig, base: Path) -> AerieConfig:
     if ingress.chat_template:
         ingress = dataclasses.replace(ingress, chat_template=_file(ingress.chat_template, base))
     changes["ingress"] = ingress
+    if config.lora is not None:
+        modules = {name: _adapter(name, path, config, base) for name, path in config.lora.modules.items()}
+        changes["lora"] = dataclasses.replace(config.lora, modules=modules)
     return config.model_copy(update=changes)
 
 
@@ -221,6 +226,20 @@ def _folder(key: str, value: str, base: Path) -> str:
         raise ConfigError(
             f"{key}={value}: {path} has no config.json; relative paths start at {base}; give a "
             "downloaded checkpoint's folder, present under the same path on every node, or OWNER/NAME on the hub"
+        )
+    return str(path)
+
+
+def _adapter(name: str, value: str, config: AerieConfig, base: Path) -> str:
+    """Return the folder of an adapter. Raises ConfigError."""
+    if name in (config.served_model_name, *config.ingress.model_aliases):
+        raise ConfigError(f"lora.modules.{name}: is the model's own name; give the adapter another one")
+    path = Path(value).expanduser()
+    path = path if path.is_absolute() else base / path
+    if not name or not (path / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"lora.modules.{name}={value}: {path} has no adapter_config.json; relative paths start at {base}; give an "
+            "adapter's folder as peft saves it, present under the same path on every node, or OWNER/NAME on the hub"
         )
     return str(path)
 

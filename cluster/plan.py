@@ -162,6 +162,7 @@ def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResourc
         api_keys=_divided(config.ingress.api_keys, num_ingresses),
         served_model_name=config.served_model_name,
         max_model_len=config.ingress.max_model_len or max_model_len,
+        serves_adapters=config.lora is not None,
     )
     same = identity(config, max_model_len)
     return Plan(

@@ -16,11 +16,13 @@ from aerie.speculative.drafts.registry import read_draft
 from aerie.speculative.drafts.trimmed_head import head_rows
 from aerie.speculative.speculation import DraftSpeculation, SuffixSpeculation
 from aerie.speculative.tree_shape import MAX_COLUMNS
-from aerie.workers.config import WorkerConfig
+from aerie.workers.config import LoraConfig, WorkerConfig
 from aerie.workers.device import resolve_dtype
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.lora.adapter_file import AdapterNames, read_layers
+from aerie.workers.lora.layers import adaptable_layers, allocate_tables, checked_layers, padded_rank, table_bytes
 from aerie.workers.models.config import ModelConfig
-from aerie.workers.models.loading import allocate, fill_target, read_target_config
+from aerie.workers.models.loading import allocate, allocate_target, fill_target, read_target_config, weight_names
 from aerie.workers.models.registry import family_of_config
 from aerie.workers.models.weight_bytes import META, weight_bytes, weight_formats
 from aerie.workers.runner import build
@@ -48,6 +50,7 @@ class WeightBytes:
     head_rows: rows of the draft's trimmed vocabulary head; None: it is not trimmed.
     head: bytes of that head.
     formats: how the checkpoint stores the target's layers; "" if unquantised.
+    adapters: tables of LoRA adapters.
     """
 
     target: int
@@ -55,6 +58,7 @@ class WeightBytes:
     head_rows: int | None = None
     head: int = 0
     formats: str = ""
+    adapters: int = 0
 
 
 def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> WeightBytes:
@@ -69,11 +73,14 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
     model = allocate(lambda: family.model(target, group, 1, META, ()), names, target.quant, dtype, META)
     weights, formats = weight_bytes(model, multiplies_fp8), weight_formats(model)
     draft_bytes = engine.speculation.weight_bytes(ranks, dtype, multiplies_fp8)
+    lora = spec.worker.lora
+    layers = {} if lora is None else adaptable_layers(model)
+    adapters = 0 if lora is None else table_bytes(layers.values(), lora.max_loras, lora.max_lora_rank)
     speculation = engine.speculation
     if not isinstance(speculation, DraftSpeculation) or (rows := speculation.draft.head_rows) is None:
-        return WeightBytes(weights, draft_bytes, formats=formats)
+        return WeightBytes(weights, draft_bytes, formats=formats, adapters=adapters)
     head = -(-rows // speculation.draft_tp) * target.hidden_size * dtype.itemsize
-    return WeightBytes(weights, draft_bytes, rows, head, formats)
+    return WeightBytes(weights, draft_bytes, rows, head, formats, adapters)
 
 
 def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePlan:
@@ -97,11 +104,28 @@ def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
     Raises ValueError naming file, tensor and both shapes.
     """
     source, speculation = spec.worker.model, engine.speculation
+    if spec.worker.lora is not None:
+        _check_adapters(spec.worker.lora, source.path, engine)
     if source.load_format == "dummy":
         return
     target = fill_target(source, engine.target, SOLO, META, 1, speculation.captured_layers)
     if isinstance(speculation, DraftSpeculation):
         fill_draft(speculation.draft, source, target, SOLO, META, max_position=1)
+
+
+def _check_adapters(lora: LoraConfig, path: str, engine: EnginePlan) -> None:
+    """Read the adapters of a start, and compare them with the target's layers. Raises ValueError."""
+    title = f"model {path}"
+    model = allocate_target(engine.target, SOLO, META, 1, (), engine.dtype, title)
+    layers = checked_layers(model, title)
+    rank = padded_rank(lora.max_lora_rank)
+    tables = {name: allocate_tables(each.shape, 1, rank, engine.dtype, META) for name, each in layers.items()}
+    names = AdapterNames(layers, weight_names(engine.target, title))
+    for name, folder in lora.modules.items():
+        try:
+            read_layers(folder, names, tables, lora.max_lora_rank)
+        except ValueError as error:
+            raise ValueError(f"lora.modules.{name}: {error}") from None
 
 
 def check_device(spec: EngineSpec, engine: EnginePlan, device: Capability, here: bool) -> None:

@@ -19,9 +19,11 @@ from aerie.cluster.transport.messages import (
     AdminOutcome,
     EngineStats,
     FlushOutcome,
+    LoadLora,
     Pause,
     Resume,
     TransferCall,
+    UnloadLora,
 )
 from aerie.workers.scheduling.commands.command import (
     CommandAnswer,
@@ -138,8 +140,16 @@ class Coordinator:
                 sums = tuple(each.result.sums for each in answers if isinstance(each.result, WeightSums))
             elif isinstance(call, TransferCall):
                 error, loaded = self._transfers.call(call)
+            elif isinstance(call, LoadLora):
+                answered: Future[Sequence[CommandAnswer]] = Future()
+                self._call(lambda: self._loop.load_adapter(call, answered.set_result))
+                error = first_error(answered.result(ADMIN_TIMEOUT_S))
+            elif isinstance(call, UnloadLora):
+                self._call(lambda: self._loop.unload_adapter(call))
         except TimeoutError:
             error = f"no answer in {ADMIN_TIMEOUT_S:g} s"
+        except ValueError as refusal:
+            error = str(refusal)
         after = self._call(self._loop.inspect)
         return msgspec.structs.replace(after, error=error, missing=loaded.missing, took_s=loaded.took_s, sums=sums)
 

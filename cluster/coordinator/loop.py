@@ -16,7 +16,14 @@ from aerie.cluster.coordinator.request_streams import RequestStreams
 from aerie.cluster.coordinator.stats import engine_stats
 from aerie.cluster.coordinator.worker_links import WorkerLinks
 from aerie.cluster.transport.channel import Context
-from aerie.cluster.transport.messages import AdminOutcome, EngineStats, FlushOutcome, PauseMode
+from aerie.cluster.transport.messages import (
+    AdminOutcome,
+    EngineStats,
+    FlushOutcome,
+    LoadLora,
+    PauseMode,
+    UnloadLora,
+)
 from aerie.cluster.transport.reactor import Reactor
 from aerie.cluster.transport.sockets import Transport
 from aerie.workers.scheduling.commands.command import CommandAnswer, Work
@@ -139,6 +146,8 @@ class CoordinatorLoop:
             places,
         )
         self._scheduler.weights.restore()
+        self._scheduler.adapters.on_lost = self.streams.adapter_lost
+        self._scheduler.adapters.restore()
         self._check_weights()
         self._last_epoch = epoch
         if self.status != "draining":
@@ -209,6 +218,17 @@ class CoordinatorLoop:
             on_answered((CommandAnswer(-1, -1, -1, error=self._fault()),))
         else:
             self._scheduler.add_command(work, on_answered)
+
+    def load_adapter(self, call: LoadLora, on_answered: OnAnswered) -> None:
+        """Load a LoRA adapter; see `Adapters.load`. Raises ValueError."""
+        if self._worker_group is None:
+            raise ValueError(self._fault())
+        self._scheduler.adapters.load(call.name, call.path, on_answered, call.in_place)
+
+    def unload_adapter(self, call: UnloadLora) -> None:
+        """Unload a LoRA adapter; see `Adapters.unload`. Raises ValueError."""
+        self._scheduler.adapters.unload(call.name)
+        self.streams.states.changed()
 
     def pause(self, mode: PauseMode, on_paused: Callable[[], None]) -> None:
         """Run no further steps; see `Pause`. on_paused: called in this thread once that is so."""

@@ -25,6 +25,7 @@ from aerie.cluster.transport.messages import (
 )
 from aerie.cluster.transport.reactor import Reactor
 from aerie.cluster.transport.sockets import Transport
+from aerie.workers.scheduling.adapters import Adapter
 from aerie.workers.scheduling.plan import unpack_i32
 from aerie.workers.scheduling.queues.tenants import Tenant
 from aerie.workers.scheduling.request import FinishReason, QueueFullError, Request, RequestOutput
@@ -128,6 +129,12 @@ class RequestStreams:
     def fail_all(self, reason: str) -> None:
         """End every request with an error."""
         for request_id in list(self._streams):
+            self._end(request_id, FinishReason.ERROR, reason)
+        self._flush()
+
+    def adapter_lost(self, adapter: Adapter, reason: str) -> None:
+        """End the requests of an adapter with an error."""
+        for request_id in self._scheduler.queues.of_adapter(adapter):
             self._end(request_id, FinishReason.ERROR, reason)
         self._flush()
 

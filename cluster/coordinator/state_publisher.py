@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from aerie.cluster.transport.channel import IngressLink
-from aerie.cluster.transport.messages import EngineState
+from aerie.cluster.transport.messages import AdapterState, EngineState
 from aerie.workers.scheduling.scheduler import Scheduler
 
 PERIOD_S = 0.05
@@ -18,10 +18,11 @@ MAX_ADVERTISED_PAGES = 8192  # bound on an ingress's memory per engine; beyond i
 
 
 class _Subscriber:
-    """unsent: changed digests, and whether each is cached now."""
+    """unsent: changed digests, and whether each is cached now. adapters: those of the last message."""
 
     def __init__(self, unsent: dict[bytes, bool]) -> None:
         self.num_received = 0
+        self.adapters: dict[str, AdapterState] = {}
         self.unsent = unsent
 
 
@@ -98,7 +99,12 @@ class StatePublisher:
             "weight_epoch": scheduler.weights.epoch,
             "identity": self._identity,
         }
+        adapters = {
+            each.name: AdapterState(each.path, each.number, each.place >= 0) for each in scheduler.adapters.loaded
+        }
         for ingress, subscriber in list(self._subscribers.items()):
+            changed = None if subscriber.adapters == adapters else adapters
+            subscriber.adapters = adapters
             subscriber.unsent.update(changes)
             sent = dict(islice(subscriber.unsent.items(), MAX_DIGESTS))
             for digest in sent:
@@ -111,6 +117,7 @@ class StatePublisher:
                 subscriber.num_received,
                 added=b"".join(digest for digest, is_cached in sent.items() if is_cached),
                 removed=b"".join(digest for digest, is_cached in sent.items() if not is_cached),
+                adapters=changed,
                 **load,  # type: ignore[arg-type]
             )
             self._send(ingress, state)

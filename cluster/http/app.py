@@ -34,6 +34,7 @@ from aerie.cluster.http.requests.grammar_checker import GrammarChecker
 from aerie.cluster.http.requests.image_reader import ImageReader
 from aerie.cluster.http.requests.parameters import with_sampling_defaults
 from aerie.cluster.http.routes import (
+    adapters,
     generation,
     inference,
     messages,
@@ -60,7 +61,8 @@ EXPOSED_HEADERS = (
     "x-aerie-ignored",
     *HEADERS,
 )  # for scripts of other origins
-ROUTES = (generation, responses, messages, native, inference, tokenization, models, status, prefix_cache, weights)
+_GENERATING = (generation, responses, messages, native, inference)
+ROUTES = (*_GENERATING, tokenization, models, status, prefix_cache, weights, adapters)
 
 
 def build_app(

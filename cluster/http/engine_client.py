@@ -54,6 +54,10 @@ class EngineClient(Protocol):
         at most half a second."""
         ...
 
+    def adapters(self) -> dict[str, str]:
+        """Return the folders of the LoRA adapters that an engine has, by name."""
+        ...
+
     async def administer(self, call: AdminCall) -> list[AdminOutcome]:
         """Let every engine do what an administrator asks. Return one result per known engine replica."""
         ...

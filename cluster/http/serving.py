@@ -23,7 +23,16 @@ from aerie.cluster.http.answer import Answer, EngineFailedError, Piece, RequestI
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.endpoint import ignore
 from aerie.cluster.http.engine_client import EngineClient, EngineRefused
-from aerie.cluster.http.errors import JSON_HEADERS, ApiError, engine_failed, internal, invalid, refused, timed_out
+from aerie.cluster.http.errors import (
+    JSON_HEADERS,
+    ApiError,
+    engine_failed,
+    internal,
+    invalid,
+    model_not_found,
+    refused,
+    timed_out,
+)
 from aerie.cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
 from aerie.cluster.http.parsers.families import FAMILIES
 from aerie.cluster.http.parsers.output_parser import HeldReasoning, ReplyDelta, joined_deltas
@@ -71,11 +80,14 @@ class Edge:
         reply_id: str,
         restate: Callable[[ApiError], ApiError] = lambda error: error,
     ) -> "GenerationResponse":
-        """Return the response to `request`, after a check of its grammars. Raises ApiError.
+        """Return the response to `request`, after a check of its adapter and grammars. Raises ApiError.
 
         own_id: id of the request in the client's body; replaces that of the header.
         reply_id: "{}" in it stands for the request's id.
         The other arguments are those of `GenerationResponse`."""
+        adapters = {choice.sampling.adapter for choice in request.choices} - {""}
+        if unknown := adapters - (self.engine.adapters().keys() if adapters else set()):
+            raise model_not_found(unknown.pop(), self.config.served_model_name)
         for grammar, param in request.grammars.items():
             await self.grammars.check(grammar, param)
         if own_id is not None:
@@ -120,12 +132,14 @@ class GenerationResponse(Response):
         self._reasoning_tokens = [ReasoningTokens() for _ in request.choices]
         self._held = [HeldReasoning() for _ in request.choices]
         self._reply = reply_form(
-            ReplyContext(
-                request, self._answers, reply_id, int(time.time()), edge.config.served_model_name, edge.tokenizer
-            )
+            ReplyContext(request, self._answers, reply_id, int(time.time()), self._model_name, edge.tokenizer)
         )
         self._started = False
         self._trace: RequestTrace | None = None
+
+    @property
+    def _model_name(self) -> str:
+        return self._request.choices[0].sampling.adapter or self._edge.config.served_model_name
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._edge.counts.choices.observe(len(self._request.choices) / max(1, len(self._request.prompts)))
@@ -142,7 +156,7 @@ class GenerationResponse(Response):
             set_reason(scope, CLIENT_LEFT)
             logger.info("request %s: the client left", self._request_id)
         if self._trace is not None:
-            self._trace.end(self._answers, self._edge.config.served_model_name, reason_of(scope))
+            self._trace.end(self._answers, self._model_name, reason_of(scope))
         if not left_early:
             work.result()
 

@@ -18,7 +18,7 @@ from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.parsers.self_check import chat_lines, chosen_parser
 from aerie.cluster.http.requests.grammar_checker import ProcessChecker
 from aerie.cluster.http.requests.image_reader import image_reader
-from aerie.cluster.http.routes import weights
+from aerie.cluster.http.routes import adapters, weights
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.tracing import make_tracing
 from aerie.cluster.ingress.coordinators import Coordinators
@@ -104,11 +104,11 @@ class Ingress:
         return await self._answer("/inference/v1/generate", body, options)
 
     async def administer(self, route: str, body: Body | None = None, **options: str) -> Reply:
-        """A route of `docs/weight-updates.md` without its slash, such as "pause?mode=keep". Raises ValueError for other
-        routes."""
-        name = route.partition("?")[0]
-        if name not in (*weights.READS, *weights.ACTIONS):
-            raise ValueError(f"route {name!r}: must be one of {', '.join((*weights.READS, *weights.ACTIONS))}")
+        """A route of `docs/weight-updates.md` or `docs/lora.md` without its slash, such as "pause?mode=keep". Raises
+        ValueError for other routes."""
+        name, known = route.partition("?")[0], (*weights.READS, *weights.ACTIONS, *adapters.ACTIONS)
+        if name not in known:
+            raise ValueError(f"route {name!r}: must be one of {', '.join(known)}")
         method = "GET" if name in weights.READS else "POST"
         reply = await self._calls.call(f"/{route}", body or {}, method=method, **options)
         assert isinstance(reply, dict), "these routes do not stream"

@@ -96,6 +96,11 @@ class EngineLinks:
             link.view.sent(prompt, self._clock())
         return link.start(message)
 
+    def adapters(self) -> dict[str, str]:
+        """Return the folders of the LoRA adapters that an engine has, by name."""
+        known = [link.view.adapters for link in self._links.values()]
+        return {name: adapter.path for each in known for name, adapter in each.items()}
+
     def suspect(self, name: str) -> None:
         """Record that an engine did not accept a request in time: others are preferred until its next report."""
         if name in self._links:

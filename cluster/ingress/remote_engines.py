@@ -99,7 +99,7 @@ class RemoteEngines:
         part of the answer."""
         attempts = Attempts()
         attempts.delivered.extend(output)
-        known = Prompt(prompt, sampling.cache_salt)
+        known = Prompt(prompt, sampling.cache_salt, sampling.adapter)
         packed = pack_i32(prompt)
         while not attempts.is_over:
             if attempts.was_taken and not self._resume:
@@ -155,6 +155,10 @@ class RemoteEngines:
             if not fault or not any(engine.status == "ready" for engine in engines):
                 return
             await asyncio.sleep(MEET_PERIOD_S)
+
+    def adapters(self) -> dict[str, str]:
+        """See `EngineClient.adapters`."""
+        return self._engines.adapters()
 
     async def administer(self, call: AdminCall) -> list[AdminOutcome]:
         """See `EngineClient.administer`."""

@@ -14,8 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from aerie.attention.kv_cache.prefix_digests import prompt_digests, salt_of_weights, split_digests
-from aerie.cluster.transport.messages import EngineState
+from aerie.attention.kv_cache.prefix_digests import prompt_digests, salt_of_adapter, salt_of_weights, split_digests
+from aerie.cluster.transport.messages import AdapterState, EngineState
 
 Routing = Literal["first_token", "least_loaded"]
 
@@ -28,20 +28,22 @@ TIE_SHARE = 0.1  # and by more than this share
 
 
 class Prompt:
-    """A prompt, and the digests of its pages. num_tokens: its length."""
+    """A prompt, and the digests of its pages. num_tokens: its length. adapter: name of its LoRA adapter; "": none."""
 
-    def __init__(self, tokens: Sequence[int], salt: bytes) -> None:
-        self.num_tokens = len(tokens)
+    def __init__(self, tokens: Sequence[int], salt: bytes, adapter: str = "") -> None:
+        self.num_tokens, self.adapter = len(tokens), adapter
         self._tokens = tokens
         self._salt = salt
-        self._digests: dict[tuple[int, int, int], list[bytes]] = {}
+        self._digests: dict[tuple[int, int, int, int | None], list[bytes]] = {}
 
-    def digests(self, page_size: int, lookahead: int, weight_epoch: int = 0) -> list[bytes]:
-        """Return the digest of every page that a cache could hold. weight_epoch: see `EngineState`."""
-        key = (page_size, lookahead, weight_epoch)
+    def digests(self, page_size: int, lookahead: int, weight_epoch: int = 0, adapter: int | None = None) -> list[bytes]:
+        """Return the digest of every page that a cache could hold. weight_epoch: see `EngineState`. adapter: number of
+        the prompt's adapter."""
+        key = (page_size, lookahead, weight_epoch, adapter)
         if key not in self._digests:
             array: npt.NDArray[np.int32] = np.asarray(self._tokens, np.int32)
-            salt = salt_of_weights(self._salt, weight_epoch)
+            own = self._salt if adapter is None else salt_of_adapter(self._salt, adapter)
+            salt = salt_of_weights(own, weight_epoch)
             self._digests[key] = prompt_digests(array, page_size, lookahead, salt)
         return self._digests[key]
 
@@ -55,9 +57,11 @@ class EngineView:
     is_suspect: it did not accept a request in time, and has not reported since.
     faulty_since_s: time of the first report of the current fault, during which requests do not run; infinity without
         one.
+    adapters: its LoRA adapters by name.
     """
 
     def __init__(self) -> None:
+        self.adapters: dict[str, AdapterState] = {}
         self.state: EngineState | None = None
         self.heard_s = 0.0
         self.is_suspect = False
@@ -72,6 +76,7 @@ class EngineView:
     def heard(self, state: EngineState, now: float) -> None:
         """Update the view by a report."""
         self.state, self.heard_s, self.is_suspect = state, now, False
+        self.adapters = self.adapters if state.adapters is None else state.adapters
         self.faulty_since_s = min(self.faulty_since_s, now) if state.fault else math.inf
         while self._unreported and self._unreported[0][0] <= state.num_received:
             self._unreported_tokens -= self._unreported.popleft()[1]
@@ -131,7 +136,18 @@ class EngineView:
         state = self.state
         if state is None or state.page_size == 0:
             return []
-        return prompt.digests(state.page_size, state.lookahead, state.weight_epoch)[state.stride - 1 :: state.stride]
+        adapter = self.adapters.get(prompt.adapter)
+        number = None if adapter is None else adapter.number
+        pages = prompt.digests(state.page_size, state.lookahead, state.weight_epoch, number)
+        return pages[state.stride - 1 :: state.stride]
+
+    def has_adapter(self, prompt: Prompt) -> bool:
+        """Return whether the engine has the prompt's adapter, if there is one."""
+        return not prompt.adapter or prompt.adapter in self.adapters
+
+    def has_placed(self, prompt: Prompt) -> bool:
+        """Return whether the prompt's adapter is on the engine's devices, if there is one."""
+        return not prompt.adapter or (prompt.adapter in self.adapters and self.adapters[prompt.adapter].is_placed)
 
 
 def choose(
@@ -146,11 +162,13 @@ def choose(
 
     Healthy engines come before those that are silent, draining or have a fault. Among equals, the earliest expected
     first token wins; if several are about equal, the less loaded of two random ones. With "least_loaded", the fewest
-    requests win, regardless of cached prefixes.
+    requests win, regardless of cached prefixes. Engines without the prompt's adapter are left out; among about equal
+    ones, those win that have it on their devices.
 
     avoid: engines that did not accept this request.
     """
-    ranks = {name: rank for name, view in views.items() if name not in avoid and (rank := _rank(view, now)) is not None}
+    known = {name: view for name, view in views.items() if name not in avoid and view.has_adapter(prompt)}
+    ranks = {name: rank for name, view in known.items() if (rank := _rank(view, now)) is not None}
     if not ranks:
         return None
     first = min(ranks.values())
@@ -163,6 +181,7 @@ def choose(
     expected_s = {name: views[name].first_token_s(prompt) for name in best}
     late_s = min(expected_s.values()) * (1 + TIE_SHARE) + TIE_S
     near = [name for name in best if expected_s[name] <= late_s]
+    near = [name for name in near if views[name].has_placed(prompt)] or near
     two = chance.sample(near, min(2, len(near)))
     return min(two, key=lambda name: views[name].num_active)
 

@@ -38,6 +38,7 @@ def plan_lines(
         f"{placement.strategy}: {each}",
         *([] if weights is None else [_weights_line(weights, layout)]),
         *([] if weights is None or not weights.formats else [f"formats     {weights.formats}"]),
+        *_adapter_lines(layout, weights),
         *_memory_lines(config, placement, layout),
         f"scheduler   {_slots(config, placement)} running, {_queue(scheduler)} waiting, "
         f"{layout.scheduler.step_token_limit} prompt tokens per step, {_target(scheduler)}",
@@ -220,6 +221,17 @@ def _weights_line(weights: "WeightBytes", layout: EngineLayout) -> str:
         f"capability 9.0 on); KV takes {layout.bytes_per_page // layout.cache.page_size} bytes per token of each"
         + ("" if layout.window is None else f", and {_window_bytes(layout, layout.window) / 1e6:.4g} MB per request")
     )
+
+
+def _adapter_lines(layout: EngineLayout, weights: "WeightBytes | None") -> list[str]:
+    lora = layout.lora
+    if lora is None:
+        return []
+    size = "" if weights is None else f", {weights.adapters / 1e9:.2f} GB of each GPU"
+    return [
+        f"adapters    {len(lora.modules)} at the start, tables for {lora.max_loras} of rank up to "
+        f"{lora.max_lora_rank}{size}; all others in host memory"
+    ]
 
 
 def _bundle(bundle: Mapping[str, float]) -> str:

@@ -171,6 +171,19 @@ class Subscribe(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The first message on a connection: send `EngineState` to this ingress until it disconnects."""
 
 
+class AdapterState(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter of an engine.
+
+    path: its folder.
+    number: of its load, a part of the digests (`salt_of_adapter`).
+    is_placed: whether it is in the tables of the ranks' devices.
+    """
+
+    path: str
+    number: int
+    is_placed: bool = False
+
+
 class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """The state by which an ingress chooses an engine. It is slightly stale, which may cost time, but no tokens.
 
@@ -189,6 +202,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     stride: every `stride`-th page of a prompt is advertised.
     added, removed: digests (`aerie.attention.kv_cache.prefix_digests`) of pages added to or removed from the prefix
         cache since the last message on this connection.
+    adapters: its LoRA adapters by name; None: those of the last message on this connection.
     """
 
     engine_id: str
@@ -209,6 +223,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     removed: bytes = b""
     weight_epoch: int = 0
     identity: str = ""
+    adapters: dict[str, AdapterState] | None = None
 
 
 class FlushOutcome(msgspec.Struct, frozen=True):
@@ -242,6 +257,21 @@ class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """End a pause."""
 
 
+class LoadLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Load a LoRA adapter. path: its folder on the machines of the ranks. in_place: whether an adapter of this name may
+    be loaded already; requests that come later have the new one."""
+
+    name: str
+    path: str
+    in_place: bool = False
+
+
+class UnloadLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Let no new request have a LoRA adapter."""
+
+    name: str
+
+
 class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Change nothing."""
 
@@ -261,7 +291,7 @@ class FinishUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 TransferCall = JoinTrainer | StartUpdate | ReceiveWeights | FinishUpdate
 AdminCall = (
-    Pause | Resume | Inspect | LoadWeights | TransferCall | SumWeights
+    Pause | Resume | Inspect | LoadWeights | TransferCall | SumWeights | LoadLora | UnloadLora
 )  # what an administrator may ask of an engine
 
 

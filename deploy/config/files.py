@@ -46,6 +46,8 @@ def locate(content: dict[str, Any], base: Path) -> None:
         args = application.get("args") or {} if isinstance(application, dict) else {}
         for section in path_sections(args).values():
             section["path"] = str(base / Path(section["path"]).expanduser())
+        modules = adapter_folders(args)
+        modules.update({name: str(base / Path(folder).expanduser()) for name, folder in modules.items()})
         ingress = args.get("ingress")
         if isinstance(ingress, dict) and isinstance(ingress.get("api_keys"), list):
             ingress["api_keys"] = [_without_key(entry, base) for entry in ingress["api_keys"]]
@@ -91,6 +93,14 @@ def starting_point(name: str) -> str:
         if (PACKAGED / section["path"]).is_dir():
             text = text.replace(f"path: {section['path']}", f"path: {PACKAGED / section['path']}")
     return text
+
+
+def adapter_folders(args: Mapping[str, Any]) -> dict[str, str]:
+    """Return `lora.modules` of `args`, the mapping itself, if all its folders are strings; else an empty one."""
+    lora = args.get("lora")
+    modules = lora.get("modules") if isinstance(lora, dict) else None
+    is_valid = isinstance(modules, dict) and all(isinstance(folder, str) for folder in modules.values())
+    return modules if is_valid and modules else {}
 
 
 def path_sections(args: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -14,10 +14,11 @@ from typing import Any
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy.config import published_model
-from aerie.deploy.config.files import path_sections
+from aerie.deploy.config.files import adapter_folders, path_sections
 from aerie.deploy.config.gguf_files import chosen_file, gguf_folder, is_gguf_path, patterns_of
 
 PATTERNS = ("*.json", "*.safetensors", "*.jinja")  # files to download from a repository
+ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model.safetensors")
 FOLDERS = "models"  # folder of downloads of packaged configurations; no account on the hub has this name
 
 
@@ -47,7 +48,18 @@ def with_downloads(args: Mapping[str, Any], base: Path) -> dict[str, Any]:
             ingress = found.setdefault("ingress", {})
             if isinstance(ingress, dict) and not ingress.get("served_model_name"):
                 ingress["served_model_name"] = given.partition("@")[0]
+    modules = adapter_folders(found)
+    for name, given in modules.items():
+        if is_hub_name(given, base):
+            modules[name] = str(adapter_folder(given))
     return found
+
+
+def adapter_folder(given: str) -> Path:
+    """Return the local copy of a LoRA adapter on the hub, downloaded if it is missing. given: OWNER/NAME or
+    OWNER/NAME@REVISION. Raises ConfigError."""
+    name, _, revision = given.partition("@")
+    return _downloaded(given, name, revision or None, ADAPTER_PATTERNS)
 
 
 def model_folder(given: str, revision: str | None) -> Path:

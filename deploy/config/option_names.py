@@ -46,6 +46,7 @@ WITHOUT_EFFECT = Names(
     enable-int8-mamba-checkpoint enable-kv-cache-sharding enable-layernorm-sp enable-layerwise-nvtx-marker
     enable-layerwise-nvtx-tracing enable-lean-attention enable-linear-replayssm enable-linear-replayssm-spec
     enable-linker-mla-dedup enable-lmcache enable-log-deltas enable-log-outputs enable-log-requests
+    enable-lora-overlap-loading
     enable-logging-iteration-details enable-mamba-cache-stochastic-rounding
     enable-mamba-shared-prefix-checkpoint enable-megamoe-for-layernorm-sp enable-metrics
     enable-metrics-for-all-schedulers enable-mfu-metrics enable-mixed-chunk enable-mm-embeds
@@ -62,12 +63,14 @@ WITHOUT_EFFECT = Names(
     enable-tp-lm-head-all-to-all enable-trace enable-trace-replay enable-two-batch-overlap
     enable-unified-cache-external-linker enable-unified-memory enable-w4a4-mxfp4-megamoe enable-waterfill
     enforce-disable-flashinfer-allreduce-fusion enforce-shared-experts-fusion engine-use-ray
-    exclude-tools-when-tool-choice-none export-metrics-to-file fail-on-environ-validation
+    exclude-tools-when-tool-choice-none export-metrics-to-file fail-on-environ-validation fully-sharded-loras
     flashinfer-mla-disable-ragged interleave-mm-strings jit-monitor-verbose keep-mm-feature-on-device
     kv-cache-metrics kv-sharing-fast-prefill language-model-only language-only log-error-stack log-requests
+    lora-strict-loading
     long-prefill-token-threshold-adaptive mlx-enable-sampling mm-device-do-normalize mm-enable-dp-encoder
     monokernel multi-step-stream-outputs numa-bind pre-warm-nccl prefill-only-disable-kv-cache
     ray-workers-use-nsight schedule-low-priority-values-first scheduler-reserve-full-isl show-time-cost
+    specialize-active-lora
     skip-mm-profiling skip-server-warmup sleep-on-idle speculative-dspark-align-verify-tokens-to-graph-tier
     speculative-use-block-verification speculative-use-rejection-sampling stream-output strip-thinking-cache
     swa-bounded-replay triton-attention-reduce-in-fp32 trust-mm-content-hashes use-fp64-gumbel use-ray
@@ -105,6 +108,7 @@ WITHOUT_EFFECT = Names(
     kernel-config kv-cache-metrics-sample kv-canary kv-canary-real-data kv-canary-sweep-interval kv-events-config
     limit-mm-data-per-request limit-mm-per-prompt linear-attn-backend linear-attn-decode-backend
     linear-attn-prefill-backend linear-attn-verify-backend linear-backend linear-replayssm-cache-len
+    lora-backend lora-drain-wait-threshold lora-dtype lora-eviction-policy max-lora-chunk-size max-lora-size
     lmcache-config-file load-balance-method load-snapshot-publish-interval log-config-file log-level log-level-http
     log-requests-format log-requests-level logging-config long-prefill-token-threshold mamba-backend
     mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-full-memory-ratio
@@ -257,18 +261,11 @@ REFUSED: dict[str, Names] = {
         remote-instance-weight-loader-send-weights-group-ports
         """,
     ),
-    "Aerie serves no LoRA adapters: merge them into the checkpoint": Names(
+    "Aerie's adapters change attention and MLPs of text (docs/lora.md): leave it out": Names(
         flags="""
-        enable-lora enable-lora-overlap-loading enable-mixed-moe-lora-format enable-moe-shared-loras
-        enable-tower-connector-lora fully-sharded-loras lora-strict-loading lora-use-virtual-experts
-        specialize-active-lora
+        enable-mixed-moe-lora-format enable-moe-shared-loras enable-tower-connector-lora lora-use-virtual-experts
         """,
-        values="""
-        default-mm-loras experts-shared-outer-loras lora-backend lora-drain-wait-threshold lora-dtype lora-
-        eviction-policy lora-extra-vocab-size max-cpu-loras max-loaded-loras max-lora-chunk-size max-lora-cls-
-        labels max-lora-rank max-lora-size max-loras max-loras-per-batch uno-lora-path
-        """,
-        lists="lora-modules lora-paths lora-target-modules",
+        values="default-mm-loras experts-shared-outer-loras lora-extra-vocab-size max-lora-cls-labels uno-lora-path",
     ),
     "Aerie has no such decoding: leave it out; drafts are chosen with --draft HEAD@REVISION": Names(
         flags="dllm-fdfo",

@@ -16,11 +16,13 @@ from aerie.deploy.config.keys import Key, keys
 from aerie.deploy.config.option_names import REFUSED, WITHOUT_EFFECT, Names
 from aerie.deploy.config.vllm_values import (
     DOWNLOADS,
+    ENABLE_LORA,
     OWN_TOKENIZER,
     QUANTIZATION,
     SHARED_ATTENTION,
     TOTAL_TOKENS,
     Changes,
+    adapters,
     algorithm,
     api_keys,
     attention_backend,
@@ -81,6 +83,7 @@ GROUPS = {
     "draft": "speculation",
     "answers": "answers",
     "weights": "weights",
+    "adapters": "LoRA adapters",
     "server": "server",
 }
 # the group of a section's options, where it is not "server"
@@ -240,6 +243,19 @@ _SET: Sequence[Option] = (
     Option(("--prefill-attention-backend",), attention_backend("prefill")),
     Option(("--decode-attention-backend",), attention_backend("decode")),
     Option(("--hf-overrides", "--json-model-override-args"), rope_override),
+    Option(("--enable-lora",), _flag(ENABLE_LORA), 0, group="adapters", help="serve LoRA adapters (docs/lora.md)"),
+    Option(
+        ("--lora-modules", "--lora-paths"),
+        adapters,
+        "+",
+        group="adapters",
+        help="lora.modules: adapters of the start",
+        metavar="NAME=PATH",
+    ),
+    _key("--max-loras --max-loras-per-batch", "lora.max_loras", whole_number, "adapters", "N"),
+    _key("--max-lora-rank", "lora.max_lora_rank", whole_number, "adapters", "N"),
+    _key("--max-cpu-loras --max-loaded-loras", "lora.max_cpu_loras", whole_number, "adapters", "N"),
+    Option(("--lora-target-modules",), nothing, "+", is_unused=True),
     Option(("--enable-custom-logit-processor",), nothing, 0, "requests that bring code are refused"),
     Option(("--trust-remote-code",), nothing, 0, "Aerie runs no code of checkpoints"),
     Option(("--enforce-eager",), nothing, 0, "no effect; --set graph_capture.limit_gb=0 captures the fewest graphs"),

@@ -10,12 +10,14 @@ from aerie.attention.config import CacheConfig
 from aerie.cluster.http.config import SERVER_DEFAULTS
 from aerie.deploy.config.value_names import ALGORITHMS, BACKENDS, OTHER_BACKENDS, OTHER_PARSERS, PARSERS
 from aerie.speculative.config import Method
+from aerie.workers.config import LoraConfig
 
 # Keys that are none of the configuration: of the checkpoint's config.json, the command line, the environment.
 QUANTIZATION = "quantization_config.quant_method"
 OWN_TOKENIZER = "tokenizer"
 DOWNLOADS = "HF_HUB_CACHE"
 # For `settled` alone.
+ENABLE_LORA = "enable_lora"
 SHARED_ATTENTION, ALGORITHM, TOTAL_TOKENS = "enable_dp_attention", "speculative_algorithm", "max_total_tokens"
 # Options that are parts of the object of --speculative-config.
 SPECULATIVE_PARTS = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
@@ -222,6 +224,29 @@ def attention_backend(*steps: str) -> Callable[[Any], Changes]:
     return read
 
 
+def adapters(value: Any) -> Changes:
+    """Parse LoRA adapters: NAME=PATH, JSON objects with name and path (SGLang: lora_name, lora_path), or PATH alone,
+    which is also the name; in Python also a mapping from names to folders."""
+    given = [value] if isinstance(value, str | Mapping) else list(value)
+    if isinstance(value, Mapping) and not {"path", "lora_path"} & value.keys():
+        return {"lora.modules": {str(name): str(path) for name, path in value.items()}}
+    found: dict[str, str] = {}
+    for each in given:
+        is_json = isinstance(each, str) and each.lstrip().startswith("{")
+        if isinstance(each, Mapping) or is_json:
+            entry = json_object(each)
+            name, path = (entry.get(key) or entry.get(f"lora_{key}") for key in ("name", "path"))
+        else:
+            name, _, path = str(each).rpartition("=")
+            name = name or path
+        if not name or not path or not isinstance(name, str) or not isinstance(path, str):
+            raise OptionError('each adapter is NAME=PATH, or {"name": NAME, "path": PATH}')
+        if name in found:
+            raise OptionError(f"{name}: two adapters have this name")
+        found[name] = path
+    return {"lora.modules": found}
+
+
 def algorithm(value: Any) -> Changes:
     """Parse SGLang's name of a method; see `settled` for EAGLE."""
     return {ALGORITHM: one_of(ALGORITHMS, "take an EAGLE or DFlash head")(str(value).upper())}
@@ -237,6 +262,8 @@ def settled(keys: Changes) -> Changes:
         keys["speculative.method"] = method
     elif method is not None and "speculative.path" not in keys:
         keys["speculative.method"] = "mtp"
+    if keys.pop(ENABLE_LORA, False) and not any(key.startswith("lora.") for key in keys):
+        keys["lora.max_loras"] = LoraConfig.max_loras
     if keys.pop(SHARED_ATTENTION, False):
         keys.pop("parallel.replicas", None)
     if (tokens := keys.pop(TOTAL_TOKENS, None)) is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from aerie.deploy.offline.engine import EngineArgs, OfflineEngine
 from aerie.deploy.offline.engine_thread import EngineDeadError
+from aerie.deploy.offline.lora_request import LoRARequest
 from aerie.deploy.offline.metrics import Metric
 from aerie.deploy.offline.outputs import RequestOutput, RunningAnswer, request_output
 from aerie.deploy.offline.prompts import Messages, Prompt, prompt_of
@@ -78,7 +79,12 @@ class AsyncLLM:
         return await asyncio.to_thread(self._engine.metrics)
 
     def generate(
-        self, prompt: Any, sampling_params: SamplingParams | None, request_id: str, **others: Any
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
+        **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate the answers to a prompt: an async generator of outputs, the last of which is `finished`.
 
@@ -86,7 +92,8 @@ class AsyncLLM:
         sampling_params: `output_kind` says what each output contains. Outputs of several answers (`n`) have the answers
             that changed; with FINAL_ONLY, all.
         request_id: for `abort`; no other running request may have it.
-        others: parameters of vLLM's that have no effect, such as lora_request=None.
+        lora_request: the prompt's LoRA adapter, loaded at its first use. Needs enable_lora.
+        others: parameters of vLLM's that have no effect, such as priority=0.
 
         A slow caller gets fewer and larger outputs. Closing the generator, or cancelling its task, aborts the request.
         Raises TypeError or ValueError for an invalid request, EngineDeadError if the engine has ended.
@@ -96,7 +103,7 @@ class AsyncLLM:
         async def prepared() -> Prompt:
             return prompt_of(prompt)
 
-        return self._outputs(prepared(), sampling_params, request_id)
+        return self._outputs(prepared(), sampling_params, request_id, lora_request)
 
     def chat(
         self,
@@ -109,6 +116,7 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Generate the answers to a conversation; see `generate` and `LLM.chat`."""
 
@@ -117,10 +125,14 @@ class AsyncLLM:
             (prompt,) = await self._engine.chat_prompts([messages], chat_template, *options)
             return prompt
 
-        return self._outputs(prepared(), sampling_params, request_id)
+        return self._outputs(prepared(), sampling_params, request_id, lora_request)
 
     async def _outputs(
-        self, prepared: Coroutine[Any, Any, Prompt], params: SamplingParams | None, request_id: str
+        self,
+        prepared: Coroutine[Any, Any, Prompt],
+        params: SamplingParams | None,
+        request_id: str,
+        lora: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
         if request_id in self._answers:
             prepared.close()
@@ -130,7 +142,8 @@ class AsyncLLM:
         self._answers[request_id] = []
         try:
             prompt = await prepared
-            answers = await self._engine.answers(prompt, params)
+            adapter = await asyncio.wrap_future(self._engine.load_adapter(lora))
+            answers = await self._engine.answers(prompt, params, adapter)
             if request_id in self._aborted:
                 for answer in answers:
                     answer.abort()

@@ -8,6 +8,7 @@ import functools
 import secrets
 import threading
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +41,7 @@ from aerie.deploy.config.files import find_config
 from aerie.deploy.config.model import model_args, names_model, use_options
 from aerie.deploy.config.vllm_values import OptionError
 from aerie.deploy.offline.engine_thread import EngineThread
+from aerie.deploy.offline.lora_request import LoRARequest
 from aerie.deploy.offline.metrics import Metric, metrics_of
 from aerie.deploy.offline.outputs import RunningAnswer
 from aerie.deploy.offline.prompts import Messages, Prompt, chat_prompt
@@ -86,7 +88,8 @@ class OfflineEngine:
         self.tokenizer = ChatTokenizer.from_folder(self.folder)
         self._numbers = count()
         self._grammars = ProcessChecker(self.folder, GRAMMAR_TIMEOUT_S, self.tokenizer.num_ids)
-        self._trying = threading.Lock()
+        self._trying, self._loading = threading.Lock(), threading.Lock()
+        self._adapters: dict[str, tuple[str, Future[str]]] = {}  # the path and last load of each adapter
         self._last_tried: Grammar | None = None
         try:
             limit = plan_engine(spec).layout.max_model_len
@@ -109,16 +112,16 @@ class OfflineEngine:
             raise ValueError(f"chat_template={chat_template!r:.80}: must be a template's text; read it from its file")
         return ChatTokenizer.from_folder(self.folder, chat_template)
 
-    async def answers(self, prompt: Prompt, params: SamplingParams) -> list[RunningAnswer]:
-        """Return the answers to a prompt, which have not started. Raises ValueError, RequestTooLargeError for a prompt
-        that is too long."""
+    async def answers(self, prompt: Prompt, params: SamplingParams, adapter: str = "") -> list[RunningAnswer]:
+        """Return the answers to a prompt, which have not started. adapter: see `load_adapter`. Raises ValueError,
+        RequestTooLargeError for a prompt that is too long."""
         try:
-            return await self._answers(prompt, params)
+            return await self._answers(prompt, params, adapter)
         except ApiError as error:
             kind = RequestTooLargeError if error.code == "context_length_exceeded" else ValueError
             raise kind(error.message) from None
 
-    async def _answers(self, prompt: Prompt, params: SamplingParams) -> list[RunningAnswer]:
+    async def _answers(self, prompt: Prompt, params: SamplingParams, adapter: str) -> list[RunningAnswer]:
         body, limits, tokenizer = params.body(), self._limits, self.tokenizer
         if prompt.cache_salt is not None:
             body.cache_salt = prompt.cache_salt
@@ -135,6 +138,7 @@ class OfflineEngine:
         sampling = msgspec.structs.replace(
             sampling_params(body, logprobs, eos, grammar, limits, tokenizer), max_tokens=budget, prompt_logprobs=scored
         )
+        sampling = msgspec.structs.replace(sampling, adapter=adapter)
         stops, number = stop_strings(body.stop, limits), next(self._numbers)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         answers = []
@@ -159,10 +163,27 @@ class OfflineEngine:
             self._last_tried = grammar
 
     async def all_answers(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], adapters: Sequence[str]
     ) -> list[list[RunningAnswer]]:
-        """Return the answers to each of several prompts."""
-        return [await self.answers(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        """Return the answers to each of several prompts. adapters: see `load_adapter`."""
+        return [await self.answers(*each) for each in zip(prompts, params, adapters, strict=True)]
+
+    def load_adapter(self, lora: LoRARequest | None) -> "Future[str]":
+        """Load an adapter, unless it is loaded already. Return a future of its name, for `answers`; "" for None. The
+        future raises ValueError for an adapter that does not fit."""
+        if lora is None:
+            none: Future[str] = Future()
+            none.set_result("")
+            return none
+        try:
+            name, path = str(lora.lora_name), str(Path(lora.lora_path).expanduser())
+        except AttributeError:
+            raise TypeError(f"lora_request: must be a LoRARequest, or None, not {type(lora).__name__}") from None
+        with self._loading:
+            known = self._adapters.get(name)
+            if known is None or known[0] != path or (known[1].done() and known[1].exception() is not None):
+                known = self._adapters[name] = (path, self.thread.load_adapter(name, path))
+            return known[1]
 
     async def chat_prompts(
         self, conversations: Sequence[Messages], chat_template: str | None, *options: Any

@@ -23,6 +23,7 @@ from aerie.cluster.transport.messages import TokenDelta
 from aerie.deploy.offline.receivers import LoopReceiver, QueueReceiver, Receiver
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.commands.command import CommandAnswer, first_error
 from aerie.workers.scheduling.request import QueueFullError, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,30 @@ class EngineThread:
         loop.send(command)
         return result
 
+    def load_adapter(self, name: str, path: str) -> "Future[str]":
+        """Load a LoRA adapter between two steps, unless it is loaded. Return a future of its name, which raises
+        ValueError if it does not fit."""
+        result: Future[str] = Future()
+
+        def answered(answers: Sequence[CommandAnswer]) -> None:
+            if error := first_error(answers):
+                result.set_exception(ValueError(error))
+            else:
+                result.set_result(name)
+
+        def begin(engine: LocalEngine) -> None:
+            if any((each.name, each.path) == (name, path) for each in engine.scheduler.adapters.loaded):
+                result.set_result(name)
+            else:
+                engine.scheduler.adapters.load(name, path, answered, replace=True)
+
+        def begun(call: "Future[None]") -> None:
+            if (error := call.exception()) is not None:
+                result.set_exception(error)
+
+        self.call(begin).add_done_callback(begun)
+        return result
+
     @property
     def fault(self) -> str:
         """Why requests cannot run, or ""."""
@@ -208,7 +233,8 @@ class _EngineLoop:
 
     def _serve(self, engine: LocalEngine) -> None:
         while True:
-            is_idle = not (self.waiting or self._running or engine.executor.num_pending)
+            has_commands = not engine.scheduler.commands.is_empty
+            is_idle = not (self.waiting or self._running or engine.executor.num_pending or has_commands)
             if is_idle or not self.commands.empty():
                 command = self.commands.get()
                 if command is None:
@@ -218,6 +244,7 @@ class _EngineLoop:
                 continue
             self._start(engine)
             self._take(engine.step(), engine)
+        engine.scheduler.commands.fail_all("the engine was closed")
         while engine.executor.num_pending:
             engine.executor.take()
 

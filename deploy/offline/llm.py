@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tqdm import tqdm
 
 from aerie.deploy.offline.engine import OfflineEngine
+from aerie.deploy.offline.lora_request import LoRARequest
 from aerie.deploy.offline.metrics import Metric
 from aerie.deploy.offline.outputs import RequestOutput, request_output
 from aerie.deploy.offline.prompts import Messages, Prompt, finished, is_token_ids, prompt_of
@@ -19,6 +20,7 @@ from aerie.deploy.offline.refusals import check_others, refused_method
 from aerie.deploy.offline.sampling_params import SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM:
@@ -74,6 +76,7 @@ class LLM:
         prompts: Any,
         sampling_params: Params = None,
         use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: Adapters = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Return the continuations of prompts, in order.
@@ -81,14 +84,15 @@ class LLM:
         prompts: a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
         sampling_params: for all prompts, or one per prompt; default: `get_default_sampling_params`.
         use_tqdm: show progress on a terminal; or what shows it, called as tqdm.
-        others: parameters of vLLM's that have no effect, such as lora_request=None.
+        lora_request: the LoRA adapter of all prompts, or one per prompt; loaded at its first use. Needs enable_lora.
+        others: parameters of vLLM's that have no effect, such as priority=None.
 
-        Raises ValueError for an invalid request, RequestTooLargeError for a prompt that can never run, TypeError for
-        what is no prompt. After Ctrl-C the engine remains usable."""
+        Raises ValueError for an invalid request or adapter, RequestTooLargeError for a prompt that can never run,
+        TypeError for what is no prompt. After Ctrl-C the engine remains usable."""
         check_others("generate", others)
         is_one = isinstance(prompts, str | Mapping) or is_token_ids(prompts)
         found = [prompt_of(prompt) for prompt in ([prompts] if is_one else prompts)]
-        return self._answer(found, sampling_params, use_tqdm)
+        return self._answer(found, sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -101,6 +105,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        lora_request: Adapters = None,
         **others: Any,
     ) -> list[RequestOutput]:
         """Return the assistant's answer to a conversation, or to each of a list of conversations; see `generate`.
@@ -116,16 +121,20 @@ class LLM:
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         options = (tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
         rendered = self._engine.chat_prompts(conversations, chat_template, *options)  # type: ignore[arg-type]
-        return self._answer(finished(rendered), sampling_params, use_tqdm)
+        return self._answer(finished(rendered), sampling_params, use_tqdm, lora_request)
 
     def _answer(
-        self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool | Callable[..., Any]
+        self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool | Callable[..., Any], lora: Adapters
     ) -> list[RequestOutput]:
         params = params or self.get_default_sampling_params()
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for all, or one each")
-        groups = finished(self._engine.all_answers(prompts, each))
+        adapters = list(lora) if isinstance(lora, Sequence) else [lora] * len(prompts)
+        if len(adapters) != len(prompts):
+            raise ValueError(f"lora_request: {len(adapters)} for {len(prompts)} prompts; give one for all, or one each")
+        names = [self._engine.load_adapter(adapter).result() for adapter in adapters]
+        groups = finished(self._engine.all_answers(prompts, each, names))
         answers = [answer for group in groups for answer in group]
         bar = use_tqdm if callable(use_tqdm) else tqdm
         # None: tqdm shows nothing if stderr is not a terminal

@@ -6,10 +6,8 @@ from typing import Any
 from aerie.cluster.http.schema.body import Refusals
 from aerie.deploy.offline.sampling_params import honoured
 
-_LORA = "LoRA adapters are not implemented: merge them into the checkpoint"
 _TEXT_ONLY = "prompts are text or token ids"
 PARAMETERS: Refusals = {
-    "lora_request": (_LORA, ([],)),
     "prompt_adapter_request": ("prompt adapters are not implemented", ()),
     "guided_options_request": ("use SamplingParams(structured_outputs=...)", ()),
     "tokenization_kwargs": ("use SamplingParams(truncate_prompt_tokens=...)", ({},)),

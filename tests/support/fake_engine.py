@@ -47,6 +47,7 @@ class FakeEngine:
     closed: ids of requests that ended before their last delta, which a real engine aborts.
     num_active: requests whose generators are open.
     fault: why no request gets through, see `health`.
+    known_adapters: folders of LoRA adapters by name.
     flushes: what each further flush of the prefix cache answers; with none left, it is busy while a generator is open.
     """
 
@@ -58,6 +59,10 @@ class FakeEngine:
     max_active: int = 0
     flushes: list[list[FlushOutcome]] = field(default_factory=list)
     fault: str = ""
+    known_adapters: dict[str, str] = field(default_factory=dict)
+
+    def adapters(self) -> dict[str, str]:
+        return self.known_adapters
 
     async def generate(
         self,

@@ -76,19 +76,17 @@ class AdapterNames:
 
 
 def read_layers(
-    folder: str | Path, names: AdapterNames, tables: Mapping[str, LoraTables]
+    folder: str | Path, names: AdapterNames, tables: Mapping[str, LoraTables], max_rank: int
 ) -> tuple[AdapterConfig, dict[str, LayerMatrices]]:
     """Read an adapter's folder, and return its configuration and this rank's matrices by path of layer.
 
-    tables: of all layers that adapters may change, by path.
+    tables: of all layers that adapters may change, by path; only their shapes and dtype are read.
+    max_rank: `LoraConfig.max_lora_rank`.
     Raises ValueError, naming tensors and remedy, if the adapter is damaged or does not fit.
     """
     config, faults = read_adapter_config(folder), list[str]()
-    max_rank = next(iter(tables.values())).max_rank
     if config.max_rank > max_rank:
-        raise ValueError(
-            f"adapter {folder}: has rank {config.max_rank}, above lora.max_lora_rank={max_rank}; raise that"
-        )
+        raise ValueError(f"adapter {folder}: has rank {config.max_rank}, above max_lora_rank={max_rank}; raise that")
     found: dict[str, LayerMatrices] = {}
     for module, matrices in _modules(Path(folder), config, faults):
         try:

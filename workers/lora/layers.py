@@ -59,6 +59,14 @@ def adaptable_layers(model: nn.Module) -> dict[str, LinearBase]:
     return found
 
 
+def checked_layers(model: nn.Module, title: str) -> dict[str, LinearBase]:
+    """Return `adaptable_layers`. title: names the model. Raises ValueError if there are none."""
+    layers = adaptable_layers(model)
+    if not layers:
+        raise ValueError(f"{title}: has no layers that adapters may change (docs/lora.md); leave lora out")
+    return layers
+
+
 def padded_rank(max_lora_rank: int) -> int:
     """Return the rank of tables for adapters of up to `max_lora_rank`."""
     return -(-max_lora_rank // RANK_STEP) * RANK_STEP

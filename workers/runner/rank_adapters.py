@@ -11,7 +11,7 @@ from aerie.kernels.to_device import pinned
 from aerie.workers.config import LoraConfig
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.lora.adapter_file import AdapterNames, LayerMatrices, read_layers
-from aerie.workers.lora.layers import AdaptedMethod, AdapterRows, adaptable_layers, allocate_tables, padded_rank
+from aerie.workers.lora.layers import AdaptedMethod, AdapterRows, allocate_tables, checked_layers, padded_rank
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.runner.commands import CommandHandlers
 from aerie.workers.runner.graphs.step_capture import on_any_rank
@@ -30,9 +30,8 @@ class RankAdapters:
         """model: finished. names: the checkpoint's names of its tensors. of_slot: see `AdapterRows`. title: names the
         model in errors. Raises ValueError if adapters cannot change any layer of it, or one of `config.modules` does
         not fit."""
-        layers = adaptable_layers(model)
-        if not layers:
-            raise ValueError(f"{title}: has no layers that adapters may change; leave lora out")
+        layers = checked_layers(model, title)
+        self._max_rank = config.max_lora_rank
         self.row_index = AdapterRows(of_slot)
         self._names = AdapterNames(layers, names)
         self._group, self._device = group, of_slot.device
@@ -43,8 +42,11 @@ class RankAdapters:
             tables = allocate_tables(layer.shape, config.max_loras, rank, layer.method.dtype, self._device)
             layer.method = AdaptedMethod(layer.method, tables, self.row_index)
             self._tables[path] = tables
-        for number, folder in enumerate(config.modules.values()):
-            self._read(number, folder)
+        for number, (name, folder) in enumerate(config.modules.items()):
+            try:
+                self._read(number, folder)
+            except ValueError as error:
+                raise ValueError(f"lora.modules.{name}: {error}") from None
 
     def register(self, handlers: CommandHandlers) -> None:
         """Carry out the commands of adapters."""
@@ -83,7 +85,7 @@ class RankAdapters:
 
     def _read(self, number: int, folder: str) -> int:
         """Read an adapter to host memory. Return its rank."""
-        config, layers = read_layers(folder, self._names, self._tables)
+        config, layers = read_layers(folder, self._names, self._tables, self._max_rank)
         self._host[number] = {
             path: LayerMatrices(pinned(each.down, self._device), pinned(each.up, self._device))
             for path, each in layers.items()

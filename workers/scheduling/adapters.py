@@ -12,7 +12,6 @@ from aerie.workers.config import LoraConfig
 from aerie.workers.scheduling.commands.command import (
     CommandAnswer,
     LoadAdapter,
-    LoadedAdapter,
     UnloadAdapter,
     first_error,
 )
@@ -64,14 +63,9 @@ class Adapters:
         self._loading: set[str] = set()
 
     @property
-    def loaded(self) -> dict[str, str]:
-        """The folders of adapters that requests may name, by name."""
-        return {adapter.name: adapter.path for adapter in self._by_name.values()}
-
-    @property
-    def placed(self) -> list[str]:
-        """Names of the adapters in the ranks' tables."""
-        return [each.name for each in self._places if each is not None and not each.is_unloaded]
+    def loaded(self) -> list[Adapter]:
+        """The adapters that requests may name."""
+        return list(self._by_name.values())
 
     def check(self, name: str) -> None:
         """Raise ValueError if a request cannot have the adapter `name`."""
@@ -207,10 +201,3 @@ class Adapters:
                 self.on_lost(adapter, f"its adapter {adapter.name} cannot be loaded again: {error}")
 
         return answered
-
-
-def loaded_rank(answers: Sequence[CommandAnswer]) -> int:
-    """Return the rank of a loaded adapter. answers: of a command without an error."""
-    result = answers[0].result
-    assert isinstance(result, LoadedAdapter)
-    return result.rank

@@ -23,9 +23,18 @@ DEFAULT_TEXT_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
 def check_model(name: str | None, config: EdgeConfig) -> None:
-    """Raise ApiError unless the model is served under this name."""
-    if name is not None and name != SERVED_MODEL and name not in config.model_names:
-        raise model_not_found(name, config.served_model_name)
+    """Raise ApiError unless the model is served under this name, or it may be the name of an adapter."""
+    if adapter_of(name, config) and not config.serves_adapters:
+        raise model_not_found(name or "", config.served_model_name)
+
+
+def adapter_of(name: str | None, config: EdgeConfig) -> str:
+    """Return the LoRA adapter that a request's model names, by itself or as MODEL:ADAPTER; "" for the model itself.
+    `aerie.cluster.http.serving.Edge.response` checks that an engine has it."""
+    if name is None or name == SERVED_MODEL or name in config.model_names:
+        return ""
+    model, _, adapter = name.rpartition(":")
+    return adapter if adapter and model in config.model_names else name
 
 
 def num_choices(n: int | None, num_prompts: int, config: EdgeConfig) -> int:
@@ -144,6 +153,7 @@ def sampling_params(
         logprobs=logprobs,
         grammar=grammar,
         cache_salt=b"" if body.cache_salt is None else _salt(body.cache_salt),
+        adapter=adapter_of(body.model, config),
     )
 
 

@@ -9,5 +9,6 @@ tokenization  /tokenize, /detokenize, /tokenizer_info
 models        /v1/models, /version
 status        /health, /health/live, /health/ready, /metrics
 prefix_cache  /flush_cache, /reset_prefix_cache
+adapters      /v1/load_lora_adapter, /v1/unload_lora_adapter
 weights       /pause, /resume, /is_paused, /update_weights and its sessions, /weight_info, /weight_checker
 """

@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 from starlette.requests import Request
 
 from aerie.attention import distribution
@@ -34,15 +35,24 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         for name in edge.config.model_names
     }
 
+    def all_cards() -> dict[str, ModelCard]:
+        adapters = edge.engine.adapters() if edge.config.serves_adapters else {}
+        of_adapters = {
+            name: msgspec.structs.replace(cards[root], id=name, root=path, parent=root)
+            for name, path in sorted(adapters.items())
+        }
+        return cards | of_adapters
+
     async def models(http: Request) -> ModelList:
-        """The served model, under each of its names; 503 until an engine has been ready, because clients poll it."""
+        """The served model, under each of its names, and its LoRA adapters; 503 until an engine has been ready, because
+        clients poll it."""
         await require_engine(edge)
-        return ModelList(data=list(cards.values()))
+        return ModelList(data=list(all_cards().values()))
 
     async def model(http: Request) -> ModelCard:
-        """The model of this name."""
+        """The model or LoRA adapter of this name."""
         await require_engine(edge)
-        card = cards.get(http.path_params["model"])
+        card = all_cards().get(http.path_params["model"])
         if card is None:
             raise model_not_found(http.path_params["model"], root)
         return card

@@ -55,22 +55,33 @@ ACTIONS = (
 )
 
 
+async def administer(edge: Edge, http: Request, call: AdminCall) -> Sequence[AdminOutcome]:
+    """Let every engine do what an administrator asks; outcomes may have errors. Raises ApiError."""
+    tenant = tenant_of(http.scope)
+    is_of_cluster = http.scope["state"].get(CALLER) == ""  # programs of the cluster need no key
+    if not ((tenant.name or is_of_cluster) and tenant.is_admin):
+        raise forbidden(tenant.name)
+    outcomes = await edge.engine.administer(call)
+    if not outcomes:
+        raise unavailable("No engine is known yet", edge.config.retry_after_s)
+    lost = [f"{each.engine_id}: {each.fault}" for each in outcomes if each.fault]
+    if lost and not errors_of(outcomes) and not isinstance(call, Inspect):
+        raise unavailable("; ".join(lost), edge.config.retry_after_s)
+    return outcomes
+
+
+def errors_of(outcomes: Sequence[AdminOutcome]) -> str:
+    """Return the errors of all engines; "" without one."""
+    return "; ".join(f"{each.engine_id}: {each.error}" for each in outcomes if each.error)
+
+
 def endpoints(edge: Edge) -> list[Endpoint]:
     """Return the endpoints for one ingress."""
 
     async def ask(http: Request, call: AdminCall) -> Sequence[AdminOutcome]:
-        tenant = tenant_of(http.scope)
-        is_of_cluster = http.scope["state"].get(CALLER) == ""  # programs of the cluster need no key
-        if not ((tenant.name or is_of_cluster) and tenant.is_admin):
-            raise forbidden(tenant.name)
-        outcomes = await edge.engine.administer(call)
-        if not outcomes:
-            raise unavailable("No engine is known yet", edge.config.retry_after_s)
-        if failed := [f"{each.engine_id}: {each.error}" for each in outcomes if each.error]:
-            raise conflict("; ".join(failed))
-        lost = [f"{each.engine_id}: {each.fault}" for each in outcomes if each.fault]
-        if lost and not isinstance(call, Inspect):
-            raise unavailable("; ".join(lost), edge.config.retry_after_s)
+        outcomes = await administer(edge, http, call)
+        if failed := errors_of(outcomes):
+            raise conflict(failed)
         return outcomes
 
     async def pause(http: Request) -> PauseReply:

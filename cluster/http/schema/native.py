@@ -54,7 +54,7 @@ class NativeRequest(Schema):
         "image_data": ("prompts are text only", ()),
         "audio_data": ("prompts are text only", ()),
         "video_data": ("prompts are text only", ()),
-        "lora_path": ("LoRA adapters are not implemented", ()),
+        "lora_path": ("name the adapter as `model` of /v1/completions", ()),
         "custom_logit_processor": ("code from requests is not run", ()),
         "return_hidden_states": ("hidden states stay in the engine", (False,)),
         "token_ids_logprob": ("use top_logprobs_num", ()),

@@ -31,7 +31,7 @@ JSONSchema = Annotated[Any, WithJsonSchema({"anyOf": [{"type": "object"}, {"type
 Strings = Annotated[Any, WithJsonSchema({"anyOf": [_STRINGS, {"type": "null"}]})]
 TokenIds = Annotated[Any, WithJsonSchema(_TOKENS)]
 _NO_TOOLS = "use tools and tool_choice, which came in its place"
-_NO_LORA = "LoRA adapters are not implemented"
+_NO_LORA = "name the adapter as `model`"
 # Parameters of transformers, llama.cpp and others that would change the answer, with the values that switch them off.
 OTHER_SAMPLERS = {
     "typical_p": 1,

@@ -146,7 +146,8 @@ class ThinkingSwitch(Struct):
 
 
 class ModelCard(Struct, kw_only=True):
-    """max_model_len: tokens of prompt and answer together.
+    """root, parent: of a LoRA adapter its folder, and the model's name; else the model's name, and null.
+    max_model_len: tokens of prompt and answer together.
     default_sampling_params: values for requests that do not set them.
     thinking: null if the chat template has no switch."""
 
@@ -155,7 +156,7 @@ class ModelCard(Struct, kw_only=True):
     created: int
     owned_by: str
     root: str
-    parent: None = None
+    parent: str | None = None
     max_model_len: int
     default_sampling_params: dict[str, float]
     thinking: ThinkingSwitch | None

@@ -1,62 +1,26 @@
 """LoRA adapters chosen by request: greedy tokens of peft's merged models, in float32."""
 
-import dataclasses
-from dataclasses import dataclass
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
+import torch
 
-from aerie.attention.config import CacheConfig
-from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.build import local_engine
 from aerie.speculative.config import SpeculativeConfig
-from aerie.workers.config import LoraConfig, SchedulerConfig
-from aerie.workers.scheduling.plan import SamplingParams
-from tests.speculative.conftest import EOS, Pair
-from tests.support.targets.adapters import make_adapter, merged_tokens
-
-GREEDY = SamplingParams(12, 0.0, stop_token_ids=(EOS,))
-SETTINGS: dict[str, dict[str, Any]] = {
-    "small": {"r": 4, "target_modules": "all-linear"},
-    "middle": {"use_rslora": True, "target_modules": ["q_proj", "v_proj"]},
-    "large": {"r": 64, "lora_alpha": 32, "target_modules": r".*\.[1-3]\.(self_attn\.[kqvo]|mlp\.(up|gate|down))_proj"},
-    "mixed": {"rank_pattern": {"down_proj": 16, r"layers\.2\.self_attn\.o_proj": 3}, "alpha_pattern": {"up_proj": 40}},
-}
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """A pair of target and heads, adapters of the target, and greedy tokens by name of the adapter, "" for none."""
-
-    pair: Pair
-    adapters: dict[str, str]
-    expected: dict[str, list[list[int]]]
-
-    def spec(
-        self, speculative: SpeculativeConfig | None, lora: LoraConfig | None = None, ranks: int = 1, pages: int = 400
-    ) -> EngineSpec:
-        cache, scheduler = CacheConfig(page_size=4, num_pages=pages), SchedulerConfig(6, 24)
-        spec = self.pair.spec(speculative, cache, scheduler, tensor_parallel=ranks)
-        lora = lora or LoraConfig(self.adapters, max_lora_rank=64)
-        return dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=lora))
-
-
-@pytest.fixture(scope="session")
-def adapted(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
-    folder = tmp_path_factory.mktemp("adapters")
-    made = {
-        name: make_adapter(folder / name, pair.target, seed, **settings)
-        for seed, (name, settings) in enumerate(SETTINGS.items())
-    }
-    expected = {
-        name: merged_tokens(pair.target, path, pair.prompts, GREEDY.max_tokens, EOS)
-        for name, path in {"": None, **made}.items()
-    }
-    return Adapted(pair, {name: str(path) for name, path in made.items()}, expected)
-
-
-def of(name: str) -> SamplingParams:
-    return replace(GREEDY, adapter=name)
+from aerie.workers.config import GraphCapture, LoraConfig
+from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.runner.worker import Worker
+from aerie.workers.scheduling.commands.command import first_error
+from aerie.workers.scheduling.request import Request
+from tests.speculative.adapters.conftest import SETTINGS, Adapted, of
+from tests.speculative.conftest import Pair
+from tests.speculative.test_graphs_while_serving import TOKENS
+from tests.support.kernels.eager_graphs import LazyRecorder
 
 
 def speculation(pair: Pair, method: str) -> SpeculativeConfig | None:
@@ -64,17 +28,133 @@ def speculation(pair: Pair, method: str) -> SpeculativeConfig | None:
     return {"none": None, "chain": pair.chain(), "tree": pair.tree(), "suffix": suffix}[method]
 
 
+def load(engine: LocalEngine, name: str, path: str, replace: bool = False) -> str:
+    """Load an adapter beside running requests. Return the error."""
+    errors: list[str] = []
+    engine.scheduler.adapters.load(name, path, lambda answers: errors.append(first_error(answers)), replace)
+    while not errors:
+        engine.step()
+    return errors[0]
+
+
+def tokens(engine: LocalEngine, adapted: Adapted, names: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Run all prompts with each adapter, in one batch. Return the tokens by name."""
+    jobs = [(name, prompt) for prompt in adapted.pair.prompts for name in names]
+    requests = engine.generate([prompt for _, prompt in jobs], [of(name) for name, _ in jobs])
+    return {name: [r.output for r, job in zip(requests, jobs, strict=True) if job[0] == name] for name in names}
+
+
 @pytest.mark.parametrize(
     ("method", "ranks"), [("none", 1), ("chain", 1), ("tree", 1), ("suffix", 1), ("none", 2), ("tree", 2)]
 )
 def test_requests_with_different_adapters_share_steps(adapted: Adapted, method: str, ranks: int) -> None:
     """Pages for few requests, so that some are preempted."""
-    names = ["", *SETTINGS]
-    assert len({str(tokens) for tokens in adapted.expected.values()}) == len(names), "each adapter changes the text"
     with local_engine(adapted.spec(speculation(adapted.pair, method), ranks=ranks, pages=30)) as engine:
-        jobs = [(name, i) for i in range(len(adapted.pair.prompts)) for name in names]
-        prompts = [adapted.pair.prompts[i] for _, i in jobs]
-        requests = engine.generate(prompts, [of(name) for name, _ in jobs])
-        found = {name: [r.output for r, job in zip(requests, jobs, strict=True) if job[0] == name] for name in names}
-        assert found == adapted.expected
-        assert sum(request.num_preemptions for request in requests) > 0
+        assert tokens(engine, adapted, ["", *SETTINGS]) == adapted.expected
+        assert engine.scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("method", ["none", "tree"])
+def test_captured_steps_serve_all_adapters(adapted: Adapted, method: str) -> None:
+    """Recorded steps of requests with adapters, and others without; one capture for all adapters."""
+    with local_engine(adapted.spec(speculation(adapted.pair, method))) as engine:
+        worker, recorder = engine.executor, LazyRecorder()
+        assert isinstance(worker, Worker)
+        slots, buckets = worker._slots, (1, 2, 4, 6)
+        graphs = GraphedDecoding(worker._strategy, slots, buckets, 256, recorder, TOKENS, has_row_index=True)  # type: ignore[arg-type]
+        with torch.inference_mode():
+            graphs.capture(GraphCapture(limit_s=1e9), SOLO)
+        worker._strategy = graphs
+        assert {key.adapted for key in graphs.captured} == {False, True}
+        assert tokens(engine, adapted, ["", *SETTINGS]) == adapted.expected
+        assert recorder.num_replays > 0
+
+
+def test_many_adapters_take_turns_in_few_places(adapted: Adapted) -> None:
+    """Twenty adapters, four of them different, through two places."""
+    names = {f"{i}": list(SETTINGS)[i % 4] for i in range(20)}
+    lora = LoraConfig({name: adapted.adapters[made] for name, made in names.items()}, 2, 64)
+    with local_engine(adapted.spec(adapted.pair.tree(), lora)) as engine:
+        found = tokens(engine, adapted, ["", *names])
+        assert found == {name: adapted.expected[names.get(name, "")] for name in ("", *names)}
+
+
+def test_pages_are_shared_by_requests_of_one_adapter_only(adapted: Adapted) -> None:
+    prompt = max(adapted.pair.prompts, key=len)
+    place, full = adapted.pair.prompts.index(prompt), (len(prompt) - 1) // 4 * 4
+    with local_engine(adapted.spec(adapted.pair.tree())) as engine:
+        for cached in (0, full):
+            for name in ("", "small", "large"):
+                (request,) = engine.generate([prompt], of(name))
+                assert request.output == adapted.expected[name][place]
+                assert request.cached_tokens == cached
+        assert load(engine, "small", adapted.adapters["large"], replace=True) == ""
+        (request,) = engine.generate([prompt], of("small"))
+        assert request.cached_tokens == 0, "an adapter that is loaded again shares nothing"
+        assert request.output == adapted.expected["large"][place]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_are_loaded_and_unloaded_beside_running_requests(adapted: Adapted, ranks: int) -> None:
+    """A request keeps the adapter of its arrival."""
+    prompts = adapted.pair.prompts
+    with local_engine(adapted.spec(lora=LoraConfig({}, 1, 64), ranks=ranks)) as engine:
+        first = [Request(f"a{i}", prompt, of("")) for i, prompt in enumerate(prompts[:3])]
+        for request in first:
+            engine.scheduler.submit(request)
+        for _ in range(3):
+            engine.step()
+        assert load(engine, "one", adapted.adapters["small"]) == ""
+        with pytest.raises(ValueError, match="is loaded already; unload it, or set load_inplace"):
+            load(engine, "one", adapted.adapters["small"])
+        second = [Request(f"b{i}", prompt, of("one")) for i, prompt in enumerate(prompts[:3])]
+        for request in second:
+            engine.scheduler.submit(request)
+        for _ in range(3):
+            engine.step()
+        assert load(engine, "one", adapted.adapters["mixed"], replace=True) == ""
+        third = [Request(f"c{i}", prompt, of("one")) for i, prompt in enumerate(prompts[:3])]
+        for request in third:
+            engine.scheduler.submit(request)
+        engine.scheduler.adapters.unload("one")
+        with pytest.raises(ValueError, match="adapter=one: is not loaded; loaded: none"):
+            engine.scheduler.submit(Request("d", prompts[0], of("one")))
+        while engine.scheduler.num_running or engine.scheduler.num_waiting or not engine.scheduler.commands.is_empty:
+            engine.step()
+        for requests, name in ((first, ""), (second, "small"), (third, "mixed")):
+            assert [request.output for request in requests] == adapted.expected[name][:3]
+        if isinstance(engine.executor, Worker):
+            adapters: Any = engine.executor._batches._adapters
+            assert not adapters._host, "adapters that no request has are forgotten"
+
+
+def test_an_adapter_that_does_not_fit_changes_nothing(adapted: Adapted, tmp_path: Path) -> None:
+    broken = shutil.copytree(adapted.adapters["small"], tmp_path / "broken")
+    (broken / "adapter_model.safetensors").write_bytes(b"nothing")
+    with local_engine(adapted.spec(lora=LoraConfig({"small": adapted.adapters["small"]}, 2), ranks=2)) as engine:
+        assert "is cut off or damaged" in load(engine, "broken", str(broken))
+        assert "has rank 64, above max_lora_rank=16" in load(engine, "large", adapted.adapters["large"])
+        assert "cannot be read" in load(engine, "missing", str(tmp_path / "missing"))
+        assert [each.name for each in engine.scheduler.adapters.loaded] == ["small"]
+        assert tokens(engine, adapted, ["", "small"]) == {name: adapted.expected[name] for name in ("", "small")}
+
+
+def test_new_ranks_get_the_adapters_of_the_lost_ones(adapted: Adapted) -> None:
+    """As a coordinator does: new ranks have the adapters of the configuration, and are told the others."""
+    lora = LoraConfig({"small": adapted.adapters["small"], "large": adapted.adapters["large"]}, 2, 64)
+    spec, prompts = adapted.spec(adapted.pair.tree(), lora), adapted.pair.prompts
+    with local_engine(spec) as engine, local_engine(spec) as successor:
+        assert load(engine, "later", adapted.adapters["mixed"]) == ""
+        engine.scheduler.adapters.unload("large")
+        requests = [Request(f"{i}", prompts[i], of(name)) for i, name in enumerate(("later", "small", "later", ""))]
+        for request in requests:
+            engine.scheduler.submit(request)
+        while not any(request.output for request in requests):
+            engine.step()
+        engine.executor = successor.executor
+        engine.scheduler.requeue_all(epoch=1)
+        engine.scheduler.adapters.restore()
+        while engine.scheduler.num_running or engine.scheduler.num_waiting:
+            engine.step()
+        expected = [adapted.expected[name][i] for i, name in enumerate(("mixed", "small", "mixed", ""))]
+        assert [request.output for request in requests] == expected

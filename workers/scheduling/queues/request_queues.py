@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from aerie.attention.kv_cache.prefix_cache import Match
 from aerie.workers.prompt_inputs import InputKeys
-from aerie.workers.scheduling.adapters import Adapters
+from aerie.workers.scheduling.adapters import Adapter, Adapters
 from aerie.workers.scheduling.plan import SlotInit, pack_i32
 from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
 from aerie.workers.scheduling.queues.tenants import Tenants
@@ -66,6 +66,10 @@ class RequestQueues:
     def find_number(self, number: int) -> Sequence | None:
         """Return the unfinished request with this number."""
         return self._by_number.get(number)
+
+    def of_adapter(self, adapter: Adapter) -> list[str]:
+        """Return the ids of unfinished requests with this adapter."""
+        return [name for name, sequence in self._by_id.items() if sequence.adapter is adapter]
 
     def has_started(self, request_id: str) -> bool:
         """Return whether the request has had its first step. An unknown one has ended."""

@@ -1,0 +1,62 @@
+"""vLLM's routes that load and unload LoRA adapters in running engines (docs/lora.md). They exist only for API keys that
+administer the server."""
+
+import asyncio
+import time
+
+from starlette.requests import Request
+
+from aerie.cluster.http.endpoint import Endpoint, post
+from aerie.cluster.http.errors import ApiError, invalid, model_not_found
+from aerie.cluster.http.requests.parameters import adapter_of
+from aerie.cluster.http.routes.weights import administer, errors_of
+from aerie.cluster.http.schema.adapters import AdapterReply, LoadAdapterRequest, UnloadAdapterRequest
+from aerie.cluster.http.serving import Edge
+from aerie.cluster.transport.messages import LoadLora, UnloadLora
+
+ACTIONS = ("v1/load_lora_adapter", "v1/unload_lora_adapter")
+_HEARD_LIMIT_S = 2.0  # engines tell this ingress of their adapters within 50 ms
+
+
+def endpoints(edge: Edge) -> list[Endpoint]:
+    """Return the endpoints for one ingress."""
+
+    async def load(http: Request, body: LoadAdapterRequest) -> AdapterReply:
+        """Loads a LoRA adapter from a folder that every rank can read, on every engine, beside running requests."""
+        name = body.lora_name
+        if not adapter_of(name, edge.config):
+            raise invalid("lora_name", f"lora_name={name}: is the model's own name; give the adapter another one")
+        outcomes = await administer(edge, http, LoadLora(name, body.lora_path, body.load_inplace))
+        if failed := errors_of(outcomes):
+            if not body.load_inplace and any(not each.error for each in outcomes):
+                await edge.engine.administer(UnloadLora(name))  # all engines have the same ones
+            raise _refused(failed)
+        await _heard(edge, name, True)
+        return AdapterReply(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload(http: Request, body: UnloadAdapterRequest) -> AdapterReply:
+        """Lets no new request have a LoRA adapter; those that have it go on."""
+        name = body.lora_name
+        outcomes = await administer(edge, http, UnloadLora(name))
+        failed = errors_of(outcomes)
+        if failed and all(each.error for each in outcomes):
+            is_enabled = edge.config.serves_adapters
+            raise model_not_found(name, edge.config.served_model_name) if is_enabled else _refused(failed)
+        await _heard(edge, name, False)
+        return AdapterReply(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    return [
+        post(f"/{ACTIONS[0]}", load, LoadAdapterRequest, AdapterReply),
+        post(f"/{ACTIONS[1]}", unload, UnloadAdapterRequest, AdapterReply),
+    ]
+
+
+def _refused(message: str) -> ApiError:
+    return ApiError(400, message, param="lora_path", code="lora_adapter_refused")
+
+
+async def _heard(edge: Edge, name: str, has_it: bool) -> None:
+    """Wait until this ingress knows of a change, so that the caller's next request meets it."""
+    until_s = time.monotonic() + _HEARD_LIMIT_S
+    while (name in edge.engine.adapters()) != has_it and time.monotonic() < until_s:
+        await asyncio.sleep(0.01)
