@@ -132,7 +132,9 @@ def _check(matrices: Matrices, rank: int) -> None:
     for side, tensor, of_rank in (("lora_A", matrices.down, 0), ("lora_B", matrices.up, 1)):
         if tensor.dim() != 2 or tensor.shape[of_rank] != rank:
             raise WrongTensorError(f"({side}) has shape {tuple(tensor.shape)}, adapter_config.json implies rank {rank}")
-        if not tensor.is_floating_point() or not bool(tensor.float().isfinite().all()):
+        if not tensor.is_floating_point():
+            raise WrongTensorError(f"({side}) is {tensor.dtype}; it must have a floating type")
+        if not bool(tensor.float().isfinite().all()):
             raise WrongTensorError(f"({side}) has weights that are NaN or infinite")
 
 

@@ -91,8 +91,8 @@ CASES: dict[str, tuple[Callable[[dict[str, Tensor]], None], dict[str, Any], str]
     "outputs": (put(f"{Q}.lora_B.weight", torch.ones(65, 4)), {}, "the layer has 64 outputs"),
     "rank": (put(f"{Q}.lora_A.weight", torch.ones(5, 64)), {}, "adapter_config.json implies rank 4"),
     "nan": (put(f"{Q}.lora_B.weight", torch.full((64, 4), torch.nan)), {}, r"\(lora_B\) has weights that are NaN"),
-    "half": (lambda tensors: tensors.pop(f"{Q}.lora_A.weight") and None, {}, "q_proj has no lora_A"),
-    "integers": (put(f"{Q}.lora_A.weight", torch.ones(4, 64, dtype=torch.int8)), {}, "NaN or infinite"),
+    "half": (lambda tensors: tensors.__delitem__(f"{Q}.lora_A.weight"), {}, "q_proj has no lora_A"),
+    "integers": (put(f"{Q}.lora_A.weight", torch.ones(4, 64, dtype=torch.int8)), {}, "is torch.int8"),
     "bias": (put(f"{Q}.bias", torch.ones(64)), {}, "is not a matrix of an adapter; merge it into its base"),
     "expert": (
         put("base_model.model.model.layers.1.mlp.experts.0.up_proj.lora_A.weight", torch.ones(4, 64)),
