@@ -108,7 +108,8 @@ WITHOUT_EFFECT = Names(
     kernel-config kv-cache-metrics-sample kv-canary kv-canary-real-data kv-canary-sweep-interval kv-events-config
     limit-mm-data-per-request limit-mm-per-prompt linear-attn-backend linear-attn-decode-backend
     linear-attn-prefill-backend linear-attn-verify-backend linear-backend linear-replayssm-cache-len
-    lora-backend lora-drain-wait-threshold lora-dtype lora-eviction-policy max-lora-chunk-size max-lora-size
+    lora-backend lora-drain-wait-threshold lora-dtype lora-eviction-policy lora-extra-vocab-size
+    max-lora-chunk-size max-lora-size
     lmcache-config-file load-balance-method load-snapshot-publish-interval log-config-file log-level log-level-http
     log-requests-format log-requests-level logging-config long-prefill-token-threshold mamba-backend
     mamba-block-size mamba-cache-dtype mamba-cache-mode mamba-cache-philox-rounds mamba-full-memory-ratio
@@ -265,7 +266,7 @@ REFUSED: dict[str, Names] = {
         flags="""
         enable-mixed-moe-lora-format enable-moe-shared-loras enable-tower-connector-lora lora-use-virtual-experts
         """,
-        values="default-mm-loras experts-shared-outer-loras lora-extra-vocab-size max-lora-cls-labels uno-lora-path",
+        values="default-mm-loras experts-shared-outer-loras max-lora-cls-labels uno-lora-path",
     ),
     "Aerie has no such decoding: leave it out; drafts are chosen with --draft HEAD@REVISION": Names(
         flags="dllm-fdfo",

@@ -10,7 +10,8 @@ from aerie.cluster.http.endpoint import Endpoint, post
 from aerie.cluster.http.errors import ApiError, invalid, model_not_found
 from aerie.cluster.http.requests.parameters import adapter_of
 from aerie.cluster.http.routes.weights import administer, errors_of
-from aerie.cluster.http.schema.adapters import AdapterReply, LoadAdapterRequest, UnloadAdapterRequest
+from aerie.cluster.http.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from aerie.cluster.http.schema.response import AdapterReply
 from aerie.cluster.http.serving import Edge
 from aerie.cluster.transport.messages import LoadLora, UnloadLora
 

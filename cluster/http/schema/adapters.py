@@ -2,7 +2,6 @@
 
 from typing import Annotated
 
-import msgspec
 from pydantic import Field
 
 from aerie.cluster.http.schema.body import Schema
@@ -23,7 +22,3 @@ class UnloadAdapterRequest(Schema):
     """lora_name: as it was loaded."""
 
     lora_name: AdapterName
-
-
-class AdapterReply(msgspec.Struct):
-    message: str

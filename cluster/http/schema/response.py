@@ -162,6 +162,10 @@ class ModelCard(Struct, kw_only=True):
     thinking: ThinkingSwitch | None
 
 
+class AdapterReply(Struct):
+    message: str
+
+
 class ModelList(Struct, kw_only=True):
     object: Literal["list"] = "list"
     data: list[ModelCard]

@@ -17,6 +17,7 @@ from tests.support import MODELS
 LINES = Path(__file__).parent / "command_lines"
 TARGET, DRAFT = str(MODELS / "target"), str(MODELS / "draft")
 _PARSER = parser()
+_FILES = ("ingress.api_keys", "ingress.chat_template", "lora.modules")
 
 
 def lines(name: str) -> tuple[list[str], list[str]]:
@@ -36,7 +37,7 @@ def test_command_lines_are_understood(name: str, least: int) -> None:
     for line in understood:
         keys, _ = keys_of(line)
         args = {"model": {"path": TARGET}}
-        for key in (QUANTIZATION, DOWNLOADS, OWN_TOKENIZER, "ingress.api_keys", "ingress.chat_template"):
+        for key in (QUANTIZATION, DOWNLOADS, OWN_TOKENIZER, *_FILES):
             keys.pop(key, None)  # keys of other places, and a file of the one who has this line
         if "speculative.path" in keys:
             keys["speculative.path"] = DRAFT
@@ -181,7 +182,7 @@ def test_help_shows_groups_and_examples(capsys: pytest.CaptureFixture[str]) -> N
     shown = capsys.readouterr().out
     for text in ("parallelism:", "speculation:", "examples:", "--max-model-len", "--chat-template FILE", "--draft"):
         assert text in shown
-    assert "--moe-backend" not in shown and "--enable-lora" not in shown
+    assert "--moe-backend" not in shown and "--enable-moe-shared-loras" not in shown
 
 
 def test_a_part_of_an_object_joins_the_whole_one() -> None:
