@@ -10,7 +10,7 @@ from pathlib import Path
 from aerie.attention.distribution import install_command
 from aerie.deploy.config.gguf_files import gguf_folder, is_gguf_path
 from aerie.kernels.lazy_import import load
-from aerie.speculative.config import TRAINED_BLOCK_METHODS
+from aerie.speculative.config import BLOCK_METHODS
 from aerie.speculative.training import TrainingError
 
 # The fields of `aerie.speculative.drafts.eagle3_config.HeadFlags`; a test compares them.
@@ -62,9 +62,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model, or a GGUF file")
-    parser.add_argument(
-        "--method", choices=("eagle3", *TRAINED_BLOCK_METHODS, "mtp"), default="eagle3", help="kind of draft"
-    )
+    parser.add_argument("--method", choices=("eagle3", *BLOCK_METHODS, "mtp"), default="eagle3", help="kind of draft")
     add_common(parser, lr=3e-4, epochs=4.0, batch_tokens=8192)
     draft = parser.add_argument_group("head")
     draft.add_argument("--draft-vocab", type=at_least(1), help="tokens the draft may propose; default: 32000")
@@ -72,7 +70,7 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     draft.add_argument("--head-flags", nargs="+", choices=HEAD_FLAGS, help="differences from EAGLE-3's paper")
     draft.add_argument("--ttt-length", type=at_least(1), default=7, help="steps unrolled on the draft's own outputs")
     draft.add_argument("--ttt-decay", type=at_least(0, float), default=0.8, help="step s of the loss weighs decay**s")
-    block = parser.add_argument_group(f"block, with --method {', '.join(TRAINED_BLOCK_METHODS)}")
+    block = parser.add_argument_group(f"block, with --method {', '.join(BLOCK_METHODS)}")
     block.add_argument("--block-size", type=at_least(2), default=8, help="rows of a block, including the newest token")
     block.add_argument(
         "--causal", action="store_true", help="a row sees the block up to itself, as in JetSpec; for wide trees"
@@ -80,7 +78,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     block.add_argument("--draft-layers", type=at_least(1), default=2)
     block.add_argument("--mask-token", type=at_least(0), help="token id; default: the target's padding token")
     block.add_argument("--anchors", type=at_least(1), default=2048, help="blocks of a step, drawn at random")
-    block.add_argument("--head-rank", type=at_least(1), default=256, help="rank of the Markov head or selector")
+    block.add_argument(
+        "--head-rank", type=at_least(1), default=256, help="rank of the Markov head, selector or path bias"
+    )
     block.add_argument(
         "--tv-weight", type=_share, help="weight of total variation in the loss; default: 0.9 for DSpark, else 0"
     )

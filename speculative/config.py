@@ -19,7 +19,6 @@ from aerie.workers.config import RoundShapes
 
 Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "domino", "suffix"]
 BLOCK_METHODS = ("dflash", "dspark", "dflash2", "domino")  # methods that draft a block in one pass
-TRAINED_BLOCK_METHODS = BLOCK_METHODS[:3]  # those that `aerie train-draft` trains
 
 MAX_MATCH = 32
 _DEFAULT_SUFFIX_TOKENS = 15  # 16 rows with the root, which is one tile of a matrix product

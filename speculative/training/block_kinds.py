@@ -1,8 +1,8 @@
-"""The published kinds of block heads and their files: DFlash and DFlash2 in z-lab's folder layout, DSpark in
+"""The published kinds of block heads and their files: DFlash, DFlash2 and Domino in z-lab's folder layout, DSpark in
 DeepSpec's.
 
-DSpark's and DFlash2's scores of a row depend on the previous token. `aerie.speculative.drafts.blocks` serves the same
-files. Parameter names are those of the published heads.
+DSpark's and DFlash2's scores of a row depend on the previous token, Domino's on all tokens of the block before it.
+`aerie.speculative.drafts.blocks` serves the same files. Parameter names are those of the published heads.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from aerie.speculative.drafts.blocks.dflash import DFlash
 from aerie.speculative.drafts.blocks.dflash2 import DFlash2
+from aerie.speculative.drafts.blocks.domino import Domino
 from aerie.speculative.drafts.blocks.dspark import DSpark
 from aerie.speculative.training import TrainingError
 from aerie.speculative.training.blocks import BlockContext, BlockHead, captured_layers
@@ -42,6 +43,7 @@ from aerie.speculative.training.losses import BlockScores, Objective
 from aerie.speculative.training.samples import Sample
 
 _MODEL_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # model_type of supported targets
+_MAX_STATE = 1024  # size of a path's state, as in published heads
 _CODE_STD = 0.1  # of the codes of the previous token; those of the next token start at zero, and so do all biases
 
 
@@ -175,12 +177,44 @@ class DFlash2Head(BlockHead):
         return candidates.gather(-1, scores.logits.gather(-1, candidates).argmax(-1, keepdim=True)).squeeze(-1)
 
 
+class DominoHead(BlockHead):
+    """DFlash with a low-rank bias that depends on the path: a gated recurrent unit reads its tokens, the anchor first.
+    In training the path is the text's."""
+
+    def __init__(self, method: Domino, objective: Objective) -> None:
+        super().__init__(method, objective)
+        hidden = method.model.hidden_size
+        self.num_plain = method.num_plain
+        self.prefix_gru = nn.GRU(hidden, method.state_size, bias=False, batch_first=True)
+        reduce, successors = (
+            linear(hidden + method.state_size, method.rank),
+            linear(method.rank, method.model.vocab_size),
+        )
+        self.embed_proj = nn.Sequential(reduce, nn.SiLU(), successors)
+
+    def initialise(self) -> None:
+        for weight in self.prefix_gru.parameters():
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        nn.init.zeros_(self.embed_proj.get_parameter("2.weight"))  # starts as DFlash
+
+    def use_target(self, target: PreTrainedModel) -> None:
+        super().use_target(target)
+        self._embedding = [target.get_input_embeddings()]  # a list: not a module of the head
+
+    def score(self, states: Tensor, previous: Tensor) -> BlockScores:
+        embedded = self._embedding[0](previous.flatten(0, -2)).detach().to(states.dtype)
+        read, _ = self.prefix_gru(embedded)
+        bias = self.embed_proj(torch.cat((states, read.view(*previous.shape, -1)), dim=-1))
+        has_bias = torch.arange(previous.shape[-1], device=previous.device) >= self.num_plain
+        return BlockScores(self.logits(states) + torch.where(has_bias[:, None], bias, 0.0))
+
+
 @dataclass(frozen=True)
 class BlockOptions:
     """Sizes of a new head.
 
     block_size: rows of a block, including the newest token.
-    rank: rank of the Markov head or the selector; unused by DFlash.
+    rank: rank of the Markov head, the selector or Domino's bias; unused by DFlash.
     causal: whether a row sees the block up to itself (JetSpec, arXiv 2606.18394), not the whole of it.
     intermediate_size: width of the layers' MLP; None: the target's.
     """
@@ -199,7 +233,8 @@ class Published:
     """A published kind of block head.
 
     architecture, section, sizes: values of config.json; the method's own keys are in `section`, or at the top level.
-    rank_key: name of the rank in config.json. tv_weight: see `Objective`.
+    rank_key, state_key: names of the rank and of the size of a path's state in config.json.
+    tv_weight: see `Objective`.
     """
 
     method: type[DFlash]
@@ -207,16 +242,23 @@ class Published:
     architecture: str
     section: str | None = "dflash_config"
     rank_key: str | None = None
+    state_key: str | None = None
     sizes: Mapping[str, Any] = field(default_factory=dict)
     tv_weight: float = 0.0
 
 
 _MARKOV = {"markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True}
+_PATH = {"projector_type": "domino", "pure_draft_prefix_len": 1, "shift_label": True}
 _SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16}
 KINDS = {  # by `--method`
     "dflash": Published(DFlash, BlockHead, "DFlashDraftModel"),
-    "dspark": Published(DSpark, DSparkHead, "Qwen3DSparkModel", None, "markov_rank", _MARKOV, 0.9),
+    "dspark": Published(
+        DSpark, DSparkHead, "Qwen3DSparkModel", None, rank_key="markov_rank", sizes=_MARKOV, tv_weight=0.9
+    ),
     "dflash2": Published(DFlash2, DFlash2Head, "DFlash2DraftModel", rank_key="selector_rank", sizes=_SELECTOR),
+    "domino": Published(
+        Domino, DominoHead, "DominoDraftModel", rank_key="emb_dim", state_key="gru_hidden_dim", sizes=_PATH
+    ),
 }
 
 
@@ -227,6 +269,8 @@ def block_config(target: PreTrainedModel, options: BlockOptions) -> dict[str, An
     own: dict[str, Any] = {"mask_token_id": options.mask_token_id, "target_layer_ids": layers, **kind.sizes}
     if kind.rank_key is not None:
         own[kind.rank_key] = options.rank
+    if kind.state_key is not None:
+        own[kind.state_key] = min(_MAX_STATE, config.hidden_size)
     if options.causal:
         own["is_causal" if kind.section is None else "causal"] = True
     # Qwen3's layers rotate a head's full width
@@ -267,7 +311,7 @@ def load_block_head(folder: Path, kind: str, target: PreTrainedModel) -> tuple[B
 
 
 class BlockKind(DraftKind):
-    """A new DFlash, DSpark or DFlash2 head with the target's vocabulary."""
+    """A new DFlash, DSpark, DFlash2 or Domino head with the target's vocabulary."""
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         super().__init__(arguments, target)

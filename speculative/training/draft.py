@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from aerie.speculative.config import TRAINED_BLOCK_METHODS
+from aerie.speculative.config import BLOCK_METHODS
 from aerie.speculative.drafts.eagle3_checkpoint import offsets
 from aerie.speculative.drafts.method import DraftMethod
 from aerie.speculative.training import TrainingError
@@ -157,10 +157,10 @@ class DraftKind(ABC):
 
     def __init__(self, arguments: argparse.Namespace, target: PreTrainedModel) -> None:
         self.arguments, self.target = arguments, target
-        if arguments.random_depths and arguments.method not in TRAINED_BLOCK_METHODS:
-            raise TrainingError(f"random_depths: is only for {', '.join(TRAINED_BLOCK_METHODS)}; leave it out")
-        if arguments.causal and arguments.method not in TRAINED_BLOCK_METHODS:
-            raise TrainingError(f"causal: is only for {', '.join(TRAINED_BLOCK_METHODS)}; leave it out")
+        if arguments.random_depths and arguments.method not in BLOCK_METHODS:
+            raise TrainingError(f"random_depths: is only for {', '.join(BLOCK_METHODS)}; leave it out")
+        if arguments.causal and arguments.method not in BLOCK_METHODS:
+            raise TrainingError(f"causal: is only for {', '.join(BLOCK_METHODS)}; leave it out")
 
     def refuse_head_options(self, method: str, allowed: Sequence[str] = ()) -> None:
         """Raise TrainingError for options of EAGLE-3 heads but those allowed. method: this kind's name."""

@@ -17,6 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
 from aerie.speculative.drafts.blocks.dflash2 import DFlash2
+from aerie.speculative.drafts.blocks.domino import Domino
 from aerie.speculative.drafts.blocks.dspark import DSpark
 from aerie.speculative.drafts.registry import read_draft
 from aerie.speculative.training import TrainingError
@@ -41,7 +42,7 @@ from tests.support.targets.llama import build_tokenizer
 BLOCK = 5
 
 
-@pytest.fixture(params=["dflash", "dspark", "dflash2", "causal dflash", "causal dspark"])
+@pytest.fixture(params=["dflash", "dspark", "dflash2", "domino", "causal dflash", "causal dspark"])
 def head(request: pytest.FixtureRequest, target: PreTrainedModel) -> BlockHead:
     kind, causal = request.param.removeprefix("causal "), "causal" in request.param
     config = block_config(target, BlockOptions(kind, BLOCK, 2, mask_token_id=0, rank=12, causal=causal))
@@ -77,7 +78,7 @@ def test_blocks_are_those_of_the_published_module(target: PreTrainedModel, head:
             n = int(anchors[row, column])
             states = theirs.hidden(view.captured[row, : n + 1], int(batch.tokens[row, n + 1]))
             for step in range(num_steps):
-                expected = theirs.after(states, step + 1, int(previous[row, column, step]))
+                expected = theirs.after(states, step + 1, *previous[row, column, : step + 1].tolist())
                 seen = expected > float("-inf")  # DFlash2 scores its candidates only
                 torch.testing.assert_close(chosen.logits[row, column, step][seen], expected[seen], atol=1e-4, rtol=1e-4)
                 assert int(proposed[step][row, n]) == int(expected.argmax())
@@ -88,7 +89,9 @@ def test_blocks_are_those_of_the_published_module(target: PreTrainedModel, head:
 def published(target: PreTrainedModel, head: BlockHead) -> BlockReference:
     """The plain implementation with the head's weights."""
     model, method = head.method.model, head.method
-    others = {"rank": method.rank} if isinstance(method, DSpark | DFlash2) else {}
+    others = {"rank": method.rank} if isinstance(method, DSpark | DFlash2 | Domino) else {}
+    if isinstance(method, Domino):
+        others |= {"state": method.state_size, "plain": method.num_plain}
     if isinstance(method, DFlash2):
         others |= {"taps": method.taps, "group": method.group_size, "candidates": method.candidates}
     sizes = Sizes(
@@ -190,7 +193,7 @@ def row_loss(
     p = log_p[n + step + 1].exp()
     state = states[step if head.method.form.from_anchor else step + 1]
     unary, tensors, previous = state @ theirs.lm_head.T, theirs.tensors, int(tokens[n + step + 1])
-    logits = theirs.after(states, step + 1, previous)
+    logits = theirs.after(states, step + 1, *tokens[n + 1 : n + step + 2].tolist())
     if isinstance(head.method, DFlash2):  # of all tokens, not the candidates only
         code = tensors["candidate_selector.predecessor_codebook"][previous]
         code = code * (tensors["candidate_selector.hidden_projection.weight"] @ state)
@@ -222,6 +225,7 @@ def test_heads_are_trained_saved_measured_and_read_by_the_engine(
         "dflash": ("--regenerate --steps 25 --anchors 9", 5),
         "dspark": (f"{text} --steps 25 --tv-weight 0.5 --random-depths", 6),
         "dflash2": (f"{text} --steps 100000 --minutes 0.005", 5),
+        "domino": (f"{text} --steps 25", 6),
     }
     for method, (how, depth) in chosen.items():
         draft = tmp_path / method
@@ -232,8 +236,8 @@ def test_heads_are_trained_saved_measured_and_read_by_the_engine(
         assert f"chain of {depth + 1}" not in said and "chain of 9" not in said
         read = read_draft(method, str(draft), str(target), read_target_config(ModelSource(path=str(target)), 1))
         assert read.max_num_steps == depth and read.capture == (2, 3, 4, 5)
-        assert not any("lm_head" in name or "embed" in name for name in load_file(draft / "model.safetensors"))
-    for method in ("dflash", "dspark"):
+        assert not any("lm_head" in name or "embed_tokens" in name for name in load_file(draft / "model.safetensors"))
+    for method in ("dflash", "dspark", "domino"):
         state = json.loads((tmp_path / method / "checkpoint-25" / "trainer_state.json").read_text())
         losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
         assert losses[-1] < losses[0]
@@ -298,8 +302,8 @@ def test_measuring_afterwards_takes_its_part_of_a_time_limit() -> None:
         ("--block-size 64", "block_size.*from 1 to 63"),
         ("--regenerated nowhere.jsonl", "regenerated=nowhere.jsonl: no such file; use --regenerate first"),
         ("--regenerate --regenerated nowhere.jsonl", "give it or --regenerate, not both"),
-        ("--method eagle3 --causal", "causal: is only for dflash, dspark, dflash2; leave it out"),
-        ("--method eagle3 --random-depths", "random_depths: is only for dflash, dspark, dflash2; leave it out"),
+        ("--method eagle3 --causal", "causal: is only for dflash, dspark, dflash2, domino; leave it out"),
+        ("--method eagle3 --random-depths", "random_depths: is only for dflash, dspark, dflash2, domino; leave it out"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -14,7 +14,7 @@ from aerie.attention.backends.torch_backend import TorchBackend
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.deploy.train_draft import HEAD_FLAGS
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
-from aerie.speculative.config import TRAINED_BLOCK_METHODS
+from aerie.speculative.config import BLOCK_METHODS
 from aerie.speculative.drafts.drafter import DraftRunner
 from aerie.speculative.drafts.eagle3_config import HeadFlags
 from aerie.speculative.drafts.loading import load_draft as load_served
@@ -94,7 +94,7 @@ def test_training_and_serving_compute_the_same_states_and_logits(
 
 def test_every_flag_and_every_kind_of_head_can_be_trained() -> None:
     assert set(HEAD_FLAGS) == {flag.name for flag in fields(HeadFlags)}
-    assert set(TRAINED_BLOCK_METHODS) == set(KINDS)
+    assert set(BLOCK_METHODS) == set(KINDS)
 
 
 @pytest.mark.parametrize(
