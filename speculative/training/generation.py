@@ -6,7 +6,7 @@ values in place; `generate` copies them in every step. Other models use `generat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,11 +42,11 @@ def generate_answers(
     stops = stop_tokens(model, tokenizer)
     pad = stops[0] if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
 
-    def decode(tokens: Tensor, padding: Tensor) -> Tensor:
+    def decode(tokens: Tensor, padding: Tensor, on_share: Callable[[float], None]) -> Tensor:
         """Generate [B, max_new_tokens] int64 from left-padded tokens [B, P] and padding [B]. Tokens after a stop token
-        are arbitrary."""
+        are arbitrary. on_share: called with the share of the longest answers that is done."""
         if _is_grouped(model):
-            return _decode_grouped(model, tokens, padding, stops, temperature, max_new_tokens)
+            return _decode_grouped(model, tokens, padding, stops, temperature, max_new_tokens, on_share)
         return _decode_by_generate(model, tokens, padding, stops, pad, temperature, max_new_tokens)
 
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
@@ -57,10 +57,15 @@ def generate_answers(
             chosen = order[start : start + batch_size]
             padding = [len(prompts[chosen[-1]]) - len(prompts[i]) for i in chosen]
             rows = [[pad] * extra + [*prompts[i]] for i, extra in zip(chosen, padding, strict=True)]
-            decoded = decode(torch.tensor(rows, device=model.device), torch.tensor(padding, device=model.device))
+            inputs = torch.tensor(rows, device=model.device), torch.tensor(padding, device=model.device)
+
+            def advance(share: float, start: int = start, count: int = len(chosen)) -> None:
+                bar.update(start + int(share * count) - bar.n)
+
+            decoded = decode(*inputs, advance)
             for index, answer in zip(chosen, decoded.tolist(), strict=True):
                 answers[index] = Sample((*prompts[index], *until_stop(answer, stops)), len(prompts[index]))
-            bar.update(len(chosen))
+            advance(1.0)
     return [answers[i] for i in range(len(prompts))]
 
 
@@ -110,6 +115,7 @@ def _decode_grouped(
     stops: list[int],
     temperature: float,
     max_new_tokens: int,
+    on_share: Callable[[float], None],
 ) -> Tensor:
     count, device = tokens.shape[0], tokens.device
     decoder = _GroupedDecoder(model, padding, tokens.shape[1] + max_new_tokens)
@@ -131,6 +137,7 @@ def _decode_grouped(
             if len(unfinished) < 0.8 * len(rows):
                 decoder.select(unfinished)
                 rows, finished, chosen = rows[unfinished], finished[unfinished], chosen[unfinished]
+            on_share((step + 1) / max_new_tokens)
         logits = decoder.step(chosen)
     return answers
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -26,6 +27,7 @@ from aerie.speculative.training.losses import AcceptanceTally, add_rounds, measu
 from aerie.speculative.training.rows import Conversation, RowError
 from aerie.speculative.training.samples import Sample, answer_prompts, collate, read_samples, write_samples
 from aerie.speculative.training.trainer import FitArguments
+from tests.speculative.training.conftest import VOCAB_SIZE
 from tests.support.slow import slow
 
 
@@ -200,6 +202,26 @@ def test_greedy_regeneration_gives_each_prompt_the_answer_it_gets_alone(
     assert len({len(each.tokens) - each.num_prompt for each in grouped}) > 1, "no answer ends earlier than another"
     monkeypatch.setattr(generation, "_GROUPED", ())
     assert answers(1) == grouped
+
+
+def test_regeneration_reports_progress_within_a_batch(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch on a CPU takes minutes; a bar that stands at 0 % for so long looks like a server that hangs."""
+    seen: list[int] = []
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def update(self, n: float | None = 1) -> bool | None:
+            shown: bool | None = super().update(n)
+            seen.append(int(self.n))
+            return shown
+
+    monkeypatch.setattr(generation, "tqdm", Bar)
+    target.generation_config.eos_token_id = [VOCAB_SIZE - 1]
+    generate_answers(
+        target, tokenizer, [[5, 6, 7]] * 10, temperature=0, max_new_tokens=80, batch_size=7, seed=0, progress=True
+    )
+    assert seen == sorted(seen) and seen[-1] == 10 and len(set(seen)) > 4
 
 
 def test_sampled_regeneration_follows_the_target_s_distribution(
