@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from aerie.cluster.assembly import engine_spec
 from aerie.cluster.config import AerieConfig, ConfigError
 from aerie.cluster.environment import set_process_environment
@@ -74,6 +76,7 @@ def check_and_start_ranks(
     log.done("torch imported")
     asked = config.engine.threads_per_worker
     set_process_environment(1 if asked == "auto" else asked)  # ranks on CPUs choose their own number later
+    torch.set_num_threads(1)  # reading GGUF files would start threads, and then no rank could be forked
     max_model_len = check_checkpoints(config)
     nodes = []
     if gpus is not None:

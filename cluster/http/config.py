@@ -1,5 +1,6 @@
 """Configuration of one HTTP ingress: the sections `ingress` and `tracing`. Read by `aerie.cluster.http.app`."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -39,12 +40,12 @@ SERVER_DEFAULTS = {name: value for name, value in VALUES.items() if value.server
 
 def with_defaults(cls: type[Config]) -> type[Config]:
     """Add a key `default_NAME` to a section for each declared value that has `server_default`."""
-    lines = [(cls.__doc__ or "").rstrip() + "\n"]
+    lines = [inspect.cleandoc(cls.__doc__ or "") + "\n"]  # Python 3.13 strips indentation itself
     for name, value in SERVER_DEFAULTS.items():
         cls.__annotations__[f"default_{name}"] = value.kind | None
         setattr(cls, f"default_{name}", None)
         lines.append(
-            f"    default_{name}: for requests without {name}; none: that of the model's generation_config.json, or "
+            f"default_{name}: for requests without {name}; none: that of the model's generation_config.json, or "
             f"{value.default:g}.\n"
         )
     cls.__doc__ = "".join(lines)

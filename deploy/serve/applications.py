@@ -35,14 +35,18 @@ class Application:
 
 
 def read_applications() -> dict[str, Application]:
-    """Return the applications by name; none if Serve does not run. Any thread may call it.
+    """Return the applications by name; none if Serve does not run, or this process has left Ray (Serve would start
+    one). Any thread may call it.
 
     Ray 2.60's `serve.status` must not be called beside a thread that builds or deploys an application: it builds a
     `RequestRouterConfig` for each deployment, whose constructor registers and unregisters a module in a table of the
     whole process; of two threads at once, one gets "is not registered for pickle by value" (ValueError). The details
     as the controller sends them are plain values, and name route prefixes too."""
+    import ray
     from ray.serve.context import _get_global_client
 
+    if not ray.is_initialized():
+        return {}
     client = _get_global_client(raise_if_no_controller_running=False)
     if client is None:
         return {}

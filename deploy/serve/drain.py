@@ -52,16 +52,17 @@ def run_until_signal(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, drain)
     start.start()
-    if guest is not None:
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                guest.serve()
-        finally:
-            guest.leave(console.say)
-        return
     arguments = ["--app-dir", str(empty), str(path)]
-    with contextlib.suppress(SystemExit):  # how `serve run` ends after Ctrl-C
-        run.main(arguments, prog_name="serve run", standalone_mode=False)
+    try:
+        with contextlib.suppress(KeyboardInterrupt, SystemExit):  # how `serve run` ends after Ctrl-C
+            if guest is None:
+                run.main(arguments, prog_name="serve run", standalone_mode=False)
+            else:
+                guest.serve()
+    finally:
+        start.stop()
+        if guest is not None:
+            guest.leave(console.say)
 
 
 def _drain(timeout_s: float, console: Console, guest: Guest | None) -> None:
@@ -79,6 +80,7 @@ def _drain(timeout_s: float, console: Console, guest: Guest | None) -> None:
     if applications:
         console.say("draining: running requests may finish; Ctrl-C stops at once")
         _drain_engines(applications, timeout_s)
+        console.say("stopping; this takes some seconds")
     console.end_server()
     for name in applications:
         serve.delete(name)

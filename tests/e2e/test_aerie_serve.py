@@ -179,8 +179,12 @@ def test_embedded_pair_answers_and_ctrl_c_drains_and_leaves_nothing(
     assert f"target      {installed}/aerie/deploy/models/target" in console
     for phase in ("placed, imported", "target loaded", "rank  node"):
         assert phase in console
-    *start, ready, draining = console.splitlines()
-    assert ready.startswith(f"{url} is ready after ") and draining.startswith("draining: "), console
+    *start, ready, draining, stopping = console.splitlines()
+    assert (
+        ready.startswith(f"{url} is ready after ")
+        and draining.startswith("draining: ")
+        and stopping.startswith("stopping")
+    ), console
     ends_s = [float(line[:6]) for line in start if re.match(r" *\d+\.\d s  ", line)]
     assert len(ends_s) > 10 and max(b - a for a, b in itertools.pairwise(ends_s)) > -2.0, "one clock for all processes"
     assert "\x1b" not in console and not re.search(r"INFO|pid=|serve \d+ --", console), "Ray's and Serve's own"

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from aerie.deploy import checks
 from aerie.deploy.config.files import PACKAGED, find_config
 from aerie.deploy.nodes import LocalGpus
 from aerie.deploy.serve.check_process import CheckProcess, Task
+from tests.support import ROOT
 
 LIMIT_S = 120.0  # for what takes seconds
 
@@ -90,6 +93,22 @@ def test_a_rank_that_outlives_its_actor_prints_no_error() -> None:
     assert actor.recv() == "stopped"
     actor.close()
     rank_process._answer(rank, "stopped")
+
+
+def test_checks_leave_one_thread_so_that_ranks_can_be_forked() -> None:
+    """GGUF files are checked with operations of torch that would start its threads."""
+    script = (
+        "import os, torch; from aerie.cluster.config import parse, read_args; from aerie.deploy import checks\n"
+        "from aerie.deploy.config.files import PACKAGED, find_config; from aerie.deploy.nodes import LocalGpus\n"
+        "config = parse(read_args(find_config('eagle')), PACKAGED)\n"
+        "def check(found): torch.ones(2**22).mul_(2); print(len(os.listdir('/proc/self/task')), 'thread')\n"
+        "checks.check_and_start_ranks('eagle', config, lambda: LocalGpus(0), '', check)"
+    )
+    variables = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, cwd=ROOT, env=variables
+    )
+    assert "1 thread\n" in done.stdout, done
 
 
 def test_the_server_goes_on_while_the_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

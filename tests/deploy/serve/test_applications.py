@@ -56,6 +56,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     found = Client()
     prepared = found.get_serve_details()  # building it is the controller's work, in another process
     monkeypatch.setattr(found, "get_serve_details", lambda: prepared)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     for module in (ray.serve.context, serve.api):
         monkeypatch.setattr(module, "_get_global_client", lambda **options: found)
     return found
@@ -66,7 +67,14 @@ def test_states_messages_and_prefixes_are_read(client: Client) -> None:
     assert read_applications() == {"aerie": Application("DEPLOYING", "line", "/llm", [engine])}
 
 
+def test_without_ray_nothing_is_read_and_no_ray_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A watch may look once more after a start has failed and Ray was left."""
+    monkeypatch.setattr(serve.context.ray, "init", lambda **options: pytest.fail("Serve starts a Ray of its own"))
+    assert not ray.is_initialized() and read_applications() == {}
+
+
 def test_nothing_runs_where_serve_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray.serve.context, "_get_global_client", lambda **options: None)
     assert read_applications() == {}
 
