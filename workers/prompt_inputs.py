@@ -105,8 +105,8 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     start: position in the prompt of its first token of these. Their ids are placeholders.
     num_rows: their number.
     grid: its patches as frames, rows and columns.
-    data: uint8 values of all patches as the checkpoint's processor orders them, before they are scaled and normalised;
-        empty where the ranks have its embeddings.
+    data: uint8 values of all patches as the checkpoint's processor orders them, of one frame, before they are scaled
+        and normalised; empty where the ranks have its embeddings.
     digest: of `grid` and `data`.
     first_row: number of its tokens before `start`.
     """

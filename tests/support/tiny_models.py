@@ -202,7 +202,8 @@ def add_qwen_mtp(target: Path, seed: int = 1, copying: bool = False, stacked: bo
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_layers import MtpLayer
 
-    config = AutoConfig.from_pretrained(target, attn_implementation="eager")
+    config = AutoConfig.from_pretrained(target, attn_implementation="eager").get_text_config()
+    config._attn_implementation = "eager"  # not that of a model of images
     text = AutoModelForCausalLM.from_config(config)
     layer_class, norm_class = type(text.model.layers[0]), type(text.model.norm)
     config.layer_types = [*config.layer_types, "full_attention"]

@@ -74,9 +74,9 @@ class VisionConfig:
     max_pixels: int
 
     @property
-    def patch_values(self) -> int:
-        """Values of a patch."""
-        return CHANNELS * self.frames * self.patch_size**2
+    def patch_bytes(self) -> int:
+        """Bytes of a patch in `aerie.workers.prompt_inputs.Image`, which has one frame."""
+        return CHANNELS * self.patch_size**2
 
     @property
     def max_patches(self) -> int:

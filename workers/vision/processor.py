@@ -16,10 +16,12 @@ import msgspec
 from aerie.workers.prompt_inputs import PreparedImage
 from aerie.workers.structured_output.framing import receive, send
 from aerie.workers.structured_output.tokenizer_file import read_json
-from aerie.workers.vision.config import PREPROCESSOR, PROCESSOR
+from aerie.workers.vision.config import CHANNELS, PREPROCESSOR, PROCESSOR
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of PIL; others, such as SVG and EPS, may run programs
-_PROCESSORS = {"Qwen2VLImageProcessor": "qwen2_vl.image_processing_pil_qwen2_vl"}  # class -> module of transformers
+_QWEN = ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
+# name in the settings, without `Fast` -> module of transformers, and its class
+_PROCESSORS = {"Qwen2VLImageProcessor": _QWEN, "Qwen2_5_VLImageProcessor": _QWEN, "Qwen3VLImageProcessor": _QWEN}
 MAX_ASPECT = 200  # of the longer side to the shorter one, as in Qwen's processors
 
 
@@ -55,8 +57,8 @@ def load_processor(folder: str) -> Any:
             f"{folder}: image processor {named or 'without a name'}: supported are {', '.join(_PROCESSORS)}"
         )
     try:
-        module = importlib.import_module(f"transformers.models.{_PROCESSORS[named]}")
-        return getattr(module, f"{named}Pil").from_dict(settings)
+        module, name = _PROCESSORS[named]
+        return getattr(importlib.import_module(f"transformers.models.{module}"), name).from_dict(settings)
     except (ImportError, TypeError, KeyError, ValueError) as error:
         raise ValueError(f"{folder}: its image processor cannot be loaded: {error}") from None
 
@@ -100,9 +102,12 @@ def _prepared(job: ImageJob, processor: Any) -> PreparedImage:
     patches = np.asarray(found["pixel_values"])
     values = patches.astype(np.uint8)
     assert (values == patches).all(), "pixels that are neither scaled nor normalised are bytes"
-    frames, rows, columns = found["image_grid_thw"][0].tolist()
+    _, rows, columns = found["image_grid_thw"][0].tolist()
+    # [patches, channels, frames, pixels]: an image's frames are equal
+    frames = values.reshape(len(values), CHANNELS, processor.temporal_patch_size, -1)
+    values = np.ascontiguousarray(frames[:, :, 0])
     num_rows = rows * columns // job.merge_size**2
-    return PreparedImage((frames, rows, columns), values.tobytes(), job.token_id, num_rows, job.merge_size)
+    return PreparedImage((1, rows, columns), values.tobytes(), job.token_id, num_rows, job.merge_size)
 
 
 def _decoded(job: ImageJob) -> Any:

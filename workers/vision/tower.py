@@ -17,7 +17,7 @@ from aerie.workers.models.llama import LlamaConfig
 from aerie.workers.models.weights import checkpoint_tensors, first_names
 from aerie.workers.prompt_inputs import Image, ImageSizes
 from aerie.workers.scheduling.encoded_images import EncodedImages
-from aerie.workers.vision.config import VisionConfig
+from aerie.workers.vision.config import CHANNELS, VisionConfig
 from aerie.workers.vision.processor import load_processor
 
 PREFIXES = ("model.visual.", "visual.")  # of the tower's tensors in checkpoints
@@ -49,7 +49,7 @@ def image_sizes(config: VisionConfig, target: ModelConfig, dtype: torch.dtype) -
     weights = sum(each.numel() for each in tower.parameters()) * dtype.itemsize
     return ImageSizes(
         merge_size=config.merge_size,
-        patch_bytes=config.patch_values,
+        patch_bytes=config.patch_bytes,
         max_patches=config.max_patches,
         row_bytes=row_bytes,
         cache_bytes=max(CACHE_BYTES, 2 * largest),
@@ -70,7 +70,7 @@ class VisionTower:
         self._device = device
         self._module = _loaded(config, source, dtype, device)
         processor = load_processor(source.path) if source.load_format != "dummy" else None
-        self._scale, self._mean, self._std = _constants(config, processor, device)
+        self._scale, self._mean, self._std = _constants(processor, device)
         self._known = EncodedImages(sizes.cache_bytes)
         self._embeddings: dict[bytes, Tensor] = {}
 
@@ -89,7 +89,9 @@ class VisionTower:
     def encode(self, image: Image) -> Tensor:
         """Return the rows of all tokens of an image."""
         values = torch.frombuffer(bytearray(image.data), dtype=torch.uint8).to(self._device)
-        pixels = values.view(image.num_patches, -1).float().mul_(self._scale).sub_(self._mean).div_(self._std)
+        pixels = values.view(image.num_patches, CHANNELS, 1, -1).float()
+        pixels = pixels.mul_(self._scale).sub_(self._mean).div_(self._std)
+        pixels = pixels.expand(-1, -1, self._config.frames, -1).reshape(image.num_patches, -1)
         grid = torch.tensor([image.grid], device=self._device)
         out = self._module(pixels.to(self._dtype), grid_thw=grid)
         return torch.cat((out.pooler_output, *(getattr(out, "deepstack_features", None) or ())), dim=1)
@@ -162,12 +164,11 @@ def _fill(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], name: str) -
         )
 
 
-def _constants(config: VisionConfig, processor: Any, device: torch.device) -> tuple[float, Tensor, Tensor]:
-    """Return the factor of pixel values, and the mean and deviation of each of a patch's values."""
-    each = config.patch_values // 3
+def _constants(processor: Any, device: torch.device) -> tuple[float, Tensor, Tensor]:
+    """Return the factor of pixel values, and the mean and deviation of each channel, [channels, 1, 1]."""
 
     def spread(values: Any) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device).repeat_interleave(each)
+        return torch.tensor(values, dtype=torch.float32, device=device).view(CHANNELS, 1, 1)
 
     if processor is None:
         return 1 / 255, spread([0.5] * 3), spread([0.5] * 3)

@@ -63,6 +63,9 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         QWEN3,
     ),
 }
+MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+KINDS["qwen3_vl_moe"] = KINDS["qwen3_vl"][0] | MOE, KINDS["qwen3_vl"][1]
+KINDS["qwen3_5_moe"] = KINDS["qwen3_5"][0] | MOE | {"shared_expert_intermediate_size": 32}, QWEN3
 
 
 def make_image_model(folder: Path, kind: str, seed: int = 5) -> Any:

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from torch import Tensor
 
 from aerie.attention.config import CacheConfig
 from aerie.speculative.build import EngineSpec, local_engine
@@ -13,15 +15,20 @@ from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.models.loading import read_target_config
+from aerie.workers.prompt_inputs import Image
+from aerie.workers.runner import layout
 from aerie.workers.runner.batch import StepBatch
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request
+from aerie.workers.vision.tower import VisionTower
 from tests.speculative.test_graphs_while_serving import TOKENS
 from tests.support.kernels.eager_graphs import LazyRecorder
+from tests.support.slow import slow
 from tests.support.target_answers import CHAIN, TREE, head_for
 from tests.support.targets.image_models import ImagePrompts, make_image_model, picture
+from tests.support.tiny_models import add_qwen_mtp
 
 NUM_TOKENS = 14
 GREEDY = SamplingParams(NUM_TOKENS, 0.0)
@@ -78,7 +85,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
         assert sum(request.num_preemptions for request in requests) > 0
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", "qwen2_vl"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5", *slow("qwen2_vl", "qwen3_vl_moe", "qwen3_5_moe")])
 def test_other_families(tmp_path: Path, kind: str) -> None:
     """DeepStack, recurrent layers, and a tower without windows; then on two ranks with copied drafts."""
     torch.set_num_threads(1)
@@ -110,6 +117,22 @@ def test_drafts_change_no_token(tmp_path: Path, shape: tuple[int, int, int], ran
         engine.run(requests, 4)
         assert [request.output for request in requests] == expected
         assert sum(request.num_draft_tokens for request in requests) > 0
+
+
+@pytest.mark.parametrize("method", ["mtp", *slow("suffix")])
+def test_an_own_mtp_module_changes_no_token(tmp_path: Path, method: Any) -> None:
+    """A hybrid's module, whose prompts have images at KV positions, while the target's have three."""
+    torch.set_num_threads(1)
+    model = make_image_model(tmp_path, "qwen3_5")
+    of = ImagePrompts(tmp_path)
+    expected = [of.by_transformers(model, parts, NUM_TOKENS) for parts in prompts()]
+    add_qwen_mtp(tmp_path)
+    speculative = SpeculativeConfig("", method, *TREE) if method == "mtp" else SpeculativeConfig(method=method)
+    with local_engine(EngineSpec(worker_of(tmp_path), speculative)) as engine:
+        for turn in range(2):
+            requests = requests_of(tmp_path, prompts(), turn)
+            engine.run(requests, 4)
+            assert [request.output for request in requests] == expected
 
 
 @pytest.mark.parametrize("shape", [None, TREE])
@@ -149,3 +172,32 @@ def test_rounds_after_images_are_captured(tmp_path: Path, shape: tuple[int, int,
             assert [request.output for request in requests] == expected
         assert eager and all(each.chunks is not None for each in eager)
         assert recorder.num_replays > 20
+
+
+@pytest.mark.parametrize("cache_bytes", [1 << 28, 10_000])
+def test_an_image_is_encoded_once_while_it_is_kept(
+    tmp_path: Path, cache_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """10,000 bytes hold one of these images: the scheduler sends the pixels again exactly when ranks lack them."""
+    torch.set_num_threads(1)
+    model = make_image_model(tmp_path, "qwen2_5_vl")
+    of, encoded = ImagePrompts(tmp_path), list[bytes]()
+    expected = [of.by_transformers(model, parts, NUM_TOKENS) for parts in prompts()]
+    sizes_of, encode = layout.image_sizes, VisionTower.encode
+    monkeypatch.setattr(
+        layout, "image_sizes", lambda *given: msgspec.structs.replace(sizes_of(*given), cache_bytes=cache_bytes)
+    )
+
+    def counted(tower: VisionTower, image: Image) -> Tensor:
+        encoded.append(image.digest)
+        return encode(tower, image)
+
+    monkeypatch.setattr(VisionTower, "encode", counted)
+    with local_engine(EngineSpec(worker_of(tmp_path, ranks=1), None)) as engine:
+        for turn in range(2):
+            engine.scheduler.flush_prefix_cache()
+            requests = requests_of(tmp_path, prompts(), turn)
+            engine.run(requests, 4)
+            assert [request.output for request in requests] == expected
+    assert len(set(encoded)) == 3
+    assert len(encoded) == 3 if cache_bytes > 10_000 else len(encoded) > 6

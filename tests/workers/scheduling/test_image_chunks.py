@@ -1,0 +1,50 @@
+"""Images of a plan: how many patches a step encodes, and which pixels it contains."""
+
+from aerie.workers.prompt_inputs import Image, ImageSizes, PromptInputs
+from aerie.workers.scheduling.image_chunks import STEP_PATCHES, ImageChunks
+from aerie.workers.scheduling.plan import Chunk, SamplingParams
+from aerie.workers.scheduling.queues.tenants import Tenants
+from aerie.workers.scheduling.request import Owner, Request
+from aerie.workers.scheduling.sequence import Sequence
+
+SIZES = ImageSizes(2, 1, 1 << 20, 4, 1 << 20, 0, 3)
+SMALL = Image.of(5, 400, (1, 40, 40), b"a")  # 1,600 patches
+SECOND = Image.of(410, 400, (1, 40, 40), b"b")
+THIRD = Image.of(820, 400, (1, 40, 40), b"c")
+LARGE = Image.of(5, 2500, (1, 100, 100), b"d")
+
+
+def sequence_of(*images: Image) -> Sequence:
+    request = Request("a", [1] * 3000, SamplingParams(1), inputs=PromptInputs(images=images))
+    return Sequence(request, 0, 0.0, Tenants().of(Owner()))
+
+
+def chunk_of(sequence: Sequence, start: int, count: int) -> Chunk:
+    assert sequence.request.inputs is not None
+    return Chunk(0, start, b"", -1, inputs=sequence.request.inputs.cut(start, start + count))
+
+
+def test_a_step_encodes_few_images() -> None:
+    three, large, chunks = sequence_of(SMALL, SECOND, THIRD), sequence_of(LARGE), ImageChunks(SIZES)
+    assert 3 * SMALL.num_patches > STEP_PATCHES < LARGE.num_patches
+    chunks.begin()
+    assert chunks.room(three, 0, 2000) == THIRD.start, "the third one does not fit beside two"
+    assert chunks.room(large, 0, 2000) == LARGE.start, "text before a large one"
+    assert chunks.room(large, LARGE.start, 2000) == 2000, "alone, as it fits no step"
+    chunks.take(three, 0, THIRD.start)
+    assert chunks.room(large, LARGE.start, 2000) == 0 and chunks.room(three, THIRD.start, 50) == 0
+    assert chunks.room(sequence_of(SMALL), 0, 100) == 100, "another request with an image of this plan"
+
+
+def test_pixels_are_sent_once_until_ranks_are_lost() -> None:
+    sequence, chunks = sequence_of(SMALL, SECOND), ImageChunks(SIZES)
+    sent, encodes = chunks.sent([chunk_of(sequence, 0, 100), chunk_of(sequence, 100, 400)])
+    data = [[image.data for image in chunk.inputs.images] for chunk in sent if chunk.inputs is not None]
+    assert encodes and data == [[b"a"], [b"", b"b"]]
+    sent, encodes = chunks.sent([chunk_of(sequence, 0, 900)])
+    assert not encodes and sent[0].inputs is not None
+    assert [image.data for image in sent[0].inputs.images] == [b"", b""]
+    chunks.begin()
+    assert chunks.room(sequence, 0, 2000) == 2000, "kept images take no time"
+    chunks.clear()
+    assert chunks.sent([chunk_of(sequence, 0, 900)])[1]
