@@ -20,7 +20,8 @@ from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.workers.config import ModelSource
 from aerie.workers.scheduling.request import Request
-from tests.support.edge_client import CHAT, HELLO, RESPONSES, edge_config, in_process
+from aerie.workers.structured_output.mask_process.template_process import template
+from tests.support.edge_client import CHAT, HELLO, RESPONSES, edge_config, in_process, until
 from tests.support.fake_engine import FakeEngine, says
 from tests.support.targets.image_models import (
     IMAGE_TOKEN,
@@ -205,6 +206,18 @@ async def test_hostile_files_are_refused_with_the_reason(folder: Path) -> None:
         assert not engine.calls
         assert (await client.post(CHAT, json=chat(gif(300)))).status_code == 200  # its first frame
         assert (await client.post(CHAT, json=HELLO)).status_code == 200
+
+
+async def test_a_file_that_takes_too_long_is_refused_and_its_process_ends(folder: Path) -> None:
+    engine = FakeEngine(says("ok"))
+    async with edge(folder, engine) as client:
+        assert (await client.post(CHAT, json=chat(file_of(picture(1, 8, 8))))).status_code == 200
+    async with edge(folder, engine, image_timeout_s=1e-3) as client:
+        reply = await client.post(CHAT, json=chat(file_of(picture(1, 2000, 2000))))
+        assert reply.status_code == 400 and "takes longer than 0.001 s" in reply.text
+    pid = str(template("images")._process.pid)  # type: ignore[union-attr]
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    await until(lambda: not children.read_text().split())
 
 
 async def test_a_picture_is_turned_as_its_camera_says(folder: Path) -> None:
