@@ -52,7 +52,7 @@ class ModelSource:
         int,
         Setting("--seed --random-seed", note="of dummy weights; a request's tokens follow from its own `seed`"),
     ] = 0
-    implementation: Implementation = "auto"
+    implementation: Annotated[Implementation, Setting("--model-impl")] = "auto"
     rope_scaling: Annotated[Mapping[str, Any] | None, Setting("--rope-scaling")] = None
     images: Images = "auto"
     max_image_pixels: Annotated[int, Setting(ge=2**14)] = 2**22
@@ -278,17 +278,12 @@ class LoraConfig:
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
-    max_loras: int = 4
-    max_lora_rank: int = 16
-    max_cpu_loras: int | None = None
+    max_loras: Annotated[int, Setting("--max-loras --max-loras-per-batch", ge=1)] = 4
+    max_lora_rank: Annotated[int, Setting("--max-lora-rank", ge=1, le=512)] = 16
+    max_cpu_loras: Annotated[int | None, Setting("--max-cpu-loras --max-loaded-loras", ge=1)] = None
 
     def __post_init__(self) -> None:
-        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
-        if self.max_lora_rank > 512:
-            raise ValueError(f"max_lora_rank={self.max_lora_rank}: must be at most 512")
+        check_settings(self)
         limit = self.max_cpu_loras
         if limit is not None and limit < max(self.max_loras, len(self.modules)):
             raise ValueError(

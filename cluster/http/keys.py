@@ -9,11 +9,15 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from aerie.attention.setting import Setting, check_settings
 
 PREFIX = "sha256:"
 _DIGEST = re.compile(rf"{PREFIX}[0-9a-f]{{64}}")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_WEIGHT, MAX_PRIORITY = 1000.0, 100
+_LIMIT = Setting(gt=0, rule="above 0, or null for no limit")
 _LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent_requests")
 
 
@@ -35,26 +39,17 @@ class KeyConfig:
     name: str
     key: str | tuple[str, ...] = ""
     file: str = ""
-    requests_per_minute: float | None = None
-    tokens_per_minute: float | None = None
-    max_concurrent_requests: int | None = None
-    weight: float = 1.0
-    priority_limit: int = 0
+    requests_per_minute: Annotated[float | None, _LIMIT] = None
+    tokens_per_minute: Annotated[float | None, _LIMIT] = None
+    max_concurrent_requests: Annotated[int | None, _LIMIT] = None
+    weight: Annotated[float, Setting(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
+    priority_limit: Annotated[int, Setting(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
     admin: bool | None = None
 
     def __post_init__(self) -> None:
         if _NAME.fullmatch(self.name) is None:
             raise ValueError("name: must be 1 to 64 letters, digits, dots, hyphens and underscores (A-Z a-z 0-9 . - _)")
-        for name in _LIMITS:
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value}: must be above 0, or null for no limit")
-        if not 1.0 / MAX_WEIGHT <= self.weight <= MAX_WEIGHT:
-            raise ValueError(f"weight={self.weight}: must be between {1 / MAX_WEIGHT:g} and {MAX_WEIGHT:g}")
-        if abs(self.priority_limit) > MAX_PRIORITY:
-            raise ValueError(
-                f"priority_limit={self.priority_limit}: must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
-            )
+        check_settings(self)
         if bool(self.key) == bool(self.file):
             raise ValueError("key: give either `key` or `file`")
         keys = (self.key,) if isinstance(self.key, str) else self.key

@@ -30,6 +30,11 @@ class Chosen:
     application: dict[str, Any]
     config: AerieConfig
 
+    @property
+    def has_one_engine(self) -> bool:
+        """Whether there is one application, with one engine."""
+        return len(self.content["applications"]) == self.config.parallel.replicas == 1
+
 
 def configuration(args: Mapping[str, Any], base: Path = PACKAGED) -> AerieConfig:
     """Return the checked configuration of an application's `args`. Checkpoints named by hub names are downloaded. base:

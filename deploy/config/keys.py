@@ -37,21 +37,17 @@ class Key:
 
 def keys(section: str) -> list[Key]:
     """Return the keys of a section, or the key of this name outside of sections. Raises ConfigError."""
-    if section == "ingress.api_keys":
-        return [
-            Key(f.name, "required" if f.default is dataclasses.MISSING else _printed(f.default), described)
-            for f in dataclasses.fields(KeyConfig)
-            for described in [_descriptions(KeyConfig)[f.name]]
-        ]
-    if section not in AerieConfig.model_fields:
-        raise ConfigError(f"--keys {section}: no such section; there are {', '.join(AerieConfig.model_fields)}")
-    kinds = [kind for kind in _types(section) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    defaults = {section: AerieConfig.model_fields[section].default}
-    owner: type = AerieConfig
-    if kinds:
-        owner, defaults = kinds[0], {field.name: field.default for field in dataclasses.fields(kinds[0])}
+    owner: type = KeyConfig
+    prefix = ""
+    if section != "ingress.api_keys":
+        if section not in AerieConfig.model_fields:
+            raise ConfigError(f"--keys {section}: no such section; there are {', '.join(AerieConfig.model_fields)}")
+        kinds = [kind for kind in _types(section) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+        owner, prefix = (kinds[0], f"{section}.") if kinds else (AerieConfig, "")
+    defaults = {section: AerieConfig.model_fields[section].default} if owner is AerieConfig else {}
+    if dataclasses.is_dataclass(owner):
+        defaults = {field.name: field.default for field in dataclasses.fields(owner)}
     told, types, declared = _descriptions(owner), get_type_hints(owner), settings(owner)
-    prefix = f"{section}." if kinds else ""
     return [
         Key(f"{prefix}{name}", _printed(default), told[name], types[name], declared.get(name, Setting()))
         for name, default in defaults.items()
@@ -94,6 +90,8 @@ def _descriptions(kind: type) -> dict[str, str]:
 
 
 def _printed(default: Any) -> str:
+    if default is dataclasses.MISSING:
+        return "required"
     if default is None or default == ():
         return "none"
     if default == "":

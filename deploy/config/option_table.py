@@ -26,8 +26,10 @@ from aerie.deploy.config.vllm_values import (
     algorithm,
     api_keys,
     attention_backend,
+    expert_ranks,
     generation_config,
     json_object,
+    memory_bytes,
     memory_share,
     model_length,
     nothing,
@@ -88,14 +90,22 @@ GROUPS = {
 }
 # the group of a section's options, where it is not "server"
 _GROUP_OF = {"cache": "memory", "scheduler": "memory", "parallel": "ranks", "speculative": "draft"}
-_GROUP_OF |= {"ingress": "answers", "deterministic": "answers"}
+_GROUP_OF |= {"ingress": "answers", "deterministic": "answers", "lora": "adapters"}
 _GROUP_OF |= dict.fromkeys(("model", "attention", "draft_attention"), "weights")
 _KV_DTYPES = {"auto": "auto", "fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3"}
 _KV_DTYPES |= dict.fromkeys(("bfloat16", "bf16", "float16"), "model")
 _DTYPES = {name: name for name in ("auto", "float16", "bfloat16", "float32")} | {"half": "float16", "float": "float32"}
 _LOADERS = ("auto", "safetensors", "hf", "mistral", "fastsafetensors", "runai_streamer", "instanttensor", "layered")
 _LOADERS_OF = dict.fromkeys(_LOADERS, "safetensors") | {"dummy": "dummy"}
-_IMPLEMENTATIONS = {"auto": "auto", "transformers": "transformers"}
+_LENGTH = "model.max_model_len: 32768, 32k, auto"
+_MEMORY = "--gpu-memory-utilization --mem-fraction-static --mem-fraction --device-memory-utilization"
+_FREE = "a share of the memory that is free at the start, not of all"
+_KV_BYTES = "--kv-cache-memory-bytes --kv-cache-memory"
+_SIZES = "a power of two up to 64; other sizes leave Aerie's"
+_PROMPTS = "prompt tokens of a step, beside those of running requests"
+_STEP = "--max-num-batched-tokens --chunked-prefill-size"
+_ONE_PARSER = "one parser for calls and reasoning"
+_DEFAULTS = "--override-generation-config --preferred-sampling-params"
 _OUTSIDE = "Aerie generates only: serve embeddings and scores with another server"
 _NO_CONTEXT_RANKS = "Aerie does not split a sequence: raise --tensor-parallel-size"
 _ONE_HOST = "one command serves all hosts: `aerie start` on each (docs/clusters.md), then --tensor-parallel"
@@ -107,9 +117,11 @@ def _flag(key: str, value: bool = True) -> Callable[[Any], Changes]:
     return lambda given: {key: value if given else not value}
 
 
-def _key(flags: str, key: str, read: Callable[[Any], Any], group: str = "", metavar: str = "NAME") -> Option:
-    """Return an option whose value, read by `read`, is that of a key."""
-    return Option(tuple(flags.split()), to_key(key, read), None, "", group, key if group else "", metavar)
+def _row(
+    flags: str, keys: Callable[[Any], Changes], group: str = "", help: str = "", metavar: str = "NAME", note: str = ""
+) -> Option:
+    """Return an option with one value. flags: separated by spaces."""
+    return Option(tuple(flags.split()), keys, None, note, group, help, metavar)
 
 
 def _declared(key: Key) -> Option:
@@ -159,85 +171,33 @@ _SET: Sequence[Option] = (
     Option(("--served-model-name",), served_names, "+", group="names", help="names for clients"),
     Option(("--api-key",), api_keys, "+", group="names", help="ingress.api_keys, kept as digests", metavar="KEY"),
     Option(("--allowed-origins",), origins, group="names", help="ingress.allowed_origins", metavar="JSON"),
-    Option(
-        ("--max-model-len", "--context-length", "--context-len"),
-        model_length,
-        group="memory",
-        help="model.max_model_len: 32768, 32k, auto",
-        metavar="N",
-    ),
-    Option(
-        ("--gpu-memory-utilization", "--mem-fraction-static", "--mem-fraction", "--device-memory-utilization"),
-        memory_share,
-        note="a share of the memory that is free at the start, not of all",
-        group="memory",
-        help="cache.memory_share",
-        metavar="SHARE",
-    ),
-    Option(
-        ("--kv-cache-memory-bytes", "--kv-cache-memory"),
-        lambda value: {"cache.memory_gb": whole_number(value) / 1e9},
-        note="with the tables of running requests",
-        group="memory",
-        help="cache.memory_gb",
-        metavar="N",
-    ),
-    _key("--max-total-tokens", TOTAL_TOKENS, optional_number),
-    Option(
-        ("--block-size", "--page-size"),
-        page_size,
-        note="a power of two up to 64; other sizes leave Aerie's",
-        group="memory",
-        help="cache.page_size",
-        metavar="N",
-    ),
-    _key("--kv-cache-dtype", "cache.dtype", one_of(_KV_DTYPES), "memory", "TYPE"),
+    _row("--max-model-len --context-length --context-len", model_length, "memory", _LENGTH, "N"),
+    _row(_MEMORY, memory_share, "memory", "cache.memory_share", "SHARE", _FREE),
+    _row(_KV_BYTES, memory_bytes, "memory", "cache.memory_gb", "N", "with the tables of running requests"),
+    _row("--max-total-tokens", to_key(TOTAL_TOKENS, optional_number)),
+    _row("--block-size --page-size", page_size, "memory", "cache.page_size", "N", _SIZES),
+    _row("--kv-cache-dtype", to_key("cache.dtype", one_of(_KV_DTYPES)), "memory", "cache.dtype", "TYPE"),
     Option(("--disable-radix-cache",), _flag("cache.prefix_cache", False), 0),
-    Option(
-        ("--max-num-batched-tokens", "--chunked-prefill-size"),
-        step_tokens,
-        note="prompt tokens of a step, beside those of running requests",
-        group="memory",
-        help="scheduler.max_step_tokens",
-        metavar="N",
-    ),
-    Option(
-        ("--ep-size", "--expert-parallel-size", "--ep"),
-        lambda value: {"parallel.expert_parallel": whole_number(value) > 1},
-        note="over all ranks of an engine",
-    ),
+    _row(_STEP, step_tokens, "memory", "scheduler.max_step_tokens", "N", _PROMPTS),
+    _row("--ep-size --expert-parallel-size --ep", expert_ranks, note="over all ranks of an engine"),
     Option(("--enable-dp-attention",), to_key(SHARED_ATTENTION), 0, "--dp-size is not read: ranks share attention"),
     Option(("--speculative-config", "-sc"), speculative, group="draft", help="speculative.*", metavar="JSON"),
     Option(("--spec-method", "--speculative-method"), nothing),  # parts of the one before: see SPECULATIVE_PARTS
     Option(("--spec-model", "--speculative-model"), nothing),
     Option(("--spec-tokens", "--num-speculative-tokens"), nothing),
     Option(("--speculative-algorithm", "--speculative-algo"), algorithm, group="draft", help="speculative.method"),
-    _key("--speculative-draft-kv-cache-dtype", "cache.draft_dtype", one_of(_KV_DTYPES)),
+    _row("--speculative-draft-kv-cache-dtype", to_key("cache.draft_dtype", one_of(_KV_DTYPES))),
     Option(("--speculative-accept-threshold-single",), only("1", _EXACT, "1.0")),
     Option(("--speculative-accept-threshold-acc",), only("1", _EXACT, "1.0")),
     Option(("--reasoning-parser",), output_parser, group="answers", help="ingress.output_parser"),
-    Option(  # after the one before, which it replaces
-        ("--tool-call-parser",),
-        output_parser,
-        note="one parser for calls and reasoning",
-        group="answers",
-        help="ingress.output_parser",
-    ),
-    Option(
-        ("--override-generation-config", "--preferred-sampling-params"),
-        sampling_defaults,
-        group="answers",
-        help="ingress.default_*",
-        metavar="JSON",
-    ),
+    # After the one before, which it replaces.
+    _row("--tool-call-parser", output_parser, "answers", "ingress.output_parser", note=_ONE_PARSER),
+    _row(_DEFAULTS, sampling_defaults, "answers", "ingress.default_*", "JSON"),
     Option(("--generation-config", "--sampling-defaults"), generation_config),
-    _key("--dtype", "model.dtype", one_of(_DTYPES), "weights", "TYPE"),
-    _key("--load-format", "model.load_format", one_of(_LOADERS_OF), "weights"),
-    _key("--model-impl", "model.implementation", one_of(_IMPLEMENTATIONS), "weights"),
+    _row("--dtype", to_key("model.dtype", one_of(_DTYPES)), "weights", "model.dtype", "TYPE"),
+    _row("--load-format", to_key("model.load_format", one_of(_LOADERS_OF)), "weights", "model.load_format"),
     Option(("--quantization", "-q"), to_key(QUANTIZATION), group="weights", help="must equal the checkpoint's"),
-    Option(
-        ("--download-dir",), to_key(DOWNLOADS), group="weights", help="of hub models: HF_HUB_CACHE", metavar="FOLDER"
-    ),
+    _row("--download-dir", to_key(DOWNLOADS), "weights", "of hub models: HF_HUB_CACHE", "FOLDER"),
     Option(("--hf-token",), refused("set HF_TOKEN: every user of a machine can read its command lines"), "?"),
     Option(("--attention-backend",), attention_backend("prefill", "decode"), group="weights", help="attention.*"),
     Option(("--prefill-attention-backend",), attention_backend("prefill")),
@@ -252,9 +212,6 @@ _SET: Sequence[Option] = (
         help="lora.modules: adapters of the start",
         metavar="NAME=PATH",
     ),
-    _key("--max-loras --max-loras-per-batch", "lora.max_loras", whole_number, "adapters", "N"),
-    _key("--max-lora-rank", "lora.max_lora_rank", whole_number, "adapters", "N"),
-    _key("--max-cpu-loras --max-loaded-loras", "lora.max_cpu_loras", whole_number, "adapters", "N"),
     Option(("--lora-target-modules",), nothing, "+", is_unused=True),
     Option(("--enable-custom-logit-processor",), nothing, 0, "requests that bring code are refused"),
     Option(("--trust-remote-code",), nothing, 0, "Aerie runs no code of checkpoints"),

@@ -54,6 +54,16 @@ def memory_share(value: Any) -> Changes:
     return {"cache.memory_share": 0.95 if 0.95 < share <= 1 else share}
 
 
+def memory_bytes(value: Any) -> Changes:
+    """Parse the bytes of KV."""
+    return {"cache.memory_gb": whole_number(value) / 1e9}
+
+
+def expert_ranks(value: Any) -> Changes:
+    """Parse the number of ranks that share experts."""
+    return {"parallel.expert_parallel": whole_number(value) > 1}
+
+
 def page_size(value: Any) -> Changes:
     """Parse the tokens of a page. Sizes that Aerie lacks, which others take for their kernels, leave its own."""
     size = whole_number(value)

