@@ -17,7 +17,8 @@ def warm_up(worker: Worker, layout: EngineLayout) -> None:
 
     - a chunk that does not end its prompt (only once, because it does not sample);
     - a whole prompt and a round of every tree shape, greedy and random;
-    - a whole prompt, and a prompt of one token, with filters, penalties and log-probabilities.
+    - a whole prompt, and a prompt of one token, with filters, penalties and log-probabilities;
+    - with adapters, again the first and second, with the first place's adapter.
 
     Slot 0 has no pages, so all KV goes to the dummy page.
     """
@@ -31,8 +32,9 @@ def warm_up(worker: Worker, layout: EngineLayout) -> None:
         (random, (whole,)),
         (rest, (whole, single)),
     )
-    for number, (sampling, chunks) in enumerate(kinds):
-        init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling)
+    adapted = [] if layout.lora is None else [(*kinds[0], 0)]
+    for number, (sampling, chunks, adapter) in enumerate([*((*kind, -1) for kind in kinds), *adapted]):
+        init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling, adapter=adapter)
         plans = [_prompt(number, layout, init, chunk) for chunk in chunks]
         if sampling is not rest:  # captures launch the kernels of these rounds
             plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]
