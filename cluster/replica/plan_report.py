@@ -10,6 +10,7 @@ from aerie.workers.config import AUTO_SLOTS, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
 from aerie.workers.scheduling.cost_table import CostTable, default_itl_target_ms
+from aerie.workers.vision.config import why_without_images
 
 if TYPE_CHECKING:
     from aerie.speculative.build import WeightBytes
@@ -161,6 +162,8 @@ def _memory_lines(config: AerieConfig, placement: Placement, layout: EngineLayou
         + (", recurrent states" if layout.bytes_per_state else "")
         + (f", {4 * layout.max_position / 1e6:.2f} MB of tokens for drafts" if layout.shapes.keeps_tokens else ""),
     ]
+    if layout.images is None and (why := why_without_images(config.model, layout.served_by)):
+        lines.append(f"images      none: {why}")
     if layout.images is not None:
         images = layout.images
         lines.append(

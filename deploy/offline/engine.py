@@ -23,6 +23,7 @@ from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.errors import ApiError
 from aerie.cluster.http.metrics import prometheus_text
 from aerie.cluster.http.requests.grammar_checker import ProcessChecker
+from aerie.cluster.http.requests.image_reader import image_reader
 from aerie.cluster.http.requests.parameters import (
     answer_tokens,
     choice_seed,
@@ -84,7 +85,8 @@ class OfflineEngine:
         """See `aerie.deploy.offline.llm.LLM`."""
         config = _config(model, draft, revision, options)
         spec = engine_spec(config)
-        self.folder = Path(config.model.path)
+        self._source = config.model
+        self.folder = config.model.folder
         self.tokenizer = ChatTokenizer.from_folder(self.folder)
         self._numbers = count()
         self._grammars = ProcessChecker(self.folder, GRAMMAR_TIMEOUT_S, self.tokenizer.num_ids)
@@ -126,7 +128,7 @@ class OfflineEngine:
         if prompt.cache_salt is not None:
             body.cache_salt = prompt.cache_salt
         kept = truncation_of(body, params.max_tokens, limits)
-        tokens = await prompt.encoded(tokenizer, limits, kept)
+        tokens, inputs = await prompt.encoded(tokenizer, limits, kept)
         left = answer_tokens(len(tokens), None, True, limits)
         budget = left if params.max_tokens is None else min(left, params.max_tokens)
         logprobs, scored = (-1 if num is None else num for num in (params.logprobs, params.prompt_logprobs))
@@ -144,7 +146,7 @@ class OfflineEngine:
         answers = []
         for i in range(params.n):
             own = msgspec.structs.replace(sampling, seed=choice_seed(seed, i))
-            request = Request(f"offline-{number}-{i}", tokens, own)
+            request = Request(f"offline-{number}-{i}", tokens, own, inputs=inputs)
             answers.append(RunningAnswer(request, params, stops, param, i, tokenizer))
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=-1)  # the first answer's are enough
         return answers
@@ -190,7 +192,8 @@ class OfflineEngine:
     ) -> list[Prompt]:
         """Render conversations. chat_template: instead of the model's. options: see `chat_prompt`."""
         tokenizer = self.tokenizer if chat_template is None else self._tokenizer_with(chat_template)
-        return [await chat_prompt(conversation, tokenizer, *options) for conversation in conversations]
+        images = image_reader(self._source, self._limits)  # a new one, because callers may have several event loops
+        return [await chat_prompt(conversation, tokenizer, images, *options) for conversation in conversations]
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache; False while requests run."""

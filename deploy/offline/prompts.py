@@ -8,8 +8,9 @@ from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
 from aerie.cluster.http.config import EdgeConfig
-from aerie.cluster.http.errors import ApiError
-from aerie.cluster.http.requests.image_prompt import images_of
+from aerie.cluster.http.errors import ApiError, unsupported
+from aerie.cluster.http.requests.image_prompt import images_of, with_images
+from aerie.cluster.http.requests.image_reader import ImageReader
 from aerie.cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
 from aerie.cluster.http.requests.tools import functions, template_variables
 from aerie.cluster.http.schema.body import checked_body
@@ -17,6 +18,7 @@ from aerie.cluster.http.schema.request import ChatCompletionRequest
 from aerie.cluster.http.text.long_text import Truncation
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.text.user_text import ChatText
+from aerie.workers.prompt_inputs import PreparedImage, PromptInputs
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
@@ -39,22 +41,29 @@ class TokensPrompt(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. text: to encode if `tokens` is None, else only for the output."""
+    """A prompt. text: to encode if `tokens` is None, else only for the output. images: of the chat."""
 
     text: str | None
     tokens: list[int] | None = None
     cache_salt: str | None = None
     chat: ChatText | None = None
+    images: tuple[PreparedImage, ...] = ()
 
-    async def encoded(self, tokenizer: ChatTokenizer, limits: EdgeConfig, kept: Truncation | None) -> list[int]:
-        """Return the token ids. kept: only this part of them. Raises ApiError."""
+    async def encoded(
+        self, tokenizer: ChatTokenizer, limits: EdgeConfig, kept: Truncation | None
+    ) -> tuple[list[int], PromptInputs | None]:
+        """Return the token ids and other inputs. kept: only this part of the tokens. Raises ApiError."""
         if self.tokens is not None:
             tokens = check_token_ids("prompt_token_ids", self.tokens, tokenizer)
         else:
             text = self.text if self.chat is None else self.chat
             assert text is not None
             tokens = await encode_prompt(text, self.chat is None, "prompt", tokenizer, limits, kept)
-        return tokens if kept is None else kept.of(tokens)
+        if self.images and kept is not None:
+            raise unsupported("truncate_prompt_tokens", "with images the prompt is whole")
+        if self.images:
+            return with_images(tokens, self.images)
+        return tokens if kept is None else kept.of(tokens), None
 
 
 def prompt_of(given: Any) -> Prompt:
@@ -85,12 +94,14 @@ def is_token_ids(given: Any) -> bool:
 async def chat_prompt(
     messages: Messages,
     tokenizer: ChatTokenizer,
+    images: ImageReader,
     tools: Sequence[Mapping[str, Any]] | None,
     variables: Mapping[str, Any] | None,
     add_generation_prompt: bool,
     continue_final_message: bool,
 ) -> Prompt:
-    """Render a conversation with the chat template, as the HTTP API does. Raises ValueError."""
+    """Render a conversation with the chat template, as the HTTP API does. images: prepares its images. Raises
+    ValueError."""
     values = {
         "messages": [dict(message) for message in messages],
         "tools": None if tools is None else [dict(tool) for tool in tools],
@@ -98,7 +109,7 @@ async def chat_prompt(
     }
     try:
         body, _ = checked_body(values, ChatCompletionRequest, strict=False)
-        images_of(body.messages)  # refuses images
+        await images.read(body.messages)
         text = await chat_text(
             body.messages,
             tokenizer,
@@ -109,7 +120,7 @@ async def chat_prompt(
         )
     except ApiError as error:
         raise ValueError(error.message) from None
-    return Prompt(text.text, chat=text)
+    return Prompt(text.text, chat=text, images=tuple(images_of(body.messages)))
 
 
 def finished(work: Coroutine[Any, Any, T]) -> T:

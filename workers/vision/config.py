@@ -110,6 +110,12 @@ def why_no_images(config: Mapping[str, Any], source: ModelSource, served_by: str
     return ""
 
 
+def why_without_images(source: ModelSource, served_by: str | None = None) -> str:
+    """Return `why_no_images` for the folder of a model that sees; "" for a model of text alone."""
+    config = read_json(source.folder / CONFIG)
+    return why_no_images(config, source, served_by) if isinstance(config.get("vision_config"), dict) else ""
+
+
 def read_vision(config: Mapping[str, Any], source: ModelSource, served_by: str | None = None) -> VisionConfig | None:
     """Return the images of a checkpoint; None if the engine takes none (`why_no_images`). Raises ValueError for
     settings that are not supported."""
