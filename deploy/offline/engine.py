@@ -128,6 +128,8 @@ class OfflineEngine:
         if prompt.cache_salt is not None:
             body.cache_salt = prompt.cache_salt
         kept = truncation_of(body, params.max_tokens, limits)
+        if prompt.embeds is not None and params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: embeddings stand for the whole prompt, and have no tokens; leave it out")
         tokens, inputs = await prompt.encoded(tokenizer, limits, kept)
         left = answer_tokens(len(tokens), None, True, limits)
         budget = left if params.max_tokens is None else min(left, params.max_tokens)

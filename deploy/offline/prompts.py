@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypedDict, TypeVar
 
+import torch
+
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.errors import ApiError, unsupported
 from aerie.cluster.http.requests.image_prompt import images_of, with_images
 from aerie.cluster.http.requests.image_reader import ImageReader
+from aerie.cluster.http.requests.prompt_embeds import PLACEHOLDER
 from aerie.cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
 from aerie.cluster.http.requests.tools import functions, template_variables
 from aerie.cluster.http.schema.body import checked_body
@@ -18,7 +21,7 @@ from aerie.cluster.http.schema.request import ChatCompletionRequest
 from aerie.cluster.http.text.long_text import Truncation
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.text.user_text import ChatText
-from aerie.workers.prompt_inputs import PreparedImage, PromptInputs
+from aerie.workers.prompt_inputs import Embeddings, PreparedImage, PromptInputs
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
@@ -39,15 +42,23 @@ class TokensPrompt(TypedDict, total=False):
     cache_salt: str
 
 
+class EmbedsPrompt(TypedDict):
+    """A prompt's embeddings: a tensor or an array [tokens, hidden_size]."""
+
+    prompt_embeds: Any
+
+
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt. text: to encode if `tokens` is None, else only for the output. images: of the chat."""
+    """A prompt. text: to encode if `tokens` is None, else only for the output. images: of the chat. embeds: in the
+    place of `tokens`."""
 
     text: str | None
     tokens: list[int] | None = None
     cache_salt: str | None = None
     chat: ChatText | None = None
     images: tuple[PreparedImage, ...] = ()
+    embeds: PromptInputs | None = None
 
     async def encoded(
         self, tokenizer: ChatTokenizer, limits: EdgeConfig, kept: Truncation | None
@@ -61,9 +72,11 @@ class Prompt:
             tokens = await encode_prompt(text, self.chat is None, "prompt", tokenizer, limits, kept)
         if self.images and kept is not None:
             raise unsupported("truncate_prompt_tokens", "with images the prompt is whole")
+        if self.embeds is not None and kept is not None:
+            raise unsupported("truncate_prompt_tokens", "embeddings stand for the whole prompt")
         if self.images:
             return with_images(tokens, self.images)
-        return tokens if kept is None else kept.of(tokens), None
+        return tokens if kept is None else kept.of(tokens), self.embeds
 
 
 def prompt_of(given: Any) -> Prompt:
@@ -72,7 +85,11 @@ def prompt_of(given: Any) -> Prompt:
         return Prompt(given)
     if isinstance(given, Mapping):
         if other := [key for key, value in given.items() if key not in _KEYS and value is not None]:
-            raise TypeError(f"prompt[{other[0]!r}]: is not supported: prompts are texts or token ids")
+            raise TypeError(f"prompt[{other[0]!r}]: is not supported: prompts are texts, token ids or embeddings")
+        if given.get("prompt_embeds") is not None:
+            embeds = _embeddings(given["prompt_embeds"])
+            tokens = [PLACEHOLDER] * embeds.num_rows
+            return Prompt(None, tokens, given.get("cache_salt"), embeds=PromptInputs((embeds,)))
         if "prompt_token_ids" in given:
             tokens = [int(token) for token in given["prompt_token_ids"]]
             return Prompt(given.get("prompt"), tokens, given.get("cache_salt"))
@@ -83,6 +100,17 @@ def prompt_of(given: Any) -> Prompt:
     raise TypeError(
         f'prompt {given!r:.80}: must be a text, a list of token ids, {{"prompt": text}} or {{"prompt_token_ids": ids}}'
     )
+
+
+def _embeddings(given: Any) -> Embeddings:
+    """Return a prompt's embeddings. Raises ValueError."""
+    try:
+        rows = torch.as_tensor(given).detach().float().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        rows = torch.empty(0)
+    if rows.dim() != 2 or rows.numel() == 0:
+        raise ValueError("prompt_embeds: must be a tensor [tokens, hidden_size] of numbers, of at least one token")
+    return Embeddings.of(0, rows.numpy())
 
 
 def is_token_ids(given: Any) -> bool:
@@ -133,4 +161,4 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
         return thread.submit(asyncio.run, work).result()
 
 
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")

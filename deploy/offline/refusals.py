@@ -6,7 +6,6 @@ from typing import Any
 from aerie.cluster.http.schema.body import Refusals
 from aerie.deploy.offline.sampling_params import honoured
 
-_TEXT_ONLY = "prompts are text or token ids"
 PARAMETERS: Refusals = {
     "prompt_adapter_request": ("prompt adapters are not implemented", ()),
     "guided_options_request": ("use SamplingParams(structured_outputs=...)", ()),
@@ -16,8 +15,8 @@ PARAMETERS: Refusals = {
     "trace_headers": ("LLM writes no traces; a server does", ({},)),
     "prompt_text": ("give the text as prompt", ()),
     "prompt_token_ids": ("give token ids as the prompt", ()),
-    "prompt_embeds": (_TEXT_ONLY, ()),
-    "multi_modal_data": (_TEXT_ONLY, ({},)),
+    "prompt_embeds": ('give {"prompt_embeds": tensor} as the prompt', ()),
+    "multi_modal_data": ("prompts are text, token ids or embeddings", ({},)),
 }
 _NO_POOLING = "Aerie generates text; it has no pooling models"
 _ONE_PROCESS = "ranks are Aerie's own processes; use get_metrics, or a server's profile"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy.offline import llm as offline
@@ -280,3 +281,23 @@ def test_ctrl_c_does_not_end_ranks_of_their_own(tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout == f"interrupted\n{HELLO}\n", done.stderr
+
+
+def test_embeddings_stand_for_a_prompts_tokens(llm: LLM) -> None:
+    """Those of the embedding layer give the tokens' own answer."""
+    tokens = llm.get_tokenizer().encode("Once upon a time there was")
+    params = SamplingParams(max_tokens=6, temperature=0.0)
+    (weights,) = [
+        tensor for name, tensor in load_file(MODELS / "target" / "model.safetensors").items() if "embed_tokens" in name
+    ]
+    embeds = weights[tokens]
+    by_tokens, by_embeds = llm.generate([tokens, {"prompt_embeds": embeds}], params)
+    assert by_embeds.outputs[0].token_ids == by_tokens.outputs[0].token_ids
+    as_array = llm.generate({"prompt_embeds": embeds.float().numpy()}, params)[0]
+    assert as_array.outputs[0].token_ids == by_tokens.outputs[0].token_ids
+    with pytest.raises(ValueError, match="hidden_size=512"):
+        llm.generate({"prompt_embeds": embeds[:, :8]}, params)
+    with pytest.raises(ValueError, match=r"prompt_embeds: must be a tensor \[tokens, hidden_size\] of numbers"):
+        llm.generate({"prompt_embeds": embeds[0]}, params)
+    with pytest.raises(ValueError, match="prompt_logprobs: embeddings stand for the whole prompt"):
+        llm.generate({"prompt_embeds": embeds}, SamplingParams(prompt_logprobs=1))
