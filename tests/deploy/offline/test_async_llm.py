@@ -97,8 +97,8 @@ async def test_its_other_methods_are_those_of_llm(llm: AsyncLLM) -> None:
         assert not await llm.reset_prefix_cache()
     await llm.check_health()
     assert llm.is_running and (await llm.get_tokenizer()).encode("One")
-    with pytest.raises(ValueError, match="^lora_request is not supported"):
-        llm.generate("x", LONG, "x", lora_request="mine")
+    with pytest.raises(ValueError, match="^prompt_adapter_request is not supported"):
+        llm.generate("x", LONG, "x", prompt_adapter_request="mine")
 
 
 async def test_leaving_or_cancelling_aborts(llm: AsyncLLM) -> None:

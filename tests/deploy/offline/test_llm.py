@@ -124,8 +124,8 @@ def test_several_answers_with_a_seed_are_the_same_again(llm: LLM) -> None:
 
 
 def test_what_cannot_be_honoured_is_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="^lora_request is not supported: LoRA adapters are not implemented"):
-        llm.generate("x", lora_request="an adapter")
+    with pytest.raises(ValueError, match="^prompt_adapter_request is not supported: prompt adapters are not"):
+        llm.generate("x", prompt_adapter_request="an adapter")
     with pytest.raises(TypeError, match="generate.. got an unexpected keyword argument 'temprature'"):
         llm.generate("x", temprature=1)
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'beam_search': beam search is not"):
@@ -135,8 +135,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(llm: LLM) -> None:
         LLM("eagle", hf_token_="x")
     with pytest.raises(ConfigError, match="^quantization_config|is not quantised"):
         LLM(str(TARGET), quantization="awq")
-    with pytest.raises(ConfigError, match="^enable_lora=True: Aerie serves no LoRA"):
-        LLM("eagle", enable_lora=True)
+    with pytest.raises(ConfigError, match="^enable_moe_shared_loras=True: Aerie's adapters change attention"):
+        LLM("eagle", enable_moe_shared_loras=True)
     with pytest.raises(ConfigError, match="^ingress.api_keys: is a server's"):
         LLM("eagle", api_key="a-secret-key")
     with pytest.raises(ValueError, match="sampling_params: 2 for 1 prompts"):
