@@ -23,6 +23,7 @@ from aerie.workers.vision.processor import load_processor
 PREFIXES = ("model.visual.", "visual.")  # of the tower's tensors in checkpoints
 CACHE_BYTES = 1 << 28  # of images' embeddings; at least twice the largest image's
 _DUMMY_STD = 0.02
+_WINDOW = 112  # pixels of Qwen2.5-VL's windows, if config.json does not say
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantised towers are refused
 
 
@@ -71,6 +72,7 @@ class VisionTower:
         self._module = _loaded(config, source, dtype, device)
         processor = load_processor(source.path) if source.load_format != "dummy" else None
         self._scale, self._mean, self._std = _constants(processor, device)
+        self._vision_utils = _vision_utils()
         self._known = EncodedImages(sizes.cache_bytes)
         self._embeddings: dict[bytes, Tensor] = {}
 
@@ -93,8 +95,22 @@ class VisionTower:
         pixels = pixels.mul_(self._scale).sub_(self._mean).div_(self._std)
         pixels = pixels.expand(-1, -1, self._config.frames, -1).reshape(image.num_patches, -1)
         grid = torch.tensor([image.grid], device=self._device)
-        out = self._module(pixels.to(self._dtype), grid_thw=grid)
+        out = self._module(pixels.to(self._dtype), grid_thw=grid, **self._spans(image))
         return torch.cat((out.pooler_output, *(getattr(out, "deepstack_features", None) or ())), dim=1)
+
+    def _spans(self, image: Image) -> dict[str, Tensor]:
+        """Return the bounds of the patches that attend to each other, on the host: every layer reads them there, and
+        would wait for the device. Empty for a transformers that computes them itself."""
+        if self._vision_utils is None:
+            return {}
+        spans = {"cu_seqlens": torch.tensor([0, image.num_patches], dtype=torch.int32, device="cpu")}
+        window = self._config.tower.get("window_size", _WINDOW) if self._config.family.package == "qwen2_5_vl" else None
+        if window is not None:
+            grid = torch.tensor([image.grid], device="cpu")
+            sizes = (self._config.merge_size, window, self._config.patch_size)
+            index, spans["cu_window_seqlens"] = self._vision_utils.get_vision_window_index(grid, *sizes)
+            spans["window_index"] = index.to(self._device)
+        return spans
 
     def encode_largest(self) -> None:
         """Encode an image of the largest size, to measure its memory."""
@@ -105,6 +121,14 @@ class VisionTower:
     @property
     def _dtype(self) -> torch.dtype:
         return next(self._module.parameters()).dtype
+
+
+def _vision_utils() -> Any:
+    """Return transformers' module for the bounds of patches; None for a version without it."""
+    try:
+        return importlib.import_module("transformers.vision_utils")
+    except ImportError:
+        return None
 
 
 def _module(config: VisionConfig) -> nn.Module:
