@@ -1,6 +1,7 @@
 """Keys of the configuration are declared once: docs/add-an-option.md."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def test_one_declaration_brings_an_option_from_the_command_line_to_a_rank(tmp_pa
     assert "cache.warm_page: unknown key; did you mean cache.warm_pages?" in seen["near"]
     assert "--warm-pages many: must be a whole number" in seen["text"]
     assert "--warm-page: unknown option; did you mean --warm-pages?" in seen["typo"]
-    assert "--warm-pages N, --num-warm N" in seen["help"]
+    assert re.search("--warm-pages( N)?, --num-warm N", seen["help"]), "Python 3.13 names the value once"
     assert "cache.warm_pages: pages that are read ahead" in " ".join(seen["help"].split())
     assert "cache.warm_pages: 3\n    pages that are read ahead; 0: none; `--warm-pages`; `--num-warm`\n" in seen["keys"]
     assert seen["page"] == [
