@@ -169,7 +169,7 @@ def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) ->
     each = partial_rows(tiles, batch.rows * shape.group)
     num_rows = items.items.shape[0] * shape.columns(batch.rows, tiles) * each
     workspace = backend.fixed_workspace(tiles, num_rows, shape.dim, device)
-    return DecodePlan(tiles, items, workspace, True, MERGED_AT_ONCE, fixed=True)
+    return DecodePlan(tiles, items, workspace, True, MERGED_AT_ONCE, fixed=True, span=span)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

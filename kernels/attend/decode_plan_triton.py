@@ -171,6 +171,7 @@ class DecodePlan:
     items: from `plan_items`, with a budget of at most num_programs of the workspace / columns.
     apart: merge in a second kernel, up to `splits` partials at a time.
     fixed: a row's bits depend on its own path only. Needs `apart` and items from `plan_spans`.
+    span: base size of a fixed plan's spans, in tokens.
     """
 
     tiles: DecodeTiles
@@ -179,6 +180,7 @@ class DecodePlan:
     apart: bool
     splits: int
     fixed: bool = False
+    span: int = 0
 
 
 def partial_rows(tiles: DecodeTiles, packed_rows: int) -> int:

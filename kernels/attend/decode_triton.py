@@ -11,9 +11,9 @@ Partial results are merged in one of two ways:
 
 In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on the positions of its
 ancestors in a tree, and are those of `fixed_prefill_triton`. Tiles have one shape and items are spans that depend on
-positions only (`spans_triton`), which a second kernel folds in order. After a tree's prefix (PATHS) a tile
-is computed once per row, with that row's path in chain order. Masked columns leave a row's sums bitwise unchanged
-(weight 2^-inf = 0, factor 2^0 = 1), and so does an empty partial in a merge (1 * part / 1).
+positions only (`spans_triton`), which a second kernel folds in order. In trees (PATHS), items with nodes are computed
+by programs for single rows, with that row's path in chain order. Masked columns leave a row's sums bitwise
+unchanged (weight 2^-inf = 0, factor 2^0 = 1), and so does an empty partial in a merge (1 * part / 1).
 
 `latent_decode_triton` shares plan, merging and softmax. Its loop differs: K and V are one tile, which is read once and
 multiplied in either orientation.
@@ -25,9 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from aerie.kernels.attend.decode_plan_triton import FAN, DecodePlan, partial_rows
-from aerie.kernels.attend.fixed.spans_triton import finished
+from aerie.kernels.attend.fixed.spans_triton import finished, span_of
 from aerie.kernels.attend.merge_states_triton import merge_apart, merge_by_the_last
 from aerie.kernels.attend.online_softmax_triton import (
+    SUM_COLUMNS,
     accumulate,
     accumulate_pairs,
     both,
@@ -47,7 +48,17 @@ from aerie.kernels.kv.views import LayerKV
 from aerie.kernels.pdl import pdl_wait
 
 
-@triton.jit(do_not_specialize=["mask_request_stride", "mask_row_stride", "table_stride", "suffix_len", "num_tickets"])
+@triton.jit(
+    do_not_specialize=[
+        "mask_request_stride",
+        "mask_row_stride",
+        "table_stride",
+        "suffix_len",
+        "num_tickets",
+        "num_items",
+        "span",
+    ]
+)
 def _attend_decode(
     q_ptr,
     k_ptr,
@@ -70,6 +81,8 @@ def _attend_decode(
     suffix_len,
     num_tickets,
     sinks_ptr,
+    num_items,
+    span,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -92,21 +105,48 @@ def _attend_decode(
     UNIT: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    head = tl.program_id(0) % KV_HEADS
-    item = items_ptr + tl.program_id(1) * ITEM_FIELDS
+    # FP8 pages are read as pairs of numbers (`score_pairs`); acc has the even columns, acc_odd the odd ones.
+    WIDTH: tl.constexpr = D // 2 if PAIRS else D
+    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
+    if PATHS:
+        # Programs for items and all rows, then programs for each row's items that contain its path (at most two).
+        alone = tl.program_id(0) - COLUMNS * num_items
+        if alone < 0:
+            block = tl.program_id(0) % COLUMNS
+            item = items_ptr + tl.program_id(0) // COLUMNS * ITEM_FIELDS
+            packed = block // KV_HEADS * BLOCK_M + m
+            live = packed < ROWS * GROUP
+            own_row = 0
+        else:
+            block, own_row = alone % KV_HEADS, alone // KV_HEADS % ROWS
+            of_request = alone // (KV_HEADS * ROWS) // 2
+            each = num_items * (2 * KV_HEADS * ROWS) // (tl.num_programs(0) - COLUMNS * num_items)
+            first_item = items_ptr + of_request * each * ITEM_FIELDS
+            tail = tl.load(prefix_ptr + of_request) // BLOCK_N * BLOCK_N
+            at = span_of(tail, span) - span_of(tl.load(first_item + 1), span) + alone // (KV_HEADS * ROWS) % 2
+            if at >= tl.load(first_item + 5):
+                return
+            item = first_item + at * ITEM_FIELDS
+            packed = own_row * GROUP + m
+            live = m < GROUP
+    else:
+        block = tl.program_id(0)
+        item = items_ptr + tl.program_id(1) * ITEM_FIELDS
+        packed = block // KV_HEADS * BLOCK_M + m
+        live = packed < ROWS * GROUP
+    head = block % KV_HEADS
     request = tl.load(item)
     if request < 0:
         return
     low, high = tl.load(item + 1), tl.load(item + 2)
     partial, first, count = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
-    # FP8 pages are read as pairs of numbers (`score_pairs`); acc has the even columns, acc_odd the odd ones.
-    WIDTH: tl.constexpr = D // 2 if PAIRS else D
-    m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
-    packed = (tl.program_id(0) // KV_HEADS) * BLOCK_M + m
-    live = packed < ROWS * GROUP
     row, query_head = packed // GROUP, head * GROUP + packed % GROUP
-    bits = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride, mask=live, other=0)
     prefix = tl.load(prefix_ptr + request)
+    if PATHS:
+        shared_end = prefix // BLOCK_N * BLOCK_N
+        if (alone < 0) == (high > shared_end):
+            return  # all rows have no path here, or each has its own
+    bits = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride, mask=live, other=0)
     last = prefix + suffix_len - 1
     if WINDOW:
         oldest = oldest_seen(bits, prefix, WINDOW, SPANS)
@@ -115,7 +155,7 @@ def _attend_decode(
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, SUM_COLUMNS] if FIXED else [BLOCK_M], tl.float32)
     if SOFT_CAP is not None:
         factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -130,7 +170,7 @@ def _attend_decode(
         own = prefix + path_length(bits, SPANS) - 1
         has_own = (own >= low) & (own < high)
         top = tl.where(has_own, sink_scores(sinks_ptr, query_head, live), top)
-        total = tl.where(has_own, 1.0, total)
+        total = tl.where(has_own[:, None] if FIXED else has_own, 1.0, total)
     row += request * ROWS
     q_row = q_ptr + row[:, None] * q_row_stride + query_head[:, None] * q_head_stride
     if PAIRS:
@@ -138,10 +178,9 @@ def _attend_decode(
         q_odd = as_multiplied(tl.load(q_row + 2 * d[None, :] + 1, mask=live[:, None], other=0.0), PAIRS, UPCAST)
     else:
         q = as_multiplied(tl.load(q_row + d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
-    shared_end = high
-    if PATHS:
-        shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
-    for start in range(low, shared_end, BLOCK_N):
+    if not PATHS:
+        shared_end = high
+    for start in range(low, tl.minimum(high, shared_end), BLOCK_N):
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
@@ -170,38 +209,39 @@ def _attend_decode(
         else:
             top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
     if PATHS:
-        first_row = tl.program_id(0) // KV_HEADS * BLOCK_M // GROUP
-        end_row = tl.minimum(ROWS, (tl.program_id(0) // KV_HEADS * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+        path = tl.load(mask_ptr + request * mask_request_stride + own_row * mask_row_stride)
         for start in range(tl.maximum(low, shared_end), high, BLOCK_N):
-            for r in range(first_row, end_row):
-                path = tl.load(mask_ptr + request * mask_request_stride + r * mask_row_stride)
-                place, seen = path_columns(path, start + n - prefix)
-                if WINDOW:
-                    seen = seen & (start + n >= oldest_seen(path, prefix, WINDOW))
-                column = tl.where(start + n < prefix, start + n, prefix + place)
-                token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
-                if PAIRS:
-                    scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
-                else:
-                    scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
-                if SOFT_CAP is not None:
-                    scores = soft_capped(scores, factor)
-                scores = tl.where((packed // GROUP == r)[:, None] & seen[None, :], scores, float("-inf"))
-                if PAIRS:
-                    top, total, acc, acc_odd = accumulate_pairs(
-                        scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT
-                    )
-                else:
-                    top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
+            place, seen = path_columns(path, start + n - prefix)
+            if WINDOW:
+                seen = seen & (start + n >= oldest_seen(path, prefix, WINDOW))
+            column_of = tl.where(start + n < prefix, start + n, prefix + place)
+            token = tl.load(table + column_of // PAGE).to(tl.int64) * PAGE + column_of % PAGE
+            if PAIRS:
+                scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
+            else:
+                scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+            if SOFT_CAP is not None:
+                scores = soft_capped(scores, factor)
+            scores = tl.where(seen[None, :], scores, float("-inf"))
+            if PAIRS:
+                top, total, acc, acc_odd = accumulate_pairs(
+                    scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT
+                )
+            else:
+                top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
     if PAIRS:
         acc = both(acc, acc_odd, BLOCK_M, D)
         d = tl.arange(0, D)
+    if FIXED:
+        total = tl.max(total, 1)  # of equal columns
     acc, lse = finished(acc, total, top, v_scale)
     out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
     if count == 1:
         tl.store(out[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
     else:
-        part_row = (partial * COLUMNS + tl.program_id(0)) * PART_M + m
+        part_row = (partial * COLUMNS + block) * PART_M + m
+        if PATHS:
+            part_row = (partial * COLUMNS + packed // BLOCK_M * KV_HEADS + head) * PART_M + packed % BLOCK_M
         tl.store((part_ptr + part_row.to(tl.int64) * D)[:, None] + d[None, :], acc, mask=live[:, None])
         tl.store(lse_ptr + part_row, lse, mask=live)
         if not APART:
@@ -254,7 +294,11 @@ def attend_decode(
     # A fixed plan disables FMA fusion: FMAs round differently, and each variant of a kernel fuses different operations.
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
-    _attend_decode[(columns, plan.items.items.shape[0])](
+    num_items, paths = plan.items.items.shape[0], plan.fixed and not batch.is_causal
+    grid = (columns, num_items)
+    if paths:
+        grid = (columns * num_items + 2 * batch.rows * num_kv_heads * batch.num_requests, 1)
+    _attend_decode[grid](
         q,
         *pages_of(kv),
         out,
@@ -275,6 +319,8 @@ def attend_decode(
         batch.suffix_len,
         workspace.tickets.shape[0] // 2,
         sinks,
+        num_items,
+        plan.span,
         PAGE=page_size,
         **shape,
         BLOCK_M=tiles.block_m,
@@ -282,7 +328,7 @@ def attend_decode(
         SLICE=tiles.merge_slice(head_dim),
         FAN=FAN,
         APART=plan.apart,
-        PATHS=plan.fixed and not batch.is_causal,
+        PATHS=paths,
         FIXED=plan.fixed,
         SPANS=batch.suffix_len > MASK_BITS,
         PART_M=part_m,

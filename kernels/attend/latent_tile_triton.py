@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from aerie.kernels.attend.online_softmax_triton import sum_weights
 from aerie.kernels.kv.fp8_triton import as_multiplied, even, odd
 from aerie.kernels.kv.views import LatentKV
 
@@ -135,6 +134,16 @@ def score_latent_pairs(
         scores = tl.dot(q, tl.trans(first), scores, input_precision="ieee")
         scores = tl.dot(q_odd, tl.trans(second), scores, input_precision="ieee")
     return scores * scale_log2
+
+
+@triton.jit
+def sum_weights(weights, FIXED: tl.constexpr):
+    """Sum each row of weights of at most 1. FIXED: add them as integers, which gives the same sum in every kernel. A
+    float sum depends on the order of additions, and thus on the compiler's layout of a loop."""
+    if FIXED:
+        unit: tl.constexpr = (1 << 30) // weights.shape[1]
+        return tl.sum((weights * unit + 0.5).to(tl.int32), 1).to(tl.float32) / unit
+    return tl.sum(weights, 1)
 
 
 @triton.jit

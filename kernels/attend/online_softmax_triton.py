@@ -6,6 +6,8 @@ import triton.language as tl
 
 from aerie.kernels.kv.fp8_triton import even, odd
 
+SUM_COLUMNS = tl.constexpr(8)  # fewest columns of a product
+
 
 @triton.jit
 def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr):
@@ -36,16 +38,6 @@ def score_pairs(
 
 
 @triton.jit
-def sum_weights(weights, FIXED: tl.constexpr):
-    """Sum each row of weights of at most 1. FIXED: add them as integers, which gives the same sum in every kernel. A
-    float sum depends on the order of additions, and thus on the compiler's layout of a loop."""
-    if FIXED:
-        unit: tl.constexpr = (1 << 30) // weights.shape[1]
-        return tl.sum((weights * unit + 0.5).to(tl.int32), 1).to(tl.float32) / unit
-    return tl.sum(weights, 1)
-
-
-@triton.jit
 def accumulate(scores, v, scale_log2, top, total, acc, FIXED: tl.constexpr = False, UNIT: tl.constexpr = 1.0):
     """Add one tile to the softmax state and return it: top [M], total [M], acc [M, D].
 
@@ -53,16 +45,26 @@ def accumulate(scores, v, scale_log2, top, total, acc, FIXED: tl.constexpr = Fal
     v: [N, D].
     scale_log2: positive.
     top: running maximum of scores * scale_log2; -inf for a row without columns so far.
-    total: sum of powers of two relative to top; 0 for such a row.
+    total: sum of powers of two relative to top; 0 for such a row. FIXED: [M, SUM_COLUMNS], equal columns.
     acc: weighted sum.
-    FIXED: see `sum_weights`.
+    FIXED: the tensor core adds weights, in the order of columns, as it adds values. Another sum would depend on the
+        compiler's layout of a loop.
     UNIT: see `aerie.kernels.kv.fp8.weight_unit`.
     """
     top, total, weights, shrink = softmax_step(scores, scale_log2, top, total, FIXED)
     if UNIT != 1.0:
         weights = weights * UNIT
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    weights = weights.to(v.dtype)
+    acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
+    if FIXED:
+        total = _add_weights(weights, total, shrink, UNIT)
     return top, total, acc
+
+
+@triton.jit
+def _add_weights(weights, total, shrink, UNIT: tl.constexpr):
+    ones = tl.full([weights.shape[1], SUM_COLUMNS], 1.0 / UNIT, weights.dtype)
+    return tl.dot(weights, ones, total * shrink[:, None], input_precision="ieee")
 
 
 @triton.jit
@@ -72,17 +74,22 @@ def accumulate_pairs(scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIX
     weights = (weights * UNIT).to(v.dtype)
     acc = tl.dot(weights, v, acc * shrink[:, None], input_precision="ieee")
     acc_odd = tl.dot(weights, v_odd, acc_odd * shrink[:, None], input_precision="ieee")
+    if FIXED:
+        total = _add_weights(weights, total, shrink, UNIT)
     return top, total, acc, acc_odd
 
 
 @triton.jit
 def softmax_step(scores, scale_log2, top, total, FIXED: tl.constexpr):
-    """Return top and total after a tile, the tile's weights, and the factor on the earlier acc."""
+    """Return top and total after a tile, the tile's weights, and the factor on the earlier acc. FIXED: without the
+    tile's part of total."""
     new_top = tl.maximum(top, tl.max(scores, 1) * scale_log2)
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * scale_log2 - origin[:, None])
     shrink = tl.exp2(top - origin)
-    return new_top, total * shrink + sum_weights(weights, FIXED), weights, shrink
+    if not FIXED:
+        total = total * shrink + tl.sum(weights, 1)
+    return new_top, total, weights, shrink
 
 
 @triton.jit

@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from aerie.kernels.attend.fixed.spans_triton import finished, fold, folded, span_of, span_start
-from aerie.kernels.attend.online_softmax_triton import accumulate, accumulate_pairs, both, score_pairs, score_tile
+from aerie.kernels.attend.online_softmax_triton import (
+    SUM_COLUMNS,
+    accumulate,
+    accumulate_pairs,
+    both,
+    score_pairs,
+    score_tile,
+)
 from aerie.kernels.attend.prefill_plan_triton import TILE_FIELDS
 from aerie.kernels.attend.prefill_triton import PrefillTiles
 from aerie.kernels.attend.scores import LOG2_E, ScoreRule
@@ -147,12 +154,12 @@ def _attend_fixed_prefill(
         span_high = span_start(i + 1, span)
         low, high = tl.maximum(span_low, oldest), tl.minimum(span_high, last + 1)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
+        total = tl.zeros([BLOCK_M, SUM_COLUMNS], tl.float32)
         if sinks_ptr is not None:
             # in the span of the row's own position, as in `decode_triton`
             has_own = (position >= span_low) & (position < span_high)
             top = tl.where(has_own, sinks, top)
-            total = tl.where(has_own, 1.0, total)
+            total = tl.where(has_own[:, None], 1.0, total)
         acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
         acc_odd = acc
         for masked in tl.static_range(1 if WINDOW else 0, 2):
@@ -188,9 +195,9 @@ def _attend_fixed_prefill(
                 PAIRS,
             )
         if PAIRS:
-            part, lse = finished(both(acc, acc_odd, BLOCK_M, D), total, top, v_scale)
+            part, lse = finished(both(acc, acc_odd, BLOCK_M, D), tl.max(total, 1), top, v_scale)
         else:
-            part, lse = finished(acc, total, top, v_scale)
+            part, lse = finished(acc, tl.max(total, 1), top, v_scale)
         mean, weight, largest = fold(mean, weight, largest, part, lse)
     columns = tl.arange(0, D)
     out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + columns[None, :]

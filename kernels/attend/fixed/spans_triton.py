@@ -57,7 +57,7 @@ def folded(mean, weight):
 def finished(acc, total, top, v_scale):
     """Return a span's `part` and `lse` for `fold` from its softmax state (`online_softmax_triton`)."""
     safe = tl.where(total == 0.0, 1.0, total)
-    return acc / safe[:, None] * v_scale, tl.where(total == 0.0, float("-inf"), top + tl.log2(safe))
+    return acc * (v_scale / safe)[:, None], tl.where(total == 0.0, float("-inf"), top + tl.log2(safe))
 
 
 def num_spans(length: int, span: int) -> int:

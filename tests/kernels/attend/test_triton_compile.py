@@ -429,7 +429,7 @@ def test_chunk_attention_in_fixed_spans_fits_hopper(
         tiles.stages,
         enable_fp_fusion=False,
     )
-    assert spills <= (768 if head_dim > 128 else 0)  # two sums of 64 x 256 numbers
+    assert spills <= (1280 if head_dim > 128 else 160)  # the sums of earlier spans, outside of the loop over tiles
     assert shared <= SHARED_PER_SM and "wgmma.mma_async" in ptx and "fma.rn.f32" not in ptx
 
 
