@@ -40,6 +40,8 @@ def run_until_signal(
         late.start()
         ending.touch()
         console.end_start()
+        if guest is not None and console.ready.is_set() and not start.reason:
+            guest.replaced.clear()  # ours runs, though Serve may not have said so yet
         if start.reason:
             console.end_server()
         else:
