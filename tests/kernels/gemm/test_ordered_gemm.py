@@ -76,7 +76,7 @@ def test_sums_are_added_in_the_order_of_the_weight(n: int, k: int) -> None:
         assert order == SumOrder(2, 1280, 256)
         natural = in_order(x, weight, SumOrder(1, k, 0))
         assert not torch.equal(expected, natural), "the order does not matter, so nothing is shown"
-    for rows in ROWS:
+    for rows in ROWS if n < 8000 else (1, 65, 130):
         wide = x[:1].expand(rows, k).contiguous()
         out = torch.empty((rows, n), dtype=torch.float32, device=DEVICE)
         ordered_rows(wide, weight, None, space, out)
@@ -104,8 +104,9 @@ def test_a_row_has_the_same_bits_for_every_number_of_rows(n: int, k: int) -> Non
         return (numbers.round() if INTERPRETED else numbers / k**0.25).to(DEVICE, DTYPE)
 
     space = workspace_of((n, k))
-    weight, x = random(n, k), random(ROWS[-1] if INTERPRETED else 2048, k)
-    assert differing(ROWS, x, weight, space) == []
+    all_rows = ROWS if not INTERPRETED or n < 8000 else (1, 31, 65, 130)  # the last by tiles of many rows
+    weight, x = random(n, k), random(all_rows[-1] if INTERPRETED else 2048, k)
+    assert differing(all_rows, x, weight, space) == []
     expected = x.double() @ weight.double().T
     found = ordered_rows(x, weight, None, space)
     assert float((found.double() - expected).norm() / expected.norm()) < 2e-3
@@ -130,14 +131,14 @@ def test_a_kernel_whose_slices_depend_on_the_number_of_rows_is_found(monkeypatch
 def test_a_gated_row_has_the_same_bits_for_every_number_of_rows(n: int, k: int) -> None:
     generator = torch.Generator().manual_seed(7)
     weight = (torch.randn(n, k, generator=generator) / k**0.5).to(DEVICE, DTYPE)
-    x = torch.randn(200, k, generator=generator).to(DEVICE, DTYPE)
+    x = torch.randn(130 if INTERPRETED else 200, k, generator=generator).to(DEVICE, DTYPE)
     if INTERPRETED:
         weight, x = (4 * weight).round(), x.round()
     gemm = OrderedGEMM(weight, workspace_of((n, k)))
     whole = gemm.multiply_gated(x)
     assert torch.equal(whole, silu_mul(gemm.multiply(x, None, None))) or INTERPRETED, "torch's silu rounds otherwise"
     first = gemm.multiply_gated(x[:1])
-    for rows in (2, 17, 64, 65, 127):
+    for rows in (2, 65) if INTERPRETED else (2, 17, 64, 65, 127):
         found = gemm.multiply_gated(x[:rows])
         assert torch.equal(found[:1], first), rows
         assert INTERPRETED or torch.equal(found, whole[:rows]), rows
