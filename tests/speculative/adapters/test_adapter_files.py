@@ -18,6 +18,7 @@ from aerie.workers.config import LoraConfig, ModelSource, SchedulerConfig, Worke
 from aerie.workers.lora.adapter_config import read_adapter_config
 from tests.speculative.adapters.conftest import GREEDY, Adapted, of
 from tests.speculative.conftest import EOS
+from tests.support.int_checkpoints import Recipe, awq, gptq, int_quantized, pack_quantized, quantise
 from tests.support.slow import slow
 from tests.support.targets.adapters import make_adapter, merged_tokens
 from tests.support.tiny_models import VOCAB, make_target
@@ -69,6 +70,18 @@ def test_families_give_the_tokens_of_merged_models(
         for names in (("", "", ""), ("a", "a", "a"), ("", "a", "")):
             requests = engine.generate(prompts, [of(name) for name in names])
             assert [r.output for r in requests] == [expected[name][i] for i, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("recipe", [awq(), *slow(gptq(desc_act=True), pack_quantized(), int_quantized())])
+def test_weights_of_few_bits_take_adapters(tmp_path: Path, recipe: Recipe) -> None:
+    """The adapter's part is added to the product with the packed weight."""
+    source = make_target(tmp_path / "source", num_hidden_layers=2)
+    adapter, folder = make_adapter(tmp_path / "adapter", source, 5), quantise(source, tmp_path / "packed", recipe)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 41, 18)]
+    expected = merged_tokens(folder / "plain", adapter, prompts, GREEDY.max_tokens, EOS)
+    with local_engine(spec_of(folder, LoraConfig({"a": str(adapter)}), tensor_parallel=2)) as engine:
+        assert [request.output for request in engine.generate(prompts, of("a"))] == expected
 
 
 def changed(adapted: Adapted, folder: Path, change: Callable[[dict[str, Tensor]], None], **config: Any) -> str:

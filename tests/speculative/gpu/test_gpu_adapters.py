@@ -1,0 +1,66 @@
+"""LoRA adapters on a GPU: captured steps equal eager ones and peft's merged models, and places are taken in turns."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import LoraConfig
+from aerie.workers.scheduling.plan import SamplingParams
+from tests.speculative.gpu.test_gpu import on_gpu
+from tests.support import MODELS
+from tests.support.embedded import TREE
+from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.targets.adapters import make_adapter, merged_tokens
+
+pytestmark = pytest.mark.gpu
+NUM_TOKENS = 40
+GREEDY = SamplingParams(NUM_TOKENS, 0.0, stop_token_ids=(2,))
+RANKS = {"a": 8, "b": 16, "c": 32, "d": 16}
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("adapters")
+    made = enumerate(RANKS.items())
+    return {name: str(make_adapter(folder / name, MODELS / "target", i, 0.2, r=rank)) for i, (name, rank) in made}
+
+
+def adapted(speculative: SpeculativeConfig | None, graphs: bool, adapters: dict[str, str], dtype: str) -> EngineSpec:
+    """Two places for four adapters."""
+    spec = on_gpu(speculative, graphs=graphs, dtype=dtype)
+    lora = LoraConfig(adapters, max_loras=2, max_lora_rank=32)
+    return dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=lora))
+
+
+def tokens(spec: EngineSpec, prompts: list[list[int]], names: list[str]) -> list[list[int]]:
+    with local_engine(spec) as engine:
+        requests = engine.generate(prompts, [replace(GREEDY, adapter=name) for name in names], 13)
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("speculative", [None, TREE], ids=["plain", "tree"])
+def test_captured_steps_give_the_tokens_of_merged_models(
+    speculative: SpeculativeConfig | None, adapters: dict[str, str]
+) -> None:
+    """In float32; kernels may round the inner products to 10 bits, which changes tokens at near ties."""
+    prompts = tokenized(held_out_prompts(20))
+    names = [["", *RANKS][i % 5] for i in range(20)]
+    expected: list[list[int]] = []
+    for name, prompt in zip(names, prompts, strict=True):
+        folder = Path(adapters[name]) if name else None
+        expected += merged_tokens(MODELS / "target", folder, [prompt], NUM_TOKENS, 2)
+    graphed = tokens(adapted(speculative, True, adapters, "float32"), prompts, names)
+    eager = tokens(adapted(speculative, False, adapters, "float32"), prompts, names)
+    assert sum(a != b for a, b in zip(graphed, eager, strict=True)) <= 2
+    assert sum(a == b for a, b in zip(graphed, expected, strict=True)) >= 16
+
+
+def test_requests_without_adapters_get_the_tokens_of_an_engine_without(adapters: dict[str, str]) -> None:
+    """In bfloat16, from the same graphs: bit for bit."""
+    prompts = tokenized(held_out_prompts(12))
+    plain = on_gpu(TREE)
+    assert tokens(adapted(TREE, True, adapters, "bfloat16"), prompts, [""] * 12) == tokens(plain, prompts, [""] * 12)
