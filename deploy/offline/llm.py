@@ -130,7 +130,8 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for all, or one each")
-        adapters = list(lora) if isinstance(lora, Sequence) else [lora] * len(prompts)
+        is_list = isinstance(lora, Sequence) and not isinstance(lora, str)  # a str is refused below
+        adapters: Sequence[Any] = lora if is_list else [lora] * len(prompts)  # type: ignore[assignment]
         if len(adapters) != len(prompts):
             raise ValueError(f"lora_request: {len(adapters)} for {len(prompts)} prompts; give one for all, or one each")
         names = [self._engine.load_adapter(adapter).result() for adapter in adapters]

@@ -58,9 +58,10 @@ def test_what_cannot_be_loaded_is_refused_and_the_engine_goes_on(llm: LLM, folde
             llm.generate(PROMPTS, GREEDY, lora_request=LoRARequest(name, 3, path))
     with pytest.raises(ValueError, match="lora_request: 2 for 3 prompts"):
         llm.generate(PROMPTS, GREEDY, lora_request=[None, None])
-    odd: Any = "a"
-    with pytest.raises(TypeError, match="lora_request: must be a LoRARequest"):
-        llm.generate(PROMPTS[:1], GREEDY, lora_request=[odd])
+    odd: Any
+    for odd in (["name"], "name"):
+        with pytest.raises(TypeError, match="lora_request: must be a LoRARequest"):
+            llm.generate(PROMPTS[:1], GREEDY, lora_request=odd)
     assert token_ids(llm.generate(PROMPTS, GREEDY)) == expected(llm, None)
 
 
