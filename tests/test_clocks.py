@@ -18,6 +18,7 @@ MAY_ASK = {
     "cluster/replica/worker_actor.py": "the steps of a start",
     "cluster/replica/worker_group.py": "the steps of a start",
     "cluster/replica/refusals.py": "an age that processes compare; a jump costs a second attempt",
+    "deploy/serve/watches.py": "an age that processes compare: refusals of earlier starts",
     "deploy/offline/outputs.py": "`arrival_time` of vLLM's metrics",
     "deploy/status/bundle.py": "the times of a bundle's files and logs",
     "deploy/serve/address.py": "the steps of a start",

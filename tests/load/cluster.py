@@ -163,10 +163,6 @@ class Cluster:
     def _write_config(self, args: Mapping[str, Any]) -> Path:
         config = self.folder / "load.yaml"
         content = serve_content(self.hosts, args)
-        model = content["applications"][0]["args"]["model"]
-        if self.hosts.intermediate_size is not None:
-            source, wide = Path(model["path"]), self.folder / Path(model["path"]).name
-            model["path"] = str(wide if wide.exists() else gpus.widened(source, wide, self.hosts.intermediate_size))
         config.write_text(yaml.safe_dump(content))
         return config
 

@@ -1,10 +1,8 @@
 """Scenarios whose nodes have GPUs, all of one machine, as data: `python -m tests.load --only gpu-across ...`; skipped
 with the reason where there are too few.
 
-Texts are compared, so they must not depend on a request's company: engines run with `deterministic`, in bfloat16, whose
-sums over two ranks go through NCCL. It wants multiples of 128 intermediate columns on each rank, of which the embedded
-target has 448: MODEL is the same with columns of zeros. Engines without it, where our own all-reduce is to be seen, run
-in float32, in which near ties are rare.
+Texts are compared, so they must not depend on a request's company: engines run with `deterministic`, in bfloat16.
+Engines without it, where our own all-reduce is to be seen, run in float32, in which near ties are rare.
 """
 
 from typing import Any
@@ -12,7 +10,6 @@ from typing import Any
 from aerie.deploy.bench.arrivals import Lengths
 from tests.load.scenario import DARK, Expect, Fault, Hosts, Load, Scenario
 
-INTERMEDIATE_SIZE = 1024
 STEADY = Load(rate=4.0, seconds=8.0, answers=Lengths(48, 0.4, 96))
 FAULTY = Load(rate=4.0, seconds=15.0, drain_s=15.0, answers=Lengths(48, 0.4, 96))
 LOST = Expect(stall_s=25.0, clean_after_s=25.0)
@@ -43,7 +40,6 @@ def _across(host_names: bool, exact: bool = True, **environment: str) -> Hosts:
         args=_args(2, exact=exact),
         host_names=host_names,
         environment=environment,
-        intermediate_size=INTERMEDIATE_SIZE,
     )
 
 
@@ -61,7 +57,6 @@ REPLICAS = Hosts(
     ranks=(1, 1),
     args=_args(1, replicas=2),
     host_names=True,
-    intermediate_size=INTERMEDIATE_SIZE,
 )
 # The same beside a head without GPUs; all have ingresses.
 REPLICAS_BESIDE_HEAD = Hosts(
@@ -72,7 +67,6 @@ REPLICAS_BESIDE_HEAD = Hosts(
     proxy_location="EveryNode",
     fronts=(1, 2, 3),
     host_names=True,
-    intermediate_size=INTERMEDIATE_SIZE,
 )
 # Two engines of two ranks, all on nodes of their own.
 FOUR = Hosts(
@@ -81,7 +75,6 @@ FOUR = Hosts(
     ranks=(1, 1, 1, 1),
     args=_args(2, replicas=2),
     host_names=True,
-    intermediate_size=INTERMEDIATE_SIZE,
 )
 
 GPU_SCENARIOS = (

@@ -1,19 +1,15 @@
 """GPUs of this machine shared out to the nodes of a scenario, and what a node's processes must see to take it for a
-host of its own. Pure but for `visible_gpus` and `widened`.
+host of its own. Pure but for `visible_gpus`.
 """
 
 import functools
-import json
-import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from aerie.deploy.nodes import counted_gpus
 from tests.load.scenario import Hosts
 
 # Before a command that is to run under another host name, which is its first argument.
 _NAMED = "import os, socket, sys; socket.sethostname(sys.argv[1]); os.execvp(sys.argv[2], sys.argv[2:])"
-_MLP = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}  # which dimension is the intermediate one
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
@@ -53,24 +49,3 @@ def host_name(hosts: Hosts, name: str, python: str) -> list[str]:
     """What comes before a node's command so that it runs under the host name `name`; nothing where nodes share this
     machine's."""
     return ["unshare", "--uts", python, "-c", _NAMED, name] if hosts.host_names else []
-
-
-def widened(source: Path, folder: Path, size: int) -> Path:
-    """A copy of a checkpoint in `folder` whose MLPs have `size` intermediate columns, those beyond its own of zeros:
-    silu(0) * 0 = 0, so it answers as `source` does. Returns `folder`."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": size}))
-    for file in source.glob("*.safetensors"):
-        tensors = load_file(file)
-        for name, tensor in tensors.items():
-            dim = _MLP.get(name.split(".")[-2]) if name.endswith(".weight") else None
-            if dim is not None:
-                shape = list(tensor.shape)
-                shape[dim] = size - shape[dim]
-                tensors[name] = torch.cat([tensor, tensor.new_zeros(shape)], dim).contiguous()
-        save_file(tensors, folder / file.name, metadata={"format": "pt"})
-    return folder

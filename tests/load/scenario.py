@@ -24,7 +24,6 @@ class Hosts:
     environment: variables of each node's processes; {node} stands for its number.
     host_names: each node has a name of its own, n1, n2, ..., so that ranks take other nodes for other hosts; else all
         have this machine's, and ranks may use what a host's processes share.
-    intermediate_size: columns of the target's MLPs, made up of zeros (`tests.load.gpus.widened`); None: its own.
     """
 
     cpus: tuple[int, ...] | None = None
@@ -36,7 +35,6 @@ class Hosts:
     gpus: tuple[int, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     host_names: bool = False
-    intermediate_size: int | None = None
 
 
 @dataclass(frozen=True)

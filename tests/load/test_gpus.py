@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from aerie.cluster.config import AerieConfig, parse
 from aerie.cluster.placement import NodeResources, place
@@ -17,17 +16,12 @@ from aerie.deploy.checks import check_checkpoints
 from aerie.workers.models.loading import read_target_config
 from aerie.workers.runner.deterministic import refusal
 from tests.load.cluster import serve_content
-from tests.load.gpu_matrix import ACROSS, FOUR, GPU_SCENARIOS, INTERMEDIATE_SIZE, PEER, PEER_OWN, REPLICAS_BESIDE_HEAD
-from tests.load.gpus import host_name, node_environment, too_few, visible_gpus, widened
+from tests.load.gpu_matrix import ACROSS, FOUR, GPU_SCENARIOS, PEER, PEER_OWN, REPLICAS_BESIDE_HEAD
+from tests.load.gpus import host_name, node_environment, too_few, visible_gpus
 from tests.load.sandbox import ROOT, unavailable
 from tests.load.scenario import Hosts, Scenario
 
 TARGET = ROOT / "deploy/models/target"
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return widened(TARGET, tmp_path_factory.mktemp("wide") / "target", INTERMEDIATE_SIZE)
 
 
 def _config(hosts: Hosts, target: Path) -> AerieConfig:
@@ -39,9 +33,9 @@ def _config(hosts: Hosts, target: Path) -> AerieConfig:
 
 
 @pytest.mark.parametrize("scenario", GPU_SCENARIOS, ids=lambda scenario: scenario.name)
-def test_engines_fit_on_the_nodes_and_their_texts_are_comparable(scenario: Scenario, wide: Path) -> None:
+def test_engines_fit_on_the_nodes_and_their_texts_are_comparable(scenario: Scenario) -> None:
     hosts = scenario.hosts
-    config = _config(hosts, wide)
+    config = _config(hosts, TARGET)
     assert hosts.cpus is not None and hosts.ranks == hosts.gpus and not hosts.wired
     nodes = [NodeResources(f"n{i}", f"n{i}", *each) for i, each in enumerate(zip(hosts.cpus, hosts.gpus, strict=True))]
     assert place(config, nodes).device == "cuda"
@@ -52,26 +46,6 @@ def test_engines_fit_on_the_nodes_and_their_texts_are_comparable(scenario: Scena
         assert refusal(worker, target, torch.bfloat16) is None
     else:
         assert worker.model.dtype == "float32"
-
-
-def test_embedded_target_as_it_is_would_be_refused() -> None:
-    worker = _config(ACROSS, TARGET).worker
-    assert "448" in str(refusal(worker, read_target_config(worker.model, worker.tensor_parallel), torch.bfloat16))
-
-
-def test_columns_of_zeros_change_no_output(wide: Path) -> None:
-    own, padded = load_file(TARGET / "model.safetensors"), load_file(wide / "model.safetensors")
-    assert own.keys() == padded.keys()
-    x = torch.randn(7, 512, generator=torch.Generator().manual_seed(0))
-
-    def mlp(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-        gate, up, down = (weights[f"model.layers.3.mlp.{name}_proj.weight"].float() for name in ("gate", "up", "down"))
-        return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-    assert padded["model.layers.3.mlp.down_proj.weight"].shape == (512, INTERMEDIATE_SIZE)
-    torch.testing.assert_close(mlp(padded), mlp(own))
-    changed = {name for name in own if own[name].shape != padded[name].shape}
-    assert len(changed) == 3 * 8 and all(torch.equal(own[name], padded[name]) for name in own.keys() - changed)
 
 
 def test_nodes_take_gpus_in_turn_and_know_their_number() -> None:

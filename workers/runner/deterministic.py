@@ -22,6 +22,8 @@ from aerie.kernels.gemm.tiles import INPUT_STEP
 from aerie.workers.config import WorkerConfig
 from aerie.workers.models.config import ModelConfig
 
+EXPERT_STEP = 128  # divisor of the sizes of experts that fused kernels serve
+
 
 def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype, device: Capability) -> bool:
     """Return whether this engine computes deterministically: the option is set, and the device is a GPU.
@@ -52,9 +54,10 @@ def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> st
     if target.state_groups(worker.tensor_parallel, dtype):
         return "recurrent layers: rows of a tree or prompt round differently from single rows; serve another model"
     for name, size in target.linear_inputs(worker.tensor_parallel).items():
-        if size % INPUT_STEP:
+        step = EXPERT_STEP if name == "moe_intermediate_size" else INPUT_STEP
+        if size % step:
             return (
-                f"{name} of {size} on each rank: the GEMMs need a multiple of {INPUT_STEP}; set another "
+                f"{name} of {size} on each rank: the GEMMs need a multiple of {step}; set another "
                 "tensor_parallel or serve another model"
             )
     return None

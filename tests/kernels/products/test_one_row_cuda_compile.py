@@ -83,7 +83,7 @@ def test_experts_are_served_with_a_workspace_that_suffices(monkeypatch: pytest.M
 def test_products_are_kept_in_shared_memory_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """qkv and o of gpt-oss fit, o of Llama-3.1-8B does not; neither 32-bit weights nor deterministic engines."""
     monkeypatch.setattr(choice, "num_multiprocessors", lambda device: BLOCKS)
-    row = next(each for each in choice.choose_gemm.implementations if each.name == "cuda")
+    row = next(each for each in choice.choose_gemm.implementations if "one_row_cuda" in each.target)
     assert row.serves is not None and row.needs(WITH_COMPILER) and not row.needs(WITHOUT)
     options = GEMMOptions(Workspace.of_size(1, 1, torch.device("cpu")))
 

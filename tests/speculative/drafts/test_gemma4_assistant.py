@@ -77,7 +77,8 @@ def test_its_logits_are_those_of_transformers(tmp_path: Path, name: str, ordered
     backends = dict.fromkeys(Mode, TorchBackend())
     batch = PrefillBatch.from_lists((0,), (TEXT,), table)
     hidden = whole(ids[:TEXT], make_context(pool, backends, None, None, batch)).hidden
-    torch.testing.assert_close(hidden, reference.hidden, rtol=1e-4, atol=1e-4)
+    # float32 in other orders: 1.5e-4 on CPUs without AVX-512, less on others
+    torch.testing.assert_close(hidden, reference.hidden, rtol=5e-4, atol=5e-4)
     before = [each.clone() for each in _tensors(pool)]
 
     runner = TargetKVRunner(draft, pool, backends)
