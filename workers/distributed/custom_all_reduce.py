@@ -55,7 +55,7 @@ LIMITS = {
     4: Limits(one_shot=256 << 10, two_shot=16 << 20),
 }
 
-# Of groups that sum in rank order: TWO_SHOT does not promise an order, so `ordered_all_reduce` sums larger messages.
+# Limits of groups that sum in rank order. TWO_SHOT promises no order, so `ordered_all_reduce` sums larger messages.
 # 8 ranks are not measured: their limit has a rank receive as many bytes as with 4.
 ORDERED_LIMITS = {
     2: Limits(one_shot=1 << 20, two_shot=0),

@@ -18,11 +18,10 @@ not the answer. docs/exactness.md has the costs. On a CPU the option has no effe
 import torch
 
 from aerie.kernels.capability import Capability
+from aerie.kernels.fp8.rows import GROUP
 from aerie.kernels.gemm.tiles import INPUT_STEP
 from aerie.workers.config import WorkerConfig
 from aerie.workers.models.config import ModelConfig
-
-EXPERT_STEP = 128  # divisor of the sizes of experts that fused kernels serve
 
 
 def checked_deterministic(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype, device: Capability) -> bool:
@@ -54,7 +53,7 @@ def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> st
     if target.state_groups(worker.tensor_parallel, dtype):
         return "recurrent layers: rows of a tree or prompt round differently from single rows; serve another model"
     for name, size in target.linear_inputs(worker.tensor_parallel).items():
-        step = EXPERT_STEP if name == "moe_intermediate_size" else INPUT_STEP
+        step = GROUP if name == "moe_intermediate_size" else INPUT_STEP  # as `fits_kernels` of experts
         if size % step:
             return (
                 f"{name} of {size} on each rank: the GEMMs need a multiple of {step}; set another "

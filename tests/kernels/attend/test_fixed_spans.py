@@ -127,7 +127,7 @@ def test_attention_is_right(rows: int, suffix_len: int, mode: Mode, window: int 
 @pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("rows", [4] if INTERPRETED else [2, 4, 8])
 def test_rows_of_a_chain_equal_rows_of_their_own(rows: int, declared: bool) -> None:
-    """Whether the kernel is told that it is a chain, or computes it as a tree."""
+    """declared: the batch says that its rows are a chain; otherwise the kernel computes them as a tree."""
     torch.manual_seed(7)
     for prefix in PREFIXES:
         text = Text(prefix + rows)

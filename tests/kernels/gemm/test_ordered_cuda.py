@@ -30,7 +30,7 @@ from tests.support.kernels.cuobjdump import dumped  # noqa: E402
 HERE = Capability.of(torch.device("cuda")) if torch.cuda.is_available() else Capability("cpu")
 HOPPER_HERE = [pytest.mark.gpu, pytest.mark.skipif(not HERE.compiles_cuda, reason="needs a Hopper GPU and NVRTC")]
 DEVICE = torch.device("cuda")
-# Of Llama-3.1-8B and -70B, Qwen3-8B and gpt-oss-20b; the last fill no tile
+# [outputs, inputs] in Llama-3.1-8B, Llama-3.1-70B, Qwen3-8B and gpt-oss-20b; the last two do not fill their tiles
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1280, 8192), (4096, 12288), (5120, 2880)]
 SHAPES += [(2880, 4096), (200, 384), (8464, 192)]
 

@@ -140,7 +140,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing(adapted: Adapted, tmp_path
 
 
 def test_new_ranks_get_the_adapters_of_the_lost_ones(adapted: Adapted) -> None:
-    """As a coordinator does: new ranks have the adapters of the configuration, and are told the others."""
+    """New ranks start with the adapters of the configuration; the coordinator then loads the others."""
     lora = LoraConfig({"small": adapted.adapters["small"], "large": adapted.adapters["large"]}, 2, 64)
     spec, prompts = adapted.spec(adapted.pair.tree(), lora), adapted.pair.prompts
     with local_engine(spec) as engine, local_engine(spec) as successor:

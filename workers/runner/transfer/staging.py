@@ -59,9 +59,10 @@ class Staging:
         """Store a tensor that has been checked. received: its bytes. Raises ValueError for NaN and infinity."""
         self.num_bytes += tensor.num_bytes
         own = self._room.take(tensor.shape, tensor.dtype)
-        seen = received.clone().view(tensor.dtype).view(tensor.shape)
+        stored: Tensor | HostTensor
         if own is None:
-            stored: Tensor | HostTensor = HostTensor.of(seen)
+            seen = received.clone().view(tensor.dtype).view(tensor.shape)  # a copy, since views need alignment
+            stored = HostTensor.of(seen)
         else:
             if tensor.num_bytes:
                 as_bytes(own).copy_(received)

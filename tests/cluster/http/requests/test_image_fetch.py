@@ -52,7 +52,7 @@ def moved(to: str) -> bytes:
 
 
 def fetcher(names: dict[str, Sequence[str]] | None = None, **changes: Any) -> Fetcher:
-    """Of a network where only 127.0.0.1 is public."""
+    """Return a fetcher that treats 127.0.0.1 as the only public address. names: addresses by host."""
     known = {HOST: ["127.0.0.1"]} | (names or {})
 
     async def resolve(host: str, port: int) -> Sequence[str]:
