@@ -36,6 +36,7 @@ class CacheConfig:
         differ from those without the cache.
     state_interval: tokens of an answer between saved states, a multiple of `page_size`; the next turn recomputes at
         most this many tokens.
+    releasable: let `/sleep` free the memory of KV on GPUs; on CPUs it always can.
     """
 
     page_size: int = 16
@@ -61,6 +62,9 @@ class CacheConfig:
     state_snapshots: Annotated[int | Literal["auto"], Setting(ge=0, rule="at least 0; or auto")] = "auto"
     state_snapshot_dtype: Literal["float32", "bfloat16"] = "float32"
     state_interval: int = 64
+    releasable: Annotated[
+        bool, Setting("--enable-sleep-mode --enable-memory-saver", note="/sleep frees the KV cache; weights stay")
+    ] = False
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:

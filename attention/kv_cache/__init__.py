@@ -13,5 +13,6 @@ prefix_digests   digests of prompt prefixes, which engines advertise (pure Pytho
 layout           the interface of KV layouts
 heads            the layout of keys and values per head
 latent           the layout of latent rows, one for all heads
+releasable       memory that is given back and taken again at the same addresses
 pool             the KV memory of one model on one rank
 """

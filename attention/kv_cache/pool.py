@@ -1,7 +1,6 @@
 """The KV memory of one model on one rank. Target and draft use the same page numbers."""
 
 import math
-import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from aerie.attention.kv_cache.layout import KVLayout, LayerGroup
+from aerie.attention.kv_cache.releasable import Releasable, releasable
 from aerie.kernels.capability import Capability
 from aerie.kernels.kv.fp8 import KVScales
 from aerie.kernels.norm.head_norms import HeadNorms
@@ -39,10 +39,12 @@ class KVPool:
         page_size: int,
         device: torch.device,
         scales: Mapping[int, KVScales] | None = None,
+        is_releasable: bool = False,
     ) -> None:
         """groups: no layer twice; layers without KV are in none.
         num_pages: without page 0, which receives the writes of padding rows.
         scales: scales of each layer, for FP8; 1 if not given.
+        is_releasable: whether `release` may be called on a GPU.
         """
         self.groups = tuple(groups)
         self.scales = scales or {}
@@ -52,12 +54,15 @@ class KVPool:
         self.window_layers = frozenset(layer for group in self.groups if group.keeps_window for layer in group.layers)
         self.window_of: Tensor | None = None
         self._layers: dict[int, tuple[KVLayout[Any], Any]] = {}
+        self.is_releasable = is_releasable or Capability.of(device).shares_host_memory
+        self._memories: list[Releasable] = []
         self.allocate(num_pages)
 
     def allocate(self, num_pages: int, num_window_pages: int = 1) -> None:
         """Allocate `num_pages` empty pages and `num_window_pages` empty window pages, replacing the present ones. Must
         be called before captured graphs hold addresses."""
         self.num_pages = num_pages
+        self._memories.clear()
         self.tensors, self._layers, self.window_of = (), {}, None  # freed before the new ones are allocated
         if self.window_layers:
             self.window_of = torch.zeros(num_pages + 1, dtype=torch.int32, device=self.device)
@@ -81,11 +86,24 @@ class KVPool:
         assert len(self._layers) == sum(len(group.layers) for group in self.groups)
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        if not Capability.of(self.device).shares_host_memory:
+        if not self.is_releasable:
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        # on a CPU, the system zeroes each memory page at its first write
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
+        memory = releasable(math.prod(shape) * dtype.itemsize, self.device)
+        self._memories.append(memory)
+        return memory.tensor.view(dtype).view(shape)
+
+    def release(self) -> int:
+        """Give the memory of all pages back, whose contents are lost, until `restore`. Return its bytes."""
+        assert self.is_releasable, "the pool was not built to be released"
+        for memory in self._memories:
+            memory.release()
+        return sum(memory.tensor.numel() for memory in self._memories)
+
+    def restore(self) -> None:
+        """Take the memory of all pages again, at the same addresses. They are empty. Raises RuntimeError if there is
+        not enough memory; then it can be called again."""
+        for memory in self._memories:
+            memory.restore()
 
     def layer(self, index: int) -> Any:
         """Return a layer's view for backends; for K/V heads a `LayerKV`."""

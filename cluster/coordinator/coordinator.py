@@ -14,27 +14,33 @@ import msgspec
 from aerie.cluster.coordinator.loop import CoordinatorLoop, CoordinatorSettings
 from aerie.cluster.coordinator.transfer_calls import ADMIN_TIMEOUT_S, TransferCalls
 from aerie.cluster.linux import use_short_time_slice
-from aerie.cluster.transport.messages import (
+from aerie.cluster.transport.admin import (
+    AbortRequests,
     AdminCall,
     AdminOutcome,
-    EngineStats,
-    FlushOutcome,
     LoadLora,
     Pause,
+    PauseMode,
     Resume,
+    Sleep,
     TransferCall,
     UnloadLora,
+    WakeUp,
 )
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome
 from aerie.workers.scheduling.commands.command import (
     CommandAnswer,
     LoadedWeights,
     LoadWeights,
+    ReleasedPages,
     SumWeights,
     WeightSums,
     Work,
     first_error,
 )
+from aerie.workers.scheduling.commands.command_queue import OnAnswered
 from aerie.workers.scheduling.cost_table import CostTable
+from aerie.workers.scheduling.request import UnfinishedError
 from aerie.workers.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -123,11 +129,16 @@ class Coordinator:
         """Do what an administrator asks, and wait for it. Returns after ADMIN_TIMEOUT_S at the latest, with an
         error."""
         error, loaded, sums = "", LoadedWeights({}), tuple[dict[str, str], ...]()
+        num_bytes = num_aborted = 0
         try:
             if isinstance(call, Pause):
-                paused = threading.Event()
-                self._call(lambda: self._loop.pause(call.mode, paused.set))
-                error = "" if paused.wait(ADMIN_TIMEOUT_S) else f"requests still run after {ADMIN_TIMEOUT_S:g} s"
+                error = self._pause(call.mode)
+            elif isinstance(call, Sleep):
+                error, num_bytes = self._sleep(call.mode)
+            elif isinstance(call, WakeUp):
+                error = first_error(self._answers(self._loop.wake_up))
+            elif isinstance(call, AbortRequests):
+                num_aborted = self._call(lambda: self._loop.streams.abort(frozenset(call.request_ids)))
             elif isinstance(call, Resume):
                 self._call(self._loop.resume)
             elif isinstance(call, LoadWeights):
@@ -141,9 +152,7 @@ class Coordinator:
             elif isinstance(call, TransferCall):
                 error, loaded = self._transfers.call(call)
             elif isinstance(call, LoadLora):
-                answered: Future[Sequence[CommandAnswer]] = Future()
-                self._call(lambda: self._loop.load_adapter(call, answered.set_result))
-                error = first_error(answered.result(ADMIN_TIMEOUT_S))
+                error = first_error(self._answers(lambda on_answered: self._loop.load_adapter(call, on_answered)))
             elif isinstance(call, UnloadLora):
                 self._call(lambda: self._loop.unload_adapter(call))
         except TimeoutError:
@@ -151,7 +160,40 @@ class Coordinator:
         except ValueError as refusal:
             error = str(refusal)
         after = self._call(self._loop.inspect)
-        return msgspec.structs.replace(after, error=error, missing=loaded.missing, took_s=loaded.took_s, sums=sums)
+        return msgspec.structs.replace(
+            after,
+            error=error,
+            missing=loaded.missing,
+            took_s=loaded.took_s,
+            sums=sums,
+            num_bytes=num_bytes,
+            num_aborted=num_aborted,
+        )
+
+    def _pause(self, mode: PauseMode) -> str:
+        """Return an error or ""."""
+        paused = threading.Event()
+        self._call(lambda: self._loop.pause(mode, paused.set))
+        return "" if paused.wait(ADMIN_TIMEOUT_S) else f"requests still run after {ADMIN_TIMEOUT_S:g} s"
+
+    def _sleep(self, mode: PauseMode) -> tuple[str, int]:
+        """Return an error, after which the engine serves on, or "" and the bytes that the ranks have given back."""
+        was_paused = self._call(self._loop.inspect).is_paused
+        if error := self._pause(mode):
+            return error, 0
+        try:
+            answers = self._answers(self._loop.sleep)
+        except UnfinishedError as unfinished:
+            answers = (CommandAnswer(-1, -1, -1, error=f"{unfinished}; ask again"),)
+        if (error := first_error(answers)) and not was_paused:
+            self._call(self._loop.resume)
+        return error, sum(each.result.num_bytes for each in answers if isinstance(each.result, ReleasedPages))
+
+    def _answers(self, start: Callable[[OnAnswered], None]) -> Sequence[CommandAnswer]:
+        """Start commands in the loop's thread, and wait for the answers of the ranks. Raises TimeoutError."""
+        answers: Future[Sequence[CommandAnswer]] = Future()
+        self._call(lambda: start(answers.set_result))
+        return answers.result(ADMIN_TIMEOUT_S)
 
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""

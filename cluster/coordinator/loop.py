@@ -15,18 +15,12 @@ from aerie.cluster.coordinator.plan_timing import PlanTiming
 from aerie.cluster.coordinator.request_streams import RequestStreams
 from aerie.cluster.coordinator.stats import engine_stats
 from aerie.cluster.coordinator.worker_links import WorkerLinks
+from aerie.cluster.transport.admin import AdminOutcome, LoadLora, PauseMode, UnloadLora
 from aerie.cluster.transport.channel import Context
-from aerie.cluster.transport.messages import (
-    AdminOutcome,
-    EngineStats,
-    FlushOutcome,
-    LoadLora,
-    PauseMode,
-    UnloadLora,
-)
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome
 from aerie.cluster.transport.reactor import Reactor
 from aerie.cluster.transport.sockets import Transport
-from aerie.workers.scheduling.commands.command import CommandAnswer, Work
+from aerie.workers.scheduling.commands.command import CommandAnswer, ReleasePages, RestorePages, Work, first_error
 from aerie.workers.scheduling.commands.command_queue import OnAnswered
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import GraphCount, StepResult
@@ -97,6 +91,7 @@ class CoordinatorLoop:
         self._worker_group: WorkerLinks | None = None
         self._last_epoch = 0
         self._on_idle: list[Callable[[], None]] = []
+        self._is_sleeping = False
         self._last_turn_s = self._last_step_s = clock()
         self._housekeeping_due_s = self._last_turn_s + HOUSEKEEPING_S
         self._plan_timing = PlanTiming(settings.max_in_flight)
@@ -149,6 +144,8 @@ class CoordinatorLoop:
         self._scheduler.adapters.on_lost = self.streams.adapter_lost
         self._scheduler.adapters.restore()
         self._check_weights()
+        if self._is_sleeping:
+            self._scheduler.add_command(ReleasePages(), lambda answers: None)
         self._last_epoch = epoch
         if self.status != "draining":
             self.status, self._detail = "ready", ""
@@ -234,7 +231,7 @@ class CoordinatorLoop:
         """Run no further steps; see `Pause`. on_paused: called in this thread once that is so."""
         self.streams.is_paused = mode != "keep"
         if mode == "abort":
-            self.streams.abort_all()
+            self.streams.abort()
 
         def stop() -> None:
             self._scheduler.is_paused = self.streams.is_paused or mode == "keep"  # unless resumed meanwhile
@@ -246,8 +243,33 @@ class CoordinatorLoop:
             stop()
 
     def resume(self) -> None:
-        """End a pause."""
+        """End a pause. Raises ValueError while the engine sleeps."""
+        if self._is_sleeping:
+            raise ValueError("the engine sleeps; POST /wake_up first")
         self.streams.is_paused = self._scheduler.is_paused = False
+
+    def sleep(self, on_answered: OnAnswered) -> None:
+        """Give the memory of the KV cache back, after a pause that keeps no request. on_answered: as of `carry_out`.
+        Raises UnfinishedError."""
+
+        def answered(answers: Sequence[CommandAnswer]) -> None:
+            self._is_sleeping = self._is_sleeping or not first_error(answers)
+            self.streams.ends_pause = "/wake_up" if self._is_sleeping else "/resume"
+            on_answered(answers)
+
+        self._scheduler.flush_prefix_cache()
+        self.carry_out(ReleasePages(), answered)
+
+    def wake_up(self, on_answered: OnAnswered) -> None:
+        """Take the memory again and end the pause. on_answered: as of `carry_out`."""
+
+        def answered(answers: Sequence[CommandAnswer]) -> None:
+            if not first_error(answers):
+                self._is_sleeping, self.streams.ends_pause = False, "/resume"
+                self.resume()
+            on_answered(answers)
+
+        self.carry_out(RestorePages(), answered)
 
     def inspect(self) -> AdminOutcome:
         """Return what administrators may know."""
@@ -261,6 +283,7 @@ class CoordinatorLoop:
             num_ranks=0 if group is None else len(group.last_heartbeat),
             fault=weights.fault,
             draft_fault=weights.draft.fault,
+            is_sleeping=self._is_sleeping,
         )
 
     def flush_cache(self) -> FlushOutcome:

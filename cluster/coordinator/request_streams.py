@@ -6,7 +6,7 @@ Used by `aerie.cluster.coordinator.loop`, in its thread.
 import logging
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from aerie.cluster.coordinator.state_publisher import StatePublisher
 from aerie.cluster.coordinator.stream import Stream
@@ -42,6 +42,7 @@ class RequestStreams:
 
     is_draining: set it to refuse new requests.
     is_paused: set it to refuse new requests until it is unset. Probes succeed.
+    ends_pause: the route that ends the pause.
     is_leaving: also set it if another engine replaces this one.
     states: publishes the engine's state to the same ingresses.
     queue_timeout_s: requests with a longer expected wait for their first step are refused; those that have waited
@@ -65,6 +66,7 @@ class RequestStreams:
         self.is_draining = False
         self.is_leaving = False
         self.is_paused = False
+        self.ends_pause = "/resume"
         self._clock = clock
         self._queue_timeout_s = queue_timeout_s
         self._fault = fault
@@ -153,11 +155,15 @@ class RequestStreams:
             message = f"waited {self._queue_timeout_s:g} s in the queue (engine.queue_timeout_s)"
             self._send(stream.ingress, Refused(stream.request_id, self._queue_full(message, tenant)))
 
-    def abort_all(self) -> None:
-        """Abort every request."""
-        for request_id in list(self._streams):
+    def abort(self, client_ids: Collection[str] | None = None) -> int:
+        """Abort the requests with these ids of their clients; all if None. Return their number."""
+        found = [
+            each.request_id for each in self._streams.values() if client_ids is None or each.client_id in client_ids
+        ]
+        for request_id in found:
             self._end(request_id, FinishReason.ABORT, None)
         self._flush()
+        return len(found)
 
     def close(self, linger_ms: int) -> None:
         """Close the inbox; queued messages are sent for up to `linger_ms`."""
@@ -196,7 +202,7 @@ class RequestStreams:
         if self.is_draining:
             return Refusal("leaving" if self.is_leaving else "not_ready", "the engine is draining")
         if self.is_paused:
-            return Refusal("not_ready", "the engine is paused; POST /resume ends that")
+            return Refusal("not_ready", f"the engine is paused; POST {self.ends_pause} ends that")
         tenant = self._scheduler.queues.tenants.of(message.owner)
         wait_s = None if message.resumed else self._scheduler.admission.wait_s(tenant)
         if wait_s is not None and wait_s > self._queue_timeout_s:
@@ -223,7 +229,8 @@ class RequestStreams:
             logger.exception("request %s could not be queued", message.request_id)
             return Refusal("not_ready", f"{type(error).__name__}: {error}")
         queued_s = math.inf if message.resumed else self._clock()
-        stream = Stream(message.request_id, ingress, message.running_stats, message.token_origins, queued_s)
+        of_client = message.owner.request_id
+        stream = Stream(message.request_id, ingress, message.running_stats, message.token_origins, queued_s, of_client)
         stream.num_crashes = message.num_crashes
         self._streams[message.request_id] = stream
         stream.put_taken()

@@ -18,6 +18,7 @@ class Stream:
     ingress: the request's connection.
     running_stats, token_origins: as in `GenerateRequest`.
     queued_s: time of queueing; infinity for requests that have run or are resumed, which may wait without limit.
+    client_id: the client's id of the request.
     num_resumes: number of worker groups that the request has lost.
     num_crashes: steps with the request that hung or crashed, on any engine.
     """
@@ -27,6 +28,7 @@ class Stream:
     running_stats: bool = False
     token_origins: bool = False
     queued_s: float = math.inf
+    client_id: str = ""
     num_resumes: int = 0
     num_crashes: int = 0
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from aerie.cluster.transport.messages import FinishUpdate, JoinTrainer, TransferCall
+from aerie.cluster.transport.admin import FinishUpdate, JoinTrainer, TransferCall
 from aerie.workers.scheduling.commands.command import (
     CloseTransfer,
     CommandAnswer,

@@ -4,7 +4,8 @@
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from aerie.cluster.transport.messages import AdminCall, AdminOutcome, EngineStats, FlushOutcome, Refusal, TokenDelta
+from aerie.cluster.transport.admin import AdminCall, AdminOutcome
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome, Refusal, TokenDelta
 from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Owner

@@ -274,7 +274,7 @@ class GenerationResponse(Response):
         prompt, budget = request.prompts[choice.prompt], request.thinking_budget
         # A stop string or the budget may end an answer at any delta.
         running_stats = bool(choice.form.stops) or budget is not None
-        owner = self._tenant.owner(request.priority)
+        owner = self._tenant.owner(request.priority, self._request_id)
         inputs = request.inputs[choice.prompt] if request.inputs else None
         salt = self._tenant.cache_salt(choice.sampling.cache_salt)
         sampling = msgspec.structs.replace(choice.sampling, cache_salt=salt)

@@ -40,10 +40,10 @@ class Tenant:
         self.digests: Sequence[str] = () if config is None else config.digests
         self.cache_seed = _hash(self.name.encode()) if has_own_cache else b""
 
-    def owner(self, priority: int) -> Owner:
+    def owner(self, priority: int, request_id: str = "") -> Owner:
         """Return the key's name, weight and priority for the engine. priority: as the client sent it; if it is more
-        urgent than the key's limit, the limit applies."""
-        return Owner(self.name, self._weight, min(MAX_PRIORITY, max(self._priority_limit, priority)))
+        urgent than the key's limit, the limit applies. request_id: the client's."""
+        return Owner(self.name, self._weight, min(MAX_PRIORITY, max(self._priority_limit, priority)), request_id)
 
     def cache_salt(self, asked: bytes) -> bytes:
         """Return the salt of a request. asked: the client's own. No client can ask for another tenant's salt."""

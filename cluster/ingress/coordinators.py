@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 import msgspec
 import ray
 
+from aerie.cluster.transport.admin import AdminCall, AdminOutcome
 from aerie.cluster.transport.discovery import find_coordinators
-from aerie.cluster.transport.messages import AdminCall, AdminOutcome, EngineStats, FlushOutcome
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.parsers.self_check import chat_lines, chosen_parser
 from aerie.cluster.http.requests.grammar_checker import ProcessChecker
 from aerie.cluster.http.requests.image_reader import image_reader
-from aerie.cluster.http.routes import adapters, weights
+from aerie.cluster.http.routes import adapters, prefix_cache, weights
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.tracing import make_tracing
 from aerie.cluster.ingress.coordinators import Coordinators
@@ -106,7 +106,8 @@ class Ingress:
     async def administer(self, route: str, body: Body | None = None, **options: str) -> Reply:
         """A route of `docs/weight-updates.md` or `docs/lora.md` without its slash, such as "pause?mode=keep". Raises
         ValueError for other routes."""
-        name, known = route.partition("?")[0], (*weights.READS, *weights.ACTIONS, *adapters.ACTIONS)
+        name, actions = route.partition("?")[0], (*weights.ACTIONS, *prefix_cache.ACTIONS, *adapters.ACTIONS)
+        known = (*weights.READS, *actions)
         if name not in known:
             raise ValueError(f"route {name!r}: must be one of {', '.join(known)}")
         method = "GET" if name in weights.READS else "POST"

@@ -19,15 +19,8 @@ from aerie.cluster.ingress.attempts import Attempts, EngineFailed
 from aerie.cluster.ingress.engine_links import EngineLinks
 from aerie.cluster.ingress.refreshed import Refreshed
 from aerie.cluster.ingress.routing import Prompt
-from aerie.cluster.transport.messages import (
-    AdminCall,
-    AdminOutcome,
-    EngineStats,
-    FlushOutcome,
-    GenerateRequest,
-    Probe,
-    TokenDelta,
-)
+from aerie.cluster.transport.admin import AdminCall, AdminOutcome
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
 from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import SamplingParams, pack_i32
 from aerie.workers.scheduling.request import Owner

@@ -15,7 +15,8 @@ from aerie.cluster.linux import raise_open_files
 from aerie.cluster.logs import use_logs
 from aerie.cluster.plan import ReplicaPlan
 from aerie.cluster.start_log import StartLog
-from aerie.cluster.transport.messages import AdminCall, AdminOutcome, EngineStats, FlushOutcome
+from aerie.cluster.transport.admin import AdminCall, AdminOutcome
+from aerie.cluster.transport.messages import EngineStats, FlushOutcome
 from aerie.cluster.transport.sockets import Transport
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.scheduling.cost_table import CostTable

@@ -1,6 +1,7 @@
 """Communication between ingresses, engine replicas, coordinators and ranks: ZeroMQ and msgpack, never pickle.
 
 messages   the messages
+admin      what administrators ask of an engine
 encoding   messages as bytes
 channel    the connections, each with its high-water mark
 sockets    binding and securing sockets; noticing a peer's death

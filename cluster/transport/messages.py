@@ -5,12 +5,11 @@ An ingress sends a `GenerateRequest` to a coordinator. The replies come in order
 the tokens and the end in `TokenBatch`es, one per ingress and step.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
 from aerie.workers.prompt_inputs import PromptInputs
-from aerie.workers.scheduling.commands.command import LoadWeights, OpenTransfer, ReceiveWeights, StartUpdate, SumWeights
 from aerie.workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
 from aerie.workers.scheduling.request import Owner
 from aerie.workers.scheduling.stats import Metric, SchedulerStats
@@ -238,88 +237,6 @@ class FlushOutcome(msgspec.Struct, frozen=True):
     num_pages: int = 0
     unfinished: str = ""
     fault: str = ""
-
-
-PauseMode = Literal["abort", "wait", "keep"]
-
-
-class Pause(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Run no steps until `Resume`.
-
-    mode: "abort" and "wait" refuse new requests; "abort" ends the others, "wait" lets them end first. "keep" keeps them
-        where they are, and queues new ones.
-    """
-
-    mode: PauseMode
-
-
-class Resume(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """End a pause."""
-
-
-class LoadLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Load a LoRA adapter. path: its folder on the machines of the ranks. in_place: whether an adapter of this name may
-    be loaded already; requests that come later have the new one."""
-
-    name: str
-    path: str
-    in_place: bool = False
-
-
-class UnloadLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Let no new request have a LoRA adapter."""
-
-    name: str
-
-
-class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Change nothing."""
-
-
-class JoinTrainer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Join a trainer's group. first_ranks: in the group, of each engine's rank 0, by engine id. opened: the rest."""
-
-    first_ranks: dict[str, int]
-    opened: OpenTransfer
-
-
-class FinishUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Switch to the weights of the open session. version: their name for clients; "": the number of the update."""
-
-    version: str = ""
-
-
-TransferCall = JoinTrainer | StartUpdate | ReceiveWeights | FinishUpdate
-AdminCall = (
-    Pause | Resume | Inspect | LoadWeights | TransferCall | SumWeights | LoadLora | UnloadLora
-)  # what an administrator may ask of an engine
-
-
-class AdminOutcome(msgspec.Struct, frozen=True):
-    """An engine after an `AdminCall`.
-
-    weight_epoch: number of its weights (`aerie.workers.scheduling.commands.weight_versions`).
-    version: the name of its weights for clients.
-    num_ranks: its attached ranks.
-    missing: after `LoadWeights` and `FinishUpdate`, the names that each model's source lacks.
-    took_s: seconds in which its steps waited for these calls.
-    error: why the call failed, or "".
-    sums: after `SumWeights`, each rank's checksums (`WeightSums`).
-    draft_fault: why the draft counts as dead since an update (`DraftCheck`), or "".
-    fault: why the engine did not answer, or why its weights are not those of the last update.
-    """
-
-    engine_id: str
-    is_paused: bool = False
-    weight_epoch: int = 0
-    missing: dict[str, tuple[str, ...]] = {}
-    version: str = ""
-    num_ranks: int = 0
-    took_s: float = 0.0
-    error: str = ""
-    fault: str = ""
-    draft_fault: str = ""
-    sums: tuple[dict[str, str], ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True):

@@ -210,8 +210,8 @@ REFUSED: dict[str, Names] = {
     ),
     "weights stay on the device while the server runs: leave it out": Names(
         flags="""
-        checkpoint-engine-wait-weights-before-ready enable-draft-weights-cpu-backup enable-memory-saver
-        enable-nccl-comm-suspend enable-sleep-mode enable-weights-cpu-backup sleep-mode-offload-cudagraph
+        checkpoint-engine-wait-weights-before-ready enable-draft-weights-cpu-backup
+        enable-nccl-comm-suspend enable-weights-cpu-backup sleep-mode-offload-cudagraph
         """,
         values="""
         sleep-mode-backend weight-cache-mode weight-cache-socket weight-cache-timeout weight-transfer-config

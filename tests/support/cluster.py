@@ -18,6 +18,7 @@ from aerie.cluster.transport.sockets import Transport
 from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import SamplingParams, StepPlan, pack_i32
+from aerie.workers.scheduling.request import Owner
 from aerie.workers.scheduling.scheduler import Scheduler
 from tests.support.scripted import ScriptedExecutor
 
@@ -182,6 +183,7 @@ class TestBed:
         running_stats: bool = False,
         token_origins: bool = False,
         num_crashes: int = 0,
+        owner: Owner = Owner(),  # noqa: B008 - immutable
         **sampling,
     ):
         params = SamplingParams(max_tokens=max_tokens, **sampling)
@@ -193,6 +195,7 @@ class TestBed:
                 running_stats=running_stats,
                 token_origins=token_origins,
                 num_crashes=num_crashes,
+                owner=owner,
             )
         )
         return params

@@ -189,7 +189,8 @@ def load_parts(
     if engine.kv_dtype == FP8 and group.rank == 0:
         warn_of_missing(model, name)
     pool, draft_pool = (
-        KVPool(each, 1, worker.cache.page_size, device, of) for each, of in zip(groups, scales, strict=True)
+        KVPool(each, 1, worker.cache.page_size, device, of, worker.cache.releasable)
+        for each, of in zip(groups, scales, strict=True)
     )
     recurrent = engine.target.state_groups(group.size, engine.dtype)
     with must_fit(f"the states of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):

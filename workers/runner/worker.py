@@ -21,7 +21,15 @@ from aerie.workers.runner.decoding import DecodingStrategy
 from aerie.workers.runner.graphs.host_output import HostOutput
 from aerie.workers.runner.plan_batch import Adapters, PlanBatches, entries_of
 from aerie.workers.runner.step_result import PendingStep
-from aerie.workers.scheduling.commands.command import Captured, CaptureGraph, Command, CommandAnswer
+from aerie.workers.scheduling.commands.command import (
+    Captured,
+    CaptureGraph,
+    Command,
+    CommandAnswer,
+    ReleasedPages,
+    ReleasePages,
+    RestorePages,
+)
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.plan import Failure, GraphCount, StepPlan, StepResult
 from aerie.workers.slots.slot_table import SlotTable
@@ -80,6 +88,9 @@ class Worker:
         self._batches = PlanBatches(slots, grammars, pools, states, group, tower, adapters)
         self.handlers = CommandHandlers(group.rank)
         self.handlers.add(CaptureGraph, self._capture)
+        self._pools = pools
+        self.handlers.add(ReleasePages, self._release_pages)
+        self.handlers.add(RestorePages, self._restore_pages)
 
     @property
     def num_pending(self) -> int:
@@ -147,6 +158,24 @@ class Worker:
         if self._captures is not None:
             self._captures.capture_next(self._group)
         return Captured(self.graphs)
+
+    def _release_pages(self, work: ReleasePages) -> ReleasedPages:
+        """Give the memory of KV back. Raises ValueError if the pools were not built for it."""
+        if not all(pool.is_releasable for pool in self._pools):
+            raise ValueError(
+                "the KV cache of this engine cannot be released; start it with --enable-sleep-mode "
+                "(cache.releasable: true)"
+            )
+        return ReleasedPages(sum(pool.release() for pool in self._pools))
+
+    def _restore_pages(self, work: RestorePages) -> ReleasedPages:
+        """Take the memory of KV again. Raises ValueError if other processes have it."""
+        try:
+            for pool in self._pools:
+                pool.restore()
+        except RuntimeError as error:
+            raise ValueError(f"the memory of the KV cache is not free ({error}); free it and wake up again") from error
+        return ReleasedPages()
 
     def _assert_ranks_agree(self, tensors: StepTensors) -> None:
         """Compare the step's output over the ranks. Needs a gather and a device sync, so only in debug mode."""

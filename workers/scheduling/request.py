@@ -31,11 +31,13 @@ class Owner(msgspec.Struct, frozen=True, array_like=True):
     tenant: name of the API key; "": none.
     weight: the tenant's share of the engine, relative to other tenants.
     priority: of this request; lower is more urgent.
+    request_id: its client's, by which administrators abort it.
     """
 
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    request_id: str = ""
 
 
 @dataclass

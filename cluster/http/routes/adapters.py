@@ -13,7 +13,7 @@ from aerie.cluster.http.routes.weights import administer, errors_of
 from aerie.cluster.http.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from aerie.cluster.http.schema.response import AdapterReply
 from aerie.cluster.http.serving import Edge
-from aerie.cluster.transport.messages import LoadLora, UnloadLora
+from aerie.cluster.transport.admin import LoadLora, UnloadLora
 
 ACTIONS = ("v1/load_lora_adapter", "v1/unload_lora_adapter")
 _HEARD_LIMIT_S = 2.0  # engines tell this ingress of their adapters within 50 ms

@@ -12,14 +12,20 @@ from aerie.cluster.http.calls import CALLER
 from aerie.cluster.http.endpoint import Endpoint, command, get, post
 from aerie.cluster.http.errors import conflict, forbidden, invalid, unavailable
 from aerie.cluster.http.schema.response import (
+    AbortedReply,
+    AwakeReply,
     CheckedWeights,
     EngineWeights,
     PausedReply,
     PauseReply,
+    SleepingReply,
+    SleepReply,
+    SleptEngine,
     WeightsReply,
     WorldSizeReply,
 )
 from aerie.cluster.http.schema.weights import (
+    AbortRequestsRequest,
     CheckWeightsRequest,
     FinishUpdateRequest,
     InitTransferRequest,
@@ -29,7 +35,8 @@ from aerie.cluster.http.schema.weights import (
 )
 from aerie.cluster.http.serving import Edge
 from aerie.cluster.http.tenants import tenant_of
-from aerie.cluster.transport.messages import (
+from aerie.cluster.transport.admin import (
+    AbortRequests,
     AdminCall,
     AdminOutcome,
     FinishUpdate,
@@ -38,6 +45,8 @@ from aerie.cluster.transport.messages import (
     Pause,
     PauseMode,
     Resume,
+    Sleep,
+    WakeUp,
 )
 from aerie.workers.scheduling.commands.command import (
     Folder,
@@ -48,10 +57,11 @@ from aerie.workers.scheduling.commands.command import (
     SumWeights,
 )
 
-READS = ("is_paused", "weight_info", "get_world_size")
+READS = ("is_paused", "is_sleeping", "weight_info", "get_world_size")
 ACTIONS = (
-    *("pause", "resume", "update_weights", "init_weight_transfer_engine"),
-    *("start_weight_update", "start_draft_weight_update", "finish_weight_update", "weight_checker"),
+    *("pause", "resume", "sleep", "wake_up", "abort_requests"),
+    *("update_weights", "init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update"),
+    *("finish_weight_update", "weight_checker"),
 )
 
 
@@ -102,6 +112,35 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         """Whether engines are paused."""
         return PausedReply(any(outcome.is_paused for outcome in await ask(http, Inspect())))
 
+    async def sleep(http: Request) -> SleepReply:
+        """Pauses, and frees the memory of the KV cache until /wake_up. `level`: 1; weights stay in memory. `mode`:
+        abort ends running requests, wait lets them end first."""
+        level, mode = http.query_params.get("level", "1"), http.query_params.get("mode", "abort")
+        if level != "1":
+            raise invalid("level", f"level={level}: must be 1, which frees the KV cache; weights stay in memory")
+        if mode not in ("abort", "wait"):
+            raise invalid("mode", f"mode={mode}: must be abort or wait; requests cannot be kept without their KV")
+        _check_tags(http, ("kv_cache",))
+        outcomes = await ask(http, Sleep(mode))  # type: ignore[arg-type]
+        return SleepReply([SleptEngine(each.engine_id, each.num_bytes) for each in outcomes])
+
+    async def wake_up(http: Request) -> AwakeReply:
+        """Takes the memory of the KV cache again, and ends the pause. `tags`: weights alone changes nothing."""
+        if _check_tags(http, ("weights", "kv_cache")) == {"weights"}:
+            is_asleep = any(outcome.is_sleeping for outcome in await ask(http, Inspect()))
+            return AwakeReply("sleeping" if is_asleep else "awake")
+        await ask(http, WakeUp())
+        return AwakeReply("awake")
+
+    async def is_sleeping(http: Request) -> SleepingReply:
+        """Whether engines sleep."""
+        return SleepingReply(any(outcome.is_sleeping for outcome in await ask(http, Inspect())))
+
+    async def abort_requests(http: Request, body: AbortRequestsRequest) -> AbortedReply:
+        """Ends requests of any client by their ids. Unknown ids have no effect."""
+        outcomes = await ask(http, AbortRequests(tuple(body.request_ids)))
+        return AbortedReply(sum(outcome.num_aborted for outcome in outcomes))
+
     async def update_weights(http: Request, body: UpdateWeightsRequest) -> WeightsReply:
         """Loads weights from folders that every rank can read, between two steps of every engine; running requests
         continue with them. Or, within a session, receives tensors from the trainer, beside the steps."""
@@ -148,6 +187,10 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         command("/pause", pause, PauseReply, True),
         command("/resume", resume, PauseReply, True),
         get("/is_paused", is_paused, PausedReply),
+        command("/sleep", sleep, SleepReply, True),
+        command("/wake_up", wake_up, AwakeReply, True),
+        get("/is_sleeping", is_sleeping, SleepingReply),
+        post("/abort_requests", abort_requests, AbortRequestsRequest, AbortedReply),
         post("/update_weights", update_weights, UpdateWeightsRequest, WeightsReply),
         get("/weight_info", weight_info, WeightsReply),
         post("/init_weight_transfer_engine", init_transfer, InitTransferRequest, WeightsReply),
@@ -157,6 +200,15 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         post("/weight_checker", check_weights, CheckWeightsRequest, CheckedWeights),
         get("/get_world_size", world_size, WorldSizeReply),
     ]
+
+
+def _check_tags(http: Request, known: tuple[str, ...]) -> set[str]:
+    """Return `tags` of the query, as vLLM's clients repeat it and others separate it by commas; none: all. Raises
+    ApiError."""
+    tags = {tag for text in http.query_params.getlist("tags") for tag in text.split(",")} or set(known)
+    if unknown := sorted(tags - set(known)):
+        raise invalid("tags", f"tags={unknown[0]}: must be one of {', '.join(known)}")
+    return tags
 
 
 def _update(info: UpdateInfo) -> LoadWeights | ReceiveWeights:

@@ -220,6 +220,39 @@ class PausedReply(Struct):
     is_paused: bool
 
 
+class SleptEngine(Struct):
+    """freed_bytes: memory of its KV cache, on all ranks."""
+
+    engine_id: str
+    freed_bytes: int
+
+
+class SleepReply(Struct):
+    """engines: what each has given back. kept: what stays in memory."""
+
+    engines: list[SleptEngine]
+    status: Literal["sleeping"] = "sleeping"
+    kept: tuple[str, ...] = ("weights",)
+
+
+class AwakeReply(Struct):
+    """status: "sleeping" after `tags=weights` alone, because that was in memory all the time."""
+
+    status: Literal["awake", "sleeping"]
+
+
+class SleepingReply(Struct):
+    """is_sleeping: whether any engine is."""
+
+    is_sleeping: bool
+
+
+class AbortedReply(Struct):
+    """aborted: number of answers that ended, on all engines."""
+
+    aborted: int
+
+
 class EngineWeights(Struct):
     """One engine's weights.
 

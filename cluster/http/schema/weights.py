@@ -73,3 +73,9 @@ class FinishUpdateRequest(Schema):
     """weight_version: name of the new weights for clients; without one, the number of the update."""
 
     weight_version: Annotated[str, Field(max_length=256)] = ""
+
+
+class AbortRequestsRequest(Schema):
+    """request_ids: as the clients sent them: `X-Request-Id`, or `request_id` of the body."""
+
+    request_ids: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=1 << 16)]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aerie.cluster.transport.messages import JoinTrainer
+from aerie.cluster.transport.admin import JoinTrainer
 from aerie.speculative.build import local_engine
 from aerie.workers.distributed.ports import free_port
 from aerie.workers.distributed.weight_transfer.sender import WeightSender

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from aerie.cluster.transport.messages import AdminOutcome, Inspect, Pause, Resume
+from aerie.cluster.transport.admin import AbortRequests, AdminOutcome, Inspect, Pause, Resume, Sleep, WakeUp
 from aerie.workers.runner.commands import CommandHandlers, InconsistentRankError
 from aerie.workers.scheduling.commands.command import (
     Captured,
@@ -14,10 +14,14 @@ from aerie.workers.scheduling.commands.command import (
     LoadedWeights,
     LoadWeights,
     NamedTensor,
+    ReleasedPages,
+    ReleasePages,
+    RestorePages,
     Tensors,
     first_error,
 )
 from aerie.workers.scheduling.plan import GraphCount
+from aerie.workers.scheduling.request import Owner
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
 
@@ -173,6 +177,79 @@ def test_a_pause_ends_requests_and_refuses_new_ones_until_it_ends(served, mode):
     sampling = bed.generate("s")
     bed.ingress.read_end("s")
     assert bed.ingress.tokens("s") == scripted_output(5, sampling)
+
+
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_a_sleeping_engine_has_no_pages_and_refuses_requests_until_it_wakes(served, mode):
+    bed, notes = served
+    state = {"held": [True, True]}
+    for rank, note in enumerate(notes):
+        pages(note, state, rank)
+    sampling = bed.generate("q", max_tokens=60)
+    until(lambda: bed.coordinator.stats().num_running == 1)
+    outcome = bed.coordinator.administer(Sleep(mode))
+    assert (outcome.error, outcome.is_sleeping, outcome.is_paused, outcome.num_bytes) == ("", True, True, 14)
+    assert state["held"] == [False, False]
+    assert bed.ingress.read_end("q").finish == {"wait": "length", "abort": "abort"}[mode]
+    assert "POST /wake_up" in refusal(bed, "s")
+    assert "sleeps; POST /wake_up first" in bed.coordinator.administer(Resume()).error
+    ranks = bed.new_ranks(2)  # new ranks of an engine that sleeps sleep, too
+    again = [Noting(executor, rank) for rank, executor in enumerate(ranks.executors)]
+    state["held"] = [True, True]
+    for rank, note in enumerate(again):
+        pages(note, state, rank)
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 2)
+    until(lambda: state["held"] == [False, False])
+    state["fails"] = True
+    outcome = bed.coordinator.administer(WakeUp())
+    assert "is not free" in outcome.error and outcome.is_sleeping and "POST /wake_up" in refusal(bed, "t")
+    state["fails"] = False
+    assert bed.coordinator.administer(WakeUp()) == AdminOutcome("e1", num_ranks=2)
+    sampling = bed.generate("u", max_tokens=20)
+    bed.ingress.read_end("u")
+    assert bed.ingress.tokens("u") == scripted_output(5, sampling)
+
+
+def pages(note, state, rank):
+    """Handlers of a rank with seven bytes of pages."""
+
+    def release(work):
+        state["held"][rank] = False
+        return ReleasedPages(7)
+
+    def restore(work):
+        if state.get("fails"):
+            raise ValueError("the memory is not free")
+        state["held"][rank] = True
+        return ReleasedPages()
+
+    note._handlers.add(ReleasePages, release)
+    note._handlers.add(RestorePages, restore)
+
+
+def refusal(bed, name):
+    bed.generate(name)
+    return bed.ingress.read_refusal(name).message
+
+
+def test_an_engine_that_cannot_release_its_pages_serves_on(served):
+    bed, _ = served
+    assert "do not carry out ReleasePages" in bed.coordinator.administer(Sleep()).error
+    sampling = bed.generate("q", max_tokens=20)
+    bed.ingress.read_end("q")
+    assert bed.ingress.tokens("q") == scripted_output(5, sampling)
+    bed.coordinator.administer(Pause("keep"))
+    assert bed.coordinator.administer(Sleep()).error and bed.coordinator.administer(Inspect()).is_paused
+
+
+def test_requests_are_aborted_by_the_ids_of_their_clients(served):
+    bed, _ = served
+    for name, client in (("a", "one"), ("b", "two"), ("c", "one")):
+        bed.generate(name, max_tokens=250, owner=Owner(request_id=client))
+    until(lambda: bed.coordinator.stats().num_running == 3)
+    assert bed.coordinator.administer(AbortRequests(("one", "three"))).num_aborted == 2
+    assert [bed.ingress.read_end(name).finish for name in "acb"] == ["abort", "abort", "length"]
 
 
 def test_an_administrator_gets_the_error_of_a_rank(served):

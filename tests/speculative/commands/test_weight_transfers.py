@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from aerie.cluster.transport.messages import JoinTrainer
+from aerie.cluster.transport.admin import JoinTrainer
 from aerie.speculative.build import local_engine
 from aerie.workers.distributed.ports import free_port
 from aerie.workers.distributed.weight_transfer.group import TransferError

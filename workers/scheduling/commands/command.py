@@ -204,9 +204,28 @@ class WeightSums(msgspec.Struct, frozen=True, array_like=True, tag=True):
     sums: dict[str, str]
 
 
+class ReleasePages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Give the memory of all KV pages back. No request may run until `RestorePages`. -> `Worker`"""
+
+    extra_s: ClassVar[float] = 60.0
+
+
+class RestorePages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Take the memory of all KV pages again, at the same addresses; they are empty. -> `Worker`"""
+
+    extra_s: ClassVar[float] = 60.0
+
+
+class ReleasedPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The result of `ReleasePages` and `RestorePages`. num_bytes: given back on this rank."""
+
+    num_bytes: int = 0
+
+
 Transfer = OpenTransfer | StartUpdate | ReceiveWeights | CloseTransfer | InspectTransfer
-Work = CaptureGraph | LoadWeights | Transfer | SumWeights | LoadAdapter | UnloadAdapter
-Result = Captured | LoadedWeights | TransferState | WeightSums | LoadedAdapter
+PagesWork = ReleasePages | RestorePages
+Work = CaptureGraph | LoadWeights | Transfer | SumWeights | LoadAdapter | UnloadAdapter | PagesWork
+Result = Captured | LoadedWeights | TransferState | WeightSums | LoadedAdapter | ReleasedPages
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):

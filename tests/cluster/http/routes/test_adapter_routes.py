@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from aerie.cluster.http.keys import KeyConfig
-from aerie.cluster.transport.messages import AdminCall, AdminOutcome, LoadLora, UnloadLora
+from aerie.cluster.transport.admin import AdminCall, AdminOutcome, LoadLora, UnloadLora
 from tests.support.edge_client import in_process
 from tests.support.fake_engine import FakeEngine, says
 

@@ -11,7 +11,8 @@ from aerie.cluster.http.calls import Calls
 from aerie.cluster.http.errors import RequestError
 from aerie.cluster.http.keys import KeyConfig
 from aerie.cluster.http.routes import weights
-from aerie.cluster.transport.messages import (
+from aerie.cluster.transport.admin import (
+    AbortRequests,
     AdminCall,
     AdminOutcome,
     FinishUpdate,
@@ -19,6 +20,8 @@ from aerie.cluster.transport.messages import (
     JoinTrainer,
     Pause,
     Resume,
+    Sleep,
+    WakeUp,
 )
 from aerie.workers.scheduling.commands.command import Folder, LoadWeights, OpenTransfer, ReceiveWeights, StartUpdate
 from tests.support.edge_client import edge_config, in_process
@@ -28,6 +31,10 @@ ROUTES = (
     ("POST", "/pause", None),
     ("POST", "/resume", None),
     ("GET", "/is_paused", None),
+    ("POST", "/sleep", None),
+    ("POST", "/wake_up", None),
+    ("GET", "/is_sleeping", None),
+    ("POST", "/abort_requests", {"request_ids": ["a"]}),
     ("POST", "/update_weights", {"update_info": {"path": "/a"}}),
     ("GET", "/weight_info", None),
     ("POST", "/init_weight_transfer_engine", {"init_info": {"master_address": "h", "master_port": 1, "world_size": 3}}),
@@ -96,6 +103,27 @@ async def test_engines_are_asked_what_the_body_says() -> None:
     ]
 
 
+async def test_sleep_says_what_was_freed_and_what_stays() -> None:
+    engine = Asked(says("x"))
+    engine.outcomes = (AdminOutcome("a", is_sleeping=True, num_bytes=70, num_aborted=2),)
+    async with in_process(engine, api_keys=KEYS) as client:
+        replies = [
+            (await client.post("/sleep?mode=wait&level=1", headers=ROOT)).json(),
+            (await client.get("/is_sleeping", headers=ROOT)).json(),
+            (await client.post("/wake_up?tags=weights", headers=ROOT)).json(),
+            (await client.post("/wake_up?tags=weights&tags=kv_cache", headers=ROOT)).json(),
+            (await client.post("/abort_requests", json={"request_ids": ["q", "r"]}, headers=ROOT)).json(),
+        ]
+    assert replies == [
+        {"engines": [{"engine_id": "a", "freed_bytes": 70}], "status": "sleeping", "kept": ["weights"]},
+        {"is_sleeping": True},
+        {"status": "sleeping"},
+        {"status": "awake"},
+        {"aborted": 2},
+    ]
+    assert asked == [Sleep("wait"), Inspect(), Inspect(), WakeUp(), AbortRequests(("q", "r"))]
+
+
 async def test_a_session_reaches_the_engines_with_a_rank_each() -> None:
     """The rank of an engine in the trainer's group follows from its place among the engines' names."""
     group = {"master_address": "10.0.0.1", "master_port": 29600, "world_size": 7, "rank_offset": 2}
@@ -131,6 +159,11 @@ PLACE = {"master_address": "h", "master_port": 1}
     ("path", "body", "message"),
     [
         ("/pause?mode=never", None, "mode=never: must be one of abort, wait, keep"),
+        ("/sleep?level=2", None, "level=2: must be 1"),
+        ("/sleep?mode=keep", None, "mode=keep: must be abort or wait"),
+        ("/sleep?tags=weights", None, "tags=weights: must be one of kv_cache"),
+        ("/wake_up?tags=kv", None, "tags=kv: must be one of weights, kv_cache"),
+        ("/abort_requests", {"request_ids": "a"}, "request_ids"),
         ("/update_weights", {"update_info": {}}, "give path, draft_path, or both"),
         ("/update_weights", {}, "update_info"),
         ("/update_weights", {"update_info": {"path": ""}}, "path"),
