@@ -23,6 +23,7 @@ class ImageSizes(msgspec.Struct, frozen=True, array_like=True):
     cache_bytes: maximum bytes of the images' embeddings that a rank keeps.
     tower_bytes: bytes of the vision tower's weights on a rank.
     num_axes: rotary positions of a token.
+    whole: whether tokens of an image attend to later ones, so that a step computes all that are left.
     """
 
     merge_size: int
@@ -32,6 +33,12 @@ class ImageSizes(msgspec.Struct, frozen=True, array_like=True):
     cache_bytes: int
     tower_bytes: int
     num_axes: int
+    whole: bool = False
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum tokens of an image."""
+        return self.max_patches // self.merge_size**2
 
 
 class Embeddings(msgspec.Struct, frozen=True, array_like=True):
@@ -82,20 +89,37 @@ class Embeddings(msgspec.Struct, frozen=True, array_like=True):
         return raw.astype(np.float32)
 
 
+class Placeholder(msgspec.Struct, frozen=True, array_like=True):
+    """What stands for an image in prompts.
+
+    text, replacement: what chat templates write for an image, and the text that replaces it before it is encoded;
+        ("", "") if nothing does.
+    token_id: token that stands for an image in the encoded text.
+    filler_id: token that stands for each of the image's tokens.
+    merge_size: rows, and columns, of the patches that make a token.
+    has_mrope: whether tokens have M-RoPE positions.
+    """
+
+    text: str = ""
+    replacement: str = ""
+    token_id: int = -1
+    filler_id: int = -1
+    merge_size: int = 1
+    has_mrope: bool = False
+
+
 class PreparedImage(msgspec.Struct, frozen=True, array_like=True):
     """An image's patches, or why there are none.
 
     grid, data: see `Image`.
-    token_id, num_rows, merge_size: its placeholder in prompts, the number of its tokens, and the rows, and columns, of
-        the patches that make a token.
+    num_rows: number of its tokens.
     fault: what is wrong with the image; "" if it is prepared.
     """
 
     grid: tuple[int, int, int] = (0, 0, 0)
     data: bytes = b""
-    token_id: int = -1
+    placeholder: Placeholder = Placeholder()  # noqa: RUF009 - frozen
     num_rows: int = 0
-    merge_size: int = 1
     fault: str = ""
 
 
@@ -105,8 +129,8 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     start: position in the prompt of its first token of these. Their ids are placeholders.
     num_rows: their number.
     grid: its patches as frames, rows and columns.
-    data: uint8 values of all patches as the checkpoint's processor orders them, of one frame, before they are scaled
-        and normalised; empty where the ranks have its embeddings.
+    data: [patches, channels, pixels of a patch] uint8, of one frame, in the order of the checkpoint's processor, before
+        they are scaled and normalised; empty where the ranks have its embeddings.
     digest: of `grid` and `data`.
     first_row: number of its tokens before `start`.
     """

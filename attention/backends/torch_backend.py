@@ -118,10 +118,12 @@ class _PreparedPrefill(Prepared):
         batch = self.batch.through(rule.window)
         value_dim = kv.latent if isinstance(kv, LatentKV) else kv.v.shape[-1]
         out, end, chunks = q.new_empty(*q.shape[:2], value_dim), 0, self.batch.known
+        reach = batch.reach(rule.within_images)
         for c, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
             first, end = end, end + count
             if count:
-                out[first:end] = _attend_chunk(q[first:end], kv, batch, c, start, rule, sinks)
+                own = None if reach is None else reach[first:end]
+                out[first:end] = _attend_chunk(q[first:end], kv, batch, c, start, rule, sinks, own)
         out[end:] = 0.0  # padding
         return out
 
@@ -134,8 +136,10 @@ def _attend_chunk(
     start: int,
     rule: ScoreRule,
     sinks: Tensor | None,
+    reach: Tensor | None,
 ) -> Tensor:
-    """Return causal attention of one chunk: q [n, q_heads, head_dim] at positions start .. start + n - 1."""
+    """Return attention of one chunk: q [n, q_heads, head_dim] at positions start .. start + n - 1. reach: [n] int32,
+    see `RowInputs`; None: causal."""
     page_size, end = page_size_of(kv), start + q.shape[0]
     first = 0 if batch.window is None else max(start + 1 - batch.window, 0) // page_size
     k, v = _keys_and_values(kv, batch.page_table[chunk, first : -(-end // page_size)].long(), q.dtype)
@@ -149,7 +153,7 @@ def _attend_chunk(
     scores = ((rows * (rule.scale * k_scale)) @ k.transpose(1, 2)).view(num_kv_heads, group, q.shape[0], length)
     position = torch.arange(length, device=q.device)
     own = position[start - first :].unsqueeze(1)
-    hidden = position > own
+    hidden = position > (own if reach is None else reach.unsqueeze(1) - first)
     if batch.window is not None:
         hidden |= position <= own - batch.window
     sinks = None if sinks is None else sinks.view(num_kv_heads, group, 1, 1)

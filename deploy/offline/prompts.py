@@ -11,7 +11,7 @@ import torch
 
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.errors import ApiError, unsupported
-from aerie.cluster.http.requests.image_prompt import images_of, with_images
+from aerie.cluster.http.requests.image_prompt import encode_chat, images_of
 from aerie.cluster.http.requests.image_reader import ImageReader
 from aerie.cluster.http.requests.prompt_embeds import PLACEHOLDER
 from aerie.cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
@@ -64,18 +64,16 @@ class Prompt:
         self, tokenizer: ChatTokenizer, limits: EdgeConfig, kept: Truncation | None
     ) -> tuple[list[int], PromptInputs | None]:
         """Return the token ids and other inputs. kept: only this part of the tokens. Raises ApiError."""
+        if kept is not None and (self.images or self.embeds is not None):
+            raise unsupported("truncate_prompt_tokens", "with images or embeddings the prompt is whole")
+        if self.chat is not None:
+            tokens, inputs = await encode_chat(self.chat, self.images, tokenizer, limits, kept, param="prompt")
+            return tokens if kept is None else kept.of(tokens), inputs
         if self.tokens is not None:
             tokens = check_token_ids("prompt_token_ids", self.tokens, tokenizer)
         else:
-            text = self.text if self.chat is None else self.chat
-            assert text is not None
-            tokens = await encode_prompt(text, self.chat is None, "prompt", tokenizer, limits, kept)
-        if self.images and kept is not None:
-            raise unsupported("truncate_prompt_tokens", "with images the prompt is whole")
-        if self.embeds is not None and kept is not None:
-            raise unsupported("truncate_prompt_tokens", "embeddings stand for the whole prompt")
-        if self.images:
-            return with_images(tokens, self.images)
+            assert self.text is not None
+            tokens = await encode_prompt(self.text, True, "prompt", tokenizer, limits, kept)
         return tokens if kept is None else kept.of(tokens), self.embeds
 
 

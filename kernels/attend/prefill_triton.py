@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""Causal attention of prompt chunks over paged KV (see `PrefillBatch`). A program computes all query heads of one KV
-head for a tile of adjacent rows from `prefill_plan_triton`."""
+"""Attention of prompt chunks over paged KV (see `PrefillBatch`), causal except within images. A program computes all
+query heads of one KV head for a tile of adjacent rows from `prefill_plan_triton`."""
 
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ def _attend_span(
     v_ptr,
     table,
     position,
+    reach,
     last,
     head,
     scale_log2,
@@ -47,7 +48,8 @@ def _attend_span(
     SOFT_CAP: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Attend to KV positions low .. high - 1 for rows at `position` [M]. Without MASKED every row sees all of them."""
+    """Attend to KV positions low .. high - 1 for rows at `position` [M] that see positions up to `reach` [M]. Without
+    MASKED every row sees all of them."""
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     for start in range(low, high, BLOCK_N):
         column = start + n
@@ -57,7 +59,7 @@ def _attend_span(
         if SOFT_CAP is not None:
             scores = soft_capped(scores, factor)
         if MASKED:
-            scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
+            scores = tl.where(column[None, :] <= reach[:, None], scores, float("-inf"))
             if WINDOW:
                 scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
         top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, False, UNIT)
@@ -78,6 +80,7 @@ def _attend_prefill(
     q_head_stride,
     table_stride,
     sinks_ptr,
+    reach_ptr,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -100,7 +103,11 @@ def _attend_prefill(
     row, query_head = first + m // GROUP, head * GROUP + m % GROUP
     live = (m < ROWS * GROUP) & (row < end)
     position = start + m // GROUP
-    last = start + tl.minimum(ROWS, end - first) - 1
+    last_row = start + tl.minimum(ROWS, end - first) - 1
+    reach, last = position, last_row
+    if reach_ptr is not None:
+        seen = tl.load(reach_ptr + row, mask=live, other=0)
+        reach, last = tl.where(live, seen, position), tl.max(seen, 0)
     q = tl.load(
         q_ptr + row.to(tl.int64)[:, None] * q_row_stride + query_head[:, None] * q_head_stride + d[None, :],
         mask=live[:, None],
@@ -122,7 +129,7 @@ def _attend_prefill(
     if WINDOW:
         # Rows see different parts of the first tiles; all rows see all of the next tiles.
         first_tile = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-        low = tl.minimum(tl.cdiv(tl.maximum(last + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, common)
+        low = tl.minimum(tl.cdiv(tl.maximum(last_row + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, common)
     for span in tl.static_range(0 if WINDOW else 1, 3):
         top, total, acc = _attend_span(
             first_tile if span == 0 else low if span == 1 else common,
@@ -132,6 +139,7 @@ def _attend_prefill(
             v_ptr,
             table,
             position,
+            reach,
             last,
             head,
             scale_log2,
@@ -194,18 +202,20 @@ def attend_prefill(
     rule: ScoreRule,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of q, [rows, q_heads, head_dim] in q's dtype; zeros for padding rows.
+    """Return attention of q, [rows, q_heads, head_dim] in q's dtype; zeros for padding rows. Rows see positions up to
+    their own, or `batch.reach`.
 
     q: [rows, q_heads, head_dim], any row and head strides.
     tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with block_m // group rows each.
     rule: with the batch's window.
     sinks: [q_heads] float32, contiguous, if the rule has them.
     """
-    page_table = batch.page_table
+    page_table, reach = batch.page_table, batch.reach(rule.within_images)
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
     assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     assert page_table.stride(1) == 1 and tile_list.is_contiguous()
+    assert reach is None or (reach.is_contiguous() and reach.shape[0] == batch.num_rows)
     # Padding rows pass through the model and write KV to page 0. Masked reads of page 0 must give finite values.
     make = torch.zeros if batch.is_padded else torch.empty
     out, unit = make(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
@@ -222,6 +232,7 @@ def attend_prefill(
         q.stride(1),
         page_table.stride(0),
         sinks,
+        reach,
         GROUP=q.shape[1] // num_kv_heads,
         KV_HEADS=num_kv_heads,
         D=head_dim,

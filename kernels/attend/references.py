@@ -36,7 +36,7 @@ def prefill(q: Tensor, kv: LayerKV, batch: PrefillBatch, rule: ScoreRule, sinks:
     batch = batch.through(rule.window)
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
-    starts, indptr = batch.starts.tolist(), batch.qo_indptr.tolist()
+    starts, indptr, reach = batch.starts.tolist(), batch.qo_indptr.tolist(), batch.reach(rule.within_images)
     out[indptr[-1] :] = 0.0
     for c, start in enumerate(starts):
         rows = slice(indptr[c], indptr[c + 1])
@@ -49,6 +49,9 @@ def prefill(q: Tensor, kv: LayerKV, batch: PrefillBatch, rule: ScoreRule, sinks:
             for x, factor in ((kv.k, kv.k_scale), (kv.v, kv.v_scale))
         )
         hidden = masked_positions(start, rows.stop - rows.start, batch.window).to(q.device)
+        if reach is not None:
+            position = torch.arange(length, device=q.device)
+            hidden &= ~((position >= position[start:].unsqueeze(1)) & (position <= reach[rows].unsqueeze(1)))
         scores = torch.einsum("rhd,nhd->hrn", q[rows].double(), keys) * rule.scale
         out[rows] = torch.einsum("hrn,nhd->rhd", row_weights(scores, hidden, rule, _of_heads(sinks)), values)
     return out

@@ -19,12 +19,14 @@ class ScoreRule:
     soft_cap: None: scores are scale * q . k.
     has_sinks: each query head has one more score without a value, which takes a part of the softmax's sum
         (arXiv 2309.17453, section 3.2). Its tensor is a separate argument.
+    within_images: a row of an image in a prompt chunk also sees the image's later rows (`RowInputs.reach`).
     """
 
     scale: float
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    within_images: bool = False
 
     @property
     def features(self) -> dict[str, str]:

@@ -111,6 +111,8 @@ class RowInputs:
     image_rows: [m] int64, rows of images, counted from the first chunk row; None for none.
     image_values: [m, n * hidden_size], their embeddings, then what is added to the residual stream after the first
         n - 1 layers (DeepStack); None without `image_rows`.
+    reach: [rows of the chunks] int32, the last position that each row sees in layers whose `ScoreRule` is
+        `within_images`: its own, or that of its image's last row, which is in the same chunk. None: its own.
     """
 
     rows: Tensor | None
@@ -118,6 +120,7 @@ class RowInputs:
     positions: Tensor | None
     image_rows: Tensor | None = None
     image_values: Tensor | None = None
+    reach: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,10 @@ class PrefillBatch:
         """Return this batch for a layer with `window`."""
         narrowed = narrower(self.window, window)
         return self if narrowed == self.window else replace(self, window=narrowed)
+
+    def reach(self, within_images: bool) -> Tensor | None:
+        """Return `RowInputs.reach` for layers whose rule is `within_images`."""
+        return self.inputs.reach if within_images and self.inputs is not None else None
 
     @property
     def num_chunks(self) -> int:

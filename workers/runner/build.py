@@ -128,7 +128,9 @@ def build_rank(
     built.handlers.add(LoadWeights, WeightUpdate(parts.models, group, device, transfer))
     if parts.adapters is not None:
         parts.adapters.register(built.handlers)
-    warm_up(built, parts.layout)
+    warm_up(built, parts.layout, None if parts.tower is None else parts.tower.small())
+    if parts.tower is not None:
+        parts.tower.clear()  # the scheduler knows nothing of that image
     phases.done("warmed up")
     layout = replace(parts.layout, memory=memory.use(parts.layout, built.graphs, group))
     if memory.runs_steps:

@@ -20,9 +20,12 @@ def in_order(plan: StepPlan) -> list[Chunk]:
     return sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
 
 
-def chunk_columns(plan: StepPlan, has_states: bool = False) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays that `prompt_chunks` and `prompt_targets` need on the device. has_states: see
-    `prompt_chunks`."""
+def chunk_columns(plan: StepPlan, has_states: bool = False, within_images: bool = False) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays that `prompt_chunks` and `prompt_targets` need on the device.
+
+    has_states: see `prompt_chunks`.
+    within_images: whether a layer's rule is `ScoreRule.within_images`.
+    """
     chunks = in_order(plan)
     ids = [unpack_i32(chunk.tokens) for chunk in chunks]
     starts = np.array([chunk.start for chunk in chunks], np.int32)
@@ -31,6 +34,7 @@ def chunk_columns(plan: StepPlan, has_states: bool = False) -> dict[str, npt.NDA
     return (
         _target_columns(chunks, ids)
         | _input_columns(chunks, counts)
+        | (_reach_columns(chunks, counts) if within_images else {})
         | (_state_columns(plan, chunks) if has_states else {})
         | {
             "chunk ids": np.concatenate(ids).astype(np.int64),
@@ -108,6 +112,19 @@ def _input_columns(chunks: list[Chunk], counts: npt.NDArray[np.int32]) -> dict[s
     return columns
 
 
+def _reach_columns(chunks: list[Chunk], counts: npt.NDArray[np.int32]) -> dict[str, npt.NDArray[Any]]:
+    """Return `RowInputs.reach`; empty without images."""
+    if all(chunk.inputs is None or not chunk.inputs.images for chunk in chunks):
+        return {}
+    reaches = []
+    for chunk, count in zip(chunks, counts.tolist(), strict=True):
+        reach = np.arange(chunk.start, chunk.start + count, dtype=np.int32)
+        for image in () if chunk.inputs is None else chunk.inputs.images:
+            reach[image.start - chunk.start : image.end - chunk.start] = image.end - 1
+        reaches.append(reach)
+    return {"chunk reach": np.concatenate(reaches)}
+
+
 def image_values(plan: StepPlan, tower: VisionTower | None) -> Tensor | None:
     """Return the rows of the plan's images in the order of `chunk_columns`; None without images."""
     if not any(chunk.inputs is not None and chunk.inputs.images for chunk in plan.chunks):
@@ -129,6 +146,7 @@ def _inputs(columns: Mapping[str, Tensor], values: Tensor | None) -> RowInputs |
         positions=columns.get("chunk positions"),
         image_rows=columns.get("image rows"),
         image_values=values,
+        reach=columns.get("chunk reach"),
     )
 
 

@@ -46,6 +46,8 @@ def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> st
                 f"attention.{field}={name}: only triton computes a row the same way in every batch; set "
                 f"attention.{field}: triton"
             )
+    if worker.model.images != "off" and any(target.score_rule(i).within_images for i in range(target.num_layers)):
+        return "images whose tokens attend to later ones; set model.images: off"
     if worker.lora is not None:
         return "lora: the sums of an adapter's products depend on the batch; leave adapters out"
     if dtype.itemsize != 2:

@@ -17,11 +17,12 @@ from aerie.attention.registry import Choice
 from aerie.kernels.capability import Capability
 from aerie.kernels.kv.batches import Mode
 from aerie.kernels.kv.fp8 import FP8
-from aerie.workers.config import AUTO_SLOTS, RoundShapes, WorkerConfig
+from aerie.workers.config import AUTO_SLOTS, RoundShapes, SchedulerConfig, WorkerConfig
 from aerie.workers.device import resolve_device, resolve_dtype
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.engine_layout import EngineLayout, kv_bytes_asked, pages_asked, table_bytes
 from aerie.workers.models.config import ModelConfig
+from aerie.workers.prompt_inputs import ImageSizes
 from aerie.workers.quantization.kv_scheme import kv_dtype
 from aerie.workers.runner.backends import Backends
 from aerie.workers.runner.decoding import Autoregressive, CuttableStrategy, DecodingStrategy
@@ -218,7 +219,7 @@ def plan_engine(
         has_latent_rows=has_latent_rows(of_target),
         served_by=target.served_by,
         hidden_size=target.hidden_size,
-        images=None if vision is None else image_sizes(vision, target, dtype),
+        images=None if vision is None else _image_sizes(vision, target, dtype, scheduler),
         graph_capture=worker.graph_capture,
         lora=worker.lora,
         bytes_per_snapshot=snapshot_bytes(recurrent, saved_dtype(cache)),
@@ -236,6 +237,18 @@ def plan_engine(
     if pages is not None and (scheduler.max_running != "auto" or cache.num_pages is not None):
         layout = layout.with_pages(*pages)
     return EnginePlan(target, dtype, of_kv, speculation, layout, vision)
+
+
+def _image_sizes(
+    vision: VisionConfig, target: ModelConfig, dtype: torch.dtype, scheduler: SchedulerConfig
+) -> ImageSizes:
+    sizes, limit = image_sizes(vision, target, dtype), scheduler.step_token_limit
+    if sizes.whole and sizes.max_tokens > limit:
+        raise ValueError(
+            f"scheduler.max_step_tokens={limit}: a step computes all {sizes.max_tokens} tokens of an image, which "
+            "attend to each other; raise it, or set model.images=off"
+        )
+    return sizes
 
 
 def longest_window(target: ModelConfig, groups: Sequence[LayerGroup], max_model_len: int) -> int | None:
@@ -271,4 +284,4 @@ def _row_sizes(layout: EngineLayout, vocab_size: int, device: torch.device) -> t
     """Return the arguments of `SlotTable` after `num_slots`."""
     max_pages = -(-layout.max_position // layout.cache.page_size)
     max_tokens = layout.max_position if layout.shapes.keeps_tokens else 0
-    return max_pages, vocab_size, device, max_tokens, layout.images is not None
+    return max_pages, vocab_size, device, max_tokens, layout.images is not None and layout.images.num_axes > 1

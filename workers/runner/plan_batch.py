@@ -85,7 +85,7 @@ class PlanBatches:
             **self._entering(plan, failed),
             **self._round_slots.columns(rounds),
             **self._draft_slots.columns(drafts),
-            **(chunk_columns(plan, self._states is not None) if plan.chunks else {}),
+            **(self._chunk_columns(plan) if plan.chunks else {}),
             **(_state_columns(plan) if self._states is not None else {}),
         }
         columns |= _page_columns(plan)
@@ -123,6 +123,10 @@ class PlanBatches:
             shift_is_captured=table.always_shifts,
             adapted=self._adapters is not None and any(table.facts[slot].is_adapted for slot in running),
         )
+
+    def _chunk_columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
+        within_images = self._tower is not None and self._tower.whole
+        return chunk_columns(plan, self._states is not None, within_images)
 
     def _chunks(self, plan: StepPlan, sent: Mapping[str, Tensor]) -> PromptChunks:
         images = image_values(plan, self._tower)

@@ -1,4 +1,4 @@
-"""`ImageChunks`: how many images a step encodes, and which pixels its plan contains."""
+"""`ImageChunks`: how many images a step encodes, where its chunks may end, and which pixels its plan contains."""
 
 from collections.abc import Sequence as List
 
@@ -28,12 +28,18 @@ class ImageChunks:
         self._left = STEP_PATCHES
         self._planned.clear()
 
-    def room(self, sequence: Sequence, start: int, count: int) -> int:
+    def room(self, sequence: Sequence, start: int, count: int, limit: int) -> int:
         """Return how many of `count` tokens from position `start` the plan may compute: those before the first image
-        that it cannot encode."""
+        that it cannot encode.
+
+        Where tokens of an image attend to later ones, a chunk ends before or after an image: it may have more than
+        `count` tokens, up to `limit`, if it starts within one.
+        """
         inputs, left = sequence.request.inputs, self._left
-        if inputs is None:
+        if inputs is None or not inputs.images:
             return count
+        if self._sizes is not None and self._sizes.whole:
+            count = _end_of(inputs.images, start, count, limit)
         for image in inputs.images:
             if image.end <= start or image.start >= start + count or not self._is_new(image):
                 continue
@@ -74,5 +80,23 @@ class ImageChunks:
         """Forget all images, because the ranks are lost."""
         self._encoded.clear()
 
+    def fitting(self, sequence: Sequence, start: int, count: int) -> int:
+        """Return how many of `count` tokens from position `start` a chunk may have that cannot have more."""
+        inputs = sequence.request.inputs
+        if inputs is None or self._sizes is None or not self._sizes.whole:
+            return count
+        return _end_of(inputs.images, start, count, count)
+
     def _is_new(self, image: Image) -> bool:
         return image.digest not in self._encoded and image.digest not in self._planned
+
+
+def _end_of(images: List[Image], start: int, count: int, limit: int) -> int:
+    """Return the number of tokens from `start` to an end that is not within an image: at most `count`, or up to the end
+    of the image at `start`, if `limit` allows."""
+    for image in images:
+        if count and image.start < start + count < image.end:
+            if image.start > start:
+                return image.start - start
+            return image.end - start if image.end - start <= limit else 0
+    return count

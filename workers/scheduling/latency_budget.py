@@ -207,6 +207,11 @@ class StepBudget:
         self._offered = self._wanted = 0  # last result and argument of `room`
         self._is_full = False
 
+    @property
+    def tokens_left(self) -> int:
+        """Prompt tokens that the step may still take, whatever its time."""
+        return self._max_tokens - self.tokens
+
     def room(self, wanted: int, context: int) -> int:
         """Return how many of a prompt's next `wanted` tokens fit. context: tokens of the prompt before them."""
         self._wanted = wanted

@@ -212,7 +212,7 @@ class PrefillPlanner:
         saves = self._slot_pages.saves
         if saves is not None:
             room = saves.chunk_tokens(sequence.slot, start, room)
-        room = self._images.room(sequence, start, room)
+        room = self._images.room(sequence, start, room, budget.tokens_left) if room else 0
         count = self._fit_chunk(sequence, room, draft_tokens, builder) if room else 0
         if count == 0:
             return 0
@@ -251,6 +251,7 @@ class PrefillPlanner:
             if missing == 0:
                 return count
             fitting = min(count, slot_pages.room(sequence.slot) - start, total - 1 - start)
+            fitting = self._images.fitting(sequence, start, max(fitting, 0))
             if fitting > 0:
                 count = fitting
                 continue
@@ -282,7 +283,8 @@ class PrefillPlanner:
             allocator.release(match.pages)
             sequence.pages_missing = (insertions, need)
             return False
-        if budget.room(1, match.num_saved) == 0 or self._images.room(sequence, match.num_saved, 1) == 0:
+        start, room = match.num_saved, budget.room(1, match.num_saved)
+        if room == 0 or self._images.room(sequence, start, room, budget.tokens_left) == 0:
             allocator.release(match.pages)
             return False
         builder.inits.append(self._queues.admit(sequence, match))

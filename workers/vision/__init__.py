@@ -3,5 +3,6 @@
 config          which checkpoints take images, and their sizes; no torch
 positions       M-RoPE positions of a prompt with images
 tower           the vision tower on a rank
+encoders        the towers of the families
 processor       decodes and resizes an image with the checkpoint's processor, in a process of its own
 """

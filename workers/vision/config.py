@@ -1,13 +1,16 @@
 """`VisionConfig`: what of a checkpoint concerns images, and the table of families whose images are served. Imports no
 torch, because the ingress reads it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from aerie.workers.config import ModelSource
 from aerie.workers.models.config_fields import architecture_of, section_of, size_of
 from aerie.workers.models.gguf.location import INDEX
+from aerie.workers.prompt_inputs import Placeholder
 from aerie.workers.structured_output.tokenizer_file import read_json
 
 CONFIG = "config.json"
@@ -22,11 +25,16 @@ class VisionFamily:
 
     package: of `transformers.models`.
     tower, config: the tower's class and its configuration's.
+    model_package: of the whole model, if that is another one.
+    text, replacement: see `Placeholder`.
     """
 
     package: str
     tower: str
     config: str
+    model_package: str = ""
+    text: str = ""
+    replacement: str = ""
 
 
 _QWEN3_VL = VisionFamily("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig")
@@ -46,6 +54,17 @@ FAMILIES = {
     "Qwen3_5MoeForConditionalGeneration": VisionFamily(
         "qwen3_5_moe", "Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionConfig"
     ),
+    "Gemma3ForConditionalGeneration": VisionFamily(
+        "siglip",
+        "SiglipVisionModel",
+        "SiglipVisionConfig",
+        "gemma3",
+        "<start_of_image>",
+        "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+    ),
+    "Gemma4ForConditionalGeneration": VisionFamily(
+        "gemma4", "Gemma4VisionModel", "Gemma4VisionConfig", "gemma4", "<|image|>", "<|image><|image|><image|>"
+    ),
 }
 
 
@@ -55,23 +74,36 @@ class VisionConfig:
 
     family: the tower's classes.
     tower: its configuration, as in config.json.
-    image_token_id: placeholder in prompts.
+    image_token_id, filler_id: see `Placeholder`.
     patch_size, frames: pixels of a patch: frames x patch_size x patch_size.
     merge_size: rows, and columns, of the patches that make a token.
     hidden_size: of the embeddings.
     num_deep: layers of the decoder before which the tower's inner features are added (DeepStack, arXiv 2406.04334).
     max_pixels: maximum pixels of a resized image.
+    whole: see `ImageSizes`.
+    fixed: whether all images have `max_pixels`.
+    has_mrope: whether tokens have M-RoPE positions.
     """
 
     family: VisionFamily
     tower: Mapping[str, Any]
     image_token_id: int
+    filler_id: int
     patch_size: int
     frames: int
     merge_size: int
     hidden_size: int
     num_deep: int
     max_pixels: int
+    whole: bool
+    has_mrope: bool
+    fixed: bool = False
+
+    @property
+    def placeholder(self) -> Placeholder:
+        family = self.family
+        token, filler, merged = self.image_token_id, self.filler_id, self.merge_size
+        return Placeholder(family.text, family.replacement, token, filler, merged, self.has_mrope)
 
     @property
     def patch_bytes(self) -> int:
@@ -123,22 +155,73 @@ def read_vision(config: Mapping[str, Any], source: ModelSource, served_by: str |
         return None
     name, family = f"model {source.path}", FAMILIES[architecture_of(config)]
     tower = section_of(config, "vision_config", name)
-    sizes = {key: _one(tower, key, name) for key in ("patch_size", "spatial_merge_size", "temporal_patch_size")}
-    hidden_key = "hidden_size" if family.package == "qwen2_vl" else "out_hidden_size"
-    token = config.get("image_token_id")
+    token = config.get("image_token_id", config.get("image_token_index"))
     if not isinstance(token, int):
         raise ValueError(f"{name}: config.json has no image_token_id; download it again, or set model.images=off")
+    if family.model_package:
+        return _read_gemma(config, source, family, tower, token)
+    sizes = {key: _one(tower, key, name) for key in ("patch_size", "spatial_merge_size", "temporal_patch_size")}
+    hidden_key = "hidden_size" if family.package == "qwen2_vl" else "out_hidden_size"
     return VisionConfig(
         family=family,
         tower=tower,
         image_token_id=token,
+        filler_id=token,
         patch_size=sizes["patch_size"],
         frames=sizes["temporal_patch_size"],
         merge_size=sizes["spatial_merge_size"],
         hidden_size=size_of(tower, hidden_key, name),
         num_deep=len(tower.get("deepstack_visual_indexes") or ()) if family.package.startswith("qwen3_vl") else 0,
         max_pixels=source.max_image_pixels,
+        whole=False,
+        has_mrope=True,
     )
+
+
+def _read_gemma(
+    config: Mapping[str, Any], source: ModelSource, family: VisionFamily, tower: Mapping[str, Any], token: int
+) -> VisionConfig:
+    """Return the images of Gemma 3 or 4, whose sizes the checkpoint sets, not `model.max_image_pixels`."""
+    name, text = f"model {source.path}", section_of(config, "text_config", f"model {source.path}")
+    patch_size = _one(tower, "patch_size", name)
+    if family.model_package == "gemma3":
+        side = size_of(tower, "image_size", name) // patch_size  # patches
+        per_side = math.isqrt(size_of(config, "mm_tokens_per_image", name, 256))  # tokens
+        merge_size, max_patches, filler, whole = side // per_side, side**2, token, True
+        if per_side * merge_size != side:
+            raise ValueError(
+                f"{name}: config.json: mm_tokens_per_image: {side} x {side} patches do not make {per_side} x "
+                f"{per_side} tokens; correct it, or set model.images=off"
+            )
+    else:
+        merge_size = size_of(tower, "pooling_kernel_size", name, 3)
+        settings = image_settings(source.folder)
+        max_patches = size_of(settings, "max_soft_tokens", name, 280) * merge_size**2
+        # the embedding that each layer has of its own is that of this token
+        filler, whole = size_of(text, "pad_token_id", name, 0, least=0), text.get(_BIDIRECTIONAL) == "vision"
+    return VisionConfig(
+        family=family,
+        tower=tower,
+        image_token_id=token,
+        filler_id=filler,
+        patch_size=patch_size,
+        frames=1,
+        merge_size=merge_size,
+        hidden_size=size_of(text, "hidden_size", name),
+        num_deep=0,
+        max_pixels=max_patches * patch_size**2,
+        whole=whole,
+        has_mrope=False,
+        fixed=family.model_package == "gemma3",
+    )
+
+
+def image_settings(folder: Path) -> Mapping[str, Any]:
+    """Return the settings of a checkpoint's image processor."""
+    found: Mapping[str, Any] = read_json(folder / PREPROCESSOR) or read_json(folder / PROCESSOR).get(
+        "image_processor", {}
+    )
+    return found
 
 
 def vision_of(source: ModelSource, served_by: str | None = None) -> VisionConfig | None:
@@ -147,6 +230,7 @@ def vision_of(source: ModelSource, served_by: str | None = None) -> VisionConfig
 
 
 _DEFAULTS = {"spatial_merge_size": 2, "temporal_patch_size": 2}
+_BIDIRECTIONAL = "use_bidirectional_attention"
 
 
 def _one(tower: Mapping[str, Any], key: str, name: str) -> int:

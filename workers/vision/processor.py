@@ -6,22 +6,31 @@ read the processor's constants.
 
 import importlib
 import io
+import math
 import resource
 import socket
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from aerie.workers.prompt_inputs import PreparedImage
+from aerie.workers.prompt_inputs import Placeholder, PreparedImage
 from aerie.workers.structured_output.framing import receive, send
-from aerie.workers.structured_output.tokenizer_file import read_json
-from aerie.workers.vision.config import CHANNELS, PREPROCESSOR, PROCESSOR
+from aerie.workers.vision.config import CHANNELS, image_settings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of PIL; others, such as SVG and EPS, may run programs
 _QWEN = ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
 # name in the settings, without `Fast` -> module of transformers, and its class
-_PROCESSORS = {"Qwen2VLImageProcessor": _QWEN, "Qwen2_5_VLImageProcessor": _QWEN, "Qwen3VLImageProcessor": _QWEN}
+_PROCESSORS = {
+    "Qwen2VLImageProcessor": _QWEN,
+    "Qwen2_5_VLImageProcessor": _QWEN,
+    "Qwen3VLImageProcessor": _QWEN,
+    "Gemma3ImageProcessor": ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil"),
+    "Gemma4ImageProcessor": ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil"),
+}
+Values = npt.NDArray[Any]
 MAX_ASPECT = 200  # of the longer side to the shorter one, as in Qwen's processors
 
 
@@ -31,15 +40,16 @@ class ImageJob(msgspec.Struct, frozen=True, array_like=True):
     data: the file.
     max_source_pixels: limit of its own size.
     max_pixels: limit of its size after resizing.
-    token_id, merge_size: see `PreparedImage`.
+    placeholder: see `PreparedImage`.
+    patch_size: see `aerie.workers.vision.config.VisionConfig`.
     limit_s: limit of its CPU seconds, after which the system ends the process.
     """
 
     data: bytes
     max_source_pixels: int
     max_pixels: int
-    token_id: int
-    merge_size: int
+    placeholder: Placeholder
+    patch_size: int
     limit_s: int = 60
 
 
@@ -50,7 +60,7 @@ class ImageError(ValueError):
 def load_processor(folder: str) -> Any:
     """Return the checkpoint's image processor, which computes with PIL and numpy: transformers' automatic class asks
     for torchvision. Raises ValueError."""
-    settings = read_json(Path(folder) / PREPROCESSOR) or read_json(Path(folder) / PROCESSOR).get("image_processor", {})
+    settings = image_settings(Path(folder))
     named = str(settings.get("image_processor_type", "")).removesuffix("Fast")
     if named not in _PROCESSORS:
         raise ValueError(
@@ -85,29 +95,53 @@ def prepared(job: ImageJob, processor: Any) -> PreparedImage:
 
 
 def _prepared(job: ImageJob, processor: Any) -> PreparedImage:
-    import numpy as np
-
     image = _decoded(job)
-    sizes = processor.size
-    smallest = min(sizes["shortest_edge"], job.max_pixels)
-    largest = min(sizes["longest_edge"], job.max_pixels)
-    found = processor(
-        images=image,
-        do_rescale=False,
-        do_normalize=False,
-        min_pixels=smallest,
-        max_pixels=largest,
-        return_tensors="np",
+    prepare = {"Gemma3ImageProcessorPil": _gemma3, "Gemma4ImageProcessorPil": _gemma4}.get(
+        type(processor).__name__, _qwen
     )
-    patches = np.asarray(found["pixel_values"])
+    patches, (rows, columns) = prepare(image, job, processor)
     values = patches.astype(np.uint8)
     assert (values == patches).all(), "pixels that are neither scaled nor normalised are bytes"
+    num_rows = rows * columns // job.placeholder.merge_size**2
+    return PreparedImage((1, rows, columns), values.tobytes(), job.placeholder, num_rows)
+
+
+_RAW = {"do_rescale": False, "do_normalize": False, "return_tensors": "np"}
+
+
+def _qwen(image: Any, job: ImageJob, processor: Any) -> tuple[Values, tuple[int, int]]:
+    """Return [patches, channels, pixels], and rows and columns of patches."""
+    sizes = processor.size
+    smallest, largest = (min(sizes[key], job.max_pixels) for key in ("shortest_edge", "longest_edge"))
+    found = processor(images=image, min_pixels=smallest, max_pixels=largest, **_RAW)
+    patches = np.asarray(found["pixel_values"])
     _, rows, columns = found["image_grid_thw"][0].tolist()
     # [patches, channels, frames, pixels]: an image's frames are equal
-    frames = values.reshape(len(values), CHANNELS, processor.temporal_patch_size, -1)
-    values = np.ascontiguousarray(frames[:, :, 0])
-    num_rows = rows * columns // job.merge_size**2
-    return PreparedImage((1, rows, columns), values.tobytes(), job.token_id, num_rows, job.merge_size)
+    return patches.reshape(len(patches), CHANNELS, processor.temporal_patch_size, -1)[:, :, 0], (rows, columns)
+
+
+def _gemma3(image: Any, job: ImageJob, processor: Any) -> tuple[Values, tuple[int, int]]:
+    """As `_qwen`. The picture is not cropped into several."""
+    pixels = np.asarray(processor(images=image, do_pan_and_scan=False, **_RAW)["pixel_values"][0])
+    side = math.isqrt(job.max_pixels)
+    if pixels.shape != (CHANNELS, side, side):
+        raise ImageError(f"the checkpoint's image processor makes {pixels.shape}, its tower has {side} x {side} pixels")
+    return _patches(pixels, job.patch_size)
+
+
+def _gemma4(image: Any, job: ImageJob, processor: Any) -> tuple[Values, tuple[int, int]]:
+    """As `_qwen`."""
+    found = processor(images=image, **_RAW)
+    columns, rows = (int(each) + 1 for each in np.asarray(found["image_position_ids"][0]).max(0))
+    patches = np.asarray(found["pixel_values"][0])[: rows * columns]  # without padding
+    return patches.reshape(len(patches), -1, CHANNELS).transpose(0, 2, 1), (rows, columns)
+
+
+def _patches(pixels: Values, size: int) -> tuple[Values, tuple[int, int]]:
+    """Return the patches of pixels [channels, height, width], and their rows and columns."""
+    rows, columns = pixels.shape[1] // size, pixels.shape[2] // size
+    cut = pixels.reshape(CHANNELS, rows, size, columns, size).transpose(1, 3, 0, 2, 4)
+    return cut.reshape(rows * columns, CHANNELS, -1), (rows, columns)
 
 
 def _decoded(job: ImageJob) -> Any:

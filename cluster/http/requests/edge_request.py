@@ -13,7 +13,7 @@ import msgspec
 
 from aerie.cluster.http.config import EdgeConfig, OutputParserName
 from aerie.cluster.http.errors import invalid, unsupported
-from aerie.cluster.http.requests.image_prompt import images_of, with_images
+from aerie.cluster.http.requests.image_prompt import encode_chat, images_of
 from aerie.cluster.http.requests.parameters import (
     answer_tokens,
     chat_parser,
@@ -198,9 +198,7 @@ async def chat_prompt_of(body: ChatCompletionRequest, config: EdgeConfig, tokeni
     """Return the tokens of a chat's prompt, which may be a few more than the model's length. Raises ApiError."""
     check_model(body.model, config)
     text = await _chat_text(body, tool_calling(body, config, tokenizer.shows_tools), config, tokenizer)
-    tokens = await encode_prompt(text, False, "messages", tokenizer, config)
-    images = images_of(body.messages)
-    return with_images(tokens, images)[0] if images else tokens
+    return (await encode_chat(text, images_of(body.messages), tokenizer, config))[0]
 
 
 async def _chat_prompt(
@@ -220,8 +218,7 @@ async def _chat_prompt(
         return await tokenizer.decode_long(prompt), prompt, None
     chat = await _chat_text(body, calls, config, tokenizer)
     kept = truncation_of(body, max_tokens, config)
-    prompt = await encode_prompt(chat, False, "messages", tokenizer, config, kept)
-    return chat.text, *(with_images(prompt, images) if images else (prompt, None))
+    return chat.text, *await encode_chat(chat, images, tokenizer, config, kept)
 
 
 async def _chat_text(

@@ -1,11 +1,16 @@
-"""Puts prepared images into a prompt: each placeholder of the chat template becomes as many as the image has tokens,
+"""Encodes chats with prepared images: each placeholder of the chat template becomes as many as the image has tokens,
 with the rotary positions of the model. Raises ApiError."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 
+from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.errors import invalid
+from aerie.cluster.http.requests.prompts import encode_prompt
 from aerie.cluster.http.schema.message import ImagePart, Message
+from aerie.cluster.http.text.long_text import Truncation
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
+from aerie.cluster.http.text.user_text import ChatText
 from aerie.workers.prompt_inputs import Image, PreparedImage, PromptInputs
 from aerie.workers.scheduling.plan import pack_i32
 from aerie.workers.vision.positions import mrope_positions
@@ -23,9 +28,26 @@ def images_of(messages: Sequence[Message]) -> list[PreparedImage]:
     return found
 
 
-def with_images(tokens: list[int], images: Sequence[PreparedImage]) -> tuple[list[int], PromptInputs]:
+async def encode_chat(
+    chat: ChatText,
+    images: Sequence[PreparedImage],
+    tokenizer: ChatTokenizer,
+    config: EdgeConfig,
+    kept: Truncation | None = None,
+    add_special_tokens: bool = False,
+    param: str = "messages",
+) -> tuple[list[int], PromptInputs | None]:
+    """Return the tokens of a chat and its other inputs. images: its `images_of`. Others: see `encode_prompt`."""
+    if images and (found := images[0].placeholder).text:
+        chat = chat.replaced(found.text, found.replacement)
+    tokens = await encode_prompt(chat, add_special_tokens, param, tokenizer, config, kept)
+    return _with_images(tokens, images) if images else (tokens, None)
+
+
+def _with_images(tokens: list[int], images: Sequence[PreparedImage]) -> tuple[list[int], PromptInputs]:
     """Return a prompt with as many placeholders as its images have tokens, and its inputs."""
-    places = [i for i, token in enumerate(tokens) if token == images[0].token_id]
+    placeholder = images[0].placeholder
+    places = [i for i, token in enumerate(tokens) if token == placeholder.token_id]
     if len(places) != len(images):
         raise invalid(
             "messages",
@@ -34,6 +56,8 @@ def with_images(tokens: list[int], images: Sequence[PreparedImage]) -> tuple[lis
     prompt, inputs = tokens[: places[0]], list[Image]()
     for image, (place, following) in zip(images, pairwise([*places, len(tokens)]), strict=True):
         inputs.append(Image.of(len(prompt), image.num_rows, image.grid, image.data))
-        prompt += [image.token_id] * image.num_rows + tokens[place + 1 : following]
-    positions = mrope_positions(len(prompt), inputs, images[0].merge_size)
+        prompt += [placeholder.filler_id] * image.num_rows + tokens[place + 1 : following]
+    if not placeholder.has_mrope:
+        return prompt, PromptInputs(images=tuple(inputs))
+    positions = mrope_positions(len(prompt), inputs, placeholder.merge_size)
     return prompt, PromptInputs(positions=pack_i32(positions), images=tuple(inputs), num_axes=3)

@@ -114,8 +114,8 @@ class ProcessReader(ImageReader):
             data,
             config.max_source_pixels,
             vision.max_pixels,
-            vision.image_token_id,
-            vision.merge_size,
+            vision.placeholder,
+            vision.patch_size,
             max(1, round(limit_s)),
         )
         try:

@@ -5,7 +5,7 @@ from starlette.requests import Request
 
 from aerie.cluster.http.endpoint import Endpoint, get, post
 from aerie.cluster.http.errors import invalid, too_long
-from aerie.cluster.http.requests.image_prompt import images_of, with_images
+from aerie.cluster.http.requests.image_prompt import encode_chat, images_of
 from aerie.cluster.http.requests.parameters import check_model
 from aerie.cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
 from aerie.cluster.http.requests.tools import functions
@@ -44,9 +44,10 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         # A chat template adds the special tokens itself.
         special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
         param = "prompt" if body.messages is None else "messages"
-        tokens = await encode_prompt(text, special, param, tokenizer, config)
-        if images:
-            tokens, _ = with_images(tokens, images)
+        if isinstance(text, ChatText):
+            tokens, _ = await encode_chat(text, images, tokenizer, config, None, special, param)
+        else:
+            tokens = await encode_prompt(text, special, param, tokenizer, config)
         return TokenizeReply(
             count=len(tokens),
             max_model_len=config.max_model_len,

@@ -42,6 +42,19 @@ class ChatText:
         first, last = bisect_left(self.marks, start), bisect_left(self.marks, end)
         return ChatText(self.text[start:end], tuple(mark - start for mark in self.marks[first:last]))
 
+    def replaced(self, old: str, new: str) -> "ChatText":
+        """Return the chat with a template's texts `old` replaced; a user's keep their marks."""
+        pieces, marks, start, shift, place = list[str](), list[int](), 0, 0, self.text.find(old)
+        while place >= 0:
+            end = place + len(old)
+            if not self.is_marked(place, end):
+                marks += (mark + shift for mark in self.marks[bisect_left(self.marks, start) :] if mark < place)
+                pieces += (self.text[start:place], new)
+                start, shift = end, shift + len(new) - len(old)
+            place = self.text.find(old, end)
+        marks += (mark + shift for mark in self.marks[bisect_left(self.marks, start) :])
+        return ChatText("".join([*pieces, self.text[start:]]), tuple(marks))
+
     def is_marked(self, start: int, end: int) -> bool:
         """Whether a span contains a mark."""
         index = bisect_left(self.marks, start)

@@ -3,6 +3,7 @@
 `tests.support.kernels.triton_cases`."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 from aerie.attention.registry import build_backend  # noqa: E402
 from aerie.kernels.attend import prefill_plan_triton, references  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule
-from aerie.kernels.kv.batches import Mode, PrefillBatch  # noqa: E402
+from aerie.kernels.kv.batches import Mode, PrefillBatch, RowInputs  # noqa: E402
 from aerie.kernels.kv.slot_mapping import map_rows  # noqa: E402
 from aerie.kernels.rope.rotation import Angles  # noqa: E402
 from tests.bench.kernels.gpu_time import captured  # noqa: E402
@@ -41,16 +42,32 @@ def check_prefill(
     page_size: int,
     dtype: torch.dtype,
     window: int | None = None,
+    images: Sequence[tuple[int, int]] = (),
 ) -> None:
+    """images: first row and number of rows of each."""
     torch.manual_seed(len(starts))
     lengths = [start + n for start, n in zip(starts, counts, strict=True)]
     num_pages = sum(-(-n // page_size) for n in lengths) + 3
     pool = random_pool(num_pages, page_size, num_kv_heads, head_dim, dtype)
     batch = PrefillBatch.from_lists(starts, counts, random_table(lengths, page_size, num_pages))
     batch = dataclasses.replace(batch, window=window)
+    rule = ScoreRule(head_dim**-0.5, within_images=bool(images))
+    if images:
+        reach = map_rows(batch, page_size)[0].int()
+        for first, num_rows in images:
+            reach[first : first + num_rows] = reach[first + num_rows - 1].item()
+        batch = dataclasses.replace(batch, inputs=RowInputs(None, None, None, reach=reach))
     q = random_rows(batch.num_rows, group * num_kv_heads, head_dim, dtype)
-    out = build_backend("triton", Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), ScoreRule(head_dim**-0.5))
-    assert_close(out, references.prefill(q, pool.layer(0), batch, ScoreRule(head_dim**-0.5)), dtype)
+    expected = references.prefill(q, pool.layer(0), batch, rule)
+    for name in ("triton", *(("torch",) if dtype == torch.float32 else ())):
+        out = build_backend(name, Mode.PREFILL).prepare(batch).forward(q, pool.layer(0), rule)
+        assert_close(out, expected, dtype)
+    if images:
+        causal = references.prefill(q, pool.layer(0), batch, dataclasses.replace(rule, within_images=False))
+        changed = (causal - expected).abs().amax((1, 2)) > 1e-3
+        assert changed.nonzero().flatten().tolist() == [
+            row for first, num_rows in images for row in range(first, first + num_rows - 1)
+        ], "all rows of an image but its last one see more"
 
 
 @pytest.mark.parametrize("page_size,group", [(64, 8), *slow((1, 1), (4, 3), (16, 4))])
@@ -61,6 +78,21 @@ def test_small_ragged_chunks(page_size: int, group: int) -> None:
 @pytest.mark.parametrize("page_size,group,window", [(16, 4, 65), *slow((1, 1, 64))])
 def test_small_chunks_in_a_window(page_size: int, group: int, window: int) -> None:
     check_prefill([0, 62, 150], [70, 9, 1], group, 1, 16, page_size, torch.float32, window)
+
+
+@pytest.mark.parametrize(("page_size", "group", "window"), [(16, 4, None), (16, 4, 21), *slow((1, 1, 40), (64, 8, 3))])
+def test_rows_of_an_image_see_all_of_it(page_size: int, group: int, window: int | None) -> None:
+    """Larger than a tile, from the first row on, to the last row on, and two adjacent ones."""
+    images = [(3, 41), (44, 5), (70, 9), (90, 10)]
+    check_prefill([0, 37, 150], [70, 20, 10], group, 1, 16, page_size, torch.float32, window, images)
+
+
+@production
+@pytest.mark.parametrize("window", [None, 1024])
+def test_rows_of_an_image_see_all_of_it_in_production_sizes(window: int | None) -> None:
+    """Gemma 3's images of 256 tokens, of 27B's heads."""
+    check_prefill([700, 0], [1200, 600], 2, 16, 128, 64, torch.bfloat16, window, [(100, 256), (500, 256), (1300, 256)])
+    check_prefill([700], [900], 2, 4, 256, 64, torch.bfloat16, window, [(100, 256), (500, 256)])
 
 
 @pytest.mark.parametrize("dtype", [HALF_TYPES[0], *slow(HALF_TYPES[1])])

@@ -1,5 +1,7 @@
 """Images of a plan: how many patches a step encodes, and which pixels it contains."""
 
+import msgspec
+
 from aerie.workers.prompt_inputs import Image, ImageSizes, PromptInputs
 from aerie.workers.scheduling.image_chunks import STEP_PATCHES, ImageChunks
 from aerie.workers.scheduling.plan import Chunk, SamplingParams
@@ -28,12 +30,24 @@ def test_a_step_encodes_few_images() -> None:
     three, large, chunks = sequence_of(SMALL, SECOND, THIRD), sequence_of(LARGE), ImageChunks(SIZES)
     assert 3 * SMALL.num_patches > STEP_PATCHES < LARGE.num_patches
     chunks.begin()
-    assert chunks.room(three, 0, 2000) == THIRD.start, "the third one does not fit beside two"
-    assert chunks.room(large, 0, 2000) == LARGE.start, "text before a large one"
-    assert chunks.room(large, LARGE.start, 2000) == 2000, "alone, as it fits no step"
+    assert chunks.room(three, 0, 2000, 4000) == THIRD.start, "the third one does not fit beside two"
+    assert chunks.room(large, 0, 2000, 4000) == LARGE.start, "text before a large one"
+    assert chunks.room(large, LARGE.start, 2000, 4000) == 2000, "alone, as it fits no step"
     chunks.take(three, 0, THIRD.start)
-    assert chunks.room(large, LARGE.start, 2000) == 0 and chunks.room(three, THIRD.start, 50) == 0
-    assert chunks.room(sequence_of(SMALL), 0, 100) == 100, "another request with an image of this plan"
+    assert chunks.room(large, LARGE.start, 2000, 4000) == 0 and chunks.room(three, THIRD.start, 50, 4000) == 0
+    assert chunks.room(sequence_of(SMALL), 0, 100, 4000) == 100, "another request with an image of this plan"
+
+
+def test_chunks_end_beside_images_whose_tokens_see_later_ones() -> None:
+    chunks, three = ImageChunks(msgspec.structs.replace(SIZES, whole=True)), sequence_of(SMALL, SECOND, THIRD)
+    chunks.begin()
+    assert chunks.room(three, 0, 5, 9) == 5 and chunks.room(three, 0, 300, 4000) == 5, "before the first one"
+    assert chunks.room(three, 5, 300, 4000) == 400, "more than there is time for"
+    assert chunks.room(three, 205, 30, 200) == 200, "the rest, whose first tokens are cached"
+    assert chunks.room(three, 5, 300, 399) == 0, "not in this step"
+    assert chunks.room(three, 5, 700, 4000) == 405 and chunks.room(three, 5, 805, 4000) == 805
+    assert chunks.fitting(three, 5, 300) == 0 and chunks.fitting(three, 5, 700) == 405, "without more pages"
+    assert chunks.fitting(three, 1220, 300) == 300
 
 
 def test_pixels_are_sent_once_until_ranks_are_lost() -> None:
@@ -45,6 +59,6 @@ def test_pixels_are_sent_once_until_ranks_are_lost() -> None:
     assert not encodes and sent[0].inputs is not None
     assert [image.data for image in sent[0].inputs.images] == [b"", b""]
     chunks.begin()
-    assert chunks.room(sequence, 0, 2000) == 2000, "kept images take no time"
+    assert chunks.room(sequence, 0, 2000, 4000) == 2000, "kept images take no time"
     chunks.clear()
     assert chunks.sent([chunk_of(sequence, 0, 900)])[1]

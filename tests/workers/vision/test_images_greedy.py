@@ -46,12 +46,12 @@ def prompts() -> list[list[Any]]:
     ]
 
 
-def worker_of(folder: Path, num_pages: int = 300, ranks: int = 1) -> WorkerConfig:
-    """Steps of 24 prompt tokens, so that chunks end within images."""
+def worker_of(folder: Path, num_pages: int = 300, ranks: int = 1, step_tokens: int = 24) -> WorkerConfig:
+    """Steps of few prompt tokens, so that chunks end within images."""
     return WorkerConfig(
         ModelSource(path=str(folder), device="cpu"),
         CacheConfig(page_size=4, num_pages=num_pages, state_snapshots=32),
-        SchedulerConfig(max_running=4, max_step_tokens=24),
+        SchedulerConfig(max_running=4, max_step_tokens=step_tokens),
         tensor_parallel=ranks,
         measure_costs=False,
         debug=True,
@@ -194,6 +194,7 @@ def test_an_image_is_encoded_once_while_it_is_kept(
 
     monkeypatch.setattr(VisionTower, "encode", counted)
     with local_engine(EngineSpec(worker_of(tmp_path, ranks=1), None)) as engine:
+        encoded.clear()  # the warm-up's
         for turn in range(2):
             engine.scheduler.flush_prefix_cache()
             requests = requests_of(tmp_path, prompts(), turn)

@@ -34,22 +34,23 @@ class GemmaConfig(LocalRopeConfig):
     """See `LocalRopeConfig`.
 
     query_scale: factor on scores, before soft_cap.
-    soft_cap: see `ScoreRule`.
+    soft_cap, within_images: see `ScoreRule`.
     activation: activation of MLPs.
     """
 
     query_scale: float
     soft_cap: float | None
     activation: str
+    within_images: bool
 
     def score_rule(self, layer: int) -> ScoreRule:
-        return ScoreRule(self.query_scale, window=self.windows[layer], soft_cap=self.soft_cap)
+        return ScoreRule(self.query_scale, self.windows[layer], self.soft_cap, within_images=self.within_images)
 
 
 def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
     """Read the configuration of a text model, or the text_config of a model of images and text. Raises ValueError for
     settings that are not supported."""
-    kind = architecture_of(config)[:6]
+    kind, within_images = architecture_of(config)[:6], "vision_config" in config
     config = _COMMON | _DEFAULTS[kind] | _given(text_part(config, source))
     activation = activation_of(config, source)
     if flag_of(config, "use_bidirectional_attention", source):
@@ -74,6 +75,7 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
         query_scale=number_of(config, "query_pre_attn_scalar", source, 256.0) ** -0.5,
         soft_cap=soft_cap,
         activation=activation,
+        within_images=within_images,
     )
 
 

@@ -66,6 +66,7 @@ class Gemma4Config(LlamaMoeConfig):
     shared_width: intermediate size of the MLPs of those layers.
     input_size: size of a layer's own embedding (per-layer embedding); 0: none.
     activation: activation of MLPs and experts.
+    within_images: whether layers with a window are `ScoreRule.within_images`.
     """
 
     heads: tuple[Heads, ...]
@@ -75,6 +76,7 @@ class Gemma4Config(LlamaMoeConfig):
     shared_width: int
     input_size: int
     activation: str
+    within_images: bool
 
     def kv_layer(self, layer: int) -> int | None:
         """Return the layer whose KV `layer` attends to; None: its own."""
@@ -88,7 +90,8 @@ class Gemma4Config(LlamaMoeConfig):
         return self.intermediate_size if self.kv_layer(layer) is None else self.shared_width
 
     def score_rule(self, layer: int) -> ScoreRule:
-        return ScoreRule(1.0, window=self.windows[layer])
+        within_images = self.within_images and self.kinds[layer] == SLIDING
+        return ScoreRule(1.0, window=self.windows[layer], within_images=within_images)
 
     @property
     def has_mlps(self) -> bool:
@@ -142,6 +145,7 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
         input_size=size_of(config, "hidden_size_per_layer_input", source, 0, least=0),
         experts=_experts(config, dense.num_layers, source) if flag_of(config, "enable_moe_block", source) else None,
         activation=activation_of(config, source),
+        within_images=config.get("use_bidirectional_attention") == "vision",
     )
 
 

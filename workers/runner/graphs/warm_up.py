@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from aerie.attention.expansion import MAX_TOKENS
 from aerie.workers.engine_layout import EngineLayout
+from aerie.workers.prompt_inputs import Image, PromptInputs
 from aerie.workers.runner.worker import Worker
 from aerie.workers.sampling.sampler import MAX_LOGPROBS
 from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
@@ -12,13 +13,16 @@ from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepP
 WARM_UP_TOKENS = 16
 
 
-def warm_up(worker: Worker, layout: EngineLayout) -> None:
+def warm_up(worker: Worker, layout: EngineLayout, image: Image | None = None) -> None:
     """Run each kind of step once, so that the first request compiles nothing, and an error in a step fails the start:
 
     - a chunk that does not end its prompt (only once, because it does not sample);
     - a whole prompt and a round of every tree shape, greedy and random;
     - a whole prompt, and a prompt of one token, with filters, penalties and log-probabilities;
-    - with adapters, again the first and second, with the first place's adapter.
+    - with adapters, again the first and second, with the first place's adapter;
+    - a chunk of an image.
+
+    image: a small one of the vision tower, which the ranks then keep.
 
     Slot 0 has no pages, so all KV goes to the dummy page.
     """
@@ -40,6 +44,12 @@ def warm_up(worker: Worker, layout: EngineLayout) -> None:
             plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]
         for plan in plans:
             run(worker, plan)
+    longest = min(layout.scheduler.step_token_limit, layout.max_model_len - 2)
+    if layout.images is not None and image is not None and image.num_rows <= longest:
+        positions = pack_i32([i for _ in range(layout.images.num_axes) for i in range(image.num_rows)])
+        inputs = PromptInputs(positions=positions, images=(image,), num_axes=layout.images.num_axes)
+        init = SlotInit(0, 0, image.num_rows, 2 * image.num_rows, greedy)
+        run(worker, _prompt(len(kinds), layout, init, Chunk(0, 0, pack_i32([1] * image.num_rows), 1, inputs=inputs)))
 
 
 def run(worker: Worker, plan: StepPlan) -> None:

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from PIL import Image as Picture
+from tokenizers import Tokenizer
 
 from aerie.cluster.http.app import build_app
 from aerie.cluster.http.requests.image_reader import ProcessReader, image_reader
@@ -24,6 +25,7 @@ from aerie.workers.structured_output.mask_process.template_process import templa
 from tests.support.edge_client import CHAT, HELLO, RESPONSES, edge_config, in_process, until
 from tests.support.fake_engine import FakeEngine, says
 from tests.support.targets.image_models import (
+    GEMMA,
     IMAGE_TOKEN,
     ImagePrompts,
     add_tokenizer,
@@ -122,6 +124,39 @@ async def test_all_apis_give_the_engine_the_images(folder: Path) -> None:
         request = Request("a", list(prompt), calls[0].sampling, inputs=inputs)
         local.run([request], 1)
     assert request.output == of.by_transformers(model, whole, 6)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
+async def test_images_of_gemma_are_put_where_its_processor_puts_them(tmp_path: Path, kind: str) -> None:
+    """And a placeholder that a user writes stays text."""
+    make_image_model(tmp_path, kind)
+    add_tokenizer(tmp_path, kind)
+    first, second = picture(1, 40, 40), picture(2, 24, 33)
+    _, _, token, shown = GEMMA[kind]
+    parts, engine = ("What is ", file_of(first), shown, file_of(second), "?"), FakeEngine(says("ok"))
+    async with edge(tmp_path, engine) as client:
+        reply = await client.post(CHAT, json=chat(*parts))
+        assert reply.status_code == 200, reply.text
+        body = {"messages": chat(*parts)["messages"]}
+        assert (await client.post("/tokenize", json=body)).json()["count"] == len(engine.calls[0].prompt)
+    prompt, inputs = engine.calls[0].prompt, engine.calls[0].inputs
+    assert inputs is not None and not inputs.positions and len(inputs.images) == 2
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    around, last = [], 0
+    for image in inputs.images:
+        around.append(list(prompt[last : image.start]))
+        last = image.end
+    around.append(list(prompt[last:]))
+    texts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in around]
+    begin, end = GEMMA[kind][:2]
+    blank = "\n\n" if kind == "gemma3" else ""
+    assert texts == [
+        f"<|im_start|>user\nWhat is {blank}{begin}",
+        f"{end}{blank}{shown}{blank}{begin}",
+        f"{end}{blank}?<|im_end|>\n<|im_start|>assistant\n",
+    ]
+    special = {tokenizer.token_to_id(begin), tokenizer.token_to_id(token)}
+    assert special & set(around[1]) == {around[1][-1]}, "the user's placeholder is plain text"
 
 
 async def test_a_conversation_goes_on_after_an_image(folder: Path) -> None:
