@@ -163,7 +163,7 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
 def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
     """Return the plan of a backend with a span: a row's result does not depend on other requests. Launches one small
     kernel."""
-    device, span, tiles = batch.prefix_len.device, backend.span, shape.fixed_tiles
+    device, span, tiles = batch.prefix_len.device, backend.span, shape.fixed_tiles(batch.rows)
     assert span is not None
     items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len, batch.window)
     each = partial_rows(tiles, batch.rows * shape.group)
@@ -221,7 +221,7 @@ class _PreparedSpans(Prepared):
             self._plan(shape)
             return is_new
         if is_new:
-            rows = max(1, min(MAX_PIECE_ROWS, shape.fixed_tiles.block_m // shape.group))
+            rows = max(1, min(MAX_PIECE_ROWS, shape.fixed_tiles(1).block_m // shape.group))
             self.pieces[shape] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
         for pieces, _ in self.pieces[shape]:
             is_new |= pieces.plan(q, kv, rule)

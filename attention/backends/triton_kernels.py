@@ -23,7 +23,10 @@ from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
 from aerie.kernels.kv.views import LatentKV, LayerKV
 
-FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)  # for backends with a span; unused rows cost no reads
+# For backends with a span. Tiles of 16 rows and of 64 give a row the same bits: their instructions differ, the order of
+# additions does not (H200).
+FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)
+FIXED_TILES_OF_FEW = DecodeTiles(16, 64, 4, 3, 2, 0)
 WIDE_FIXED_TILES = DecodeTiles(64, 32, 8, 2, 1, 0)  # for heads of more than 256 dimensions
 
 
@@ -72,16 +75,18 @@ class LayerShape:
             return decode_tiles(rows * self.group, self.dim, self.itemsize, density, self.kv_itemsize)
         return latent_tiles(rows * self.group, self.itemsize, density, self.kv_itemsize)
 
-    @property
-    def fixed_tiles(self) -> DecodeTiles:
+    def fixed_tiles(self, rows: int) -> DecodeTiles:
+        """Return the tiles of a round whose plan is fixed. rows: rows per request."""
         if self.rotated is not None:
             return FIXED_LATENT_TILES
-        return FIXED_TILES if self.dim <= 256 else WIDE_FIXED_TILES
+        if self.dim > 256:
+            return WIDE_FIXED_TILES
+        return FIXED_TILES_OF_FEW if rows * self.group <= FIXED_TILES_OF_FEW.block_m else FIXED_TILES
 
     @property
     def fixed_prefill_tiles(self) -> PrefillTiles:
         """Tiles of prompt chunks with the columns of `fixed_tiles`, for K/V heads."""
-        block_n, group = self.fixed_tiles.block_n, self.group
+        block_n, group = self.fixed_tiles(1).block_n, self.group
         if INTERPRETED:
             return PrefillTiles(max(16, triton.next_power_of_2(group)), block_n, 1, 1)
         if self.dim <= 128:

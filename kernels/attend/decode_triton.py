@@ -11,9 +11,10 @@ Partial results are merged in one of two ways:
 
 In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on the positions of its
 ancestors in a tree, and are those of `fixed_prefill_triton`. Tiles have one shape and items are spans that depend on
-positions only (`spans_triton`), which a second kernel folds in order. In trees (PATHS), items with nodes are computed
-by programs for single rows, with that row's path in chain order. Masked columns leave a row's sums bitwise
-unchanged (weight 2^-inf = 0, factor 2^0 = 1), and so does an empty partial in a merge (1 * part / 1).
+positions only (`spans_triton`), which a second kernel folds in order. In trees (PATHS), tiles with nodes are read for
+each row with that row's path in chain order: in small batches by programs for single rows (ROWS_APART), else row after
+row by the item's program. Masked columns leave a row's sums bitwise unchanged (weight 2^-inf = 0, factor 2^0 = 1), and
+so does an empty partial in a merge (1 * part / 1).
 
 `latent_decode_triton` shares plan, merging and softmax. Its loop differs: K and V are one tile, which is read once and
 multiplied in either orientation.
@@ -38,7 +39,7 @@ from aerie.kernels.attend.online_softmax_triton import (
 from aerie.kernels.attend.scores import LOG2_E, ScoreRule
 from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
-from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_columns, path_length, sees
+from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_length, path_tile, sees
 from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.batches import DecodeBatch
 from aerie.kernels.kv.fp8 import FP8, weight_unit
@@ -46,6 +47,8 @@ from aerie.kernels.kv.fp8_triton import as_multiplied
 from aerie.kernels.kv.mask_bits import MASK_BITS
 from aerie.kernels.kv.views import LayerKV
 from aerie.kernels.pdl import pdl_wait
+
+MOST_APART = 512  # programs for single rows, about half of which have work: two for each multiprocessor of an H200
 
 
 @triton.jit(
@@ -56,6 +59,7 @@ from aerie.kernels.pdl import pdl_wait
         "suffix_len",
         "num_tickets",
         "num_items",
+        "each",
         "span",
     ]
 )
@@ -82,6 +86,7 @@ def _attend_decode(
     num_tickets,
     sinks_ptr,
     num_items,
+    each,
     span,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -95,6 +100,7 @@ def _attend_decode(
     FAN: tl.constexpr,
     APART: tl.constexpr,
     PATHS: tl.constexpr,
+    ROWS_APART: tl.constexpr,
     FIXED: tl.constexpr,
     SPANS: tl.constexpr,
     PART_M: tl.constexpr,
@@ -108,7 +114,7 @@ def _attend_decode(
     # FP8 pages are read as pairs of numbers (`score_pairs`); acc has the even columns, acc_odd the odd ones.
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
-    if PATHS:
+    if ROWS_APART:
         # Programs for items and all rows, then programs for each row's items that contain its path (at most two).
         alone = tl.program_id(0) - COLUMNS * num_items
         if alone < 0:
@@ -116,24 +122,29 @@ def _attend_decode(
             item = items_ptr + tl.program_id(0) // COLUMNS * ITEM_FIELDS
             packed = block // KV_HEADS * BLOCK_M + m
             live = packed < ROWS * GROUP
-            own_row = 0
+            first_row = 0
         else:
-            block, own_row = alone % KV_HEADS, alone // KV_HEADS % ROWS
+            block, first_row = alone % KV_HEADS, alone // KV_HEADS % ROWS
             of_request = alone // (KV_HEADS * ROWS) // 2
-            each = num_items * (2 * KV_HEADS * ROWS) // (tl.num_programs(0) - COLUMNS * num_items)
             first_item = items_ptr + of_request * each * ITEM_FIELDS
             tail = tl.load(prefix_ptr + of_request) // BLOCK_N * BLOCK_N
             at = span_of(tail, span) - span_of(tl.load(first_item + 1), span) + alone // (KV_HEADS * ROWS) % 2
             if at >= tl.load(first_item + 5):
                 return
             item = first_item + at * ITEM_FIELDS
-            packed = own_row * GROUP + m
+            packed = first_row * GROUP + m
             live = m < GROUP
+        end_row = first_row + 1
     else:
-        block = tl.program_id(0)
-        item = items_ptr + tl.program_id(1) * ITEM_FIELDS
+        block, at = tl.program_id(0), tl.program_id(1)
+        if FIXED:  # last items first: they are the longest
+            num_requests = num_items // each
+            at = at % num_requests * each + each - 1 - at // num_requests
+        item = items_ptr + at * ITEM_FIELDS
         packed = block // KV_HEADS * BLOCK_M + m
         live = packed < ROWS * GROUP
+        first_row = block // KV_HEADS * BLOCK_M // GROUP
+        end_row = tl.minimum(ROWS, (block // KV_HEADS * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
     head = block % KV_HEADS
     request = tl.load(item)
     if request < 0:
@@ -144,8 +155,8 @@ def _attend_decode(
     prefix = tl.load(prefix_ptr + request)
     if PATHS:
         shared_end = prefix // BLOCK_N * BLOCK_N
-        if (alone < 0) == (high > shared_end):
-            return  # all rows have no path here, or each has its own
+    if ROWS_APART and (alone < 0) == (high > shared_end):
+        return  # all rows have no path here, or each has its own
     bits = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride, mask=live, other=0)
     last = prefix + suffix_len - 1
     if WINDOW:
@@ -209,20 +220,29 @@ def _attend_decode(
         else:
             top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
     if PATHS:
-        path = tl.load(mask_ptr + request * mask_request_stride + own_row * mask_row_stride)
-        for start in range(tl.maximum(low, shared_end), high, BLOCK_N):
-            place, seen = path_columns(path, start + n - prefix)
-            if WINDOW:
-                seen = seen & (start + n >= oldest_seen(path, prefix, WINDOW))
-            column_of = tl.where(start + n < prefix, start + n, prefix + place)
-            token = tl.load(table + column_of // PAGE).to(tl.int64) * PAGE + column_of % PAGE
+        # A step loads the page numbers of the next tile and the path of the one after that, as the loop above does.
+        own_low = tl.maximum(low, shared_end)
+        num_tiles = tl.cdiv(tl.maximum(high - own_low, 0), BLOCK_N)
+        of_a_row, last_tile = tl.maximum(num_tiles, 1), num_tiles * (end_row - first_row) - 1
+        paths = mask_ptr + request * mask_request_stride + first_row * mask_row_stride
+        path = tl.load(paths, mask=num_tiles > 0, other=0)
+        column_of, there = path_tile(path, own_low, n, prefix, WINDOW)
+        page = tl.load(table + column_of // PAGE, mask=num_tiles > 0, other=0)
+        path = tl.load(paths + tl.minimum(1, last_tile) // of_a_row * mask_row_stride, mask=num_tiles > 0, other=0)
+        for i in range(last_tile + 1):
+            token, seen = page.to(tl.int64) * PAGE + column_of % PAGE, there
+            later = tl.minimum(i + 1, last_tile)
+            column_of, there = path_tile(path, own_low + later % of_a_row * BLOCK_N, n, prefix, WINDOW)
+            page = tl.load(table + column_of // PAGE)
+            path = tl.load(paths + tl.minimum(i + 2, last_tile) // of_a_row * mask_row_stride)
             if PAIRS:
                 scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
             else:
                 scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
             if SOFT_CAP is not None:
                 scores = soft_capped(scores, factor)
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+            seen = seen[None, :] & (packed // GROUP == first_row + i // of_a_row)[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
             if PAIRS:
                 top, total, acc, acc_odd = accumulate_pairs(
                     scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT
@@ -240,7 +260,7 @@ def _attend_decode(
         tl.store(out[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
     else:
         part_row = (partial * COLUMNS + block) * PART_M + m
-        if PATHS:
+        if ROWS_APART:
             part_row = (partial * COLUMNS + packed // BLOCK_M * KV_HEADS + head) * PART_M + packed % BLOCK_M
         tl.store((part_ptr + part_row.to(tl.int64) * D)[:, None] + d[None, :], acc, mask=live[:, None])
         tl.store(lse_ptr + part_row, lse, mask=live)
@@ -295,9 +315,11 @@ def attend_decode(
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
     num_items, paths = plan.items.items.shape[0], plan.fixed and not batch.is_causal
-    grid = (columns, num_items)
+    grid, rows_apart = (columns, num_items), False
     if paths:
-        grid = (columns * num_items + 2 * batch.rows * num_kv_heads * batch.num_requests, 1)
+        of_rows = 2 * batch.rows * num_kv_heads * batch.num_requests
+        rows_apart = of_rows <= MOST_APART
+        grid = (columns * num_items + of_rows, 1) if rows_apart else grid
     _attend_decode[grid](
         q,
         *pages_of(kv),
@@ -320,6 +342,7 @@ def attend_decode(
         workspace.tickets.shape[0] // 2,
         sinks,
         num_items,
+        num_items // batch.num_requests,
         plan.span,
         PAGE=page_size,
         **shape,
@@ -329,6 +352,7 @@ def attend_decode(
         FAN=FAN,
         APART=plan.apart,
         PATHS=paths,
+        ROWS_APART=rows_apart,
         FIXED=plan.fixed,
         SPANS=batch.suffix_len > MASK_BITS,
         PART_M=part_m,

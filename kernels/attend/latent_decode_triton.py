@@ -29,7 +29,7 @@ from aerie.kernels.attend.latent_tile_triton import (
 from aerie.kernels.attend.merge_states_triton import merge_apart, merge_by_the_last
 from aerie.kernels.attend.scores import LOG2_E
 from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
-from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_columns
+from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_tile
 from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.batches import DecodeBatch
 from aerie.kernels.kv.fp8 import FP8, weight_unit
@@ -147,10 +147,7 @@ def _attend_latent(
         for start in range(tl.maximum(low, shared_end), high, BLOCK_N):
             for r in range(first_row, end_row):
                 path = tl.load(mask_ptr + request * mask_request_stride + r * mask_row_stride)
-                place, there = path_columns(path, start + n - prefix)
-                if WINDOW:
-                    there = there & (start + n >= oldest_seen(path, prefix, WINDOW))
-                column = tl.where(start + n < prefix, start + n, prefix + place)
+                column, there = path_tile(path, start, n, prefix, WINDOW)
                 token = tl.load(table + column // PAGE).to(tl.int64) * PAGE + column % PAGE
                 latent, rotated = load_latent_rows(rows_ptr, token, W, R)
                 if PAIRS:

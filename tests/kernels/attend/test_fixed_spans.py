@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 
 from aerie.attention.backends.triton_backend import FIXED_SPAN, TritonBackend, list_pieces  # noqa: E402
 from aerie.attention.kv_cache.pool import KVPool  # noqa: E402
-from aerie.kernels.attend import references, split_kv_triton  # noqa: E402
+from aerie.kernels.attend import decode_triton, references, split_kv_triton  # noqa: E402
 from aerie.kernels.attend.fixed import spans_triton  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule  # noqa: E402
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
@@ -83,6 +83,12 @@ def sinks_of(rule: ScoreRule) -> Tensor | None:
     return torch.linspace(-1.0, 2.0, GROUP * KV_HEADS, device=DEVICE) if rule.has_sinks else None
 
 
+@pytest.fixture(params=[0, 10**6], ids=["together", "apart"])
+def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a tree's rows have programs of their own, which batches decide by their size."""
+    monkeypatch.setattr(decode_triton, "MOST_APART", request.param)
+
+
 def test_spans_depend_on_positions_only() -> None:
     sizes = [b - a for a, b in pairwise(spans_triton.span_starts(200_000, 64))]
     assert sizes[:-1] == [64] * 4 + [128] * 6 + [256] * 12 + [512] * 24 + [1024] * (len(sizes) - 47)
@@ -115,6 +121,7 @@ def test_contexts_are_cut_at_the_same_places_in_every_batch(window: int | None) 
 @pytest.mark.parametrize("rows,suffix_len", [(1, 1), (5, 9)] if INTERPRETED else [(1, 1), (4, 4), (5, 9), (21, 21)])
 @pytest.mark.parametrize("mode", [Mode.VERIFY, Mode.DRAFT_EXTEND])
 @pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.usefixtures("rows_by")
 def test_attention_is_right(rows: int, suffix_len: int, mode: Mode, window: int | None) -> None:
     torch.manual_seed(rows)
     num_pages = sum(-(-(n + suffix_len) // PAGE) for n in PREFIXES) + 3
@@ -137,6 +144,7 @@ def test_rows_of_a_chain_equal_rows_of_their_own(rows: int, declared: bool) -> N
 
 
 @pytest.mark.parametrize("rule", RULES, ids=RULED)
+@pytest.mark.usefixtures("rows_by")
 def test_rows_of_a_tree_equal_those_of_their_path(rule: ScoreRule) -> None:
     """Path 0, 2, 3, 7 of a tree of 9 nodes, the others being something else."""
     torch.manual_seed(8)
@@ -164,6 +172,7 @@ def token_place(table: Tensor, position: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("rows", [4] if INTERPRETED else [1, 4])
+@pytest.mark.usefixtures("rows_by")
 def test_rows_do_not_depend_on_the_other_requests(rows: int) -> None:
     """Nor on what an earlier pass left in the workspace, or on how long requests may be."""
     torch.manual_seed(9)

@@ -10,7 +10,7 @@ import pytest
 
 triton = pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from aerie.attention.backends.triton_kernels import FIXED_TILES, LayerShape  # noqa: E402
+from aerie.attention.backends.triton_kernels import LayerShape  # noqa: E402
 from aerie.kernels.attend import (  # noqa: E402
     decode_plan_triton,
     decode_triton,
@@ -156,6 +156,7 @@ def decode_constants(
         "FAN": decode_plan_triton.FAN,
         "APART": False,
         "PATHS": False,
+        "ROWS_APART": False,
         "FIXED": False,
         "SPANS": rows > 63,
         "PART_M": tiles.block_m,
@@ -364,21 +365,22 @@ def test_expanded_chunk_attention_fits_hopper(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rows,group,head_dim,paths",
+    "rows,group,head_dim,paths,apart",
     [
-        (1, 4, 128, False),
-        (16, 4, 128, True),
-        *slow((1, 4, 128, True), (16, 4, 128, False), (16, 8, 64, False), (16, 8, 64, True)),
+        (1, 4, 128, False, False),
+        (16, 4, 128, True, False),
+        (16, 4, 128, True, True),
+        *slow((1, 4, 128, True, True), (16, 4, 128, False, False), (16, 8, 64, False, False), (16, 8, 64, True, False)),
     ],
 )
 def test_decode_attention_in_fixed_spans_fits_hopper(
-    rows: int, group: int, head_dim: int, paths: bool, tmp_path: Path
+    rows: int, group: int, head_dim: int, paths: bool, apart: bool, tmp_path: Path
 ) -> None:
-    tiles = FIXED_TILES
+    tiles = LayerShape(8 * group, 8, head_dim, None, 2, 2).fixed_tiles(rows)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16")
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
     constants = decode_constants(rows, group, head_dim, 16, tiles)
-    constants |= {"APART": True, "PATHS": paths, "FIXED": True}
+    constants |= {"APART": True, "PATHS": paths, "ROWS_APART": apart, "FIXED": True}
     constants["PART_M"] = decode_plan_triton.partial_rows(tiles, rows * group)
     spills, shared, ptx = compiled(
         decode_triton._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages, enable_fp_fusion=False
@@ -402,7 +404,7 @@ def test_chunk_attention_in_fixed_spans_fits_hopper(
 ) -> None:
     shape = LayerShape(8 * group, 8, head_dim, None, 2, 1 if kv == "i16" else 2)
     tiles = shape.fixed_prefill_tiles
-    assert tiles.block_n == shape.fixed_tiles.block_n, "the columns of a tile enter a row's result"
+    assert tiles.block_n == shape.fixed_tiles(1).block_n, "the columns of a tile enter a row's result"
     pointers = {"q_ptr": "bf16", "k_ptr": kv, "v_ptr": kv, "out_ptr": "bf16", "sinks_ptr": "fp32"}
     constants = {
         "GROUP": group,
