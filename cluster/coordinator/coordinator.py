@@ -152,7 +152,9 @@ class Coordinator:
             elif isinstance(call, TransferCall):
                 error, loaded = self._transfers.call(call)
             elif isinstance(call, LoadLora):
-                error = first_error(self._answers(lambda on_answered: self._loop.load_adapter(call, on_answered)))
+                answered: Future[str] = Future()
+                self._call(lambda: self._loop.load_adapter(call, answered.set_result))
+                error = answered.result(ADMIN_TIMEOUT_S)
             elif isinstance(call, UnloadLora):
                 self._call(lambda: self._loop.unload_adapter(call))
         except TimeoutError:

@@ -20,6 +20,7 @@ from aerie.cluster.transport.channel import Context
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome
 from aerie.cluster.transport.reactor import Reactor
 from aerie.cluster.transport.sockets import Transport
+from aerie.workers.scheduling.adapters import OnLoaded
 from aerie.workers.scheduling.commands.command import CommandAnswer, ReleasePages, RestorePages, Work, first_error
 from aerie.workers.scheduling.commands.command_queue import OnAnswered
 from aerie.workers.scheduling.cost_table import CostTable
@@ -102,7 +103,7 @@ class CoordinatorLoop:
 
         The next plan is sent before the last result's tokens, because ranks wait for it. The wait ends when periodic
         work or a delayed plan is due."""
-        due_s = min(self._housekeeping_due_s, self._plan_due_s, self.streams.states.due_s)
+        due_s = min(self._housekeeping_due_s, self._plan_due_s, self.streams.states.due_s, self._scheduler.adapters.due_s)
         self.reactor.turn(max(0.0, due_s - self._clock()))
         if self.is_stopping:
             return  # `end` was called meanwhile and has closed all sockets
@@ -182,7 +183,7 @@ class CoordinatorLoop:
         if self.status != "dead":
             self._publish()  # events of the same iteration
         self.streams.fail_all(reason)
-        self._scheduler.commands.fail_all(reason)
+        self._scheduler.fail_commands(reason)
         if self._worker_group is not None:
             self._worker_group.stop()
             self._worker_group.close(_LINGER_MS)
@@ -216,11 +217,11 @@ class CoordinatorLoop:
         else:
             self._scheduler.add_command(work, on_answered)
 
-    def load_adapter(self, call: LoadLora, on_answered: OnAnswered) -> None:
+    def load_adapter(self, call: LoadLora, on_loaded: OnLoaded) -> None:
         """Load a LoRA adapter; see `Adapters.load`. Raises ValueError."""
         if self._worker_group is None:
             raise ValueError(self._fault())
-        self._scheduler.adapters.load(call.name, call.path, on_answered, call.in_place)
+        self._scheduler.adapters.load(call.name, call.path, on_loaded, call.in_place)
 
     def unload_adapter(self, call: UnloadLora) -> None:
         """Unload a LoRA adapter; see `Adapters.unload`. Raises ValueError."""

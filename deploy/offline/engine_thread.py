@@ -23,7 +23,6 @@ from aerie.cluster.transport.messages import TokenDelta
 from aerie.deploy.offline.receivers import LoopReceiver, QueueReceiver, Receiver
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.workers.runner.local_engine import LocalEngine
-from aerie.workers.scheduling.commands.command import CommandAnswer, first_error
 from aerie.workers.scheduling.request import QueueFullError, Request, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -134,12 +133,12 @@ class EngineThread:
         return result
 
     def load_adapter(self, name: str, path: str) -> "Future[str]":
-        """Load a LoRA adapter between two steps, unless it is loaded. Return a future of its name, which raises
+        """Load a LoRA adapter beside steps, unless it is loaded. Return a future of its name, which raises
         ValueError if it does not fit."""
         result: Future[str] = Future()
 
-        def answered(answers: Sequence[CommandAnswer]) -> None:
-            if error := first_error(answers):
+        def loaded(error: str) -> None:
+            if error:
                 result.set_exception(ValueError(error))
             else:
                 result.set_result(name)
@@ -148,7 +147,7 @@ class EngineThread:
             if any((each.name, each.path) == (name, path) for each in engine.scheduler.adapters.loaded):
                 result.set_result(name)
             else:
-                engine.scheduler.adapters.load(name, path, answered, replace=True)
+                engine.scheduler.adapters.load(name, path, loaded, replace=True)
 
         def begun(call: "Future[None]") -> None:
             if (error := call.exception()) is not None:
@@ -233,7 +232,7 @@ class _EngineLoop:
 
     def _serve(self, engine: LocalEngine) -> None:
         while True:
-            has_commands = not engine.scheduler.commands.is_empty
+            has_commands = not engine.scheduler.commands.is_empty or engine.scheduler.adapters.is_loading
             is_idle = not (self.waiting or self._running or engine.executor.num_pending or has_commands)
             if is_idle or not self.commands.empty():
                 command = self.commands.get()
@@ -244,7 +243,7 @@ class _EngineLoop:
                 continue
             self._start(engine)
             self._take(engine.step(), engine)
-        engine.scheduler.commands.fail_all("the engine was closed")
+        engine.scheduler.fail_commands("the engine was closed")
         while engine.executor.num_pending:
             engine.executor.take()
 

@@ -77,8 +77,8 @@ class AdapterNames:
 
 def read_layers(
     folder: str | Path, names: AdapterNames, tables: Mapping[str, LoraTables], max_rank: int
-) -> tuple[AdapterConfig, dict[str, LayerMatrices]]:
-    """Read an adapter's folder, and return its configuration and this rank's matrices by path of layer.
+) -> dict[str, LayerMatrices]:
+    """Read an adapter's folder, and return this rank's matrices by path of layer.
 
     tables: of all layers that adapters may change, by path; only their shapes and dtype are read.
     max_rank: `LoraConfig.max_lora_rank`.
@@ -102,7 +102,7 @@ def read_layers(
         raise ValueError(f"adapter {folder}: does not fit; {'; '.join(faults[:_NAMED_IN_ERRORS])}{more}")
     if not found:
         raise ValueError(f"adapter {folder}: {WEIGHTS_FILE} has no matrices")
-    return config, found
+    return found
 
 
 def _modules(folder: Path, config: AdapterConfig, faults: list[str]) -> Iterator[tuple[str, Matrices]]:

@@ -203,7 +203,7 @@ def load_parts(
     if worker.lora is not None:
         remedy = "lower lora.max_loras or lora.max_lora_rank"
         with memory.counting_weights(), must_fit("the tables of adapters", remedy):
-            adapters = RankAdapters(model, names, worker.lora, slots.values["adapter"], group, name)
+            adapters = RankAdapters(model, names, worker.lora, slots.values["adapter"], name)
         done(f"{len(worker.lora.modules)} adapters loaded")
     target = TargetRunner(model, pool, backends, states, None if adapters is None else adapters.row_index)
     sampler = Sampler(slots, model.lm_head.shard, masks)

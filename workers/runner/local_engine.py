@@ -25,6 +25,8 @@ from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request, RequestOutput
 from aerie.workers.scheduling.scheduler import Scheduler
 
+_READING_S = 0.001
+
 Listener = Callable[[RequestOutput], object]
 
 
@@ -37,7 +39,7 @@ class LocalEngine:
 
     def step(self) -> list[RequestOutput]:
         """Submit the next plan, if there is one. Then take one result, if two are pending or there was no plan. If
-        neither, carry out the next command."""
+        neither, carry out the next command, or wait for a moment while an adapter is read."""
         plan = self.scheduler.schedule()
         if plan is not None:
             self.executor.submit(plan)
@@ -45,6 +47,9 @@ class LocalEngine:
             return self.scheduler.apply(self.executor.take())
         if plan is None and (command := self.scheduler.next_command()) is not None:
             self.scheduler.command_answered(self.executor.carry_out(command))
+            return []
+        if plan is None and self.scheduler.adapters.is_loading:
+            time.sleep(_READING_S)
             return []
         assert plan is not None or self.scheduler.num_waiting == 0, "requests wait but no step can run"
         return []

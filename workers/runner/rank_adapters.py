@@ -1,21 +1,24 @@
 """A rank's adapters: all of them in host memory, as many as `LoraConfig.max_loras` in the layers' tables. Built by
 `aerie.workers.runner.build`; the scheduler decides which are where (`aerie.workers.scheduling.adapters`)."""
 
-import time
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor, nn
 
 from aerie.kernels.lora.product import LoraTables
 from aerie.kernels.to_device import pinned
 from aerie.workers.config import LoraConfig
-from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.lora.adapter_file import AdapterNames, LayerMatrices, read_layers
 from aerie.workers.lora.layers import AdaptedMethod, AdapterRows, allocate_tables, checked_layers, padded_rank
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.runner.commands import CommandHandlers
-from aerie.workers.runner.graphs.step_capture import on_any_rank
-from aerie.workers.scheduling.commands.command import LoadAdapter, LoadedAdapter, UnloadAdapter
+from aerie.workers.scheduling.commands.command import AdapterReads, InspectAdapters, LoadAdapter, UnloadAdapter
+
+logger = logging.getLogger(__name__)
+
+Read = Mapping[str, LayerMatrices]  # one adapter's matrices by path of layer
 
 
 class RankAdapters:
@@ -25,7 +28,7 @@ class RankAdapters:
     """
 
     def __init__(
-        self, model: nn.Module, names: NameMap, config: LoraConfig, of_slot: Tensor, group: TPGroup, title: str
+        self, model: nn.Module, names: NameMap, config: LoraConfig, of_slot: Tensor, title: str
     ) -> None:
         """model: finished. names: the checkpoint's names of its tensors. of_slot: see `AdapterRows`. title: names the
         model in errors. Raises ValueError if adapters cannot change any layer of it, or one of `config.modules` does
@@ -34,8 +37,10 @@ class RankAdapters:
         self._max_rank = config.max_lora_rank
         self.row_index = AdapterRows(of_slot)
         self._names = AdapterNames(layers, names)
-        self._group, self._device = group, of_slot.device
-        self._host: dict[int, dict[str, LayerMatrices]] = {}
+        self._device = of_slot.device
+        self._host: dict[int, Read] = {}
+        self._reads: dict[int, Future[Read]] = {}
+        self._reader = ThreadPoolExecutor(1, "adapters")  # one: steps need the other cores
         self._tables: dict[str, LoraTables] = {}
         rank = padded_rank(config.max_lora_rank)
         for path, layer in layers.items():
@@ -44,32 +49,35 @@ class RankAdapters:
             self._tables[path] = tables
         for number, (name, folder) in enumerate(config.modules.items()):
             try:
-                self._read(number, folder)
+                self._host[number] = self._read(folder)
             except ValueError as error:
                 raise ValueError(f"lora.modules.{name}: {error}") from None
 
     def register(self, handlers: CommandHandlers) -> None:
         """Carry out the commands of adapters."""
         handlers.add(LoadAdapter, self.load)
+        handlers.add(InspectAdapters, self.inspect)
         handlers.add(UnloadAdapter, self.unload)
 
-    def load(self, work: LoadAdapter) -> LoadedAdapter:
-        """Read an adapter to host memory. Raises ValueError, and nothing has changed, if a rank refuses it."""
-        began_s = time.perf_counter()
-        refusal: Exception | None = None
-        try:
-            rank = self._read(work.number, work.path)
-        except Exception as error:  # such as a file that cannot be read, or no memory
-            refusal = error
-        if on_any_rank(refusal is not None, self._group, self._device):
-            self._host.pop(work.number, None)
-            raise refusal or ValueError("another rank refused this adapter")
-        return LoadedAdapter(rank, time.perf_counter() - began_s)
+    def load(self, work: LoadAdapter) -> AdapterReads:
+        """Start to read an adapter."""
+        self._reads[work.number] = self._reader.submit(self._read, work.path)
+        return AdapterReads()
 
-    def unload(self, work: UnloadAdapter) -> LoadedAdapter:
+    def inspect(self, work: InspectAdapters) -> AdapterReads:
+        """Take what has been read, and report it."""
+        for number in work.numbers:
+            if number in self._reads and self._reads[number].done() and self._reads[number].exception() is None:
+                self._host[number] = self._reads.pop(number).result()
+        failed = {number: _text(read.exception()) for number, read in self._reads.items() if read.done()}
+        return AdapterReads({number: failed.get(number, "") for number in work.numbers if number in failed | self._host})
+
+    def unload(self, work: UnloadAdapter) -> AdapterReads:
         """Free an adapter's host memory."""
         self._host.pop(work.number, None)
-        return LoadedAdapter(0, 0.0)
+        if work.number in self._reads:
+            self._reads.pop(work.number).cancel()
+        return AdapterReads()
 
     def place(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy adapters to places of the tables, after the steps launched so far. pairs: (number, place)."""
@@ -83,11 +91,15 @@ class RankAdapters:
                     tables.down[place].copy_(matrices.down, non_blocking=True)
                     tables.up[place].copy_(matrices.up, non_blocking=True)
 
-    def _read(self, number: int, folder: str) -> int:
-        """Read an adapter to host memory. Return its rank."""
-        config, layers = read_layers(folder, self._names, self._tables, self._max_rank)
-        self._host[number] = {
+    def _read(self, folder: str) -> Read:
+        """Read an adapter to host memory. Raises ValueError if it does not fit."""
+        return {
             path: LayerMatrices(pinned(each.down, self._device), pinned(each.up, self._device))
-            for path, each in layers.items()
+            for path, each in read_layers(folder, self._names, self._tables, self._max_rank).items()
         }
-        return config.max_rank
+
+
+def _text(error: BaseException | None) -> str:
+    if not isinstance(error, ValueError):  # such as no memory
+        logger.error("an adapter could not be read", exc_info=error)
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -1,24 +1,30 @@
 """The LoRA adapters that an engine has: their names, which of them are in the ranks' tables, and how many requests have
 each. Used by `aerie.workers.scheduling.scheduler`. Pure.
 
-An adapter gets a number when it is loaded. A request keeps the adapter of its arrival, also if another one is loaded
+Ranks read adapters beside steps, and are asked repeatedly whether they have; requests wait for an adapter that new ranks
+are still reading. An adapter gets a number when it is loaded. A request keeps the adapter of its arrival, also if another one is loaded
 under the same name, or it is unloaded; the ranks forget an adapter when no request has it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from aerie.workers.config import LoraConfig
 from aerie.workers.scheduling.commands.command import (
+    AdapterReads,
     CommandAnswer,
+    InspectAdapters,
     LoadAdapter,
     UnloadAdapter,
     first_error,
 )
-from aerie.workers.scheduling.commands.command_queue import CommandQueue, OnAnswered
+from aerie.workers.scheduling.commands.command_queue import CommandQueue
 from aerie.workers.scheduling.plan import pack_i32
 
+OnLoaded = Callable[[str], None]  # called with why an adapter could not be loaded, or ""
 MAX_PASS_S = 1.0  # time for which requests with adapters may pass one whose adapter has no place
+_FIRST_POLL_S, _MAX_POLL_S = 0.005, 0.1  # a poll drains the steps in flight: once in 20 steps of 5 ms
 _NONE = "this engine has no adapters; start it with enable_lora"
 
 
@@ -30,6 +36,7 @@ class Adapter:
     num_requests: unfinished requests that have it. num_running: those with a slot.
     last_used: number of uses of all adapters at its last one.
     is_unloaded: whether new requests cannot have it.
+    is_read: whether the ranks have read it, so that requests may run.
     """
 
     name: str
@@ -40,27 +47,32 @@ class Adapter:
     num_running: int = 0
     last_used: int = 0
     is_unloaded: bool = False
+    is_read: bool = True
 
 
 class Adapters:
     """See the module.
 
+    clock: returns seconds.
     is_enabled: whether the engine can have adapters.
+    due_s: when to ask the ranks again whether they have read what is loading.
     on_lost: called with each adapter that new ranks could not read again, and the reason; its requests must end.
     """
 
-    def __init__(self, config: LoraConfig | None, commands: CommandQueue) -> None:
+    def __init__(self, config: LoraConfig | None, commands: CommandQueue, clock: Callable[[], float]) -> None:
         self.is_enabled = config is not None
         self.on_lost: Callable[[Adapter, str], None] = lambda adapter, reason: None
         self._config = config or LoraConfig()
         self._commands = commands
+        self._clock = clock
+        self._reading: dict[int, tuple[Adapter, OnLoaded]] = {}  # by number
+        self._poll_s, self.due_s = _FIRST_POLL_S, math.inf
         modules = self._config.modules.items()
         self._by_name = {name: Adapter(name, number, path) for number, (name, path) in enumerate(modules)}
         self._places: list[Adapter | None] = [None] * self._config.max_loras
         self._changes: list[tuple[int, int]] = []  # (number, place) since the last plan
         self._retired: set[Adapter] = set()  # unloaded, but requests have them
         self._next_number, self._num_uses = len(self._by_name), 0
-        self._loading: set[str] = set()
 
     @property
     def loaded(self) -> list[Adapter]:
@@ -88,10 +100,10 @@ class Adapters:
             self._forget_unused(adapter)
 
     def has_room(self, adapter: Adapter | None) -> bool:
-        """Whether a request with this adapter may get a slot: it is in the tables, or a place is unused."""
-        return (
-            adapter is None or adapter.place >= 0 or any(each is None or not each.num_running for each in self._places)
-        )
+        """Whether a request with this adapter may get a slot: the adapter is in the tables, or a place is unused."""
+        if adapter is None or adapter.place >= 0:
+            return True
+        return adapter.is_read and any(each is None or not each.num_running for each in self._places)
 
     def enter(self, adapter: Adapter | None) -> int:
         """Record that a request gets a slot. Return the place of its adapter, from the next plan on; -1 without one.
@@ -126,35 +138,73 @@ class Adapters:
         self._changes.clear()
         return pack_i32([value for place, number in changes.items() for value in (number, place)])
 
-    def load(self, name: str, path: str, on_answered: OnAnswered, replace: bool = False) -> None:
+    @property
+    def is_loading(self) -> bool:
+        """Whether ranks read an adapter."""
+        return bool(self._reading)
+
+    def load(self, name: str, path: str, on_loaded: OnLoaded, replace: bool = False) -> None:
         """Load an adapter beside running requests.
 
         replace: whether `name` may be loaded already; requests that come after the load have the new one.
-        Raises ValueError if it cannot be loaded; the command may still fail then, and nothing has changed.
+        on_loaded: called once it is loaded, or has failed, and nothing has changed.
+        Raises ValueError if it cannot be loaded.
         """
         if not self.is_enabled:
             raise ValueError(_NONE)
         if not name or not path:
             raise ValueError("lora_name, lora_path: must not be empty")
-        if name in self._loading:
+        loading = [adapter.name for adapter, _ in self._reading.values()]
+        if name in loading:
             raise ValueError(f"adapter {name}: is being loaded; wait for it")
         if name in self._by_name and not replace:
             raise ValueError(f"adapter {name}: is loaded already; unload it, or set load_inplace")
         limit = self._config.max_cpu_loras
-        if limit is not None and len(self._by_name | dict.fromkeys((*self._loading, name))) > limit:
+        if limit is not None and len({*self._by_name, *loading, name}) > limit:
             raise ValueError(f"adapter {name}: {limit} adapters are loaded, as many as max_cpu_loras; unload one")
         adapter = Adapter(name, self._next_number, path)
         self._next_number += 1
-        self._loading.add(name)
 
-        def answered(answers: Sequence[CommandAnswer]) -> None:
-            self._loading.discard(name)
-            if not first_error(answers):
+        def loaded(error: str) -> None:
+            if error:
+                self._commands.add(UnloadAdapter(adapter.number), lambda answers: None)
+            else:
                 self._retire(name)
                 self._by_name[name] = adapter
-            on_answered(answers)
+            on_loaded(error)
 
-        self._commands.add(LoadAdapter(adapter.number, path), answered)
+        self._read(adapter, loaded)
+
+    def _read(self, adapter: Adapter, on_loaded: OnLoaded) -> None:
+        """Have the ranks read an adapter."""
+        adapter.is_read = False
+        self._reading[adapter.number] = adapter, on_loaded
+        self._poll_s = _FIRST_POLL_S
+        self._commands.add(LoadAdapter(adapter.number, adapter.path), self._answered)
+
+    def poll(self) -> None:
+        """Queue a command that asks the ranks whether they have read what is loading, if it is due."""
+        if self._clock() >= self.due_s:
+            self.due_s = math.inf
+            self._commands.add(InspectAdapters(tuple(self._reading)), self._answered)
+
+    def _answered(self, answers: Sequence[CommandAnswer]) -> None:
+        if answers[0].rank < 0:
+            return  # `fail_loads` ends all
+        ended = [each.result.ended if isinstance(each.result, AdapterReads) else {} for each in answers]
+        for number in [number for number in self._reading if all(number in each for each in ended)]:
+            adapter, on_loaded = self._reading.pop(number)
+            adapter.is_read = True
+            faults = zip(answers, ended, strict=True)
+            on_loaded(first_error([CommandAnswer(0, 0, each.rank, error=found[number]) for each, found in faults]))
+        self.due_s = self._clock() + self._poll_s if self._reading else math.inf
+        self._poll_s = min(2 * self._poll_s, _MAX_POLL_S)
+
+    def fail_loads(self, reason: str) -> None:
+        """End all loads with an error, because the ranks are lost."""
+        reading, self._reading, self.due_s = self._reading, {}, math.inf
+        for _, on_loaded in reading.values():
+            on_loaded(reason)
 
     def unload(self, name: str) -> None:
         """Let no new request have the adapter. Raises ValueError if it is not loaded."""
@@ -175,6 +225,7 @@ class Adapters:
         if adapter not in self._retired or adapter.num_requests:
             return
         self._retired.discard(adapter)
+        self._reading.pop(adapter.number, None)
         if adapter.place >= 0:
             self._places[adapter.place] = None
         self._changes = [change for change in self._changes if change[0] != adapter.number]
@@ -189,15 +240,15 @@ class Adapters:
         for adapter in wanted:
             adapter.place, adapter.num_running = -1, 0
             if adapter.number >= given:
-                self._commands.add(LoadAdapter(adapter.number, adapter.path), self._restored(adapter))
+                self._read(adapter, self._restored(adapter))
         for number in set(range(given)) - {adapter.number for adapter in wanted}:
             self._commands.add(UnloadAdapter(number), lambda answers: None)
 
-    def _restored(self, adapter: Adapter) -> OnAnswered:
-        def answered(answers: Sequence[CommandAnswer]) -> None:
-            if answers[0].rank >= 0 and (error := first_error(answers)):  # else further ranks follow
+    def _restored(self, adapter: Adapter) -> OnLoaded:
+        def loaded(error: str) -> None:
+            if error and adapter.is_read:  # else the ranks were lost meanwhile, and further ones follow
                 if self._by_name.get(adapter.name) is adapter:
                     self._retire(adapter.name)
                 self.on_lost(adapter, f"its adapter {adapter.name} cannot be loaded again: {error}")
 
-        return answered
+        return loaded

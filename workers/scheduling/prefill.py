@@ -139,12 +139,14 @@ class PrefillPlanner:
         """Return the first waiting request that can be admitted, unless `admitted` has an earlier deadline.
 
         Skips requests whose grammar or mask is not ready, because the step's rounds would wait for it, requests whose
-        adapter has no place, and requests whose prefix this plan computes for another request.
+        adapter is being read or has no place, and requests whose prefix this plan computes for another request.
         """
         passed: Sequence | None = None  # the first request whose adapter has no place
         for sequence in islice(filter(self._queues.may_be_admitted, self._queues.waiting), MAX_PASSED):
             if admitted is not None and admitted.precedes(sequence):
                 return None
+            if sequence.adapter is not None and not sequence.adapter.is_read:
+                continue
             if not self._has_place(sequence, passed):
                 passed = passed or sequence
                 continue

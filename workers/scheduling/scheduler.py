@@ -95,7 +95,7 @@ class Scheduler:
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self._grammars = GrammarQueue()
         self.commands = CommandQueue()
-        self.adapters = Adapters(lora, self.commands)
+        self.adapters = Adapters(lora, self.commands, clock)
         of_requests = (self._grammars, self.adapters, shapes.keeps_tokens)
         self.queues = RequestQueues(self.slot_pages, self.stats, *of_requests)
         self._images = ImageChunks(images)
@@ -223,7 +223,7 @@ class Scheduler:
         self._grammars.reset()
         self._prefill.shared.clear()
         self._images.clear()
-        self.commands.fail_all("the ranks were lost")
+        self.fail_commands("the ranks were lost")
         self.captures.reset()
         self.epoch = epoch
         self._next_step = 0
@@ -243,6 +243,7 @@ class Scheduler:
         5. The plan is made of what has changed since the last one (`_plan`).
         """
         self._add_due_capture()
+        self.adapters.poll()
         if self.is_paused or not self.commands.is_empty:
             return None
         self.slot_pages.slide()
@@ -369,6 +370,11 @@ class Scheduler:
             self.weights.load(work, on_answered)
         else:
             self.commands.add(work, on_answered)
+
+    def fail_commands(self, reason: str) -> None:
+        """End all commands, and loads of adapters, with an error."""
+        self.adapters.fail_loads(reason)
+        self.commands.fail_all(reason)
 
     def next_command(self) -> Command | None:
         """Return the next command; None if none waits, or while steps or another command are in flight. Call it when

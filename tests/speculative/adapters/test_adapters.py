@@ -15,7 +15,6 @@ from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
-from aerie.workers.scheduling.commands.command import first_error
 from aerie.workers.scheduling.request import Request
 from tests.speculative.adapters.conftest import SETTINGS, Adapted, of
 from tests.speculative.conftest import Pair
@@ -31,7 +30,7 @@ def speculation(pair: Pair, method: str) -> SpeculativeConfig | None:
 def load(engine: LocalEngine, name: str, path: str, replace: bool = False) -> str:
     """Load an adapter beside running requests. Return the error."""
     errors: list[str] = []
-    engine.scheduler.adapters.load(name, path, lambda answers: errors.append(first_error(answers)), replace)
+    engine.scheduler.adapters.load(name, path, errors.append, replace)
     while not errors:
         engine.step()
     return errors[0]

@@ -164,16 +164,24 @@ class TransferState(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Read an adapter to host memory. From `Adapters`. -> `RankAdapters`
+    """Start to read an adapter to host memory, beside the steps that follow. From `Adapters`. -> `RankAdapters`
 
     number: of the adapter, from now on.
     path: its folder, which every rank can read.
     """
 
-    extra_s: ClassVar[float] = 120.0
+    extra_s: ClassVar[float] = 0.0
 
     number: int
     path: str
+
+
+class InspectAdapters(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Report which of these adapters have been read. From `Adapters`. -> `RankAdapters`"""
+
+    extra_s: ClassVar[float] = 0.0
+
+    numbers: tuple[int, ...]
 
 
 class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -184,12 +192,11 @@ class UnloadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
 
 
-class LoadedAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The result of the commands of adapters. rank: its largest. took_s: seconds in which steps waited on this
-    rank."""
+class AdapterReads(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The result of the commands of adapters. ended: by number of each adapter that is no longer being read: why this
+    rank refuses it, or ""."""
 
-    rank: int
-    took_s: float = 0.0
+    ended: dict[int, str] = {}
 
 
 class SumWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -224,8 +231,8 @@ class ReleasedPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 Transfer = OpenTransfer | StartUpdate | ReceiveWeights | CloseTransfer | InspectTransfer
 PagesWork = ReleasePages | RestorePages
-Work = CaptureGraph | LoadWeights | Transfer | SumWeights | LoadAdapter | UnloadAdapter | PagesWork
-Result = Captured | LoadedWeights | TransferState | WeightSums | LoadedAdapter | ReleasedPages
+Work = CaptureGraph | LoadWeights | Transfer | SumWeights | LoadAdapter | InspectAdapters | UnloadAdapter | PagesWork
+Result = Captured | LoadedWeights | TransferState | WeightSums | AdapterReads | ReleasedPages
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
