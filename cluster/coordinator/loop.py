@@ -103,7 +103,9 @@ class CoordinatorLoop:
 
         The next plan is sent before the last result's tokens, because ranks wait for it. The wait ends when periodic
         work or a delayed plan is due."""
-        due_s = min(self._housekeeping_due_s, self._plan_due_s, self.streams.states.due_s, self._scheduler.adapters.due_s)
+        due_s = min(
+            self._housekeeping_due_s, self._plan_due_s, self.streams.states.due_s, self._scheduler.adapters.due_s
+        )
         self.reactor.turn(max(0.0, due_s - self._clock()))
         if self.is_stopping:
             return  # `end` was called meanwhile and has closed all sockets
@@ -221,11 +223,11 @@ class CoordinatorLoop:
         """Load a LoRA adapter; see `Adapters.load`. Raises ValueError."""
         if self._worker_group is None:
             raise ValueError(self._fault())
-        self._scheduler.adapters.load(call.name, call.path, on_loaded, call.in_place)
+        self._scheduler.adapters.load(call.name, call.path, on_loaded, call.in_place, call.stamp)
 
     def unload_adapter(self, call: UnloadLora) -> None:
         """Unload a LoRA adapter; see `Adapters.unload`. Raises ValueError."""
-        self._scheduler.adapters.unload(call.name)
+        self._scheduler.adapters.unload(call.name, call.stamp)
         self.streams.states.changed()
 
     def pause(self, mode: PauseMode, on_paused: Callable[[], None]) -> None:

@@ -10,6 +10,7 @@ from itertools import islice
 
 from aerie.cluster.transport.channel import IngressLink
 from aerie.cluster.transport.messages import AdapterState, EngineState
+from aerie.workers.scheduling.adapters import AdapterChange
 from aerie.workers.scheduling.scheduler import Scheduler
 
 PERIOD_S = 0.05
@@ -18,11 +19,12 @@ MAX_ADVERTISED_PAGES = 8192  # bound on an ingress's memory per engine; beyond i
 
 
 class _Subscriber:
-    """unsent: changed digests, and whether each is cached now. adapters: those of the last message."""
+    """unsent: changed digests, and whether each is cached now. adapters: those of the last message, and the
+    changes of adapters."""
 
     def __init__(self, unsent: dict[bytes, bool]) -> None:
         self.num_received = 0
-        self.adapters: dict[str, AdapterState] = {}
+        self.adapters: tuple[dict[str, AdapterState], dict[str, AdapterChange]] = ({}, {})
         self.unsent = unsent
 
 
@@ -102,9 +104,10 @@ class StatePublisher:
         adapters = {
             each.name: AdapterState(each.path, each.number, each.place >= 0) for each in scheduler.adapters.loaded
         }
+        changes_of_adapters = dict(scheduler.adapters.changes)
         for ingress, subscriber in list(self._subscribers.items()):
-            changed = None if subscriber.adapters == adapters else adapters
-            subscriber.adapters = adapters
+            known, subscriber.adapters = subscriber.adapters, (adapters, changes_of_adapters)
+            changed = (None, None) if known == subscriber.adapters else subscriber.adapters
             subscriber.unsent.update(changes)
             sent = dict(islice(subscriber.unsent.items(), MAX_DIGESTS))
             for digest in sent:
@@ -117,7 +120,8 @@ class StatePublisher:
                 subscriber.num_received,
                 added=b"".join(digest for digest, is_cached in sent.items() if is_cached),
                 removed=b"".join(digest for digest, is_cached in sent.items() if not is_cached),
-                adapters=changed,
+                adapters=changed[0],
+                adapter_changes=changed[1],
                 **load,  # type: ignore[arg-type]
             )
             self._send(ingress, state)

@@ -21,6 +21,7 @@ from aerie.cluster.http.requests.image_reader import image_reader
 from aerie.cluster.http.routes import adapters, prefix_cache, weights
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.tracing import make_tracing
+from aerie.cluster.ingress.adapter_changes import repeat_changes
 from aerie.cluster.ingress.coordinators import Coordinators
 from aerie.cluster.ingress.engine_links import EngineLinks
 from aerie.cluster.ingress.remote_engines import RemoteEngines
@@ -60,6 +61,7 @@ class Ingress:
         coordinators = Coordinators(application)
         self._links = EngineLinks(self._context, transport, coordinators.endpoints, plan.config.routing, plan.identity)
         self._engines = RemoteEngines(self._links, coordinators, plan.resumes, plan.start_timeout_s)
+        self._repeats = asyncio.create_task(repeat_changes(self._links.lacking_adapters, coordinators))
         self._edge = edge_config(plan.config, raise_open_files())
         self._tokenizer = ChatTokenizer.from_folder(plan.model.path, template_file=self._edge.chat_template)
         for line in chat_lines(self._tokenizer, self._edge.output_parser):
@@ -144,6 +146,7 @@ class Ingress:
         # Serve awaits this when it stops the replica, after its last request.
         if hasattr(self, "_begun"):
             self._begun.cancel()
+            self._repeats.cancel()
             self._links.close()
             self._grammars.close()
             await asyncio.to_thread(self._tracing.close)

@@ -9,9 +9,11 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
+from aerie.cluster.ingress.adapter_changes import AdapterChanges
 from aerie.cluster.ingress.engine_link import EngineLink
 from aerie.cluster.ingress.request_stream import RequestStream
 from aerie.cluster.ingress.routing import Prompt, Routing, choose, is_stuck
+from aerie.cluster.transport.admin import LoadLora, UnloadLora
 from aerie.cluster.transport.channel import Context
 from aerie.cluster.transport.messages import GenerateRequest, Probe
 from aerie.cluster.transport.sockets import Transport
@@ -52,6 +54,7 @@ class EngineLinks:
         self._identity = identity
         self._clock = clock
         self._chance = random.Random(seed)
+        self.adapter_changes = AdapterChanges()
         self._links: dict[str, EngineLink] = {}
         self._opened_s: dict[str, float] = {}
         # the ingress may have started while an engine is being replaced
@@ -98,8 +101,13 @@ class EngineLinks:
 
     def adapters(self) -> dict[str, str]:
         """Return the folders of the LoRA adapters that an engine has, by name."""
-        known = [link.view.adapters for link in self._links.values()]
-        return {name: adapter.path for each in known for name, adapter in each.items()}
+        return self.adapter_changes.loaded(link.view for link in self._links.values())
+
+    def lacking_adapters(self) -> list[LoadLora | UnloadLora]:
+        """See `AdapterChanges.lacking`."""
+        return self.adapter_changes.lacking(
+            link.view for name, link in self._links.items() if name not in self._foreign
+        )
 
     def suspect(self, name: str) -> None:
         """Record that an engine did not accept a request in time: others are preferred until its next report."""
@@ -169,6 +177,8 @@ class EngineLinks:
         for name in foreign - self._foreign:
             logger.warning("engine %s has another model or version; this ingress does not use it", name)
         self._foreign = foreign
+        for name in reported.keys() - foreign:
+            self.adapter_changes.heard(self._links[name].view)
         states = [state for name, state in reported.items() if name not in foreign]
         self._has_met = self._has_met or bool(states)
         if self._has_met and any(reported[name].status == "ready" for name in foreign):

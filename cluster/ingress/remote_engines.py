@@ -19,7 +19,7 @@ from aerie.cluster.ingress.attempts import Attempts, EngineFailed
 from aerie.cluster.ingress.engine_links import EngineLinks
 from aerie.cluster.ingress.refreshed import Refreshed
 from aerie.cluster.ingress.routing import Prompt
-from aerie.cluster.transport.admin import AdminCall, AdminOutcome
+from aerie.cluster.transport.admin import AdminCall, AdminOutcome, LoadLora, UnloadLora
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
 from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import SamplingParams, pack_i32
@@ -155,6 +155,8 @@ class RemoteEngines:
 
     async def administer(self, call: AdminCall) -> list[AdminOutcome]:
         """See `EngineClient.administer`."""
+        if isinstance(call, LoadLora | UnloadLora):
+            call = self._engines.adapter_changes.stamped(call)
         return await self._calls.administer(call)
 
     async def flush_cache(self) -> list[FlushOutcome]:

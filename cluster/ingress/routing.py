@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from aerie.attention.kv_cache.prefix_digests import prompt_digests, salt_of_adapter, salt_of_weights, split_digests
 from aerie.cluster.transport.messages import AdapterState, EngineState
+from aerie.workers.scheduling.adapters import AdapterChange
 
 Routing = Literal["first_token", "least_loaded"]
 
@@ -57,11 +58,12 @@ class EngineView:
     is_suspect: it did not accept a request in time, and has not reported since.
     faulty_since_s: time of the first report of the current fault, during which requests do not run; infinity without
         one.
-    adapters: its LoRA adapters by name.
+    adapters, adapter_changes: see `EngineState`.
     """
 
     def __init__(self) -> None:
         self.adapters: dict[str, AdapterState] = {}
+        self.adapter_changes: dict[str, AdapterChange] = {}
         self.state: EngineState | None = None
         self.heard_s = 0.0
         self.is_suspect = False
@@ -77,6 +79,7 @@ class EngineView:
         """Update the view by a report."""
         self.state, self.heard_s, self.is_suspect = state, now, False
         self.adapters = self.adapters if state.adapters is None else state.adapters
+        self.adapter_changes = self.adapter_changes if state.adapter_changes is None else state.adapter_changes
         self.faulty_since_s = min(self.faulty_since_s, now) if state.fault else math.inf
         while self._unreported and self._unreported[0][0] <= state.num_received:
             self._unreported_tokens -= self._unreported.popleft()[1]

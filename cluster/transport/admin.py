@@ -47,17 +47,19 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class LoadLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Load a LoRA adapter. path: its folder on the machines of the ranks. in_place: whether an adapter of this name may
-    be loaded already; requests that come later have the new one."""
+    be loaded already; requests that come later have the new one. stamp: see `AdapterChange`."""
 
     name: str
     path: str
     in_place: bool = False
+    stamp: int = 0
 
 
 class UnloadLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Let no new request have a LoRA adapter."""
+    """Let no new request have a LoRA adapter. stamp: see `AdapterChange`."""
 
     name: str
+    stamp: int = 0
 
 
 class Inspect(msgspec.Struct, frozen=True, array_like=True, tag=True):

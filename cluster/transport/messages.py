@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from aerie.workers.prompt_inputs import PromptInputs
+from aerie.workers.scheduling.adapters import AdapterChange
 from aerie.workers.scheduling.plan import GraphCount, PromptLogprobs, SamplingParams, TokenLogprobs
 from aerie.workers.scheduling.request import Owner
 from aerie.workers.scheduling.stats import Metric, SchedulerStats
@@ -202,6 +203,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     added, removed: digests (`aerie.attention.kv_cache.prefix_digests`) of pages added to or removed from the prefix
         cache since the last message on this connection.
     adapters: its LoRA adapters by name; None: those of the last message on this connection.
+    adapter_changes: the last load or unload of each by a call; None: those of the last message.
     """
 
     engine_id: str
@@ -223,6 +225,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     weight_epoch: int = 0
     identity: str = ""
     adapters: dict[str, AdapterState] | None = None
+    adapter_changes: dict[str, AdapterChange] | None = None
 
 
 class FlushOutcome(msgspec.Struct, frozen=True):

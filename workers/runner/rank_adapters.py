@@ -27,9 +27,7 @@ class RankAdapters:
     row_index: for `TargetRunner`.
     """
 
-    def __init__(
-        self, model: nn.Module, names: NameMap, config: LoraConfig, of_slot: Tensor, title: str
-    ) -> None:
+    def __init__(self, model: nn.Module, names: NameMap, config: LoraConfig, of_slot: Tensor, title: str) -> None:
         """model: finished. names: the checkpoint's names of its tensors. of_slot: see `AdapterRows`. title: names the
         model in errors. Raises ValueError if adapters cannot change any layer of it, or one of `config.modules` does
         not fit."""
@@ -70,7 +68,8 @@ class RankAdapters:
             if number in self._reads and self._reads[number].done() and self._reads[number].exception() is None:
                 self._host[number] = self._reads.pop(number).result()
         failed = {number: _text(read.exception()) for number, read in self._reads.items() if read.done()}
-        return AdapterReads({number: failed.get(number, "") for number in work.numbers if number in failed | self._host})
+        ended = dict.fromkeys(self._host, "") | failed
+        return AdapterReads({number: ended[number] for number in work.numbers if number in ended})
 
     def unload(self, work: UnloadAdapter) -> AdapterReads:
         """Free an adapter's host memory."""

@@ -1,14 +1,15 @@
 """The LoRA adapters that an engine has: their names, which of them are in the ranks' tables, and how many requests have
 each. Used by `aerie.workers.scheduling.scheduler`. Pure.
 
-Ranks read adapters beside steps, and are asked repeatedly whether they have; requests wait for an adapter that new ranks
-are still reading. An adapter gets a number when it is loaded. A request keeps the adapter of its arrival, also if another one is loaded
-under the same name, or it is unloaded; the ranks forget an adapter when no request has it.
+Ranks read adapters beside steps, and are asked repeatedly whether they have; requests wait for an adapter that new
+ranks are still reading. An adapter gets a number when it is loaded. A request keeps the adapter of its arrival, also if
+another one is loaded under the same name, or it is unloaded; the ranks forget an adapter when no request has it.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from aerie.workers.config import LoraConfig
 from aerie.workers.scheduling.commands.command import (
@@ -24,8 +25,20 @@ from aerie.workers.scheduling.plan import pack_i32
 
 OnLoaded = Callable[[str], None]  # called with why an adapter could not be loaded, or ""
 MAX_PASS_S = 1.0  # time for which requests with adapters may pass one whose adapter has no place
+_MAX_UNLOADED = 256  # names of unloaded adapters that are told to engines which missed it
 _FIRST_POLL_S, _MAX_POLL_S = 0.005, 0.1  # a poll drains the steps in flight: once in 20 steps of 5 ms
 _NONE = "this engine has no adapters; start it with enable_lora"
+
+
+class AdapterChange(NamedTuple):
+    """A load or unload by a call.
+
+    stamp: nanoseconds since 1970; of two calls for a name, the larger one counts. 0: not known to other engines.
+    path: the folder; "" if it was unloaded.
+    """
+
+    stamp: int
+    path: str
 
 
 @dataclass(eq=False)
@@ -35,6 +48,7 @@ class Adapter:
     place: in the ranks' tables; -1: none.
     num_requests: unfinished requests that have it. num_running: those with a slot.
     last_used: number of uses of all adapters at its last one.
+    stamp: of the call that loaded it.
     is_unloaded: whether new requests cannot have it.
     is_read: whether the ranks have read it, so that requests may run.
     """
@@ -46,6 +60,7 @@ class Adapter:
     num_requests: int = 0
     num_running: int = 0
     last_used: int = 0
+    stamp: int = 0
     is_unloaded: bool = False
     is_read: bool = True
 
@@ -55,6 +70,7 @@ class Adapters:
 
     clock: returns seconds.
     is_enabled: whether the engine can have adapters.
+    changes: the last stamped change of each adapter, by name.
     due_s: when to ask the ranks again whether they have read what is loading.
     on_lost: called with each adapter that new ranks could not read again, and the reason; its requests must end.
     """
@@ -70,7 +86,8 @@ class Adapters:
         modules = self._config.modules.items()
         self._by_name = {name: Adapter(name, number, path) for number, (name, path) in enumerate(modules)}
         self._places: list[Adapter | None] = [None] * self._config.max_loras
-        self._changes: list[tuple[int, int]] = []  # (number, place) since the last plan
+        self._placed: list[tuple[int, int]] = []  # (number, place) since the last plan
+        self.changes: dict[str, AdapterChange] = {}
         self._retired: set[Adapter] = set()  # unloaded, but requests have them
         self._next_number, self._num_uses = len(self._by_name), 0
 
@@ -117,7 +134,7 @@ class Adapters:
                 former.place = -1
             self._places[place] = adapter
             adapter.place = place
-            self._changes.append((adapter.number, place))
+            self._placed.append((adapter.number, place))
         self._num_uses += 1
         adapter.last_used = self._num_uses
         adapter.num_running += 1
@@ -134,8 +151,8 @@ class Adapters:
 
     def take_changes(self) -> bytes:
         """Return `StepPlan.placed_adapters` since the last plan. The last adapter in a place counts."""
-        changes = {place: number for number, place in self._changes}
-        self._changes.clear()
+        changes = {place: number for number, place in self._placed}
+        self._placed.clear()
         return pack_i32([value for place, number in changes.items() for value in (number, place)])
 
     @property
@@ -143,15 +160,19 @@ class Adapters:
         """Whether ranks read an adapter."""
         return bool(self._reading)
 
-    def load(self, name: str, path: str, on_loaded: OnLoaded, replace: bool = False) -> None:
+    def load(self, name: str, path: str, on_loaded: OnLoaded, replace: bool = False, stamp: int = 0) -> None:
         """Load an adapter beside running requests.
 
+        stamp: see `AdapterChange`; an earlier or repeated call does nothing.
         replace: whether `name` may be loaded already; requests that come after the load have the new one.
         on_loaded: called once it is loaded, or has failed, and nothing has changed.
         Raises ValueError if it cannot be loaded.
         """
         if not self.is_enabled:
             raise ValueError(_NONE)
+        if self._is_late(name, stamp):
+            on_loaded("")
+            return
         if not name or not path:
             raise ValueError("lora_name, lora_path: must not be empty")
         loading = [adapter.name for adapter, _ in self._reading.values()]
@@ -162,7 +183,7 @@ class Adapters:
         limit = self._config.max_cpu_loras
         if limit is not None and len({*self._by_name, *loading, name}) > limit:
             raise ValueError(f"adapter {name}: {limit} adapters are loaded, as many as max_cpu_loras; unload one")
-        adapter = Adapter(name, self._next_number, path)
+        adapter = Adapter(name, self._next_number, path, stamp=stamp)
         self._next_number += 1
 
         def loaded(error: str) -> None:
@@ -171,6 +192,7 @@ class Adapters:
             else:
                 self._retire(name)
                 self._by_name[name] = adapter
+                self._record(name, AdapterChange(stamp, path))
             on_loaded(error)
 
         self._read(adapter, loaded)
@@ -206,12 +228,27 @@ class Adapters:
         for _, on_loaded in reading.values():
             on_loaded(reason)
 
-    def unload(self, name: str) -> None:
-        """Let no new request have the adapter. Raises ValueError if it is not loaded."""
+    def unload(self, name: str, stamp: int = 0) -> None:
+        """Let no new request have the adapter. stamp: as in `load`. Raises ValueError if it is not loaded."""
+        if self._is_late(name, stamp):
+            return
+        self._record(name, AdapterChange(stamp, ""))
         self.check(name or "")
         if not name:
             raise ValueError("lora_name: must not be empty")
         self._retire(name)
+
+    def _is_late(self, name: str, stamp: int) -> bool:
+        loading = [adapter.stamp for adapter, _ in self._reading.values() if adapter.name == name]
+        return 0 < stamp <= max(self.changes.get(name, AdapterChange(0, "")).stamp, *loading, 0)
+
+    def _record(self, name: str, change: AdapterChange) -> None:
+        if change.stamp:
+            self.changes.pop(name, None)
+            self.changes[name] = change
+            unloaded = [each for each, last in self.changes.items() if not (last.path or each in self._config.modules)]
+            for each in unloaded[:-_MAX_UNLOADED]:
+                del self.changes[each]
 
     def _retire(self, name: str) -> None:
         adapter = self._by_name.pop(name, None)
@@ -228,13 +265,13 @@ class Adapters:
         self._reading.pop(adapter.number, None)
         if adapter.place >= 0:
             self._places[adapter.place] = None
-        self._changes = [change for change in self._changes if change[0] != adapter.number]
+        self._placed = [pair for pair in self._placed if pair[0] != adapter.number]
         self._commands.add(UnloadAdapter(adapter.number), lambda answers: None)
 
     def restore(self) -> None:
         """Queue the adapters for new ranks, which have `LoraConfig.modules` only, under the same numbers."""
         self._places = [None] * len(self._places)
-        self._changes.clear()
+        self._placed.clear()
         given = len(self._config.modules)
         wanted = sorted({*self._by_name.values(), *self._retired}, key=lambda adapter: adapter.number)
         for adapter in wanted:
@@ -249,6 +286,7 @@ class Adapters:
             if error and adapter.is_read:  # else the ranks were lost meanwhile, and further ones follow
                 if self._by_name.get(adapter.name) is adapter:
                     self._retire(adapter.name)
+                    self.changes.pop(adapter.name, None)
                 self.on_lost(adapter, f"its adapter {adapter.name} cannot be loaded again: {error}")
 
         return loaded

@@ -7,9 +7,9 @@ import time
 from starlette.requests import Request
 
 from aerie.cluster.http.endpoint import Endpoint, post
-from aerie.cluster.http.errors import ApiError, invalid, model_not_found
+from aerie.cluster.http.errors import ApiError, invalid, model_not_found, unavailable
 from aerie.cluster.http.requests.parameters import adapter_of
-from aerie.cluster.http.routes.weights import administer, errors_of
+from aerie.cluster.http.routes.weights import administer, check_administrator, errors_of
 from aerie.cluster.http.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from aerie.cluster.http.schema.response import AdapterReply
 from aerie.cluster.http.serving import Edge
@@ -27,9 +27,15 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         name = body.lora_name
         if not adapter_of(name, edge.config):
             raise invalid("lora_name", f"lora_name={name}: is the model's own name; give the adapter another one")
+        check_administrator(http)
+        if name in edge.engine.adapters() and not body.load_inplace:
+            raise _refused(f"adapter {name}: is loaded already; unload it, or set load_inplace")
         outcomes = await administer(edge, http, LoadLora(name, body.lora_path, body.load_inplace))
-        if failed := errors_of(outcomes):
-            if not body.load_inplace and any(not each.error for each in outcomes):
+        present = [each for each in outcomes if each.num_ranks]  # the ingress repeats the call for the others
+        if not present:
+            raise unavailable(errors_of(outcomes), edge.config.retry_after_s)
+        if failed := errors_of(present):
+            if not body.load_inplace and any(not each.error for each in present):
                 await edge.engine.administer(UnloadLora(name))  # all engines have the same ones
             raise _refused(failed)
         await _heard(edge, name, True)

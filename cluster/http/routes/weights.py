@@ -65,12 +65,17 @@ ACTIONS = (
 )
 
 
-async def administer(edge: Edge, http: Request, call: AdminCall) -> Sequence[AdminOutcome]:
-    """Let every engine do what an administrator asks; outcomes may have errors. Raises ApiError."""
+def check_administrator(http: Request) -> None:
+    """Raise ApiError unless the request's key administers the server."""
     tenant = tenant_of(http.scope)
     is_of_cluster = http.scope["state"].get(CALLER) == ""  # programs of the cluster need no key
     if not ((tenant.name or is_of_cluster) and tenant.is_admin):
         raise forbidden(tenant.name)
+
+
+async def administer(edge: Edge, http: Request, call: AdminCall) -> Sequence[AdminOutcome]:
+    """Let every engine do what an administrator asks; outcomes may have errors. Raises ApiError."""
+    check_administrator(http)
     outcomes = await edge.engine.administer(call)
     if not outcomes:
         raise unavailable("No engine is known yet", edge.config.retry_after_s)

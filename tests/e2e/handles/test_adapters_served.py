@@ -1,7 +1,11 @@
-"""LoRA adapters over HTTP, with two engines: chosen by `model`, loaded and unloaded beside running
-streams."""
+"""LoRA adapters over HTTP, with two engines: chosen by `model`, loaded and unloaded beside running streams, and loaded
+again by engines that are built later."""
 
 import asyncio
+import contextlib
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +13,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import ray
 from transformers import AutoTokenizer
 
 from tests.e2e.checkpoint import make_checkpoints
-from tests.e2e.serving import Server, serving
+from tests.e2e.serving import Server, actor_pids, engine_stats, serving
 from tests.support.targets.adapters import make_adapter, merged_tokens
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
@@ -87,3 +92,34 @@ async def test_adapters_come_and_go_beside_streams(served: Served) -> None:
         names = ("", "a", "a", "") * 3
         assert await running == [served.expected[name] for name in names]
         assert await of_b == [served.expected["b"]] * 6
+
+
+async def served_by_new_engines(served: Served, client: openai.AsyncOpenAI, former: set[int]) -> None:
+    """Wait until both engines are new, and have the same adapters."""
+    deadline = time.monotonic() + 90
+    while True:
+        stats: list[tuple[str, set[str]]] = []
+        with contextlib.suppress(ray.exceptions.RayError):  # of an actor that has just been killed
+            stats = [(each.status, {*each.rounds_by_adapter}) for each in await asyncio.to_thread(engine_stats)]
+        if stats == [("ready", {"b"})] * 2 and not former & set(actor_pids("EagleCoordinator")):
+            break
+        assert time.monotonic() < deadline, stats
+        await asyncio.sleep(0.2)
+    assert await asyncio.gather(*(served.tokens(client, "b") for _ in range(4))) == [served.expected["b"]] * 4
+
+
+@pytest.mark.slow
+async def test_engines_that_are_built_later_have_the_adapters_of_those_before(served: Served) -> None:
+    """A coordinator is lost, then the other one, then both engines at once."""
+    async with served.client() as client:
+        body = {"lora_name": "b", "lora_path": str(served.adapters["b"]), "load_inplace": True}
+        assert (await asyncio.to_thread(served.post, "/v1/load_lora_adapter", **body)).status_code == 200
+        await asyncio.to_thread(served.post, "/v1/unload_lora_adapter", lora_name="a")
+        coordinators = actor_pids("EagleCoordinator")
+        for victims in ([coordinators[0]], [coordinators[1]], actor_pids("ServeReplica:aerie:Engine")):
+            former = {*victims} if victims[0] in coordinators else {*actor_pids("EagleCoordinator")}
+            for pid in victims:
+                os.kill(pid, signal.SIGKILL)
+            await served_by_new_engines(served, client, former)
+            with pytest.raises(openai.NotFoundError, match="The model 'a' does not exist"):
+                await served.tokens(client, "a")

@@ -94,7 +94,7 @@ class SimulatedEngine:
         self.engine = engine
         self.allocator = PageAllocator(engine.num_pages)
         self.prefix_cache = PrefixCache(self.allocator, engine.page_size)
-        self.weights, self.adapters = SimpleNamespace(epoch=0), SimpleNamespace(loaded=[])
+        self.weights, self.adapters = SimpleNamespace(epoch=0), SimpleNamespace(loaded=[], changes={})
         self.waiting: deque[Request] = deque()
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []

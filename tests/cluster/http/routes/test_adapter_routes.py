@@ -16,11 +16,12 @@ MODEL = "tiny"
 
 
 class Adapting(FakeEngine):
-    """Two engines; the second one refuses adapters whose path has "odd" in it."""
+    """Engines; the second one refuses adapters whose path has "odd" in it, others of them start."""
 
     def __init__(self) -> None:
         super().__init__(says("x"), known_adapters={"sql": "/adapters/sql"})
         self.asked: list[AdminCall] = []
+        self.is_starting = False
 
     async def administer(self, call: AdminCall) -> list[AdminOutcome]:
         self.asked.append(call)
@@ -29,8 +30,14 @@ class Adapting(FakeEngine):
         if isinstance(call, LoadLora):
             self.known_adapters[call.name] = call.path
             if "odd" in call.path:
-                return [AdminOutcome("a"), AdminOutcome("b", error=f"adapter {call.path}: does not fit")]
-        return [AdminOutcome("a"), AdminOutcome("b")]
+                return [
+                    AdminOutcome("a", num_ranks=1),
+                    AdminOutcome("b", num_ranks=1, error=f"adapter {call.path}: does not fit"),
+                    AdminOutcome("c", error="the engine is starting"),
+                ]
+            if self.is_starting:
+                return [AdminOutcome(name, error="the engine is starting") for name in "ab"]
+        return [AdminOutcome("a", num_ranks=1), AdminOutcome("b", error="the engine is starting")]
 
 
 def server(engine: FakeEngine, **settings: Any) -> Any:
@@ -94,6 +101,16 @@ async def test_an_adapter_that_one_engine_refuses_is_taken_from_the_others() -> 
     assert engine.known_adapters.keys() == {"sql"}
 
 
+async def test_engines_that_start_are_not_waited_for_unless_all_do() -> None:
+    engine = Adapting()
+    async with server(engine, api_keys=KEYS) as client:
+        body = {"lora_name": "n", "lora_path": "/n"}
+        assert (await client.post(LOAD, json=body, headers=ROOT)).status_code == 200
+        engine.is_starting = True
+        reply = await client.post(LOAD, json=body | {"lora_name": "m"}, headers=ROOT)
+        assert reply.status_code == 503 and "the engine is starting" in reply.text
+
+
 async def test_faulty_calls_are_refused() -> None:
     engine = Adapting()
     async with server(engine, api_keys=KEYS) as client:
@@ -101,6 +118,8 @@ async def test_faulty_calls_are_refused() -> None:
         assert unknown.status_code == 404
         own = await client.post(LOAD, json={"lora_name": MODEL, "lora_path": "/n"}, headers=ROOT)
         assert own.status_code == 400 and "the model's own name" in own.json()["error"]["message"]
+        again = await client.post(LOAD, json={"lora_name": "sql", "lora_path": "/n"}, headers=ROOT)
+        assert again.status_code == 400 and "is loaded already" in again.json()["error"]["message"]
         for body in ({}, {"lora_name": "n"}, {"lora_name": "", "lora_path": "/n"}, {"lora_name": 3, "lora_path": "/n"}):
             assert (await client.post(LOAD, json=body, headers=ROOT)).status_code == 400
     assert engine.asked == [UnloadLora("other")]
