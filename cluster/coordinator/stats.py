@@ -42,6 +42,8 @@ def engine_stats(
         num_graphs=scheduler.captures.graphs.num_captured,
         num_graphs_waiting=scheduler.captures.graphs.num_waiting,
         num_dead_drafts=int(bool(scheduler.weights.draft.fault)),
+        rounds_by_adapter={each.name: each.draft.num_rounds for each in scheduler.adapters.loaded},
+        accepted_by_adapter={each.name: each.draft.num_accepted for each in scheduler.adapters.loaded},
         heartbeat_age_s=heartbeat_age_s,
         rank_steps=tuple(heartbeat.num_steps for heartbeat in heartbeats),
         rank_step_s=tuple(heartbeat.step_s for heartbeat in heartbeats),

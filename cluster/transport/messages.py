@@ -292,6 +292,14 @@ class EngineStats(msgspec.Struct, frozen=True):
     num_dead_drafts: Annotated[
         int, Metric("aerie:dead_drafts", "1 while the draft's acceptance is lost since an update of weights", "gauge")
     ] = 0
+    rounds_by_adapter: Annotated[
+        dict[str, int],
+        Metric("aerie:adapter_draft_rounds", "Rounds of a LoRA adapter that verified drafts", label="adapter"),
+    ] = {}
+    accepted_by_adapter: Annotated[
+        dict[str, int],
+        Metric("aerie:adapter_accepted_tokens", "Draft tokens that these rounds accepted", label="adapter"),
+    ] = {}
     heartbeat_age_s: tuple[float, ...] = ()
     rank_steps: tuple[int, ...] = ()
     rank_step_s: tuple[float, ...] = ()

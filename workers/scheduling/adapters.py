@@ -8,7 +8,7 @@ another one is loaded under the same name, or it is unloaded; the ranks forget a
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from aerie.workers.config import LoraConfig
@@ -22,6 +22,7 @@ from aerie.workers.scheduling.commands.command import (
 )
 from aerie.workers.scheduling.commands.command_queue import CommandQueue
 from aerie.workers.scheduling.plan import pack_i32
+from aerie.workers.scheduling.shapes.draft_fit import DraftFit
 
 OnLoaded = Callable[[str], None]  # called with why an adapter could not be loaded, or ""
 MAX_PASS_S = 1.0  # time for which requests with adapters may pass one whose adapter has no place
@@ -51,6 +52,7 @@ class Adapter:
     stamp: of the call that loaded it.
     is_unloaded: whether new requests cannot have it.
     is_read: whether the ranks have read it, so that requests may run.
+    draft: accepted drafts of its requests.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Adapter:
     stamp: int = 0
     is_unloaded: bool = False
     is_read: bool = True
+    draft: DraftFit = field(default_factory=DraftFit)
 
 
 class Adapters:

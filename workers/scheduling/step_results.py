@@ -84,6 +84,10 @@ class StepResults:
             if num_accepted >= 0:
                 request.acceptance_histogram[num_accepted] += 1
                 request.num_draft_tokens += num_drafts
+                if (adapter := sequence.adapter) is not None:
+                    adapter.draft.count(num_accepted)
+                    if self._shapes.learns_acceptance and adapter.draft.judge():
+                        self._queues.stop_drafting(adapter)
             reason = None
             if index >= num_rounds:
                 self._prompt_ended(sequence, now)

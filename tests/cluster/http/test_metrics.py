@@ -48,6 +48,8 @@ EXPORTED = {
     "aerie:last_step_age_seconds": "gauge",
     "aerie:cuda_graphs": "gauge",
     "aerie:cuda_graphs_waiting": "gauge",
+    "aerie:adapter_draft_rounds": "counter",
+    "aerie:adapter_accepted_tokens": "counter",
     "aerie:dead_drafts": "gauge",
     "aerie:backlog_seconds": "gauge",
     "aerie:slot_wait_seconds": "gauge",

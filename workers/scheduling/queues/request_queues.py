@@ -111,8 +111,10 @@ class RequestQueues:
         self.waiting.remove(sequence)
         self.tenants.chosen(sequence.tenant)
         self.grammars.admitted(sequence)
+        adapter = sequence.adapter
+        drafts = request.sampling.speculative and (adapter is None or adapter.draft.is_wanted())
         sequence.slot = self.slot_pages.take_slot(
-            sequence.number, len(sequence.tokens), sequence.max_len, request.sampling.speculative, match
+            sequence.number, len(sequence.tokens), sequence.max_len, drafts, match
         )
         self.slot_pages.rare_sampling[sequence.slot] = request.sampling.is_rare
         self.slot_pages.cache_salt[sequence.slot] = self.slot_pages.salt(-1, sequence.salt)
@@ -133,8 +135,14 @@ class RequestQueues:
             number=sequence.number,
             state_row=match.row,
             position_shift=0 if request.inputs is None else request.inputs.shift,
-            adapter=self.adapters.enter(sequence.adapter),
+            adapter=self.adapters.enter(adapter),
         )
+
+    def stop_drafting(self, adapter: Adapter) -> None:
+        """Let the running requests of an adapter decode without speculation from the next plan on."""
+        slots = [sequence.slot for sequence in self.active.values() if sequence.adapter is adapter]
+        self.slot_pages.speculative[slots] = False
+        self.slot_pages.num_changes += 1
 
     def start_decoding(self, sequence: Sequence) -> None:
         """Record that the prompt's last chunk is planned, so that the request runs rounds from the next plan on."""

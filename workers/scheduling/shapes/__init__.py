@@ -3,5 +3,6 @@
 shape_choice   chooses the shape that rounds verify and draft
 shape_rates    expected tokens and milliseconds of each shape
 shape_probes   steps of other shapes, to measure their acceptance and time
+draft_fit      whether the draft guesses an adapter's texts
 acceptance     expected accepted drafts of each shape, with their error
 """

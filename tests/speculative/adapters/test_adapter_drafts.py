@@ -1,0 +1,67 @@
+"""Drafts beside adapters: one whose texts the draft does not guess stops drafting, and its neighbours go on."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from aerie.speculative.build import local_engine
+from aerie.workers.config import LoraConfig
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.commands.draft_check import FEW_ROUNDS
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request
+from aerie.workers.scheduling.shapes.draft_fit import PROBE_EVERY, DraftFit
+from tests.support import MODELS
+from tests.support.embedded import TREE, embedded_spec
+from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.targets.adapters import make_adapter, merged_tokens
+
+LONG = SamplingParams(120, 0.0)
+
+
+def accepted(request: Request) -> list[int]:
+    """Drafts accepted by the request's rounds that verified drafts."""
+    return [k for k, count in enumerate(request.acceptance_histogram) for _ in range(count)]
+
+
+def run(engine: LocalEngine, prompts: list[list[int]], names: list[str]) -> list[Request]:
+    return engine.generate(prompts, [replace(LONG, adapter=name) for name in names])
+
+
+def test_an_adapter_whose_draft_fails_stops_drafting_alone(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "noise", MODELS / "target", 3, size=2.0)
+    spec = embedded_spec(TREE)
+    spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=LoraConfig({"noise": str(adapter)})))
+    prompts = tokenized(held_out_prompts(4))
+    with local_engine(spec) as engine:
+        alone = run(engine, prompts, [""] * 4)
+        both = run(engine, prompts + prompts, ["noise"] * 4 + [""] * 4)
+        (noise,) = engine.scheduler.adapters.loaded
+        of_noise, others = both[:4], both[4:]
+        assert noise.draft.has_failed
+        assert FEW_ROUNDS <= noise.draft.num_rounds == sum(len(accepted(each)) for each in of_noise) < 2 * FEW_ROUNDS
+        expected = merged_tokens(MODELS / "target", adapter, prompts, LONG.max_tokens, -1)
+        assert [request.output for request in of_noise] == expected
+        assert [request.output for request in others] == [request.output for request in alone]
+        assert list(map(accepted, others)) == list(map(accepted, alone)), "they draft as before"
+        assert sum(map(sum, map(accepted, others))) > 2 * sum(map(len, map(accepted, others)))
+        later = run(engine, prompts[:1] * PROBE_EVERY, ["noise"] * PROBE_EVERY)
+        assert sum(bool(accepted(request)) for request in later) == 1, "one request of many looks again"
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_failed_draft_is_tried_again_until_it_guesses(is_right: bool) -> None:
+    fit = DraftFit()
+    assert fit.is_wanted()
+    for _ in range(FEW_ROUNDS):
+        assert not fit.judge()
+        fit.count(0)
+    assert fit.judge() and not fit.is_wanted()
+    wanted = [fit.is_wanted() for _ in range(PROBE_EVERY)]
+    assert sum(wanted) == 1
+    for _ in range(FEW_ROUNDS):
+        fit.count(int(is_right))
+    assert fit.judge() != is_right and fit.is_wanted() == is_right
+    assert (fit.num_rounds, fit.num_accepted) == (2 * FEW_ROUNDS, FEW_ROUNDS * is_right)
