@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,12 +17,16 @@ from aerie.attention.config import CacheConfig
 from aerie.speculative.build import EngineSpec, check_weights, local_engine, plan_engine, plan_weights
 from aerie.workers.config import LoraConfig, ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.lora.adapter_config import read_adapter_config
+from aerie.workers.models.gguf.folder import checkpoint_folder
 from tests.speculative.adapters.conftest import GREEDY, Adapted, of
 from tests.speculative.conftest import EOS
 from tests.support.int_checkpoints import Recipe, awq, gptq, int_quantized, pack_quantized, quantise
 from tests.support.slow import slow
 from tests.support.targets.adapters import make_adapter, merged_tokens
+from tests.support.targets.gguf_files import write_gguf
 from tests.support.tiny_models import VOCAB, make_target
+from tests.workers.layers.test_block_fp8 import quantised as blocks_of_fp8
+from tests.workers.quantization.test_tensor_fp8 import quantised as tensors_of_fp8
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj"
 
@@ -72,14 +77,50 @@ def test_families_give_the_tokens_of_merged_models(
             assert [r.output for r in requests] == [expected[name][i] for i, name in enumerate(names)]
 
 
-@pytest.mark.parametrize("recipe", [awq(), *slow(gptq(desc_act=True), pack_quantized(), int_quantized())])
-def test_weights_of_few_bits_take_adapters(tmp_path: Path, recipe: Recipe) -> None:
-    """The adapter's part is added to the product with the packed weight."""
+def fp8_blocks(source: Path, folder: Path) -> tuple[Path, Path]:
+    return (packed := blocks_of_fp8(source, folder)), packed / "plain"
+
+
+def fp8_channels(source: Path, folder: Path) -> tuple[Path, Path]:
+    return (packed := tensors_of_fp8(source, folder, "channel")), packed / "plain"
+
+
+def q8_0(source: Path, folder: Path) -> tuple[Path, Path]:
+    """A GGUF file, whose rows of q and k are in another order."""
+    folder.mkdir()
+    file = write_gguf(source, folder / "model.gguf", lambda name, _: Type.Q4_0 if "down" in name else Type.Q8_0)
+    return checkpoint_folder(file, folder / "cache"), folder / "means"
+
+
+def few_bits(recipe: Recipe) -> Callable[[Path, Path], tuple[Path, Path]]:
+    def write(source: Path, folder: Path) -> tuple[Path, Path]:
+        return (packed := quantise(source, folder, recipe)), packed / "plain"
+
+    return write
+
+
+PACKED = {
+    "awq": few_bits(awq()),
+    "gptq": few_bits(gptq(desc_act=True)),
+    "pack": few_bits(pack_quantized()),
+    "int8": few_bits(int_quantized()),
+    "fp8-blocks": fp8_blocks,
+    "fp8-channels": fp8_channels,
+    "gguf": q8_0,
+}
+
+
+@pytest.mark.parametrize("packed", ["awq", "fp8-blocks", "gguf", *slow("gptq", "pack", "int8", "fp8-channels")])
+def test_packed_weights_take_adapters(tmp_path: Path, packed: str) -> None:
+    """The adapter's part is added to the product with the packed weight. Tokens are those of peft's merge of the
+    dequantised checkpoint."""
     source = make_target(tmp_path / "source", num_hidden_layers=2)
-    adapter, folder = make_adapter(tmp_path / "adapter", source, 5), quantise(source, tmp_path / "packed", recipe)
+    adapter = make_adapter(tmp_path / "adapter", source, 5)
+    folder, plain = PACKED[packed](source, tmp_path / "packed")
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 41, 18)]
-    expected = merged_tokens(folder / "plain", adapter, prompts, GREEDY.max_tokens, EOS)
+    expected = merged_tokens(plain, adapter, prompts, GREEDY.max_tokens, EOS)
+    assert expected != merged_tokens(plain, None, prompts, GREEDY.max_tokens, EOS)
     with local_engine(spec_of(folder, LoraConfig({"a": str(adapter)}), tensor_parallel=2)) as engine:
         assert [request.output for request in engine.generate(prompts, of("a"))] == expected
 
@@ -111,6 +152,13 @@ CASES: dict[str, tuple[Callable[[dict[str, Tensor]], None], dict[str, Any], str]
         put("base_model.model.model.layers.1.mlp.experts.0.up_proj.lora_A.weight", torch.ones(4, 64)),
         {},
         "lora_B",
+    ),
+    "dense expert": (
+        lambda tensors: tensors.update(
+            {f"base_model.model.model.layers.1.mlp.experts.0.up_proj.lora_{s}.weight": torch.ones(4, 4) for s in "AB"}
+        ),
+        {},
+        "experts.0.up_proj is of a layer that adapters cannot change here; they may change down_proj, gate_proj",
     ),
     "layer": (
         lambda tensors: tensors.update(
@@ -165,6 +213,30 @@ def test_scales_are_those_of_peft(adapted: Adapted) -> None:
         mixed.scale_of("model.layers.0.mlp.up_proj") == 40 / 8 and mixed.scale_of("model.layers.0.mlp.down_proj") == 1
     )
     assert middle.scale_of("model.layers.0.self_attn.q_proj") == pytest.approx(16 / 8**0.5)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "modules"),
+    [
+        ("Qwen3Moe", {}, ["q_proj", "gate_proj", "up_proj", "down_proj"]),
+        ("Qwen3Moe", {}, ["q_proj", "mlp.gate"]),
+        ("DeepseekV2", {}, ["kv_b_proj"]),
+        ("DeepseekV3", {}, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "down_proj"]),
+        ("Qwen3_5", {}, ["in_proj_qkv", "down_proj"]),
+        ("Llama", {}, ["lm_head"]),
+        ("Llama", {}, ["embed_tokens"]),
+        ("Qwen3Moe", {"target_parameters": ["mlp.experts.gate_up_proj"]}, ["q_proj"]),
+    ],
+)
+def test_layers_that_adapters_cannot_change_are_refused_by_name(
+    tmp_path: Path, architecture: str, settings: dict[str, Any], modules: list[str]
+) -> None:
+    """Adapters that peft makes of them."""
+    target = make_target(tmp_path / "target", architecture=architecture)
+    adapter = make_adapter(tmp_path / "adapter", target, 3, target_modules=modules, **settings)
+    spec = spec_of(target, LoraConfig({"odd": str(adapter)}))
+    with pytest.raises(ValueError, match=r"lora\.modules\.odd: .*(cannot change here|not served)"):
+        check_weights(spec, plan_engine(spec))
 
 
 def test_models_without_such_layers_refuse_adapters(tmp_path: Path) -> None:
