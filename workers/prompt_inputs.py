@@ -24,6 +24,8 @@ class ImageSizes(msgspec.Struct, frozen=True, array_like=True):
     tower_bytes: bytes of the vision tower's weights on a rank.
     num_axes: rotary positions of a token.
     whole: whether tokens of an image attend to later ones, so that a step computes all that are left.
+    num_blocks: layers of the tower.
+    paused_bytes: bound on the bytes of an image of which some layers are computed.
     """
 
     merge_size: int
@@ -34,6 +36,8 @@ class ImageSizes(msgspec.Struct, frozen=True, array_like=True):
     tower_bytes: int
     num_axes: int
     whole: bool = False
+    num_blocks: int = 1
+    paused_bytes: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -161,6 +165,17 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
         if first >= last:
             return None
         return Image(first, last - first, self.grid, self.data, self.digest, self.first_row + first - self.start)
+
+
+class Encoding(msgspec.Struct, frozen=True, array_like=True):
+    """A part of the tower's pass over an image.
+
+    image: without `data`, unless the pass begins. Another image's pass that has not ended is abandoned.
+    num_blocks: layers to compute; 0: to the end.
+    """
+
+    image: Image
+    num_blocks: int = 0
 
 
 class PromptInputs(msgspec.Struct, frozen=True, array_like=True):

@@ -13,8 +13,9 @@ from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.batch import StepBatch, StepTensors
 from aerie.workers.runner.costs.cost_points import expected_ms, wanted
-from aerie.workers.runner.costs.cost_probe import LIMIT_S, CostProbe, Timer, probe_costs, probe_extent
+from aerie.workers.runner.costs.cost_probe import LIMIT_S, CostProbe, probe_costs, probe_extent
 from aerie.workers.runner.costs.measured_table import table_of
+from aerie.workers.runner.costs.timer import Timer
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.graphs.graph_keys import token_buckets
 from aerie.workers.runner.layout import slot_table

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 
 from aerie.attention.kv_cache.pool import KVPool
@@ -32,6 +33,7 @@ from aerie.workers.runner.backends import (
     target_choices,
 )
 from aerie.workers.runner.costs.cost_probe import probe_costs
+from aerie.workers.runner.costs.timer import Timer
 from aerie.workers.runner.deterministic import checked_deterministic
 from aerie.workers.runner.device_memory import device_memory
 from aerie.workers.runner.graphs.compile_processes import CompileProcesses
@@ -143,6 +145,9 @@ def build_rank(
         built.costs = probe_costs(
             graphed or strategy, parts.slots, group, parts.layout, worker.cache.page_size, tokens, parts.states
         )
+        if parts.tower is not None:
+            patches, image_ms = parts.tower.costs(Timer(device), group)
+            built.costs = msgspec.structs.replace(built.costs, image_patches=patches, image_ms=image_ms)
         phases.done("costs measured")
     if graphed is not None:
         report_compilations(True)

@@ -79,7 +79,7 @@ class RankMemory:
         """Return the peaks with those of an image. encode: encodes the largest one. The embeddings of images are kept
         beside the largest step."""
         peak = max(peaks.all_steps, self._memory.peak_of(encode))
-        return replace(peaks, all_steps=peak + sizes.cache_bytes)
+        return replace(peaks, all_steps=peak + sizes.cache_bytes + sizes.paused_bytes)
 
     def used(self) -> int:
         """Bytes that this rank has allocated so far."""

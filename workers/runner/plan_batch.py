@@ -109,6 +109,9 @@ class PlanBatches:
         if self._adapters is not None and plan.placed_adapters:
             numbers, places = unpack_i32(plan.placed_adapters).reshape(-1, 2).T.tolist()
             self._adapters.place(list(zip(numbers, places, strict=True)))
+        for encoding in plan.encodings:
+            assert self._tower is not None
+            self._tower.advance(encoding)
         running = {*entries, *(chunk.slot for chunk in plan.chunks)}
         return StepBatch(
             slots=round_slots,

@@ -42,6 +42,8 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     default: index of the default shape.
     ms_per_chunk_kv: attention time per (token of a chunk, token before the chunk).
     beside: shape of the rounds in `chunk_ms`, one per entry of chunk_requests; empty: always the default.
+    image_patches: patches of measured images, ascending; empty: none was measured.
+    image_ms: milliseconds to encode each.
     """
 
     rounds: tuple[RoundCosts, ...]
@@ -51,6 +53,17 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     default: int = 0
     ms_per_chunk_kv: float = 0.0
     beside: tuple[int, ...] = ()
+    image_patches: tuple[int, ...] = ()
+    image_ms: tuple[float, ...] = ()
+
+    def encode_ms(self, num_patches: int) -> float:
+        """Milliseconds to encode an image; 0 if none was measured."""
+        if not self.image_patches:
+            return 0.0
+        largest = self.image_patches[-1]
+        return _interpolated(self.image_patches, self.image_ms, min(num_patches, largest)) * max(
+            1.0, num_patches / largest
+        )
 
     def shape_beside(self, index: int) -> int:
         """Shape of the rounds in `chunk_ms[index]`."""

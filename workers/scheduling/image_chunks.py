@@ -1,11 +1,17 @@
-"""`ImageChunks`: how many images a step encodes, where its chunks may end, and which pixels its plan contains."""
+"""`ImageChunks`: which images a step encodes, where its chunks may end, and which pixels its plan contains.
+
+Without rounds, a step encodes the images of its chunks, whole. Beside rounds, an image is encoded before the step that
+has its first token, or in the same one: as many of the tower's layers a step as the step's limit leaves time for.
+"""
 
 from collections.abc import Sequence as List
 
 import msgspec
 
-from aerie.workers.prompt_inputs import Image, ImageSizes
+from aerie.workers.prompt_inputs import Encoding, Image, ImageSizes
+from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.encoded_images import EncodedImages
+from aerie.workers.scheduling.latency_budget import StepBudget
 from aerie.workers.scheduling.plan import Chunk
 from aerie.workers.scheduling.sequence import Sequence
 
@@ -22,11 +28,38 @@ class ImageChunks:
         self._encoded = EncodedImages(0 if sizes is None else sizes.cache_bytes)
         self._left = STEP_PATCHES  # of the plan under construction
         self._planned: set[bytes] = set()
+        self._beside = False  # whether rounds wait for the plan under construction
+        self._costs: CostTable | None = None
+        self._encodings: dict[bytes, Encoding] = {}  # of that plan
+        self._partial, self._num_done = b"", 0  # digest of the image whose pass has not ended, and computed layers
 
-    def begin(self) -> None:
-        """Begin a plan."""
+    def use_costs(self, costs: CostTable) -> None:
+        self._costs = costs if costs.image_patches else None
+
+    def begin(self, beside: bool = False) -> None:
+        """Begin a plan. beside: whether requests wait for their next token."""
         self._left = STEP_PATCHES
         self._planned.clear()
+        self._encodings.clear()
+        self._beside = beside and self._costs is not None
+
+    def encode(self, sequence: Sequence, start: int, budget: StepBudget) -> None:
+        """Encode the image of the token at `start`, if it is new: beside rounds, a part of it; without rounds, what is
+        left of an image of which a part is encoded."""
+        inputs = sequence.request.inputs
+        if self._sizes is None or self._costs is None or self._encodings or inputs is None:
+            return
+        for image in inputs.images:
+            is_partial = image.digest == self._partial
+            if not image.start <= start < image.end or not self._is_new(image) or not (self._beside or is_partial):
+                continue
+            block_ms = self._costs.encode_ms(image.num_patches) / self._sizes.num_blocks
+            left = self._sizes.num_blocks - (self._num_done if is_partial else 0)
+            count = min(left, max(1, int(budget.ms_left / max(block_ms, 1e-6)))) if self._beside else left
+            budget.spend(count * block_ms)
+            self._encodings[image.digest] = Encoding(image, 0 if count == left else count)
+            if count == left:
+                self._planned.add(image.digest)
 
     def room(self, sequence: Sequence, start: int, count: int, limit: int) -> int:
         """Return how many of `count` tokens from position `start` the plan may compute: those before the first image
@@ -43,6 +76,8 @@ class ImageChunks:
         for image in inputs.images:
             if image.end <= start or image.start >= start + count or not self._is_new(image):
                 continue
+            if self._beside:
+                return max(0, image.start - start)
             if left < image.num_patches and (left < STEP_PATCHES or image.start > start):
                 return max(0, image.start - start)
             left -= image.num_patches
@@ -56,12 +91,13 @@ class ImageChunks:
                 self._planned.add(image.digest)
                 self._left -= image.num_patches
 
-    def sent(self, chunks: List[Chunk]) -> tuple[tuple[Chunk, ...], bool]:
-        """Return the chunks of a plan, without the pixels of images that the ranks have encoded, and whether they
-        encode any. Must be called for each plan, in order."""
+    def sent(self, chunks: List[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Encoding, ...], bool]:
+        """Return the chunks of a plan, without the pixels of images that the ranks have encoded, what they encode
+        before, and whether they encode any. Must be called for each plan, in order."""
+        encodings = tuple(map(self._begun, self._encodings.values()))
         if self._sizes is None or all(chunk.inputs is None or not chunk.inputs.images for chunk in chunks):
-            return tuple(chunks), False
-        found, encodes = [], False
+            return tuple(chunks), encodings, bool(encodings)
+        found, encodes = [], bool(encodings)
         for chunk in chunks:
             if chunk.inputs is not None and chunk.inputs.images:
                 images = []
@@ -69,16 +105,31 @@ class ImageChunks:
                     is_kept = image.digest in self._encoded
                     encodes |= not is_kept
                     images.append(msgspec.structs.replace(image, data=b"") if is_kept else image)
-                    num_tokens = image.num_patches // self._sizes.merge_size**2
-                    self._encoded.use(image.digest, num_tokens * self._sizes.row_bytes)
+                    self._use(image)
                 inputs = msgspec.structs.replace(chunk.inputs, images=tuple(images))
                 chunk = msgspec.structs.replace(chunk, inputs=inputs)
             found.append(chunk)
-        return tuple(found), encodes
+        return tuple(found), encodings, encodes
+
+    def _begun(self, encoding: Encoding) -> Encoding:
+        """Count a part that is sent, and return it with its image's pixels if it is the first one."""
+        image, is_first = encoding.image, encoding.image.digest != self._partial
+        if encoding.num_blocks:
+            self._num_done = encoding.num_blocks + (0 if is_first else self._num_done)
+            self._partial = image.digest
+        else:
+            self._partial, self._num_done = b"", 0
+            self._use(image)
+        return encoding if is_first else Encoding(msgspec.structs.replace(image, data=b""), encoding.num_blocks)
+
+    def _use(self, image: Image) -> None:
+        assert self._sizes is not None
+        self._encoded.use(image.digest, image.num_patches // self._sizes.merge_size**2 * self._sizes.row_bytes)
 
     def clear(self) -> None:
         """Forget all images, because the ranks are lost."""
         self._encoded.clear()
+        self._partial, self._num_done = b"", 0
 
     def fitting(self, sequence: Sequence, start: int, count: int) -> int:
         """Return how many of `count` tokens from position `start` a chunk may have that cannot have more."""

@@ -201,6 +201,7 @@ class StepBudget:
         self.tokens = 0
         self._max_tokens = max_tokens
         self._step_time = step_time
+        self._only_rounds = rounds
         self._rounds = Step(*rounds)
         self._limit_ms = limit_ms
         self._pairs = 0  # number of (token of a chunk, token before the chunk)
@@ -224,6 +225,17 @@ class StepBudget:
         self._pairs += count * context
         # so that no small piece of the next prompt fills the rest
         self._is_full = count == self._offered < self._wanted
+
+    @property
+    def ms_left(self) -> float:
+        """Milliseconds until the step's limit."""
+        if self._step_time is None:
+            return math.inf
+        return self._limit_ms - self._step_time.ms(self.planned(self._only_rounds))
+
+    def spend(self, ms: float) -> None:
+        """Take time for other work than tokens."""
+        self._limit_ms -= ms
 
     def planned(self, rounds: StepRounds) -> Step:
         """Return the planned step, with `rounds` as its final ones."""

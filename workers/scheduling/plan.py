@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from aerie.workers.prompt_inputs import PromptInputs
+from aerie.workers.prompt_inputs import Encoding, PromptInputs
 from aerie.workers.request_values import Value, declared_values, uses
 
 MAX_STOP_TOKEN_IDS = 64  # per request, including end-of-sequence ids; the size of a device tensor's row
@@ -236,6 +236,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
         this page; 0, the dummy page, for none. From `WindowPages`. -> `KVPool`
     placed_adapters: int32 pairs (number, place): from this plan on, the adapter is in this place of the tables. From
         `Adapters`. -> `RankAdapters`
+    encodings: parts of images to encode before the pass. From `ImageChunks`. -> `VisionTower`
     """
 
     epoch: int
@@ -256,6 +257,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
     window_updates: bytes = b""
     cleared_window_pages: bytes = b""
     placed_adapters: bytes = b""
+    encodings: tuple[Encoding, ...] = ()
 
 
 class GraphCount(msgspec.Struct, frozen=True, array_like=True):

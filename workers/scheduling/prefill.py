@@ -109,7 +109,7 @@ class PrefillPlanner:
         usual = rounds if usual_shape is None else rounds._replace(shape=usual_shape)
         admitted, turns = AdmittedPrompts(queues.prefilling.values(), self._turns.only), self._turns
         self.shared.begin()
-        self._images.begin()
+        self._images.begin(len(queues.active) > len(queues.prefilling))
         while budget.room(1, 0):
             first = admitted.first()
             waiting = self._next_waiting(first, builder, rounds) if self._can_admit(builder) else None
@@ -210,6 +210,7 @@ class PrefillPlanner:
         """Plan the request's next chunk within budget and pages. Return its number of tokens."""
         start, total = sequence.computed, len(sequence.tokens)
         draft_tokens = drafted.draft_tokens if sequence.request.sampling.speculative else 0
+        self._images.encode(sequence, start, budget)
         room = budget.room(total - start, start)
         saves = self._slot_pages.saves
         if saves is not None:
@@ -285,7 +286,9 @@ class PrefillPlanner:
             allocator.release(match.pages)
             sequence.pages_missing = (insertions, need)
             return False
-        start, room = match.num_saved, budget.room(1, match.num_saved)
+        start = match.num_saved
+        self._images.encode(sequence, start, budget)
+        room = budget.room(1, start)
         if room == 0 or self._images.room(sequence, start, room, budget.tokens_left) == 0:
             allocator.release(match.pages)
             return False

@@ -138,6 +138,7 @@ class Scheduler:
         """Use the step costs of the current ranks. Called for every worker group."""
         self.step_time = self._results.step_time = StepTime(costs, self._config.num_slots)
         self.captures.row_ms = self.step_time.row_ms()
+        self._images.use_costs(costs)
         self._prefill.budget = self.admission.expected.budget = LatencyBudget.of(self._config, self.step_time)
         self.queues.set_deadlines(self._prefill.deadline_s)
 
@@ -289,7 +290,7 @@ class Scheduler:
         slot_pages, shape, next_shape, slots, ends = self.slot_pages, *planned[:4]
         of_windows = slot_pages.take_window_changes()
         saved_states = slot_pages.save_states(slots, self._shapes.max_new_tokens)
-        chunks, encodes = self._images.sent(builder.chunks)
+        chunks, encodings, encodes = self._images.sent(builder.chunks)
         in_flight = self._launch(builder, shape, slots, load, is_change=next_shape != shape or encodes)
         drafting = slot_pages.speculative[in_flight.slots]
         next_shape = next_shape if drafting.any() else 0
@@ -315,6 +316,7 @@ class Scheduler:
             window_updates=of_windows[0],
             cleared_window_pages=of_windows[1],
             placed_adapters=self.adapters.take_changes(),
+            encodings=encodings,
         )
 
     def _rests(self, rounds: StepRounds) -> bool:

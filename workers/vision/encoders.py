@@ -30,6 +30,11 @@ class ImageEncoder(nn.Module):
         pixels: [patches, channels, pixels of a patch] float32, normalised.
         """
 
+    @property
+    @abstractmethod
+    def blocks(self) -> nn.ModuleList:
+        """The tower's layers, which `forward` calls in order."""
+
     def own_name(self, name: str) -> str | None:
         """Return the parameter for a checkpoint's tensor; None for a tensor of another module."""
         name = name.removeprefix("model.")
@@ -55,6 +60,11 @@ class QwenEncoder(ImageEncoder):
             rows.to(dtype), grid_thw=torch.tensor([grid], device=device), **self._spans(grid, device, pixels.shape[0])
         )
         return torch.cat((out.pooler_output, *(getattr(out, "deepstack_features", None) or ())), dim=1)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        blocks: nn.ModuleList = self.tower.blocks
+        return blocks
 
     def _spans(self, grid: Grid, device: torch.device, num_patches: int) -> dict[str, Tensor]:
         """Return the bounds of the patches that attend to each other, on the host: every layer reads them there, and
@@ -101,6 +111,11 @@ class Gemma3Encoder(ImageEncoder):
         out: Tensor = self.projector(hidden)[0]
         return out
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        blocks: nn.ModuleList = self.tower.encoder.layers
+        return blocks
+
 
 class Gemma4Encoder(ImageEncoder):
     prefixes: ClassVar[Mapping[str, str]] = {"vision_tower.": "tower.", "embed_vision.": "embedder."}
@@ -121,6 +136,11 @@ class Gemma4Encoder(ImageEncoder):
         hidden = self.tower(pixel_values=patches, pixel_position_ids=places.unsqueeze(0)).last_hidden_state
         out: Tensor = self.embedder(hidden)
         return out
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        blocks: nn.ModuleList = self.tower.encoder.layers
+        return blocks
 
 
 _ENCODERS: Mapping[str, type[Any]] = {"gemma3": Gemma3Encoder, "gemma4": Gemma4Encoder}

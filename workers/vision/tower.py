@@ -12,17 +12,23 @@ import torch
 from torch import Tensor
 
 from aerie.workers.config import ModelSource
+from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.llama import LlamaConfig
 from aerie.workers.models.weights import checkpoint_tensors, first_names
-from aerie.workers.prompt_inputs import Image, ImageSizes
+from aerie.workers.prompt_inputs import Encoding, Image, ImageSizes
+from aerie.workers.runner.costs.timer import Timer
 from aerie.workers.scheduling.encoded_images import EncodedImages
 from aerie.workers.vision.config import CHANNELS, VisionConfig
 from aerie.workers.vision.encoders import ImageEncoder, build_encoder
+from aerie.workers.vision.piecewise import PiecewiseForward
 from aerie.workers.vision.processor import load_processor
 
 CACHE_BYTES = 1 << 28  # of images' embeddings; at least twice the largest image's
+_PAUSED_VALUES = 6  # times the hidden size, of a patch between two layers: hidden state, angles and residual
 _DUMMY_STD = 0.02
+COST_PATCHES = (256, 1024, 4096, 16384)  # of measured images
+_COST_LIMIT_MS = 500.0  # larger images are not measured after one that takes so long
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantised towers are refused
 
 
@@ -53,6 +59,8 @@ def image_sizes(config: VisionConfig, target: ModelConfig, dtype: torch.dtype) -
         tower_bytes=weights,
         num_axes=len(sections) if config.has_mrope else 1,
         whole=config.whole,
+        num_blocks=len(tower.blocks),
+        paused_bytes=_PAUSED_VALUES * config.max_patches * next(tower.blocks.parameters()).shape[-1] * dtype.itemsize,
     )
 
 
@@ -72,16 +80,37 @@ class VisionTower:
         self.whole = sizes.whole
         self._known = EncodedImages(sizes.cache_bytes)
         self._embeddings: dict[bytes, Tensor] = {}
+        self._pieces = PiecewiseForward(self._encoder.blocks, device)
+        self._partial = b""  # digest of the image whose pass has not ended
+
+    def advance(self, encoding: Encoding) -> None:
+        """Compute a part of an image, and keep its embeddings once it has ended."""
+        image = encoding.image
+        if image.digest in self._known:
+            return
+        if image.digest != self._partial:
+            assert image.data, "the scheduler sends the pixels with the first part"
+            self._pieces.start(lambda: self.encode(image))
+            self._partial = image.digest
+        rows = self._pieces.advance(encoding.num_blocks)
+        if rows is not None:
+            self._partial = b""
+            self._keep(image, rows)
+
+    def _keep(self, image: Image, rows: Tensor | None = None) -> None:
+        """Use an image's embeddings. rows: if they are new."""
+        if rows is not None:
+            self._embeddings[image.digest] = rows
+        num_tokens = image.num_patches // self._config.merge_size**2
+        for dropped in self._known.use(image.digest, num_tokens * self._sizes.row_bytes):
+            del self._embeddings[dropped]
 
     def rows(self, image: Image) -> Tensor:
         """Return [image.num_rows, row_values] in the model's dtype: the embedding of each token, then what is added to
         the residual stream at later layers. Images must come in the order of the plans."""
-        num_tokens = image.num_patches // self._config.merge_size**2
-        if image.digest not in self._known:
-            assert image.data, "the scheduler sends the pixels of images that are not kept"
-            self._embeddings[image.digest] = self.encode(image)
-        for dropped in self._known.use(image.digest, num_tokens * self._sizes.row_bytes):
-            del self._embeddings[dropped]
+        is_new = image.digest not in self._known
+        assert image.data or not is_new, "the scheduler sends the pixels of images that are not kept"
+        self._keep(image, self.encode(image) if is_new else None)
         return self._embeddings[image.digest][image.first_row : image.first_row + image.num_rows]
 
     @torch.inference_mode()
@@ -94,8 +123,30 @@ class VisionTower:
 
     def clear(self) -> None:
         """Forget all images."""
+        self._pieces.abandon()
+        self._partial = b""
         self._known.clear()
         self._embeddings.clear()
+
+    def costs(self, timer: Timer, group: TPGroup) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Return numbers of patches, ascending, and the milliseconds to encode an image of each on the slowest rank."""
+        patches, found = list[int](), list[float]()
+        smallest = self._sizes.max_patches if self._config.fixed else 0
+        for count in (
+            *(each for each in COST_PATCHES if smallest < each < self._sizes.max_patches),
+            self._sizes.max_patches,
+        ):
+            image = self._square(count)
+            if found and (found[-1] > _COST_LIMIT_MS or image.num_patches <= patches[-1]):
+                break
+            for _ in range(2):  # the first one may choose kernels
+                timer.mark()
+                self.encode(image)
+                timer.mark()
+            own = torch.tensor([min(timer.read())], dtype=torch.float64, device=self._device)
+            patches.append(image.num_patches)
+            found.append(float(group.all_gather(own).max()))
+        return tuple(patches), tuple(found)
 
     def encode_largest(self) -> None:
         """Encode an image of the largest size, to measure its memory."""

@@ -253,6 +253,7 @@ class Rank:
         the warm-up, and the steps whose costs are measured. From then on steps run as they are captured."""
         from aerie.workers.config import GraphCapture
         from aerie.workers.runner.costs import cost_points, cost_probe
+        from aerie.workers.runner.costs.timer import Timer
         from aerie.workers.runner.graphs import first_graphs, warm_up
         from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
         from tests.support.kernels.eager_graphs import EagerRecorder
@@ -277,7 +278,7 @@ class Rank:
             worker._strategy, slots, layout, Recorder(), with_chunks=not self.deterministic
         )
         first = first_graphs.first_graphs(graphed, layout, self.page_size, gpu)
-        roomy, timer = layout.with_pages(MANY_PAGES), cost_probe.Timer(torch.device("cpu"))
+        roomy, timer = layout.with_pages(MANY_PAGES), Timer(torch.device("cpu"))
         extent = cost_probe.probe_extent(roomy, self.page_size, graphed.wanted_token_buckets, gpu)
         probe = cost_probe.CostProbe(graphed, slots, worker._group, roomy, self.page_size, timer)
         ahead = CompileAhead()

@@ -1,18 +1,24 @@
 """Images of a plan: how many patches a step encodes, and which pixels it contains."""
 
 import msgspec
+import pytest
 
-from aerie.workers.prompt_inputs import Image, ImageSizes, PromptInputs
+from aerie.workers.prompt_inputs import Encoding, Image, ImageSizes, PromptInputs
 from aerie.workers.scheduling.image_chunks import STEP_PATCHES, ImageChunks
+from aerie.workers.scheduling.latency_budget import StepBudget, StepRounds
 from aerie.workers.scheduling.plan import Chunk, SamplingParams
 from aerie.workers.scheduling.queues.tenants import Tenants
 from aerie.workers.scheduling.request import Owner, Request
 from aerie.workers.scheduling.sequence import Sequence
+from aerie.workers.scheduling.timing.step_time import StepTime
+from tests.support.simulation.states import COSTS
 
 SIZES = ImageSizes(2, 1, 1 << 20, 4, 1 << 20, 0, 3)
 SMALL = Image.of(5, 400, (1, 40, 40), b"a")  # 1,600 patches
 SECOND = Image.of(410, 400, (1, 40, 40), b"b")
 THIRD = Image.of(820, 400, (1, 40, 40), b"c")
+OTHER = Image.of(5, 400, (1, 40, 40), b"e")
+IMAGES = {"image_patches": (1600,), "image_ms": (8.0,)}
 LARGE = Image.of(5, 2500, (1, 100, 100), b"d")
 
 
@@ -38,6 +44,37 @@ def test_a_step_encodes_few_images() -> None:
     assert chunks.room(sequence_of(SMALL), 0, 100, 4000) == 100, "another request with an image of this plan"
 
 
+def test_an_image_is_encoded_in_parts_beside_rounds() -> None:
+    """1,600 patches take 8 ms in 4 layers, of which a step has room for 5 ms."""
+    sizes, costs = msgspec.structs.replace(SIZES, num_blocks=4), msgspec.structs.replace(COSTS, **IMAGES)
+    chunks, sequence, other = ImageChunks(sizes), sequence_of(SMALL), sequence_of(OTHER)
+    chunks.use_costs(costs)
+
+    def planned(sequence: Sequence, beside: bool = True) -> tuple[int, StepBudget]:
+        chunks.begin(beside)
+        budget = StepBudget(4000, StepTime(costs, 4), StepRounds(), 5.0)
+        chunks.encode(sequence, 5, budget)
+        return chunks.room(sequence, 5, 2000, 4000), budget
+
+    room, budget = planned(sequence)
+    assert room == 0 and budget.ms_left == pytest.approx(1.0), "two layers"
+    assert chunks.sent([])[1] == (Encoding(SMALL, 2),)
+    room, _ = planned(other)
+    assert chunks.room(other, 0, 2000, 4000) == OTHER.start, "text before its image"
+    room, budget = planned(sequence)
+    assert room == 2000 and budget.ms_left == pytest.approx(1.0), "the rest, and the chunk in the same step"
+    assert chunks.sent([])[1] == (Encoding(msgspec.structs.replace(SMALL, data=b"")),)
+    assert planned(sequence)[1].ms_left == pytest.approx(5.0), "it is kept"
+    planned(other)
+    assert chunks.sent([])[1] == (Encoding(OTHER, 2),)
+    planned(sequence_of(LARGE))
+    assert chunks.sent([])[1] == (Encoding(LARGE, 1),), "at least one layer"
+    planned(other, beside=False)
+    assert chunks.sent([])[1] == (), "it was abandoned: a step without rounds encodes it whole"
+    planned(sequence_of(LARGE), beside=False)
+    assert chunks.sent([])[1] == (Encoding(msgspec.structs.replace(LARGE, data=b"")),), "the rest at once"
+
+
 def test_chunks_end_beside_images_whose_tokens_see_later_ones() -> None:
     chunks, three = ImageChunks(msgspec.structs.replace(SIZES, whole=True)), sequence_of(SMALL, SECOND, THIRD)
     chunks.begin()
@@ -52,13 +89,13 @@ def test_chunks_end_beside_images_whose_tokens_see_later_ones() -> None:
 
 def test_pixels_are_sent_once_until_ranks_are_lost() -> None:
     sequence, chunks = sequence_of(SMALL, SECOND), ImageChunks(SIZES)
-    sent, encodes = chunks.sent([chunk_of(sequence, 0, 100), chunk_of(sequence, 100, 400)])
+    sent, _, encodes = chunks.sent([chunk_of(sequence, 0, 100), chunk_of(sequence, 100, 400)])
     data = [[image.data for image in chunk.inputs.images] for chunk in sent if chunk.inputs is not None]
     assert encodes and data == [[b"a"], [b"", b"b"]]
-    sent, encodes = chunks.sent([chunk_of(sequence, 0, 900)])
+    sent, _, encodes = chunks.sent([chunk_of(sequence, 0, 900)])
     assert not encodes and sent[0].inputs is not None
     assert [image.data for image in sent[0].inputs.images] == [b"", b""]
     chunks.begin()
     assert chunks.room(sequence, 0, 2000, 4000) == 2000, "kept images take no time"
     chunks.clear()
-    assert chunks.sent([chunk_of(sequence, 0, 900)])[1]
+    assert chunks.sent([chunk_of(sequence, 0, 900)])[2]

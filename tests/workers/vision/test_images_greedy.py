@@ -20,11 +20,12 @@ from aerie.workers.runner import layout
 from aerie.workers.runner.batch import StepBatch
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.worker import Worker
-from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.plan import SamplingParams, StepPlan
 from aerie.workers.scheduling.request import Request
 from aerie.workers.vision.tower import VisionTower
 from tests.speculative.test_graphs_while_serving import TOKENS
 from tests.support.kernels.eager_graphs import LazyRecorder
+from tests.support.simulation.states import COSTS
 from tests.support.slow import slow
 from tests.support.target_answers import CHAIN, TREE, head_for
 from tests.support.targets.image_models import ImagePrompts, make_image_model, picture
@@ -202,3 +203,31 @@ def test_an_image_is_encoded_once_while_it_is_kept(
             assert [request.output for request in requests] == expected
     assert len(set(encoded)) == 3
     assert len(encoded) == 3 if cache_bytes > 10_000 else len(encoded) > 6
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("qwen3_vl", 2), ("gemma3", 1), ("gemma4", 1)])
+def test_an_image_is_encoded_in_parts_between_rounds(tmp_path: Path, kind: str, ranks: int) -> None:
+    """Where an image takes 100 ms by the cost table and a step may take 13, every step has rounds, and a layer."""
+    torch.set_num_threads(1)
+    model, plans = make_image_model(tmp_path, kind), list[StepPlan]()
+    of = ImagePrompts(tmp_path)
+    given = [[7, 8, 9], *prompts()[1:]]
+    expected = [of.by_transformers(model, parts, 80 if i == 0 else NUM_TOKENS) for i, parts in enumerate(given)]
+    with local_engine(EngineSpec(worker_of(tmp_path, ranks=ranks, step_tokens=80), None)) as engine:
+        engine.scheduler.use_costs(msgspec.structs.replace(COSTS, image_patches=(16, 640), image_ms=(100.0, 100.0)))
+        schedule = engine.scheduler.schedule
+
+        def noted() -> StepPlan | None:
+            plan = schedule()
+            if plan is not None:
+                plans.append(plan)
+            return plan
+
+        engine.scheduler.schedule = noted  # type: ignore[method-assign]
+        requests = requests_of(tmp_path, given)
+        requests[0].sampling = SamplingParams(80, 0.0)
+        engine.run(requests, 2)
+        assert [request.output for request in requests] == expected
+    parts = [plan for plan in plans if plan.encodings]
+    assert len(parts) == 4, "two pictures in two parts each; the first one of three came before any round"
+    assert all(plan.slots for plan in parts), "beside rounds"

@@ -7,20 +7,19 @@ on the dummy page choose no experts; requests write a page before they read it. 
 same order, and times are the maximum over ranks, so that all ranks have the same table.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from aerie.attention.recurrent.pool import StatePool
-from aerie.kernels.capability import Capability
 from aerie.kernels.kv.batches import PrefillBatch
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.batch import PromptChunks, StepBatch
 from aerie.workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, expected_ms, wanted
 from aerie.workers.runner.costs.measured_table import table_of
+from aerie.workers.runner.costs.timer import Timer
 from aerie.workers.runner.decoding import DecodingStrategy
 from aerie.workers.sampling.sampler import SamplingNeeds
 from aerie.workers.scheduling.cost_table import CostTable
@@ -31,37 +30,6 @@ GROWTH = {"cuda": 2, "cpu": 8}  # factor between measured batch sizes
 KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests in a step; enough to time their reads
 PASSES = 3  # maximum runs of a point; the fastest run counts
 _NEEDS = SamplingNeeds(random=True)  # the needs of most requests
-
-
-class Timer:
-    """Measures milliseconds between pairs of marks. On a GPU, marks are events on the stream. Only `read` waits for
-    them, so that the host runs ahead as in serving."""
-
-    def __init__(self, device: torch.device, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._has_events = Capability.of(device).has_streams
-        self._clock = clock
-        self._events: list[torch.cuda.Event] = []
-        self._stamps: list[float] = []
-
-    def mark(self) -> None:
-        """Start a span, or end the current one."""
-        if not self._has_events:
-            self._stamps.append(self._clock() * 1e3)
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._events.append(event)
-
-    def read(self) -> list[float]:
-        """Return the milliseconds of each span since the last call. Waits for the device."""
-        if self._has_events:
-            self._events[-1].synchronize()
-            pairs = zip(self._events[::2], self._events[1::2], strict=True)
-            spans = [begin.elapsed_time(end) for begin, end in pairs]
-        else:
-            spans = [end - begin for begin, end in zip(self._stamps[::2], self._stamps[1::2], strict=True)]
-        self._events, self._stamps = [], []
-        return spans
 
 
 @dataclass(frozen=True)
