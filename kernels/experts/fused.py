@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.experts.route import RouterLogits
-from aerie.kernels.experts.weights import ExpertSizes, ExpertWeights, fits_kernels, workspace_size
+from aerie.kernels.experts.weights import ExpertSizes, ExpertWeights, fits_blocks, fits_kernels, workspace_size
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.gemm.blocks import largest
 from aerie.kernels.gemm.workspace import GEMMOptions
@@ -39,10 +39,17 @@ class FusedExperts(ABC):
         """
 
 
-def fuses(size: int, width: int, options: GEMMOptions) -> bool:
-    """Return whether the kernels support experts of this input `size` and `width` per rank. They need tensor maps, so
-    only devices with FP8 run them."""
-    return options.workspace is not None and options.fp8 and fits_kernels(size, width)
+def fuses(size: int, width: int, options: GEMMOptions, is_plain: bool = True, in_fp8: bool = False) -> bool:
+    """Return whether the kernels are used for experts of this input `size` and `width` per rank. They need tensor maps,
+    so only devices with FP8 run them.
+
+    is_plain: SwiGLU without biases. Otherwise, and for widths that 128 does not divide, only deterministic engines use
+        the kernels, without those of few rows.
+    in_fp8: dtype of the weights.
+    """
+    if options.workspace is None or not options.fp8:
+        return False
+    return is_plain and fits_kernels(size, width) or options.deterministic and not in_fp8 and fits_blocks(size, width)
 
 
 def build_experts(weights: ExpertWeights, options: GEMMOptions, dtype: torch.dtype) -> FusedExperts:
@@ -65,7 +72,7 @@ def fused_workspace_size(held: Span, num_shared: int, experts_per_token: int, si
     held: the routed experts on this rank.
     """
     if not fits_kernels(size, width):
-        return 0, 0
+        return 0, held.size + num_shared
     return largest(
         workspace_size(ExpertSizes(held.size, shared, experts_per_token, size, width, step, held.total - held.size))
         for shared in {0, num_shared}

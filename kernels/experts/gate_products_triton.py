@@ -1,6 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """One step of the gate and up projections with weights as the tensor core's first operand, and its epilogue. Shared by
-`few_row_products_triton` and `short_blocks_triton`."""
+`few_row_products_triton` and `short_blocks_triton`; the activation also by `tall_blocks_triton` and
+`aerie.kernels.packed.expert_gate_up_triton`."""
 
 import triton
 import triton.language as tl
@@ -70,3 +71,14 @@ def times_channels(gate, up, x_scale, scales, WIDTH: tl.constexpr):
     gate *= tl.load(scales)[:, None] * x_scale[None, :]
     up *= tl.load(scales + WIDTH)[:, None] * x_scale[None, :]
     return gate, up
+
+
+@triton.jit
+def activated(gate, up, alpha, limit, shift, cubic, PLAIN: tl.constexpr, CLAMPED: tl.constexpr, CUBED: tl.constexpr):
+    """Return `aerie.kernels.experts.gated.GatedActivation` of gate and up. PLAIN: SwiGLU."""
+    if PLAIN:
+        return gate / (1.0 + tl.exp(-gate)) * up
+    if CLAMPED:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    inner = gate * (1.0 + cubic * gate * gate) if CUBED else gate
+    return gate / (1.0 + tl.exp(-alpha * inner)) * (up + shift)

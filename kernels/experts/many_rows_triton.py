@@ -6,8 +6,8 @@ for a layer of a DeepSeek-V3 rank, 209 instead of 226 us with 24 rows, 321 inste
 Four launches: the order; gate and up projections of gathered rows; weighted down projections, one result per row and
 expert; their sum. With very many rows the last two run over spans of columns, which bounds memory.
 
-For one kind of block and one `gate_up.block_n`, a row's result depends on that row alone, because sums have a fixed
-order and are not split.
+For one `gate_up.block_n`, a row's result depends on that row alone, because sums are not split and have one order of
+columns in both kinds of block: 16 at a time, and in FP8 the scaled sums of 128.
 
 There are two kinds of blocks, because the tensor core's first operand has at least 64 rows. Blocks of 64 rows are the
 first operand; shorter blocks are the second operand, and the weights the first. As first operand, a thread holds the
@@ -25,6 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aerie.kernels.capability import MULTIPROCESSORS
+from aerie.kernels.experts.gated import SWIGLU
 from aerie.kernels.experts.order_triton import ExpertOrder, bins_of, order_by_expert
 from aerie.kernels.experts.route import Routed
 from aerie.kernels.experts.short_blocks_triton import down_of_short_blocks, gate_up_of_short_blocks
@@ -39,6 +40,7 @@ from aerie.kernels.experts.weights import (
     block_of,
 )
 from aerie.kernels.fp8.rows import Fp8Rows
+from aerie.kernels.gemm.blocks import cdiv
 from aerie.kernels.gemm.tiles import SHARED_BYTES
 from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.pdl import pdl_wait
@@ -86,20 +88,20 @@ def _sum_slots(
     tl.store(out_ptr + row * SIZE + number * STEP + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
+def many_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     """Return tiles whose blocks have about as many rows as an expert has under even routing, up to 64.
 
-    Measured on an H200 (`tests.bench experts`). deterministic: whether a row must have the same result for any number
-    of rows.
+    Measured on an H200 (`tests.bench experts`). Tiles of all numbers of rows add in the same order.
     """
     each = rows * sizes.share
-    block_m = TALL if deterministic else min(TALL, block_of(int(each * 1.25)))
-    holds = sizes.width // 64 <= _MAX_HELD
+    block_m = min(TALL, block_of(int(each * 1.25)))
+    holds = cdiv(sizes.width, 64) <= _MAX_HELD
     product = ProductTiles(64, 1, stages=3, warps=4)
     if block_m < TALL:
         gate_up = replace(product, stages=5) if block_m == 16 else product
         if not holds:
-            return ExpertTiles(block_m, gate_up, ProductTiles(128, 1, stages=3, warps=8))
+            down = ProductTiles(128, 1, stages=3, warps=8) if sizes.size % 128 == 0 else product
+            return ExpertTiles(block_m, gate_up, down)
         blocks = _blocks_in_whole_waves(rows, block_m, sizes, product)
         return ExpertTiles(block_m, gate_up, replace(product, blocks=blocks))
     blocks = next(n for n in range(8, 0, -1) if sizes.size // product.block_n % n == 0) if holds else 1
@@ -214,8 +216,8 @@ def inner_rows(
     values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
     assert values.dtype == weights.gate_up.dtype and values.shape[1] == weights.size and values.is_contiguous()
     assert tiles.gate_up.splits == 1
-    width, block_m, gate_up = weights.width, tiles.block_m, tiles.gate_up
-    num_blocks, blocks = order.experts.shape[0], width // gate_up.block_n
+    width, block_m, gate_up, activation = weights.width, tiles.block_m, tiles.gate_up, weights.activation
+    num_blocks, blocks = order.experts.shape[0], cdiv(width, gate_up.block_n)
     hidden = torch.empty((num_blocks * block_m, width), dtype=values.dtype, device=values.device)
     factors = torch.empty((num_blocks, blocks, block_m), dtype=torch.float32, device=values.device)
     kernel = gate_up_of_short_blocks if block_m < TALL else gate_up_of_tall_blocks
@@ -224,6 +226,7 @@ def inner_rows(
         TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [gate_up.block_n, weights.step]),
         x_scales,
         weights.gate_up_scales,
+        weights.gate_up_bias,
         hidden,
         factors,
         order.pairs,
@@ -233,6 +236,10 @@ def inner_rows(
         order.stride,
         0 if x_scales is None else x_scales.stride(0),
         0 if x_scales is None else x_scales.stride(1),
+        activation.alpha,
+        activation.limit or 0.0,
+        activation.shift,
+        activation.cubic,
         EXPERTS=weights.num_experts,
         BINS=bins_of(weights.num_experts),
         WIDTH=width,
@@ -243,6 +250,9 @@ def inner_rows(
         STEP=weights.step,
         IN_FP8=weights.in_fp8,
         BY_GROUP=weights.by_group,
+        PLAIN=activation == SWIGLU,
+        CLAMPED=activation.limit is not None,
+        CUBED=activation.cubic != 0.0,
         INTERPRETED=INTERPRETED,
         num_warps=gate_up.warps,
         num_stages=gate_up.stages,
@@ -270,7 +280,7 @@ def down_projections(
         "BLOCK_M": block_m,
         "BLOCK_N": down.block_n,
         "BLOCKS": down.blocks,
-        "HOLDS": width // step <= _MAX_HELD,
+        "HOLDS": cdiv(width, step) <= _MAX_HELD,
         "STEP": step,
         "IN_FP8": weights.in_fp8,
         "BY_GROUP": weights.by_group,
@@ -284,6 +294,7 @@ def down_projections(
         TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [down.block_n, step]),
         inner.factors,
         weights.down_scales,
+        weights.down_bias,
         parts,
         weight,
         order.pairs,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from aerie.kernels.collectives.sum_in_order import sum_in_order
+
 NO_EXPERT = -1  # for padding rows and experts of other ranks
 MAX_LISTED = 16  # maximum rows for which the used experts are listed
 _ALIGNMENT = 16  # elements; kernels are compiled for row strides that are multiples of this
@@ -124,7 +126,8 @@ class RouterLogits:
 
     def logits(self) -> Tensor:
         """Return `values` without parts: [rows, num_logits] float32."""
-        return self.values if self.values.dim() == 2 else self.values.sum(0)
+        parts = self.values
+        return parts if parts.dim() == 2 else sum_in_order(parts.flatten(1)).view(parts.shape[1:])
 
 
 @dataclass(frozen=True)

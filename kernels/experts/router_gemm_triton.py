@@ -1,5 +1,7 @@
 """The Triton implementation of `aerie.kernels.experts.router_gemm`."""
 
+from dataclasses import replace
+
 import torch
 import triton
 from torch import Tensor
@@ -38,5 +40,7 @@ def router_gemm(
         logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return logits if bias is None else logits.add_(bias)
     tiles = router_tiles(FIXED_ROWS if deterministic else rows, *weight.shape)
+    if deterministic:  # tiles with fewer rows add in the same order
+        tiles = replace(tiles, block_m=min(FIXED_ROWS, max(16, triton.next_power_of_2(rows))))
     out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)
     return skinny_gemm(x, weight, bias, workspace, tiles, out)

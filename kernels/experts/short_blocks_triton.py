@@ -5,7 +5,7 @@ tensor core's first operand, which has at least 64 rows."""
 import triton
 import triton.language as tl
 
-from aerie.kernels.experts.gate_products_triton import add_gates, scales_of_gates, times_channels
+from aerie.kernels.experts.gate_products_triton import activated, add_gates, scales_of_gates, times_channels
 from aerie.kernels.experts.order_triton import block_of_program, clear_counts
 from aerie.kernels.fp8.rows_triton import scale_of
 from aerie.kernels.kv.fp8_triton import to_fp8
@@ -17,6 +17,7 @@ def gate_up_of_short_blocks(
     w_desc,
     x_scales_ptr,
     w_scales_ptr,
+    bias_ptr,
     hidden_ptr,
     hidden_scales_ptr,
     pair_ptr,
@@ -26,6 +27,10 @@ def gate_up_of_short_blocks(
     stride,
     row_step,
     group_step,
+    alpha,
+    limit,
+    shift,
+    cubic,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -36,6 +41,9 @@ def gate_up_of_short_blocks(
     STEP: tl.constexpr,
     IN_FP8: tl.constexpr,
     BY_GROUP: tl.constexpr,
+    PLAIN: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    CUBED: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -72,14 +80,22 @@ def gate_up_of_short_blocks(
     if IN_FP8 and not BY_GROUP:
         x_scale = tl.load(x_scales_ptr + row * row_step, mask=inside, other=0.0)
         gate, up = times_channels(gate, up, x_scale, w_scales_ptr + expert * (2 * WIDTH) + n, WIDTH)
-    hidden = gate / (1.0 + tl.exp(-gate)) * up
+    there = n < WIDTH
+    if bias_ptr is not None:
+        biases = bias_ptr + expert * (2 * WIDTH) + n
+        gate += tl.load(biases, mask=there, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(biases + WIDTH, mask=there, other=0.0).to(tl.float32)[:, None]
+    hidden = activated(gate, up, alpha, limit, shift, cubic, PLAIN, CLAMPED, CUBED)
     at = (tile * BLOCK_M + m).to(tl.int64)
     if IN_FP8:
         scale = scale_of(hidden, 0)
         tl.store(hidden_scales_ptr + (tile * (WIDTH // BLOCK_N) + block) * BLOCK_M + m, scale)
         tl.store(hidden_ptr + at[None, :] * WIDTH + n[:, None], to_fp8(hidden / scale[None, :], INTERPRETED))
-    else:
+    elif WIDTH % BLOCK_N == 0:
         tl.store(hidden_ptr + at[None, :] * WIDTH + n[:, None], hidden.to(hidden_ptr.dtype.element_ty))
+    else:
+        to = hidden_ptr + at[None, :] * WIDTH + n[:, None]
+        tl.store(to, hidden.to(hidden_ptr.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit(do_not_specialize=["shared", "stride"])
@@ -88,6 +104,7 @@ def down_of_short_blocks(
     w_desc,
     hidden_scales_ptr,
     w_scales_ptr,
+    bias_ptr,
     part_ptr,
     weight_ptr,
     pair_ptr,
@@ -106,7 +123,7 @@ def down_of_short_blocks(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    steps: tl.constexpr = WIDTH // STEP
+    steps: tl.constexpr = (WIDTH + STEP - 1) // STEP
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -151,6 +168,8 @@ def down_of_short_blocks(
                 )  # fmt: skip
         if IN_FP8 and not BY_GROUP:
             acc *= tl.load(w_scales_ptr + row + n)[:, None]
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + row + n).to(tl.float32)[:, None]
         if not IN_FP8:
             acc *= share[None, :]
         tl.store(out + block * BLOCK_N, acc.to(part_ptr.dtype.element_ty), mask=inside[None, :])
@@ -172,7 +191,7 @@ def _scales_of_outputs(
 ):
     """Return `_scale_of_outputs` of every step."""
     scales = ()
-    for step in tl.static_range(WIDTH // STEP):
+    for step in tl.static_range((WIDTH + STEP - 1) // STEP):
         scales += (_scale_of_outputs(w_scales_ptr, row, step * STEP, WIDTH, BLOCK_N, BY_GROUP),)  # type: ignore[assignment]
     return scales
 

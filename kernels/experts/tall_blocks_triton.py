@@ -9,6 +9,7 @@ one block is multiplied and written.
 import triton
 import triton.language as tl
 
+from aerie.kernels.experts.gate_products_triton import activated
 from aerie.kernels.experts.order_triton import block_of_program, clear_counts
 from aerie.kernels.fp8.rows_triton import scale_of
 from aerie.kernels.kv.fp8_triton import to_fp8
@@ -22,6 +23,7 @@ def gate_up_of_tall_blocks(
     w_desc,
     x_scales_ptr,
     w_scales_ptr,
+    bias_ptr,
     hidden_ptr,
     hidden_scales_ptr,
     pair_ptr,
@@ -31,6 +33,10 @@ def gate_up_of_tall_blocks(
     stride,
     row_step,
     group_step,
+    alpha,
+    limit,
+    shift,
+    cubic,
     EXPERTS: tl.constexpr,
     BINS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -41,6 +47,9 @@ def gate_up_of_tall_blocks(
     STEP: tl.constexpr,
     IN_FP8: tl.constexpr,
     BY_GROUP: tl.constexpr,
+    PLAIN: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    CUBED: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
@@ -102,14 +111,21 @@ def gate_up_of_tall_blocks(
         scales = w_scales_ptr + expert * (2 * WIDTH) + n
         gate *= row_scale[:, None] * tl.load(scales)[None, :]
         up *= row_scale[:, None] * tl.load(scales + WIDTH)[None, :]
-    hidden = gate / (1.0 + tl.exp(-gate)) * up
+    there = n < WIDTH
+    if bias_ptr is not None:
+        biases = bias_ptr + expert * (2 * WIDTH) + n
+        gate += tl.load(biases, mask=there, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(biases + WIDTH, mask=there, other=0.0).to(tl.float32)[None, :]
+    hidden = activated(gate, up, alpha, limit, shift, cubic, PLAIN, CLAMPED, CUBED)
     to = hidden_ptr + (tile * BLOCK_M + m).to(tl.int64)[:, None] * WIDTH + n[None, :]
     if IN_FP8:
         scale = scale_of(hidden, 1)
         tl.store(hidden_scales_ptr + (tile * (WIDTH // BLOCK_N) + block) * BLOCK_M + m, scale)
         tl.store(to, to_fp8(hidden / scale[:, None], INTERPRETED))
-    else:
+    elif WIDTH % BLOCK_N == 0:
         tl.store(to, hidden.to(hidden_ptr.dtype.element_ty))
+    else:
+        tl.store(to, hidden.to(hidden_ptr.dtype.element_ty), mask=there[None, :])
 
 
 @triton.jit(do_not_specialize=["first", "shared", "stride"])
@@ -118,6 +134,7 @@ def down_of_tall_blocks(
     w_desc,
     hidden_scales_ptr,
     w_scales_ptr,
+    bias_ptr,
     part_ptr,
     weight_ptr,
     pair_ptr,
@@ -139,7 +156,7 @@ def down_of_tall_blocks(
     INTERPRETED: tl.constexpr,
 ):
     """Compute columns first .. first + SPAN - 1 of the results. part_ptr: [pairs, SPAN]."""
-    steps: tl.constexpr = WIDTH // STEP
+    steps: tl.constexpr = (WIDTH + STEP - 1) // STEP
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -178,6 +195,8 @@ def down_of_tall_blocks(
                 )  # fmt: skip
         if IN_FP8 and not BY_GROUP:
             acc *= tl.load(w_scales_ptr + row + tl.arange(0, BLOCK_N))[None, :]
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + row + tl.arange(0, BLOCK_N)).to(tl.float32)[None, :]
         if not IN_FP8:
             acc *= share[:, None]
         tl.store(out + block * BLOCK_N, acc.to(part_ptr.dtype.element_ty), mask=inside[:, None])

@@ -5,12 +5,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from aerie.kernels.capability import MULTIPROCESSORS
+from aerie.kernels.experts.gated import SWIGLU, GatedActivation
 from aerie.kernels.experts.route import MAX_LISTED
 from aerie.kernels.fp8.rows import GROUP
 from aerie.kernels.gemm.blocks import largest
+from aerie.kernels.gemm.tiles import INPUT_STEP
 from aerie.kernels.kv.fp8 import FP8
 from aerie.kernels.span import Span
 
+WIDTH_STEP = 8  # divisor of an expert's width; a tensor map's rows are multiples of 16 bytes
 MAX_FEW_ROWS = MAX_LISTED  # 16: the smallest tile of a tensor core
 
 
@@ -58,6 +61,8 @@ class ExpertWeights:
         float32 [experts, rows / 64, columns / 128] or [experts, rows, 1].
     num_shared: shared experts.
     held: the routed experts on this rank; None: all.
+    gate_up_bias, down_bias: [experts, 2 * width] and [experts, size] of a 16- or 32-bit dtype; None without, and in
+        FP8.
     """
 
     gate_up: Tensor
@@ -66,6 +71,9 @@ class ExpertWeights:
     down_scales: Tensor | None = None
     num_shared: int = 0
     held: Span | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    activation: GatedActivation = SWIGLU
 
     @property
     def num_experts(self) -> int:
@@ -102,8 +110,13 @@ class ExpertWeights:
 
 
 def fits_kernels(size: int, width: int) -> bool:
-    """Whether the kernels support these sizes on a rank."""
+    """Whether all kernels support these sizes on a rank."""
     return size % GROUP == 0 and width % GROUP == 0
+
+
+def fits_blocks(size: int, width: int) -> bool:
+    """Whether `many_rows_triton` supports 16-bit weights of these sizes on a rank."""
+    return size % INPUT_STEP == 0 and width % WIDTH_STEP == 0
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ MIN_SPLIT_WIDTH, MAX_SPLIT_WIDTH = 96, 192  # outputs of a tile of `split_k_cuda
 MIN_SPLIT_INPUTS = 8192  # measured with 4,096 and 12,288
 SPLIT_FLAGS = 16  # per tile: two programs of eight warps
 MIN_SPLIT_ROWS = 209  # with fewer, `split_k_cuda` takes as long as with 256: 192 rows 54.7 instead of 46.6 us
-FIXED_ROWS = 64  # rows of the tiles of deterministic routers
+FIXED_ROWS = 64  # maximum rows of the tiles of deterministic routers
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
 # Rows and outputs of tiles for many rows, and the share of the tensor cores' speed that they reach: small tiles are

@@ -9,6 +9,7 @@ expert (`aerie.kernels.experts.order_triton`).
 import triton
 import triton.language as tl
 
+from aerie.kernels.experts.gate_products_triton import activated
 from aerie.kernels.experts.order_triton import clear_counts
 from aerie.kernels.gemm.splits_triton import comes_last, sum_of_splits
 from aerie.kernels.packed.expert_steps_triton import (
@@ -160,10 +161,7 @@ def gate_up_of_blocks(
         elif bias_ptr is not None:
             gate += tl.load(bias_ptr + at, mask=live, other=0.0)
             up += tl.load(bias_ptr + at + WIDTH, mask=live, other=0.0)
-        if CLAMPED:
-            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        inner = gate * (1.0 + cubic * gate * gate) if CUBED else gate
-        hidden = gate / (1.0 + tl.exp(-alpha * inner)) * (up + shift)
+        hidden = activated(gate, up, alpha, limit, shift, cubic, False, CLAMPED, CUBED)
         row = block * BLOCK_M + m
         if LISTED:
             tl.store(share_ptr + row, factor, mask=live & (n == 0))

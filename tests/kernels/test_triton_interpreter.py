@@ -16,6 +16,7 @@ SLOW_FILES = (
     "tests/speculative/test_deterministic_interpreted.py",
     "tests/speculative/test_deterministic_experts.py",
     "tests/kernels/products/test_expert_kernels.py",
+    "tests/kernels/gemm/test_ordered_experts.py",
     "tests/workers/layers/test_expert_layers.py",
     "tests/kernels/attend/test_fixed_spans.py",
     "tests/workers/layers/test_fp8_layers.py",

@@ -145,23 +145,28 @@ class DenseExperts(ExpertsMethod):
         fits = self._fuses(options)
         if options.deterministic and not fits:
             raise ValueError(
-                "deterministic=true: without fused kernels (biases, other activations than SwiGLU, sizes not divisible "
-                "by 128, GPUs without FP8) the order of sums depends on the batch; set deterministic: false"
+                f"deterministic=true: experts of {self.shape.size} inputs and a width of {self.shape.width} on each "
+                "rank have no kernels with one order of sums on this GPU; set deterministic: false"
             )
         if fits:
             gate_up, down = self.dense_weights()
             num_shared = gate_up.shape[0] - self.shape.num_experts
-            weights = ExpertWeights(gate_up, down, num_shared=num_shared, held=self.shape.held_if_some)
+            held, (gate_up_bias, down_bias) = self.shape.held_if_some, self.biases or (None, None)
+            weights = ExpertWeights(
+                gate_up, down, None, None, num_shared, held, gate_up_bias, down_bias, self.shape.activation
+            )
             self._fused = build_experts(weights, options, self.dtype)
 
     @property
     def is_fused(self) -> bool:
         return self._fused is not None
 
+    @property
+    def _is_plain(self) -> bool:
+        return self.shape.activation == SWIGLU and not self.shape.biased
+
     def _fuses(self, options: GEMMOptions) -> bool:
-        shape = self.shape
-        is_plain = shape.activation == SWIGLU and not shape.biased
-        return is_plain and fuses(shape.size, shape.width, options)
+        return fuses(self.shape.size, self.shape.width, options, self._is_plain)
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
@@ -224,7 +229,7 @@ class UnquantizedExperts(DenseExperts):
         if not isinstance(gate_up, UnquantizedLinearMethod) or not isinstance(down, UnquantizedLinearMethod):
             return False
         num_shared = self.shape.num_shared
-        if not num_shared or not self._fuses(options):
+        if not num_shared or not self._is_plain or not self._fuses(options):
             return False
         self.gate_up.data = with_shared(self.gate_up.data, shared_rows(gate_up.weight.data, num_shared))
         self.down.data = with_shared(self.down.data, shared_columns(down.weight.data, num_shared))

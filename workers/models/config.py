@@ -99,8 +99,12 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
-        """Return the input sizes of one rank's linear layers, by config.json's names. Batch-invariant GEMMs require
-        multiples of some size (`aerie.workers.runner.deterministic`)."""
+        """Return the input sizes of one rank's linear layers, by config.json's names, without `expert_inputs`.
+        Batch-invariant GEMMs require multiples of some size (`aerie.workers.runner.deterministic`)."""
+
+    def expert_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        """Do `linear_inputs` for the routed experts' down projections. Default: none."""
+        return {}
 
 
 def head_groups(heads: Iterable[tuple[int, int]], tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:

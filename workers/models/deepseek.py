@@ -86,9 +86,12 @@ class DeepseekConfig(ModelConfig):
             "hidden_size": self.hidden_size,
             "num_attention_heads * v_head_dim": self.num_heads * self.value_dim // tensor_parallel,
             "intermediate_size": self.intermediate_size // tensor_parallel,
-            **self.experts.linear_inputs(self.whole_experts, tensor_parallel),
+            **self.experts.linear_inputs(tensor_parallel),
         }
         return inputs if self.q_rank is None else inputs | {"q_lora_rank": self.q_rank}
+
+    def expert_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        return self.experts.expert_inputs(self.whole_experts, tensor_parallel)
 
 
 def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:

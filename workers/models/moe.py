@@ -48,10 +48,13 @@ class ExpertLayers:
         routed = {"the number of experts": self.routing.num_experts} if whole else {self.width_name: self.width}
         return routed | ({self.shared_name: self.shared_width} if self.shared_width else {})
 
-    def linear_inputs(self, whole: bool, tensor_parallel: int) -> dict[str, int]:
+    def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
         """See `ModelConfig.linear_inputs`."""
-        inputs = {self.width_name: self.width if whole else self.width // tensor_parallel}
-        return inputs | ({self.shared_name: self.shared_width // tensor_parallel} if self.shared_width else {})
+        return {self.shared_name: self.shared_width // tensor_parallel} if self.shared_width else {}
+
+    def expert_inputs(self, whole: bool, tensor_parallel: int) -> dict[str, int]:
+        """See `ModelConfig.expert_inputs`."""
+        return {self.width_name: self.width if whole else self.width // tensor_parallel}
 
     def module(self, hidden_size: int, group: TPGroup, whole: bool) -> MixtureOfExperts:
         """Return the experts of one layer."""
@@ -84,9 +87,10 @@ class LlamaMoeConfig(LlamaConfig):
         inputs = super().linear_inputs(tensor_parallel)
         if not self.has_mlps:
             del inputs[self.mlp_name]
-        if self.experts is None:
-            return inputs
-        return inputs | self.experts.linear_inputs(self.whole_experts, tensor_parallel)
+        return inputs if self.experts is None else inputs | self.experts.linear_inputs(tensor_parallel)
+
+    def expert_inputs(self, tensor_parallel: int) -> dict[str, int]:
+        return {} if self.experts is None else self.experts.expert_inputs(self.whole_experts, tensor_parallel)
 
     def with_whole_experts(self, source: str) -> Self:
         return super().with_whole_experts(source) if self.experts is None else replace(self, whole_experts=True)

@@ -92,7 +92,7 @@ class Fp8Experts(DenseExperts):
 
     def _is_kept(self, options: GEMMOptions) -> bool:
         shapes = (self.shape.gate_up, self.shape.down)
-        return fuses(self.shape.size, self.shape.width, options) and all(
+        return fuses(self.shape.size, self.shape.width, options, in_fp8=True) and all(
             unreadable(one.parts, self.scheme) is None for one in shapes
         )
 

@@ -4,7 +4,7 @@ The option makes the target batch-invariant on a GPU: the logits of a token depe
 bit. Each part computes a row with the same operations in the same order, whatever the other rows of the batch:
 
 - GEMMs: `aerie.kernels.gemm.ordered_triton`, one order of additions per weight for any number of rows.
-- experts: `aerie.kernels.experts.many_rows_triton`, blocks of 64 rows, even for few rows.
+- experts: `aerie.kernels.experts.many_rows_triton`, blocks of 16 to 64 rows of one expert, even for few rows.
 - attention: `aerie.kernels.attend.fixed.spans_triton`, spans that depend on positions only.
 - sums over ranks: in rank order for every size (`aerie.workers.distributed.ordered_all_reduce`).
 
@@ -18,7 +18,7 @@ not the answer. docs/exactness.md has the costs. On a CPU the option has no effe
 import torch
 
 from aerie.kernels.capability import Capability
-from aerie.kernels.fp8.rows import GROUP
+from aerie.kernels.experts.weights import WIDTH_STEP
 from aerie.kernels.gemm.tiles import INPUT_STEP
 from aerie.workers.config import WorkerConfig
 from aerie.workers.models.config import ModelConfig
@@ -54,11 +54,12 @@ def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> st
         return f"dtype={str(dtype).removeprefix('torch.')}: the GEMMs need a 16-bit type; set dtype: bfloat16"
     if target.state_groups(worker.tensor_parallel, dtype):
         return "recurrent layers: rows of a tree or prompt round differently from single rows; serve another model"
-    for name, size in target.linear_inputs(worker.tensor_parallel).items():
-        step = GROUP if name == "moe_intermediate_size" else INPUT_STEP  # as `fits_kernels` of experts
-        if size % step:
-            return (
-                f"{name} of {size} on each rank: the GEMMs need a multiple of {step}; set another "
-                "tensor_parallel or serve another model"
-            )
+    inputs, ranks = target.linear_inputs, worker.tensor_parallel
+    for sizes, step in ((inputs(ranks), INPUT_STEP), (target.expert_inputs(ranks), WIDTH_STEP)):
+        for name, size in sizes.items():
+            if size % step:
+                return (
+                    f"{name} of {size} on each rank: the GEMMs need a multiple of {step}; set another "
+                    "tensor_parallel or serve another model"
+                )
     return None

@@ -57,7 +57,7 @@ def _source(
         elif name.endswith("_ptr"):
             signature[name] = "*" + pointers.get(name, "i32")
         else:
-            signature[name] = "fp32" if "scale" in name or name == "eps" else "i32"
+            signature[name] = pointers.get(name) or ("fp32" if "scale" in name or name == "eps" else "i32")
         if name.endswith(("_ptr", "_stride")) and name not in constants and name not in (descriptors or ()):
             attributes[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

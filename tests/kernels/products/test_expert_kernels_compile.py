@@ -27,6 +27,7 @@ pytestmark = [
 ]
 DEEPSEEK_V3 = ExpertSizes(256, 1, 8, 7168, 256, step=128)
 QWEN3 = ExpertSizes(128, 0, 8, 2048, 768, step=64)
+RAGGED = ExpertSizes(32, 0, 4, 2880, 1440, step=64)  # a rank of gpt-oss-20b in bf16: with biases, and its activation
 POINTERS = dict.fromkeys(
     ("x_scales_ptr", "w_scales_ptr", "factor_ptr", "hidden_scales_ptr", "weight_ptr", "logit_ptr", "bias_ptr"), "fp32"
 )
@@ -68,11 +69,14 @@ def check(
     [
         *((DEEPSEEK_V3, rows) for rows in (2, 64, 2048)),
         *((QWEN3, rows) for rows in (16, 256)),
+        *((RAGGED, rows) for rows in (17, 2048)),
         *slow(
             *((DEEPSEEK_V3, rows) for rows in (16, 32, 256, 512)), *((QWEN3, rows) for rows in (2, 32, 64, 512, 2048))
         ),
     ],
-    ids=lambda value: value if isinstance(value, int) else "fp8" if value is DEEPSEEK_V3 else "bf16",
+    ids=lambda value: (
+        value if isinstance(value, int) else "fp8" if value is DEEPSEEK_V3 else "bf16" if value is QWEN3 else "ragged"
+    ),
 )
 def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path: Path) -> None:
     few = rows <= MAX_FEW_ROWS
@@ -101,10 +105,15 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
         else:
             gates, downs = short_blocks.gate_up_of_short_blocks, short_blocks.down_of_short_blocks
             kernel, constants = (gates, constants) if is_first else (downs, constants | held)
+        if not few:
+            biased = sizes is RAGGED
+            constants |= {} if biased else {"bias_ptr": None}
+            constants |= {"PLAIN": not biased, "CLAMPED": biased, "CUBED": False} if is_first else {}
         absent = () if in_fp8 else ("x_scales_ptr", "w_scales_ptr", "factor_ptr")
         constants |= {name: None for name in absent if name in kernel.arg_names}
         part = "fp32" if few else "bf16"
         pointers = {"x_ptr": kind, "hidden_ptr": kind, "down_ptr": kind, "out_ptr": "bf16", "part_ptr": part}
+        pointers |= dict.fromkeys(("alpha", "limit", "shift", "cubic"), "fp32") if is_first and not few else {}
         of_stage = sum(height * width for height, width in blocks.values()) * 128 // sizes.step
         asked = of_stage * product.stages if few and not is_first else 0
         ahead = frozenset({"used_ptr", "num_used_ptr"} if few and not is_first else ())

@@ -318,9 +318,10 @@ def test_gpus_whose_experts_would_wait_are_refused() -> None:
     [
         (256, 1, None),
         (256, 2, None),
-        (192, 1, "moe_intermediate_size of 192 on each rank: the GEMMs need a multiple of 128"),
-        (128, 2, "moe_intermediate_size of 64 on each rank"),
-        (128, -2, None),
+        (96, 1, None),
+        (100, 1, "moe_intermediate_size of 100 on each rank: the GEMMs need a multiple of 8"),
+        (104, 2, "moe_intermediate_size of 52 on each rank"),
+        (104, -2, None),
     ],
 )
 def test_experts_are_deterministic_where_their_kernels_fit(

@@ -74,6 +74,11 @@ class GivenExperts(Experts):
         """Finish the weights, unless they are unquantised and multiplied by `_Given`."""
         if self._is_routed or not isinstance(self.method, UnquantizedExperts):
             super().finish(options)
+        elif options.deterministic:
+            raise ValueError(
+                "deterministic=true: Aerie does not know this model's router, so the sums of its experts depend on the "
+                "batch; set deterministic: false"
+            )
 
 
 class GatheringExperts(Leaf):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.experts.route import TokenSlots
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.rope.rotation import Angles
 from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
@@ -88,7 +89,12 @@ class Embedding(VocabEmbedding):
 
 class Leaf(WeightedModule):
     """A transformers module with tensors of its own that no layer of Aerie replaces. Each rank loads them whole;
-    `forward` is unchanged."""
+    `forward` is unchanged.
+
+    reads_rows: whether its matrices are only tables of rows.
+    """
+
+    reads_rows = False
 
     def weight_keys(self) -> Iterable[WeightKey]:
         return [WeightKey(name) for name, _ in own_tensors(self)]
@@ -98,6 +104,13 @@ class Leaf(WeightedModule):
         check_plain(full)
         check_shape(full, mine.shape)
         mine.data.copy_(full)
+
+    def finish(self, options: GEMMOptions) -> None:
+        if options.deterministic and not self.reads_rows and any(tensor.dim() > 1 for _, tensor in own_tensors(self)):
+            raise ValueError(
+                f"deterministic=true: the sums of this model's {type(self).__name__} may depend on the batch; set "
+                "deterministic: false"
+            )
 
     def fill_dummy(self, generator: torch.Generator) -> None:
         for name, tensor in own_tensors(self):
@@ -111,6 +124,7 @@ class LeafEmbedding(Leaf):
     """A second embedding besides that of tokens. Token ids beyond its rows get row 0, as in transformers' Gemma 3n,
     because a client may send any id of the vocabulary."""
 
+    reads_rows = True
     num_embeddings: int
 
     def forward(self, ids: Tensor) -> Tensor:
