@@ -220,28 +220,20 @@ def _attend_decode(
         else:
             top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
     if PATHS:
-        # A step loads the page numbers of the next tile and the path of the one after that, as the loop above does.
         own_low = tl.maximum(low, shared_end)
         num_tiles = tl.cdiv(tl.maximum(high - own_low, 0), BLOCK_N)
-        of_a_row, last_tile = tl.maximum(num_tiles, 1), num_tiles * (end_row - first_row) - 1
-        paths = mask_ptr + request * mask_request_stride + first_row * mask_row_stride
-        path = tl.load(paths, mask=num_tiles > 0, other=0)
-        column_of, there = path_tile(path, own_low, n, prefix, WINDOW)
-        page = tl.load(table + column_of // PAGE, mask=num_tiles > 0, other=0)
-        path = tl.load(paths + tl.minimum(1, last_tile) // of_a_row * mask_row_stride, mask=num_tiles > 0, other=0)
-        for i in range(last_tile + 1):
-            token, seen = page.to(tl.int64) * PAGE + column_of % PAGE, there
-            later = tl.minimum(i + 1, last_tile)
-            column_of, there = path_tile(path, own_low + later % of_a_row * BLOCK_N, n, prefix, WINDOW)
-            page = tl.load(table + column_of // PAGE)
-            path = tl.load(paths + tl.minimum(i + 2, last_tile) // of_a_row * mask_row_stride)
+        for i in range(num_tiles * (end_row - first_row)):
+            of_row = first_row + i // num_tiles
+            path = tl.load(mask_ptr + request * mask_request_stride + of_row * mask_row_stride)
+            column_of, there = path_tile(path, own_low + i % num_tiles * BLOCK_N, n, prefix, WINDOW)
+            token = tl.load(table + column_of // PAGE).to(tl.int64) * PAGE + column_of % PAGE
             if PAIRS:
                 scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
             else:
                 scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
             if SOFT_CAP is not None:
                 scores = soft_capped(scores, factor)
-            seen = seen[None, :] & (packed // GROUP == first_row + i // of_a_row)[:, None]
+            seen = there[None, :] & (packed // GROUP == of_row)[:, None]
             scores = tl.where(seen, scores, float("-inf"))
             if PAIRS:
                 top, total, acc, acc_odd = accumulate_pairs(
