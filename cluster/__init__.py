@@ -7,6 +7,7 @@ Lowest layer first; each module imports only earlier ones (tests/cluster/test_ro
     logs         log lines as JSON
     transport    messages between the processes, and their sockets
     http         OpenAI's API over any engine; no Ray
+    learning     a draft that learns from its engine's texts; no Ray
     coordinator  the scheduler's loop: requests in, plans to the ranks, tokens out; no Ray
     parallel     the configuration of engines: how many, of how many workers, where
     config       the configuration of one application, as the user wrote it

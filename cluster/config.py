@@ -19,12 +19,14 @@ from aerie.attention.config import CacheConfig, DraftAttention, TargetAttention
 from aerie.attention.setting import Setting, check_settings
 from aerie.cluster.http.config import EdgeConfig, TracingConfig
 from aerie.cluster.http.keys import KeyConfig
+from aerie.cluster.learning.config import LearningConfig
 from aerie.cluster.parallel import ParallelConfig
-from aerie.speculative.config import SpeculativeConfig, with_method_defaults
+from aerie.speculative.config import BLOCK_METHODS, SpeculativeConfig, with_method_defaults
 from aerie.workers.config import GraphCapture, LoraConfig, ModelSource, SchedulerConfig, WorkerConfig
 
 _SECRET = "ingress.api_keys"  # errors do not show its value
 _FORMER_PATH = "deploy.app:build"  # before 0.2
+LEARNERS = ("eagle3", *BLOCK_METHODS)  # methods of `aerie.speculative.training.head_learner`
 OnWorkerLoss = Literal["resume", "error"]
 
 
@@ -100,6 +102,7 @@ class AerieConfig(BaseModel):
     draft_attention: DraftAttention = DraftAttention()
     graph_capture: GraphCapture = GraphCapture()
     lora: LoraConfig | None = None
+    learning: LearningConfig | None = None
     parallel: ParallelConfig = ParallelConfig()
     ingress: IngressConfig = IngressConfig()
     engine: EngineConfig = EngineConfig()
@@ -198,6 +201,9 @@ def _with_paths(config: AerieConfig, base: Path) -> AerieConfig:
     if config.lora is not None:
         modules = {name: _adapter(name, path, config, base) for name, path in config.lora.modules.items()}
         changes["lora"] = dataclasses.replace(config.lora, modules=modules)
+    if config.learning is not None and (config.speculative is None or config.speculative.method not in LEARNERS):
+        has = "none" if config.speculative is None else config.speculative.method
+        raise ConfigError(f"learning: speculative.method={has} cannot learn; use one of {', '.join(LEARNERS)}")
     return config.model_copy(update=changes)
 
 

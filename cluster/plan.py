@@ -27,6 +27,7 @@ from aerie.attention.distribution import version
 from aerie.cluster.config import AerieConfig, ConfigError, EngineConfig, IngressConfig
 from aerie.cluster.http.config import TracingConfig
 from aerie.cluster.http.keys import KeyConfig
+from aerie.cluster.learning.config import LearningConfig
 from aerie.cluster.linux import physical_cores
 from aerie.cluster.parallel import ReplicasConfig
 from aerie.cluster.placement import NodeResources, Placement, place
@@ -67,6 +68,7 @@ class ReplicaPlan:
     has_spare_workers: whether a spare process waits for each rank.
     identity: see `identity`.
     one_node: whether the whole application runs on one node.
+    learning: how its draft learns; None: it does not.
     """
 
     rank: RankPlan
@@ -74,6 +76,7 @@ class ReplicaPlan:
     has_spare_workers: bool
     one_node: bool
     identity: str
+    learning: LearningConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResourc
     placement = place(config, nodes)
     device, one_node = placement.device, len(nodes) == 1 and not config.parallel.autoscaling
     spares = device == "cuda" if engine.spare_workers == "auto" else engine.spare_workers
+    if config.learning is not None and not one_node and not config.learning.folder:
+        raise ConfigError("learning.folder: give a folder that all nodes share, in which drafts are written")
     num_cpus = sum(node.cpus for node in nodes)
     num_ingresses = (2 if num_cpus >= CORES_FOR_TWO else 1) if wanted == "auto" else wanted
     ingress = dataclasses.replace(
@@ -166,7 +171,7 @@ def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResourc
     )
     same = identity(config, max_model_len)
     return Plan(
-        ReplicaPlan(resolve_rank(config, max_model_len, device), engine, spares, one_node, same),
+        ReplicaPlan(resolve_rank(config, max_model_len, device), engine, spares, one_node, same, config.learning),
         IngressPlan(
             ingress,
             config.model,

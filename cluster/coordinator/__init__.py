@@ -2,6 +2,7 @@
 
 coordinator      the loop in a thread, driven from other threads
 loop             the thread's work, one iteration at a time
+draft_canary     runs prompts again after an update, so that a dead draft is named
 model_check      checks the model after a request with NaN or infinite logits
 plan_timing      the time to send the next plan: just before the running step ends
 request_streams  clients: requests in, tokens and ends out

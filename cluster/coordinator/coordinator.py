@@ -13,6 +13,8 @@ import msgspec
 
 from aerie.cluster.coordinator.loop import CoordinatorLoop, CoordinatorSettings
 from aerie.cluster.coordinator.transfer_calls import ADMIN_TIMEOUT_S, TransferCalls
+from aerie.cluster.learning.gate import Candidate
+from aerie.cluster.learning.published import News, PublishedDrafts
 from aerie.cluster.linux import use_short_time_slice
 from aerie.cluster.transport.admin import (
     AbortRequests,
@@ -22,6 +24,7 @@ from aerie.cluster.transport.admin import (
     Pause,
     PauseMode,
     Resume,
+    RollBackDraft,
     Sleep,
     TransferCall,
     UnloadLora,
@@ -135,6 +138,9 @@ class Coordinator:
                 error = self._pause(call.mode)
             elif isinstance(call, Sleep):
                 error, num_bytes = self._sleep(call.mode)
+            elif isinstance(call, RollBackDraft):
+                version = call.version
+                error = first_error(self._answers(lambda on_answered: self._drafts.roll_back(version, on_answered)))
             elif isinstance(call, WakeUp):
                 error = first_error(self._answers(self._loop.wake_up))
             elif isinstance(call, AbortRequests):
@@ -196,6 +202,23 @@ class Coordinator:
         answers: Future[Sequence[CommandAnswer]] = Future()
         self._call(lambda: start(answers.set_result))
         return answers.result(ADMIN_TIMEOUT_S)
+
+    @property
+    def _drafts(self) -> PublishedDrafts:
+        if self._loop.drafts is None:
+            raise ValueError("the draft of this engine does not learn; start it with the section `learning`")
+        return self._loop.drafts
+
+    def learner_news(self) -> News:
+        """Return what the learner has not been told yet."""
+        return self._call(self._drafts.news)
+
+    def offer_draft(self, candidate: Candidate) -> str:
+        """Count a candidate of the learner, and publish it if it is better. Return an error or ""."""
+        try:
+            return first_error(self._answers(lambda on_answered: self._drafts.offer(candidate, on_answered)))
+        except (ValueError, TimeoutError) as refusal:
+            return str(refusal)
 
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""

@@ -10,11 +10,13 @@ from typing import Literal
 
 import zmq
 
+from aerie.cluster.coordinator.draft_canary import DraftCanary
 from aerie.cluster.coordinator.model_check import ModelCheck
 from aerie.cluster.coordinator.plan_timing import PlanTiming
 from aerie.cluster.coordinator.request_streams import RequestStreams
 from aerie.cluster.coordinator.stats import engine_stats
 from aerie.cluster.coordinator.worker_links import WorkerLinks
+from aerie.cluster.learning.published import PublishedDrafts
 from aerie.cluster.transport.admin import AdminOutcome, LoadLora, PauseMode, UnloadLora
 from aerie.cluster.transport.channel import Context
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome
@@ -43,6 +45,7 @@ class CoordinatorSettings:
     step_timeout_s: a worker group that leaves a plan unanswered for longer is replaced.
     queue_timeout_s: time limit for a request's first step.
     identity: see `aerie.cluster.plan.identity`.
+    learning_draft: folder of the draft that learns; "": none does.
     max_in_flight: plans sent before the first one's result is read; `PlanTiming` delays the last of them.
     """
 
@@ -54,6 +57,7 @@ class CoordinatorSettings:
     queue_timeout_s: float = math.inf
     max_in_flight: int = 2
     identity: str = ""
+    learning_draft: str = ""
 
 
 class CoordinatorLoop:
@@ -88,6 +92,10 @@ class CoordinatorLoop:
             settings.identity,
         )
         self._model_check = ModelCheck(scheduler)
+        self._canary = DraftCanary(scheduler)
+        self.drafts: PublishedDrafts | None = None
+        if settings.learning_draft:
+            self.drafts = PublishedDrafts(scheduler, settings.learning_draft, self.carry_out)
         self._outputs: list[RequestOutput] = []
         self._worker_group: WorkerLinks | None = None
         self._last_epoch = 0
@@ -166,6 +174,7 @@ class CoordinatorLoop:
         self._publish()
         self._tell_state()
         self._model_check.reset()
+        self._canary.reset()
         max_resumes = self._settings.max_resumes if self._settings.on_worker_loss == "resume" else 0
         blamed = self._scheduler.blamed()
         lost = self._scheduler.requeue_all(self._scheduler.epoch)
@@ -210,6 +219,7 @@ class CoordinatorLoop:
             () if worker_group is None else tuple(now - stamp for stamp in worker_group.last_heartbeat_s),
             () if worker_group is None else worker_group.last_heartbeat,
             self.streams.slot_wait_s(),
+            self.drafts,
         )
 
     def carry_out(self, work: Work, on_answered: OnAnswered) -> None:
@@ -287,6 +297,7 @@ class CoordinatorLoop:
             fault=weights.fault,
             draft_fault=weights.draft.fault,
             is_sleeping=self._is_sleeping,
+            drafts=() if self.drafts is None else tuple(self.drafts.versions),
         )
 
     def flush_cache(self) -> FlushOutcome:
@@ -340,6 +351,9 @@ class CoordinatorLoop:
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, []
         self._model_check.saw(outputs, self._last_turn_s)
+        self._canary.saw(outputs)
+        if self.drafts is not None:
+            self.drafts.saw(outputs)
         self.streams.publish(outputs)
 
     def _tell_state(self) -> None:
@@ -365,6 +379,10 @@ class CoordinatorLoop:
         self.streams.states.changed()  # sent regularly, so that a silent engine is noticed
         if self._worker_group is not None and self.status == "ready":
             self._model_check.turn(now)
+            if not self._scheduler.is_paused and not self.streams.is_paused:
+                self._canary.turn()
+            if self.drafts is not None:
+                self.drafts.turn()
         if self._worker_group is not None:
             self._worker_group.check_heartbeats(now, self._settings.step_timeout_s)
         if self._worker_group is not None and self._scheduler.captures.graphs == GraphCount():

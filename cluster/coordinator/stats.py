@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from aerie.cluster.learning.published import PublishedDrafts
 from aerie.cluster.transport.messages import EngineStats, Heartbeat
 from aerie.workers.scheduling.scheduler import Scheduler
 from aerie.workers.scheduling.stats import SchedulerStats
@@ -17,10 +18,12 @@ def engine_stats(
     heartbeat_age_s: tuple[float, ...],
     heartbeats: Sequence[Heartbeat] = (),
     slot_wait_s: float = 0.0,
+    drafts: PublishedDrafts | None = None,
 ) -> EngineStats:
     """Return an engine's state. Call it in the scheduler's thread."""
     stats, cache = scheduler.stats, scheduler.prefix_cache
     speed = scheduler.prefill_tokens_per_s()
+    learned = {} if drafts is None else drafts.counts()
     return EngineStats(
         engine_id=engine_id,
         status=status,
@@ -48,6 +51,7 @@ def engine_stats(
         rank_steps=tuple(heartbeat.num_steps for heartbeat in heartbeats),
         rank_step_s=tuple(heartbeat.step_s for heartbeat in heartbeats),
         scheduler=stats.copy(),
+        **learned,
     )
 
 

@@ -33,6 +33,7 @@ class KeyConfig:
     max_concurrent_requests: generations in flight; as above.
     weight: its share of an engine's tokens, relative to other keys, while requests wait.
     priority_limit: the most urgent `priority` of its requests; lower numbers are more urgent.
+    learn: whether a draft may learn from its texts (docs/learning-draft.md).
     admin: whether it may empty the prefix cache and read all keys' counts; null: only if it is the only key.
     """
 
@@ -44,6 +45,7 @@ class KeyConfig:
     max_concurrent_requests: Annotated[int | None, _LIMIT] = None
     weight: Annotated[float, Setting(ge=1 / MAX_WEIGHT, le=MAX_WEIGHT)] = 1.0
     priority_limit: Annotated[int, Setting(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
+    learn: bool = True
     admin: bool | None = None
 
     def __post_init__(self) -> None:

@@ -50,10 +50,13 @@ from aerie.cluster.http.thinking_budget import within_budget
 from aerie.cluster.http.tracing import RequestTrace, Tracing
 from aerie.cluster.logs import request_id
 from aerie.cluster.transport.messages import TokenDelta
+from aerie.workers.scheduling.request import Owner
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+NO_LEARN_HEADER = "x-aerie-no-learn"  # of a request whose text no draft may learn from
 
 Emit = Callable[[int, Piece, ReplyDelta], Awaitable[None]]  # arguments: choice, piece, and its parsed delta
 
@@ -97,7 +100,8 @@ class Edge:
         tenant = tenant_of(http.scope)
         if request.priority and tenant.owner(request.priority).priority != request.priority:
             ignore(http, self.config, "priority")
-        return GenerationResponse(self, request, reply_form, reply_id.format(name), name, tenant, restate)
+        owner = tenant.owner(request.priority, name, NO_LEARN_HEADER not in http.headers)
+        return GenerationResponse(self, request, reply_form, reply_id.format(name), owner, tenant, restate)
 
 
 class GenerationResponse(Response):
@@ -105,7 +109,7 @@ class GenerationResponse(Response):
 
     reply_form: builds replies in the endpoint's format.
     reply_id: id in the reply, which the client may have chosen.
-    request_id: the client's id of the request, for logs and error messages.
+    owner: its tenant for the engine, with the client's id of the request.
     tenant: whose request it is.
     restate: converts errors to the endpoint's format.
     """
@@ -116,7 +120,7 @@ class GenerationResponse(Response):
         request: EdgeRequest,
         reply_form: Callable[[ReplyContext], Reply],
         reply_id: str,
-        request_id: str,
+        owner: Owner,
         tenant: Tenant,
         restate: Callable[[ApiError], ApiError] = lambda error: error,
     ) -> None:
@@ -125,7 +129,7 @@ class GenerationResponse(Response):
         self._edge = edge
         self._request = request
         self._engine_id = f"{reply_id.partition('-')[0]}-{uuid.uuid4().hex}"  # unique
-        self._request_id = request_id
+        self._request_id, self._owner = owner.request_id, owner
         self._tenant = tenant
         self._answers = [_answer(edge.tokenizer, request, i) for i in range(len(request.choices))]
         self._parsers = [parser_of_prompt(request, choice.prompt, edge.tokenizer) for choice in request.choices]
@@ -274,7 +278,6 @@ class GenerationResponse(Response):
         prompt, budget = request.prompts[choice.prompt], request.thinking_budget
         # A stop string or the budget may end an answer at any delta.
         running_stats = bool(choice.form.stops) or budget is not None
-        owner = self._tenant.owner(request.priority, self._request_id)
         inputs = request.inputs[choice.prompt] if request.inputs else None
         salt = self._tenant.cache_salt(choice.sampling.cache_salt)
         sampling = msgspec.structs.replace(choice.sampling, cache_salt=salt)
@@ -282,7 +285,9 @@ class GenerationResponse(Response):
         def generate(output: Sequence[int] = ()) -> AsyncGenerator[TokenDelta, None]:
             name = f"{self._engine_id}-{index}" + ("-2" if output else "")
             origins = request.return_token_origins
-            return self._edge.engine.generate(prompt, sampling, name, running_stats, origins, output, owner, inputs)
+            return self._edge.engine.generate(
+                prompt, sampling, name, running_stats, origins, output, self._owner, inputs
+            )
 
         parser = self._parsers[index]
         if budget is None or not isinstance(parser, MarkedParser) or parser.reasoning is None:

@@ -36,14 +36,20 @@ class Tenant:
         self.is_admin = is_admin
         self.limits = KeyLimits(config, clock)
         self._weight = 1.0 if config is None else config.weight
+        self._learns = config is None or config.learn
         self._priority_limit = 0 if config is None else config.priority_limit
         self.digests: Sequence[str] = () if config is None else config.digests
         self.cache_seed = _hash(self.name.encode()) if has_own_cache else b""
 
-    def owner(self, priority: int, request_id: str = "") -> Owner:
-        """Return the key's name, weight and priority for the engine. priority: as the client sent it; if it is more
-        urgent than the key's limit, the limit applies. request_id: the client's."""
-        return Owner(self.name, self._weight, min(MAX_PRIORITY, max(self._priority_limit, priority)), request_id)
+    def owner(self, priority: int, request_id: str = "", learns: bool = True) -> Owner:
+        """Return the key's name, weight and priority for the engine.
+
+        priority: as the client sent it; if it is more urgent than the key's limit, the limit applies.
+        request_id: the client's.
+        learns: whether the client lets a draft learn from the text; the key may forbid it.
+        """
+        limited = min(MAX_PRIORITY, max(self._priority_limit, priority))
+        return Owner(self.name, self._weight, limited, request_id, learns and self._learns)
 
     def cache_salt(self, asked: bytes) -> bytes:
         """Return the salt of a request. asked: the client's own. No client can ask for another tenant's salt."""

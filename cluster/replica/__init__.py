@@ -3,6 +3,7 @@
 engine             the Serve deployment
 supervisor         starts, watches and restarts coordinator and worker group
 coordinator_actor  the Ray actor of `aerie.cluster.coordinator`
+learner_actor      the Ray actor that trains a draft that learns
 worker_group       one epoch of workers: started, watched and killed together
 worker_actor       the Ray actor of one rank
 refusals           remembers a refused start

@@ -11,6 +11,7 @@ import msgspec
 from aerie.cluster.coordinator.coordinator import Coordinator
 from aerie.cluster.coordinator.loop import CoordinatorSettings
 from aerie.cluster.coordinator.stats import continue_counters
+from aerie.cluster.learning.gate import Candidate
 from aerie.cluster.linux import raise_open_files
 from aerie.cluster.logs import use_logs
 from aerie.cluster.plan import ReplicaPlan
@@ -44,7 +45,8 @@ class EagleCoordinator:
 
         former: `stats` of the previous coordinator, whose counters continue.
         """
-        engine = self._plan.engine
+        engine, speculative = self._plan.engine, self._plan.rank.speculative
+        draft = speculative.path if self._plan.learning is not None and speculative is not None else ""
         scheduler = Scheduler.of(layout, time.monotonic)
         if former:
             continue_counters(scheduler, msgspec.msgpack.decode(former, type=EngineStats))
@@ -58,6 +60,7 @@ class EagleCoordinator:
                 step_timeout_s=engine.step_timeout_s,
                 queue_timeout_s=engine.queue_timeout_s,
                 identity=self._plan.identity,
+                learning_draft=draft,
             ),
             on_worker_group_lost=lambda reason: self._report(self._worker_group_lost.put_nowait, reason),
             on_death=lambda reason: self._report(self._die, reason),
@@ -111,6 +114,17 @@ class EagleCoordinator:
             asked = msgspec.msgpack.decode(call, type=AdminCall)
             outcome = await asyncio.to_thread(self._coordinator.administer, asked)
         return msgspec.msgpack.encode(outcome)
+
+    async def learner_news(self) -> bytes:
+        """Return `News` as msgpack. Raises if the coordinator has ended."""
+        assert self._coordinator is not None
+        return msgspec.msgpack.encode(await asyncio.to_thread(self._coordinator.learner_news))
+
+    async def offer_draft(self, candidate: bytes) -> str:
+        """Count a `Candidate`, given as msgpack, and publish it if it is better. Return an error or ""."""
+        assert self._coordinator is not None
+        offered = msgspec.msgpack.decode(candidate, type=Candidate)
+        return await asyncio.to_thread(self._coordinator.offer_draft, offered)
 
     async def drain(self) -> None:
         """Refuse new requests and wait for the others. After engine.drain_timeout_s they end with an error."""

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from aerie.cluster.placement import ENGINE_CPUS
 from aerie.cluster.replica.coordinator_actor import EagleCoordinator
+from aerie.cluster.replica.learner_actor import DraftLearner
 from aerie.cluster.replica.plan_report import cost_line, rank_lines
 from aerie.cluster.replica.worker_group import (
     Report,
@@ -58,6 +59,7 @@ class Supervisor:
         self._epoch = 0
         self._num_coordinators = 0
         self._coordinator: Any = None
+        self._learner: Any = None
         self._is_open = False  # the coordinator accepts requests
         self._coordinator_death: asyncio.Future[str] | None = None
         self._worker_group: WorkerGroup | None = None
@@ -144,6 +146,7 @@ class Supervisor:
             if not self._is_open:
                 await self._ask("open", worker_group.layout, self._last_stats, limit_s=60.0)
                 self._is_open = True
+                self._start_learner()
             places = [place.process for place in worker_group.places]
             attached = (worker_group.endpoints, worker_group.epoch, worker_group.costs, places)
             await self._ask("attach", *attached, limit_s=CALL_TIMEOUT_S)
@@ -177,6 +180,17 @@ class Supervisor:
         )
         self._coordinator_death = asyncio.ensure_future(awaited(self._coordinator.death.remote()))
 
+    def _start_learner(self) -> None:
+        """Start the training of the draft, if it learns, on the coordinator's node. Ray restarts it if it fails."""
+        learning = self._plan.replica.learning
+        if learning is None:
+            return
+        placed = PlacementGroupSchedulingStrategy(self._plan.group, placement_group_bundle_index=0)
+        options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": placed}
+        folder = f"{learning.folder or self._plan.folder}/drafts-{self._engine_id}-{self._num_coordinators}"
+        self._learner = ray.remote(DraftLearner).options(**options).remote(self._plan.replica, folder)
+        self._learner.run.remote(self._coordinator)
+
     async def _clear(self, reason: str, lost_coordinator: bool) -> None:
         """Reach a known state: no worker group is attached, or no coordinator runs."""
         assert self._worker_group is not None
@@ -190,6 +204,9 @@ class Supervisor:
 
     def _drop_coordinator(self) -> None:
         self._is_open = False
+        if self._learner is not None:
+            ray.kill(self._learner, no_restart=True)
+            self._learner = None
         if self._coordinator is not None:
             ray.kill(self._coordinator, no_restart=True)
             self._coordinator = None

@@ -45,6 +45,33 @@ class AbortRequests(msgspec.Struct, frozen=True, array_like=True, tag=True):
     request_ids: tuple[str, ...]
 
 
+class InspectDrafts(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Return the drafts that the engine has learned."""
+
+
+class RollBackDraft(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Go back to an earlier draft. version: its name; "0": the configured one."""
+
+    version: str
+
+
+class DraftVersion(msgspec.Struct, frozen=True):
+    """A draft that has learned, or the configured one, whose name is "0".
+
+    folder: its files.
+    state: "served", "former", or "rolled back".
+    gain, low: acceptance length relative to the draft before, minus 1, on held-out texts, and its lower bound.
+    why: of a rollback.
+    """
+
+    name: str
+    folder: str
+    state: str = "served"
+    gain: float = 0.0
+    low: float = 0.0
+    why: str = ""
+
+
 class LoadLora(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Load a LoRA adapter. path: its folder on the machines of the ranks. in_place: whether an adapter of this name may
     be loaded already; requests that come later have the new one. stamp: see `AdapterChange`."""
@@ -81,8 +108,9 @@ class FinishUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 TransferCall = JoinTrainer | StartUpdate | ReceiveWeights | FinishUpdate
 PauseCall = Pause | Resume | Sleep | WakeUp | AbortRequests
+DraftCall = InspectDrafts | RollBackDraft
 AdminCall = (
-    PauseCall | Inspect | LoadWeights | TransferCall | SumWeights | LoadLora | UnloadLora
+    PauseCall | DraftCall | Inspect | LoadWeights | TransferCall | SumWeights | LoadLora | UnloadLora
 )  # what an administrator may ask of an engine
 
 
@@ -98,6 +126,7 @@ class AdminOutcome(msgspec.Struct, frozen=True):
     is_sleeping: whether its KV cache has no memory.
     num_bytes: after `Sleep`, those that its ranks have given back.
     num_aborted: after `AbortRequests`.
+    drafts: after calls of drafts, oldest first.
     sums: after `SumWeights`, each rank's checksums (`WeightSums`).
     draft_fault: why the draft counts as dead since an update (`DraftCheck`), or "".
     fault: why the engine did not answer, or why its weights are not those of the last update.
@@ -117,3 +146,4 @@ class AdminOutcome(msgspec.Struct, frozen=True):
     is_sleeping: bool = False
     num_bytes: int = 0
     num_aborted: int = 0
+    drafts: tuple[DraftVersion, ...] = ()

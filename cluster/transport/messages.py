@@ -300,6 +300,16 @@ class EngineStats(msgspec.Struct, frozen=True):
         dict[str, int],
         Metric("aerie:adapter_accepted_tokens", "Draft tokens that these rounds accepted", label="adapter"),
     ] = {}
+    draft_version: Annotated[
+        int,
+        Metric("aerie:draft_version", "Number of the learned draft that is served; 0: the configured one", "gauge"),
+    ] = 0
+    draft_gain: Annotated[
+        float, Metric("aerie:draft_gain_ratio", "Gain of the newest candidate in acceptance length", "gauge")
+    ] = 0.0
+    num_draft_candidates: Annotated[int, Metric("aerie:draft_candidates", "Drafts trained and measured")] = 0
+    num_draft_rollbacks: Annotated[int, Metric("aerie:draft_rollbacks", "Learned drafts that were taken back")] = 0
+    num_learned_texts: Annotated[int, Metric("aerie:learned_texts", "Answers handed to the draft's training")] = 0
     heartbeat_age_s: tuple[float, ...] = ()
     rank_steps: tuple[int, ...] = ()
     rank_step_s: tuple[float, ...] = ()

@@ -12,6 +12,7 @@
     mtp          a target's own MTP module over whole sequences, and its files
     blocks       block heads over whole sequences, with a block after each anchor
     block_kinds  DFlash, DSpark and DFlash2, and their files
+    head_learner a served head that is trained further on its target's texts
 
 `aerie.deploy.train_draft` has the options of `aerie train-draft`, and imports `commands` when it runs: the modules need
 torch and accelerate. From the engine they import only descriptions of models and drafts.

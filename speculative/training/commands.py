@@ -41,6 +41,8 @@ from aerie.workers.models.gguf.tensors import is_gguf_folder
 
 DRAFTS: dict[str, type[DraftKind]] = {"eagle3": Eagle3Kind, "mtp": MtpKind, **dict.fromkeys(KINDS, BlockKind)}
 
+_UNREADABLE = (OSError, ValueError, KeyError, RuntimeError, SafetensorError)
+
 # Options that a resume may change, because they change only the number of steps.
 _FREE_OPTIONS = (
     *("run", "resume", "output", "device", "graphs", "generate_batch", "steps", "epochs", "keep_checkpoint"),
@@ -191,29 +193,41 @@ def measure_saved(
 def load_target(
     folder: Path, device: torch.device, dtype: torch.dtype
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Return the tokenizer and model of a Hugging Face folder, or of one that stands for a GGUF file. Raises
-    `TrainingError` if there is no such folder, or if weights that its config.json describes are missing, which
-    transformers would initialise at random."""
+    """Return the tokenizer and model of a Hugging Face folder, or of one that stands for a GGUF file. Raises what
+    `load_model` raises."""
+    if is_gguf_folder(folder):
+        return gguf_target(folder, device, dtype)
+    model = load_model(folder, device, dtype)
+    try:
+        return AutoTokenizer.from_pretrained(folder), model
+    except _UNREADABLE as error:
+        raise _unreadable(folder, error) from None
+
+
+def load_model(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the model of a Hugging Face folder. Raises `TrainingError` if there is no such folder, or if weights that
+    its config.json describes are missing, which transformers would initialise at random."""
     if not (folder / "config.json").is_file():
         raise TrainingError(f"target={folder}: holds no config.json; give the folder of a Hugging Face model")
     transformers_logging.set_verbosity_error()  # unfit weights are reported below in one line instead of a table
-    if is_gguf_folder(folder):
-        return gguf_target(folder, device, dtype)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        cause = str(error).strip().partition("\n")[0]
-        raise TrainingError(f"target={folder}: cannot be loaded ({cause}); download it again") from None
+    except _UNREADABLE as error:
+        raise _unreadable(folder, error) from None
     unfit = sorted(loading["missing_keys"]) + [name for name, *_ in sorted(loading["mismatched_keys"])]
     if unfit:
         raise TrainingError(
             f"target={folder}: its weights lack {unfit[0]} and {len(unfit) - 1} more of what its config.json "
             "describes; download it again"
         )
-    return tokenizer, model.to(device).eval()
+    return model.to(device).eval()
+
+
+def _unreadable(folder: Path, error: Exception) -> TrainingError:
+    cause = str(error).strip().partition("\n")[0]
+    return TrainingError(f"target={folder}: cannot be loaded ({cause}); download it again")
 
 
 def fit_arguments(arguments: argparse.Namespace) -> FitArguments:

@@ -32,12 +32,14 @@ class Owner(msgspec.Struct, frozen=True, array_like=True):
     weight: the tenant's share of the engine, relative to other tenants.
     priority: of this request; lower is more urgent.
     request_id: its client's, by which administrators abort it.
+    learns: whether a draft may learn from its text.
     """
 
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
     request_id: str = ""
+    learns: bool = True
 
 
 @dataclass

@@ -15,7 +15,9 @@ from aerie.cluster.http.schema.response import (
     AbortedReply,
     AwakeReply,
     CheckedWeights,
+    DraftsReply,
     EngineWeights,
+    LearnedDraft,
     PausedReply,
     PauseReply,
     SleepingReply,
@@ -29,6 +31,7 @@ from aerie.cluster.http.schema.weights import (
     CheckWeightsRequest,
     FinishUpdateRequest,
     InitTransferRequest,
+    RollBackRequest,
     TransferInfo,
     UpdateInfo,
     UpdateWeightsRequest,
@@ -41,10 +44,12 @@ from aerie.cluster.transport.admin import (
     AdminOutcome,
     FinishUpdate,
     Inspect,
+    InspectDrafts,
     JoinTrainer,
     Pause,
     PauseMode,
     Resume,
+    RollBackDraft,
     Sleep,
     WakeUp,
 )
@@ -57,9 +62,9 @@ from aerie.workers.scheduling.commands.command import (
     SumWeights,
 )
 
-READS = ("is_paused", "is_sleeping", "weight_info", "get_world_size")
+READS = ("is_paused", "is_sleeping", "draft/versions", "weight_info", "get_world_size")
 ACTIONS = (
-    *("pause", "resume", "sleep", "wake_up", "abort_requests"),
+    *("pause", "resume", "sleep", "wake_up", "abort_requests", "draft/rollback"),
     *("update_weights", "init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update"),
     *("finish_weight_update", "weight_checker"),
 )
@@ -146,6 +151,14 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         outcomes = await ask(http, AbortRequests(tuple(body.request_ids)))
         return AbortedReply(sum(outcome.num_aborted for outcome in outcomes))
 
+    async def draft_versions(http: Request) -> DraftsReply:
+        """The drafts that engines have learned."""
+        return _drafts(await ask(http, InspectDrafts()))
+
+    async def roll_back(http: Request, body: RollBackRequest) -> DraftsReply:
+        """Goes back to an earlier draft of every engine."""
+        return _drafts(await ask(http, RollBackDraft(body.version)))
+
     async def update_weights(http: Request, body: UpdateWeightsRequest) -> WeightsReply:
         """Loads weights from folders that every rank can read, between two steps of every engine; running requests
         continue with them. Or, within a session, receives tensors from the trainer, beside the steps."""
@@ -195,6 +208,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         command("/sleep", sleep, SleepReply, True),
         command("/wake_up", wake_up, AwakeReply, True),
         get("/is_sleeping", is_sleeping, SleepingReply),
+        get("/draft/versions", draft_versions, DraftsReply),
+        post("/draft/rollback", roll_back, RollBackRequest, DraftsReply),
         post("/abort_requests", abort_requests, AbortRequestsRequest, AbortedReply),
         post("/update_weights", update_weights, UpdateWeightsRequest, WeightsReply),
         get("/weight_info", weight_info, WeightsReply),
@@ -205,6 +220,15 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         post("/weight_checker", check_weights, CheckWeightsRequest, CheckedWeights),
         get("/get_world_size", world_size, WorldSizeReply),
     ]
+
+
+def _drafts(outcomes: Sequence[AdminOutcome]) -> DraftsReply:
+    return DraftsReply(
+        {
+            each.engine_id: [LearnedDraft(one.name, one.state, one.gain, one.low, one.why) for one in each.drafts]
+            for each in outcomes
+        }
+    )
 
 
 def _check_tags(http: Request, known: tuple[str, ...]) -> set[str]:

@@ -247,6 +247,23 @@ class SleepingReply(Struct):
     is_sleeping: bool
 
 
+class LearnedDraft(Struct):
+    """version: "0" is the configured draft. state: served, former or rolled back. gain: in acceptance length, on
+    held-out texts, relative to the draft before; low: its lower bound at 95 %. why: of a rollback."""
+
+    version: str
+    state: str
+    gain: float
+    low: float
+    why: str
+
+
+class DraftsReply(Struct):
+    """engines: the drafts of each, oldest first."""
+
+    engines: dict[str, list[LearnedDraft]]
+
+
 class AbortedReply(Struct):
     """aborted: number of answers that ended, on all engines."""
 

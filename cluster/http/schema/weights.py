@@ -75,6 +75,12 @@ class FinishUpdateRequest(Schema):
     weight_version: Annotated[str, Field(max_length=256)] = ""
 
 
+class RollBackRequest(Schema):
+    """version: of `GET /draft/versions`."""
+
+    version: Name
+
+
 class AbortRequestsRequest(Schema):
     """request_ids: as the clients sent them: `X-Request-Id`, or `request_id` of the body."""
 

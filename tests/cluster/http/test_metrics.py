@@ -8,6 +8,11 @@ from aerie.workers.scheduling.stats import Histogram, SchedulerStats
 
 # What Prometheus calls the metrics, their types and labels besides the model's and the engine's.
 EXPORTED = {
+    "aerie:draft_version": "gauge",
+    "aerie:draft_gain_ratio": "gauge",
+    "aerie:draft_candidates": "counter",
+    "aerie:draft_rollbacks": "counter",
+    "aerie:learned_texts": "counter",
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",

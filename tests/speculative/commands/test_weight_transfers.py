@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from aerie.cluster.coordinator.draft_canary import DraftCanary
 from aerie.cluster.transport.admin import JoinTrainer
 from aerie.speculative.build import local_engine
 from aerie.workers.distributed.ports import free_port
@@ -263,6 +264,38 @@ def test_a_zeroed_draft_is_named_within_ten_seconds_and_text_stays(pair: Pair, o
         assert check.fault.startswith("since weights zeroed") and time.monotonic() - since < 10
         assert trainer.start("draft") == trainer.update(drafts) == trainer.finish()[0] == ""
         assert [text for text, _ in answers_of(engine, pair.prompts[:4], "c")] == texts and not check.fault
+
+
+def test_an_idle_engine_names_a_zeroed_draft_by_itself(pair: Pair, other: Version) -> None:  # noqa: F811
+    """It runs earlier prompts again, once for each update, and leaves a draft that fits alone."""
+    drafts = tensors_of(other.eagle)
+    with local_engine(started_with(pair, other, "chain")) as engine:
+        canary, check, step = DraftCanary(engine.scheduler), engine.scheduler.weights.draft, engine.step
+
+        def seen() -> Any:
+            outputs = step()
+            canary.saw(outputs)
+            return outputs
+
+        engine.step = seen  # type: ignore[method-assign]
+        texts = answers_of(engine, pair.prompts[:4], "a")
+        trainer = Trainer(engine)
+        assert trainer.join() == ""
+        for number, factor in enumerate((1.0, 0.0, 1.0)):
+            canary.turn()
+            assert not engine.scheduler.num_waiting, "one time for each update, and none without"
+            new = {name: tensor * factor for name, tensor in drafts.items()}
+            assert trainer.start("draft") == trainer.update(new) == trainer.finish(f"v{number}")[0] == ""
+            since, rounds = time.monotonic(), sum(engine.scheduler.stats.accepted_histogram)
+            canary.turn()
+            assert engine.scheduler.num_waiting == 4
+            while engine.scheduler.num_waiting or engine.scheduler.num_running:
+                engine.step()
+            assert sum(engine.scheduler.stats.accepted_histogram) - rounds >= 16
+            assert check.fault.startswith("since weights v1") == (factor == 0) and time.monotonic() - since < 10
+        assert answers_of(engine, pair.prompts[:4], "b") == texts
+        canary.turn()
+        canary.reset()
 
 
 @pytest.mark.parametrize("count", [25, pytest.param(1000, marks=pytest.mark.slow)])

@@ -60,6 +60,8 @@ class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     target, draft: sources of the models' weights; None keeps them. Names that a source lacks keep their weights.
     version: its name for clients; "": the number of the update.
+    is_learned: the draft has learned from this engine's own texts. No text depends on it, so that the engine's version
+        and its cached pages stay.
     """
 
     extra_s: ClassVar[float] = 600.0
@@ -67,6 +69,7 @@ class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
     target: WeightSource | None = None
     draft: WeightSource | None = None
     version: str = ""
+    is_learned: bool = False
 
     @property
     def sources(self) -> dict[str, WeightSource]:

@@ -23,6 +23,8 @@ class DraftCheck:
 
     histogram: returns, for each k, the rounds so far that accepted k draft tokens.
     fault: why the draft counts as dead, or "".
+    is_open: whether more rounds are needed to know it. Always false without an update.
+    num_updates: calls of `updated`.
     """
 
     def __init__(self, histogram: Callable[[], Sequence[int]]) -> None:
@@ -31,18 +33,20 @@ class DraftCheck:
         self._since = list(histogram())
         self._usual: float | None = None  # accepted tokens per round before the last update; None: unknown
         self._version = ""
-        self._is_open = False
+        self.is_open = False
+        self.num_updates = 0
 
     def updated(self, version: str) -> None:
         """Start again after an update of weights. version: its name."""
         rounds, accepted = self._seen()
+        self.num_updates += 1
         if rounds >= HALF_ROUNDS and not self.fault:
             self._usual = accepted / rounds
-        self.fault, self._version, self._since, self._is_open = "", version, list(self._histogram()), True
+        self.fault, self._version, self._since, self.is_open = "", version, list(self._histogram()), True
 
     def observe(self) -> None:
         """Check, after a step's results."""
-        if not self._is_open:
+        if not self.is_open:
             return
         rounds, accepted = self._seen()
         if rounds < NONE_ROUNDS:
@@ -57,7 +61,7 @@ class DraftCheck:
                 "the draft does not fit the target; send its weights, too"
             )
             logger.warning("%s", self.fault)
-        self._is_open = not self.fault and rounds < HALF_ROUNDS
+        self.is_open = not self.fault and rounds < HALF_ROUNDS
 
     def _seen(self) -> tuple[int, int]:
         """Return rounds since the last update, and the draft tokens that they accepted."""

@@ -22,6 +22,7 @@ class WeightVersions:
     epoch: number of successful updates since the engine's start; 0: the weights of its checkpoints. Also counts
         restorations, because new ranks have no cached pages of the earlier ones.
     version: name of the last update, "" at the start: given by its sender, or `epoch`.
+    num_updates: successful ones, without drafts that have learned.
     draft: names a draft that an update has broken.
     fault: why the ranks' weights are not those of the last update, or "". Requests should not run then.
     """
@@ -29,6 +30,7 @@ class WeightVersions:
     def __init__(self, commands: CommandQueue, slot_pages: SlotPages, draft: DraftCheck) -> None:
         self.fault = ""
         self.version = ""
+        self.num_updates = 0
         self.draft = draft
         self._commands = commands
         self._slot_pages = slot_pages
@@ -50,9 +52,11 @@ class WeightVersions:
         self._commands.add(work, answered)
 
     def _succeeded(self, work: LoadWeights, answers: Sequence[CommandAnswer]) -> None:
-        self._slot_pages.weight_epoch += 1
-        self.version = work.version or str(self.epoch)
-        self.draft.updated(self.version)
+        if not work.is_learned:
+            self._slot_pages.weight_epoch += 1
+            self.version = work.version or str(self.epoch)
+            self.num_updates += 1
+        self.draft.updated(work.version or self.version)
         result = answers[0].result
         assert isinstance(result, LoadedWeights)
         for model, source in work.sources.items():

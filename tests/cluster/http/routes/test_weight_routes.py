@@ -35,6 +35,8 @@ ROUTES = (
     ("POST", "/wake_up", None),
     ("GET", "/is_sleeping", None),
     ("POST", "/abort_requests", {"request_ids": ["a"]}),
+    ("GET", "/draft/versions", None),
+    ("POST", "/draft/rollback", {"version": "0"}),
     ("POST", "/update_weights", {"update_info": {"path": "/a"}}),
     ("GET", "/weight_info", None),
     ("POST", "/init_weight_transfer_engine", {"init_info": {"master_address": "h", "master_port": 1, "world_size": 3}}),

@@ -1,0 +1,9 @@
+"""A draft that learns from the texts that its engine writes (docs/learning-draft.md).
+
+config          the section of the configuration
+reservoir       the texts, in memory, with a limit for each key
+draft_learning  turns texts into candidates, in the actor `aerie.cluster.replica.learner_actor`
+gate            whether a candidate is better than the served draft
+published       the coordinator's side: collects texts, loads drafts, takes one back
+watch           notices that a published draft accepts less than the one before
+"""

@@ -1,0 +1,46 @@
+"""The section `learning` of the configuration."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from aerie.attention.setting import Setting, check_settings
+
+
+@dataclass(frozen=True)
+class LearningConfig:
+    """A draft that learns from the texts that its engine writes (docs/learning-draft.md). Off without this section.
+
+    device: where it is trained.
+    priority: `idle`: in time that no other process of the machine wants; `normal`: beside them.
+    threads: torch threads of the training.
+    memory_tokens: tokens of texts that are kept, in memory only; older ones give way to newer ones.
+    key_share: most of them that are of one API key, if there are several.
+    held_out: share of the texts that are never trained on; candidates are measured on them.
+    min_texts: new texts between two candidates, and texts held out before the first.
+    max_length: tokens of a text; its end beyond them is left out.
+    steps: training steps of a candidate.
+    batch_tokens: tokens of a step.
+    learning_rate: of AdamW.
+    min_gain: a candidate is published only if its acceptance length is better by this share, with 95 % confidence.
+    versions: published versions that are kept to go back to.
+    folder: where their weights are written; "": in the engine's folder for its sockets, which goes with it. Clusters of
+        several nodes need one that all nodes share.
+    """
+
+    device: Literal["cpu"] = "cpu"
+    priority: Literal["idle", "normal"] = "idle"
+    threads: Annotated[int, Setting(ge=1)] = 1
+    memory_tokens: Annotated[int, Setting(ge=1000, le=16_000_000)] = 2_000_000
+    key_share: Annotated[float, Setting(gt=0, le=1)] = 0.5
+    held_out: Annotated[float, Setting(gt=0, lt=1)] = 0.15
+    min_texts: Annotated[int, Setting(ge=1)] = 16
+    max_length: Annotated[int, Setting(ge=64)] = 1024
+    steps: Annotated[int, Setting(ge=1)] = 60
+    batch_tokens: Annotated[int, Setting(ge=64)] = 1024
+    learning_rate: Annotated[float, Setting(gt=0, le=1)] = 3e-4
+    min_gain: Annotated[float, Setting(ge=0)] = 0.005
+    versions: Annotated[int, Setting(ge=1)] = 5
+    folder: str = ""
+
+    def __post_init__(self) -> None:
+        check_settings(self)

@@ -1,0 +1,173 @@
+"""The coordinator's side of a draft that learns: collects finished texts, loads published drafts between two steps, and
+takes one back that accepts less than the one before. Used by `aerie.cluster.coordinator.loop`, in its thread."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from aerie.cluster.learning.gate import Candidate
+from aerie.cluster.learning.reservoir import Text
+from aerie.cluster.learning.watch import AcceptanceWatch
+from aerie.cluster.transport.admin import DraftVersion
+from aerie.workers.scheduling.commands.command import CommandAnswer, Folder, LoadWeights, first_error
+from aerie.workers.scheduling.commands.command_queue import OnAnswered
+from aerie.workers.scheduling.request import FinishReason, RequestOutput
+from aerie.workers.scheduling.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING_TOKENS = 1_000_000  # texts that the learner has not taken
+_MAX_SNAPSHOTS = 240  # of the acceptance, one per housekeeping of half a second: the usual one is of two minutes
+ORIGINAL = "0"
+
+
+class News(msgspec.Struct, frozen=True, array_like=True):
+    """What the coordinator tells the learner. served: folder of the draft that the ranks have. num_rollbacks: so
+    far."""
+
+    texts: tuple[Text, ...]
+    served: str
+    num_rollbacks: int
+
+
+class PublishedDrafts:
+    """The drafts of one engine.
+
+    draft: folder of the configured one.
+    load: carries out `LoadWeights`.
+    """
+
+    def __init__(self, scheduler: Scheduler, draft: str, load: Callable[[LoadWeights, OnAnswered], None]) -> None:
+        self.versions = [DraftVersion(ORIGINAL, draft)]
+        self.num_candidates = self.num_rollbacks = self.num_texts = 0
+        self.gain = 0.0  # of the newest candidate
+        self._scheduler, self._load = scheduler, load
+        self._texts: deque[Text] = deque()
+        self._num_waiting_tokens = 0
+        self._snapshots: deque[list[int]] = deque(maxlen=_MAX_SNAPSHOTS)
+        self._watch: AcceptanceWatch | None = None
+        self._is_loading = False
+
+    @property
+    def served(self) -> DraftVersion:
+        """The draft that the ranks have."""
+        return next(each for each in self.versions if each.state == "served")
+
+    def counts(self) -> dict[str, Any]:
+        """Return fields of `EngineStats`."""
+        return {
+            "draft_version": int(self.served.name.partition(".")[0]),
+            "draft_gain": self.gain,
+            "num_draft_candidates": self.num_candidates,
+            "num_draft_rollbacks": self.num_rollbacks,
+            "num_learned_texts": self.num_texts,
+        }
+
+    def saw(self, outputs: Sequence[RequestOutput]) -> None:
+        """Keep the texts of requests that have ended. Those with adapters, images or an objection are left out."""
+        for output in outputs:
+            request = output.request
+            if output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or not request.owner.learns:
+                continue
+            if request.sampling.adapter or request.inputs is not None:
+                continue
+            text = Text(tuple(request.prompt), tuple(request.output), request.owner.tenant)
+            self._texts.append(text)
+            self.num_texts += 1
+            self._num_waiting_tokens += text.num_tokens
+            while self._num_waiting_tokens > _MAX_WAITING_TOKENS:
+                self._num_waiting_tokens -= self._texts.popleft().num_tokens
+
+    def news(self) -> News:
+        """Return the texts since the last call, and the draft."""
+        taken = tuple(self._texts)
+        self._texts.clear()
+        self._num_waiting_tokens = 0
+        return News(taken, self.served.folder, self.num_rollbacks)
+
+    def offer(self, candidate: Candidate, on_answered: OnAnswered) -> None:
+        """Count a candidate, and publish it if it has files. Raises ValueError if it cannot be published."""
+        self.num_candidates += 1
+        self.gain = candidate.gain
+        if not candidate.folder:
+            on_answered(())
+            return
+        name = Path(candidate.folder).name.removeprefix("draft-")
+        version = DraftVersion(name, candidate.folder, "served", candidate.gain, candidate.low)
+        if any(each.name == name for each in self.versions):
+            version = msgspec.structs.replace(version, name=f"{name}.{self.num_candidates}")
+
+        def answered(answers: Sequence[CommandAnswer]) -> None:
+            if not first_error(answers):
+                logger.info("draft %s is served: %.1f %% better on held-out texts", version.name, 100 * version.gain)
+                self._replace("former")
+                self.versions.append(version)
+            on_answered(answers)
+
+        self._switch(version, answered)
+
+    def roll_back(self, name: str, on_answered: OnAnswered, why: str = "asked for") -> None:
+        """Load an earlier version. Raises ValueError for one that is unknown, or whose files are gone."""
+        found = [each for each in self.versions if each.name == name]
+        if not found:
+            raise ValueError(f"version={name}: must be one of {', '.join(each.name for each in self.versions)}")
+
+        def answered(answers: Sequence[CommandAnswer]) -> None:
+            if not first_error(answers):
+                self.num_rollbacks += 1
+                logger.warning("draft %s is taken back for %s: %s", self.served.name, name, why)
+                self._replace("rolled back", why)
+                index = next(i for i, each in enumerate(self.versions) if each.name == name)
+                self.versions[index] = msgspec.structs.replace(self.versions[index], state="served")
+            on_answered(answers)
+
+        self._switch(found[0], answered)
+
+    def turn(self) -> None:
+        """Compare the acceptance with the usual one; roll back if it has fallen. Call it twice a second while there are
+        ranks."""
+        now = list(self._scheduler.stats.accepted_histogram)
+        before = self._snapshots[-1] if self._snapshots else now
+        self._snapshots.append(now)
+        new = [count - then for count, then in zip(now, before, strict=False)]
+        if self._watch is None or self._is_loading or self.served.name == ORIGINAL:
+            return
+        has_fallen = self._watch.has_fallen(sum(new), sum(k * count for k, count in enumerate(new)))
+        why = self._scheduler.weights.draft.fault or ("its acceptance has fallen" if has_fallen else "")
+        if why:
+            former = [each.name for each in self.versions if each.state == "former"]
+            self.roll_back(former[-1], lambda answers: None, why)
+
+    def _switch(self, version: DraftVersion, on_answered: OnAnswered) -> None:
+        if self._scheduler.weights.num_updates:
+            raise ValueError("weights were updated since the start: this draft has learned from another target")
+        if not Path(version.folder).is_dir():
+            raise ValueError(f"version={version.name}: {version.folder} is gone")
+        if self._is_loading:
+            raise ValueError("another draft is being loaded")
+        self._is_loading = True
+
+        def answered(answers: Sequence[CommandAnswer]) -> None:
+            self._is_loading = False
+            now = self._scheduler.stats.accepted_histogram
+            oldest = self._snapshots[0] if self._snapshots else now
+            if not first_error(answers):
+                self._watch = AcceptanceWatch([count - then for count, then in zip(now, oldest, strict=False)])
+                self._snapshots.clear()
+                self._snapshots.append(list(now))
+            on_answered(answers)
+
+        self._load(
+            LoadWeights(draft=Folder(version.folder), version=f"draft {version.name}", is_learned=True), answered
+        )
+
+    def _replace(self, state: str, why: str = "") -> None:
+        """Set the state of the served version, which is none from now on."""
+        self.versions = [
+            msgspec.structs.replace(each, state=state, why=why) if each.state == "served" else each
+            for each in self.versions
+        ]

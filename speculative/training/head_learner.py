@@ -1,0 +1,114 @@
+"""A served head that is trained further, a few steps at a time, on texts that its target has written. Used by
+`aerie.cluster.learning.draft_learning`.
+
+The moving average of the weights is what is measured and saved, because single steps on few texts are noisy.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from aerie.speculative.config import BLOCK_METHODS
+from aerie.speculative.training.block_kinds import load_block_head
+from aerie.speculative.training.blocks import BlockHead
+from aerie.speculative.training.commands import load_model
+from aerie.speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling, write_checkpoint
+from aerie.speculative.training.eagle3 import Eagle3Head, load_draft, save_draft
+from aerie.speculative.training.losses import measure_acceptance
+from aerie.speculative.training.samples import Sample, collate, plan_steps
+
+_AVERAGE = 0.98  # of the moving average, per step
+_CHAIN_STEPS, _CHAIN_DECAY = 5, 0.8  # EAGLE-3's training-time test, arXiv 2503.01840
+_GAMMA, _MAX_ANCHORS = 4.0, 256  # of block heads, as `aerie train-draft` has them, with fewer blocks a step
+Pair = tuple[Sequence[int], Sequence[int]]  # a prompt and its answer
+
+
+class HeadLearner:
+    """A head in training, beside the weights that are served.
+
+    Raises `TrainingError` for a target or a draft that cannot be trained.
+    """
+
+    def __init__(self, target: Path, draft: Path, method: str, rate: float, batch_tokens: int) -> None:
+        assert method in ("eagle3", *BLOCK_METHODS), "the configuration was checked"
+        self._method, self._batch_tokens = method, batch_tokens
+        self._target = load_model(target, torch.device("cpu"), torch.float32).requires_grad_(False)
+        self._config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
+        self.rate = rate
+        self._num_steps = 0
+        self.reset(draft)
+
+    def reset(self, draft: Path) -> None:
+        """Start again from the weights in a folder, which are served."""
+        self._served, self._vocabulary = self._load(draft)
+        self._head, self._average = copy.deepcopy(self._served), copy.deepcopy(self._served)
+        self._optimizer = torch.optim.AdamW(self._head.parameters(), lr=self.rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self._since_reset = 0
+
+    def train(self, texts: Sequence[Pair], num_steps: int) -> float:
+        """Take steps over prompts and answers in random order, and return the mean loss."""
+        samples = [_sample(text) for text in texts]
+        lengths = [len(sample.tokens) for sample in samples]
+        plan = plan_steps(lengths, self._batch_tokens, self._num_steps, epochs=1, steps=num_steps)
+        losses = 0.0
+        for batch in plan:
+            taken = collate([samples[index] for index in batch])
+            loss = self._head.batch_loss(self._head, self._target, self._vocabulary, taken, self._unrolling)
+            self._optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)
+            self._optimizer.step()
+            self._num_steps += 1
+            self._since_reset += 1
+            self._update_average()
+            losses += float(loss.detach())
+        return losses / len(plan)
+
+    def rounds(self, texts: Sequence[Pair]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return rounds and accepted tokens of each answer, with the served weights and with the trained ones. Greedy
+        chains over the answers' own texts."""
+        samples = [_sample(text) for text in texts]
+        served, trained = ([self._rounds(head, each) for each in samples] for head in (self._served, self._average))
+        return served, trained
+
+    def save(self, folder: Path) -> None:
+        """Write the trained weights as a folder that the engine loads."""
+        if isinstance(self._average, Eagle3Head):
+            save_draft(self._average, self._vocabulary, self._config, folder)
+        else:
+            write_checkpoint(folder, self._config, dict(self._average.named_parameters()))
+
+    def _rounds(self, head: TrainedDraft, sample: Sample) -> tuple[int, int]:
+        tally = measure_acceptance(head, self._target, self._vocabulary, [sample], self._depth, self._batch_tokens)
+        return tally.num_rounds, sum(tally.accepted)
+
+    def _update_average(self) -> None:
+        decay = min(_AVERAGE, (1 + self._since_reset) / (10 + self._since_reset))
+        with torch.no_grad():
+            for average, current in zip(self._average.parameters(), self._head.parameters(), strict=True):
+                average.lerp_(current, 1 - decay)
+
+    def _load(self, folder: Path) -> tuple[TrainedDraft, DraftVocabulary]:
+        if self._method == "eagle3":
+            return load_draft(folder, self._target)
+        return load_block_head(folder, self._method, self._target)
+
+    @property
+    def _depth(self) -> int:
+        return self._head.method.form.max_depth if isinstance(self._head, BlockHead) else _CHAIN_STEPS
+
+    @property
+    def _unrolling(self) -> Unrolling:
+        if isinstance(self._head, BlockHead):
+            return Unrolling(self._depth, math.exp(-1 / _GAMMA), _MAX_ANCHORS)
+        return Unrolling(_CHAIN_STEPS, _CHAIN_DECAY)
+
+
+def _sample(text: Pair) -> Sample:
+    return Sample((*text[0], *text[1]), len(text[0]))
