@@ -58,6 +58,7 @@ BENCHES = {
     "packed_experts": ("kernels.packed_experts", "experts with weights of 4 and 8 bits (GPU)"),
     "exact_cost": ("quality.exact_cost", "ms per round and prompt of `deterministic: true` beside the free mode (GPU)"),
     "tree_growth": ("kernels.tree_growth", "growth of a block's tree (GPU)"),
+    "images": ("models.images", "vision towers, first tokens of pictures, gaps of other requests (GPU)"),
     "lora": ("kernels.lora", "what adapters add to the linear layers of a layer (GPU)"),
     "linear": ("kernels.linear", "linear layers, bf16 and FP8 (GPU)"),
     "all_reduce": ("kernels.all_reduce", "sums between GPUs by message size (2 or 4 GPUs)"),
