@@ -57,6 +57,7 @@ BENCHES = {
     "packed": ("kernels.packed", "products of 1 to 64 rows with 4-bit weights, by tiles (GPU)"),
     "packed_experts": ("kernels.packed_experts", "experts with weights of 4 and 8 bits (GPU)"),
     "exact_cost": ("quality.exact_cost", "ms per round and prompt of `deterministic: true` beside the free mode (GPU)"),
+    "exact_engine": ("quality.exact_engine", "answers that differ from those alone, free and deterministic (GPU)"),
     "tree_growth": ("kernels.tree_growth", "growth of a block's tree (GPU)"),
     "images": ("models.images", "vision towers, first tokens of pictures, gaps of other requests (GPU)"),
     "lora": ("kernels.lora", "what adapters add to the linear layers of a layer (GPU)"),

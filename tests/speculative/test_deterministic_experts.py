@@ -14,8 +14,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_neither_speculation_nor_company_changes_a_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"architecture": "Qwen3Moe", "moe_intermediate_size": 128, "num_experts": 4},
+        {"architecture": "GptOss", "intermediate_size": 72, "num_local_experts": 4, "attention_bias": False},
+    ],
+    ids=["Qwen3", "gpt-oss"],
+)
+def test_neither_speculation_nor_company_changes_a_token(tmp_path: Path, experts: dict[str, object]) -> None:
     """In their kernels for many rows, which take a second for each pass here."""
-    experts = {"architecture": "Qwen3Moe", "moe_intermediate_size": 128, "num_experts": 4}
     pair = wide_pair(tmp_path, (3, 21), calm=0.02, num_hidden_layers=1, **experts)
     assert answers(pair, pair.tree(), 2, 16) == answers(pair, None, 1, 512)

@@ -43,8 +43,8 @@ TARGET_MODES = (Mode.PREFILL, Mode.DECODE, Mode.VERIFY)
 def wide_pair(folder: Path, lengths: tuple[int, ...], calm: float = 0.1, **settings: object) -> Pair:
     """A target whose products have inputs of 128, with nearly even logits, so that last bits matter; less so with a
     smaller `calm`, with which more drafts are accepted. lengths: of prompts."""
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
-    target = make_target(folder / "target", calm=calm, **sizes, **settings)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32} | settings
+    target = make_target(folder / "target", calm=calm, **sizes)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in lengths]
     eagle = make_eagle(folder / "eagle", target, copying=True)

@@ -82,6 +82,8 @@ def test_contexts_of_several_spans(prompts: list[list[int]], monkeypatch: pytest
 
 EXPERTS = {"hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 4}
 QWEN3 = EXPERTS | {"architecture": "Qwen3Moe", "head_dim": 64, "num_experts": 16}
+GPT_OSS = EXPERTS | {"architecture": "GptOss", "head_dim": 64, "intermediate_size": 200, "num_local_experts": 16}
+GPT_OSS |= {"attention_bias": False}  # as the draft, but experts have biases
 V3 = EXPERTS | {
     "architecture": "DeepseekV3",
     "n_routed_experts": 16,
@@ -94,7 +96,7 @@ V3 = EXPERTS | {
 }
 
 
-@pytest.fixture(scope="module", params=["Qwen3", "V3", "V3 in FP8"])
+@pytest.fixture(scope="module", params=["Qwen3", "gpt-oss", "V3", "V3 in FP8"])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, SpeculativeConfig]:
     """A target with experts, with nearly even logits, so that last bits matter, and its chain."""
     folder: Path = tmp_path_factory.mktemp("mixture")
@@ -102,9 +104,10 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     prompts = [
         torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 200, 61, 40, 17, 130, 64, 1, 99)
     ]
-    target = make_target(folder / "t", calm=0.1, **(QWEN3 if request.param == "Qwen3" else V3))
+    sizes = {"Qwen3": QWEN3, "gpt-oss": GPT_OSS}.get(request.param, V3)
+    target = make_target(folder / "t", calm=0.1, **sizes)
     eagle = make_eagle(folder / "eagle", target, copying=True)
-    if request.param == "Qwen3":
+    if sizes is not V3:
         pair = Pair(target, eagle, eagle, prompts)
         return pair, pair.chain()
     add_mtp(target, copying=True)

@@ -1,0 +1,199 @@
+"""Answers that differ from those of the same requests alone, free and `deterministic: true` side by side.
+
+    python -m tests.bench exact_engine [--model llama-3.1-8b] [--quantization w4a16] [--modes free deterministic]
+                                       [--prompts 200] [--longest 2048] [--output-tokens 64] [--batches 1 8 64]
+
+Dummy weights, whose best logits often nearly tie. Prompts of mixed lengths, every other request greedy, the others
+seeded. Alone: one request at a time, without speculation, with an empty cache. Then the same requests at every batch
+size and with the shapes `plain`, `suffix` (a chain copied from the text, many of whose tokens are accepted), `tree` (of
+a draft head) and `mixed` (as `suffix`, half of the requests without speculation). The prefix cache is on, so later runs
+of an engine find their prompts; it has room for a third of the largest batch, so that requests are preempted.
+
+An answer counts as different from its first other id on; log-probabilities are compared to the bit up to there. Needs a
+GPU; `--tiny` tries it on a CPU, where the option has no effect.
+"""
+
+import argparse
+import dataclasses
+import json
+import struct
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from aerie.attention.config import CacheConfig
+from aerie.deploy.bench.table import table
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import SchedulerConfig
+from aerie.workers.runner.local_engine import LocalEngine
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request, RequestOutput
+from tests.bench.kernels.gpu_time import hardware
+from tests.bench.machine import commit
+from tests.bench.models import configured
+from tests.bench.prompts import random_prompts
+from tests.bench.quality.exact_cost import MODES, of_mode
+from tests.bench.round import (
+    QUANTIZATIONS,
+    Setting,
+    add_engine_options,
+    engine_spec,
+    model_of,
+    quantize_config,
+    write_checkpoints,
+)
+
+SHAPES = ("plain", "suffix", "tree", "mixed")
+SUFFIX = SpeculativeConfig("", "suffix", 7, 1, 8, adaptive=False)
+
+
+@dataclasses.dataclass
+class Answer:
+    """ids: of the tokens. logprobs: their log-probabilities, float32 as bytes."""
+
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[bytes] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Differences:
+    """answers: with another id. logprobs: of `compared` log-probabilities, those with other bits."""
+
+    answers: int
+    logprobs: int
+    compared: int
+
+    @classmethod
+    def between(cls, expected: Sequence[Answer], found: Sequence[Answer]) -> "Differences":
+        answers = logprobs = compared = 0
+        for one, other in zip(expected, found, strict=True):
+            pairs = list(zip(one.ids, other.ids, strict=False))
+            equal = next((i for i, (mine, theirs) in enumerate(pairs) if mine != theirs), len(pairs))
+            answers += one.ids != other.ids
+            compared += equal
+            logprobs += sum(one.logprobs[i] != other.logprobs[i] for i in range(equal))
+        return cls(answers, logprobs, compared)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one batch size of one engine answered. preempted: requests that started again. accepted: drafted tokens."""
+
+    answers: list[Answer]
+    preempted: int
+    accepted: int
+
+
+def prompts_of(spec: EngineSpec, count: int, longest: int) -> list[list[int]]:
+    """Return prompts whose lengths are spread evenly over the powers of two up to `longest`; none is another's
+    beginning."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = (longest ** torch.rand(count, generator=generator)).ceil().long().tolist()
+    whole = random_prompts(spec.worker.model, count, longest)
+    return [prompt[:length] for prompt, length in zip(whole, lengths, strict=True)]
+
+
+def sampling_of(number: int, output_tokens: int, speculative: bool = True) -> SamplingParams:
+    temperature = float(number % 2)
+    return SamplingParams(output_tokens, temperature, seed=number, logprobs=0, speculative=speculative)
+
+
+def run(engine: LocalEngine, prompts: Sequence[list[int]], output_tokens: int, at_once: int, shape: str) -> Run:
+    requests = [
+        Request(f"r{i}", prompt, sampling_of(i, output_tokens, shape != "mixed" or i % 4 < 2))
+        for i, prompt in enumerate(prompts)
+    ]
+    answers = {request.request_id: Answer() for request in requests}
+
+    def listen(output: RequestOutput) -> None:
+        mine = answers[output.request.request_id]
+        mine.ids += output.tokens
+        mine.logprobs += [struct.pack("f", each.logprob) for each in output.logprobs or ()]
+
+    before = engine.scheduler.stats.num_preemptions
+    engine.run(requests, at_once, listen)
+    for answer in answers.values():
+        assert len(answer.ids) == len(answer.logprobs) == output_tokens
+    accepted = sum(i * n for request in requests for i, n in enumerate(request.acceptance_histogram))
+    return Run(list(answers.values()), engine.scheduler.stats.num_preemptions - before, accepted)
+
+
+def spec_of(folder: Path, shape: str, batch: int, longest: int, output_tokens: int) -> EngineSpec:
+    """Return an engine for `batch` requests, with pages for a third of them, and for at least two of the longest."""
+    setting = Setting(longest, output_tokens)
+    spec = engine_spec(folder, "tree" if shape == "tree" else "plain", batch, setting, 1, True)
+    page_size = spec.worker.cache.page_size
+    each = -(-(longest + output_tokens + 80) // page_size)
+    pages = max(2 * each, batch * each // 12)  # the mean length is a quarter of the longest
+    worker = dataclasses.replace(
+        spec.worker,
+        cache=CacheConfig(page_size, num_pages=pages + 8),
+        scheduler=SchedulerConfig(max_running=batch, max_step_tokens=1024),
+    )
+    speculative = spec.speculative
+    if speculative is not None:
+        speculative = dataclasses.replace(speculative, synthetic_acceptance_length=None)
+    return dataclasses.replace(spec, worker=worker, speculative=SUFFIX if shape in ("suffix", "mixed") else speculative)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_engine_options(parser, ["plain"], [1, 8, 64], configured.CONFIGS)
+    parser.add_argument("--quantization", choices=("none", *QUANTIZATIONS), default="none", help="of the target")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--runs", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes to compare")
+    parser.add_argument("--prompts", type=int, default=200)
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest prompts")
+    parser.add_argument("--output-tokens", type=int, default=64)
+    arguments = parser.parse_args()
+    count, longest, output_tokens, batches = (
+        arguments.prompts, arguments.longest, arguments.output_tokens, arguments.batches
+    )  # fmt: skip
+    if arguments.tiny:
+        count, longest, output_tokens, batches = 6, 48, 12, [1, 4]
+    results: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = model_of(arguments)
+        write_checkpoints(Path(folder), model)
+        if arguments.quantization != "none":
+            quantize_config(Path(folder) / "target" / "config.json", arguments.quantization)
+        for mode in arguments.modes:
+            alone: list[Answer] | None = None
+            for shape in SHAPES:
+                if shape not in ("plain", *arguments.runs):
+                    continue
+                spec = of_mode(spec_of(Path(folder), shape, max(batches), longest, output_tokens), mode)
+                prompts = prompts_of(spec, count, longest)
+                with local_engine(spec) as engine:
+                    if alone is None:
+                        alone = run(engine, prompts, output_tokens, 1, shape).answers
+                    for batch in batches if shape in arguments.runs else ():
+                        found = run(engine, prompts, output_tokens, batch, shape)
+                        differences = dataclasses.asdict(Differences.between(alone, found.answers))
+                        others = {"preempted": found.preempted, "accepted": found.accepted}
+                        results.append({"mode": mode, "shape": shape, "batch": batch, **differences, **others})
+                        print(results[-1], flush=True)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+    heads = {"mode": "mode", "shape": "shape", "batch": "batch", "answers": f"other ids, of {count}"}
+    heads |= {"logprobs": "other bits", "compared": "log-probabilities"} | {n: n for n in ("preempted", "accepted")}
+    print(*table(list(heads.values()), [tuple(str(row[name]) for name in heads) for row in results]), sep="\n")
+    print(
+        json.dumps(
+            {
+                "bench": "exact_engine",
+                "hardware": hardware(),
+                "commit": commit(),
+                "model": model,
+                "quantization": arguments.quantization,
+                "results": results,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
