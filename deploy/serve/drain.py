@@ -4,6 +4,7 @@
 import contextlib
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from aerie.deploy.serve.applications import read_applications
@@ -58,13 +59,22 @@ def run_until_signal(
     try:
         with contextlib.suppress(KeyboardInterrupt, SystemExit):  # how `serve run` ends after Ctrl-C
             if guest is None:
-                run.main(arguments, prog_name="serve run", standalone_mode=False)
+                past_slow_proxies(lambda: run.main(arguments, prog_name="serve run", standalone_mode=False))
             else:
-                guest.serve()
+                past_slow_proxies(guest.serve)
     finally:
         start.stop()
         if guest is not None:
             guest.leave(console.say)
+
+
+def past_slow_proxies(serve: Callable[[], object]) -> None:
+    """Call `serve`, and again if Serve's proxies are not there after the 60 s that it gives them (Ray 2.60): on a busy
+    machine they need longer, and the second call finds them."""
+    try:
+        serve()
+    except TimeoutError:
+        serve()
 
 
 def _drain(timeout_s: float, console: Console, guest: Guest | None) -> None:
