@@ -134,13 +134,18 @@ class PublishedDrafts:
         before = self._snapshots[-1] if self._snapshots else now
         self._snapshots.append(now)
         new = [count - then for count, then in zip(now, before, strict=False)]
-        if self._watch is None or self._is_loading or self.served.name == ORIGINAL:
+        is_original = self.served.name == ORIGINAL
+        if self._watch is None or self._is_loading or is_original or self._scheduler.weights.num_updates:
             return
         has_fallen = self._watch.has_fallen(sum(new), sum(k * count for k, count in enumerate(new)))
         why = self._scheduler.weights.draft.fault or ("its acceptance has fallen" if has_fallen else "")
         if why:
-            former = [each.name for each in self.versions if each.state == "former"]
-            self.roll_back(former[-1], lambda answers: None, why)
+            former = [each.name for each in self.versions if each.state == "former"] or [ORIGINAL]
+            try:
+                self.roll_back(former[-1], lambda answers: None, why)
+            except ValueError as error:  # its files are gone
+                logger.error("draft %s cannot be taken back: %s", self.served.name, error)
+                self._watch = None
 
     def _switch(self, version: DraftVersion, on_answered: OnAnswered) -> None:
         if self._scheduler.weights.num_updates:

@@ -89,6 +89,24 @@ def test_a_draft_that_accepts_less_is_taken_back_by_itself(learning):
     assert bed.coordinator.learner_news().num_rollbacks == 1
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_an_engine_serves_on_if_the_draft_before_is_gone_or_weights_were_updated(learning, is_gone, caplog):
+    bed, loads, folder = learning
+    for number in (1, 2):
+        bed.coordinator._call(lambda: accept(bed, [1000] * 4))
+        time.sleep(1.2)
+        bed.coordinator._call(lambda: accept(bed, [1000] * 4))
+        assert bed.coordinator.offer_draft(candidate(folder, number)) == ""
+    if is_gone:
+        (folder / "draft-1").rmdir()
+    else:
+        assert first_error(bed.coordinator.carry_out(LoadWeights(Tensors(()))).result(10)) == ""
+    bed.coordinator._call(lambda: accept(bed, [4000]))
+    time.sleep(1.2)
+    assert states(bed) == {"0": "former", "1": "former", "2": "served"} and bed.coordinator.stats().status == "ready"
+    assert ("cannot be taken back" in caplog.text) is is_gone
+
+
 def accept(bed, counts):
     """Count rounds that accepted 0, 1, .. draft tokens."""
     histogram = bed.scheduler.stats.accepted_histogram

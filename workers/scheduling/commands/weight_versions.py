@@ -60,7 +60,7 @@ class WeightVersions:
         result = answers[0].result
         assert isinstance(result, LoadedWeights)
         for model, source in work.sources.items():
-            is_whole = not result.missing[model]
+            is_whole = work.is_learned or not result.missing[model]
             self._sources[model] = [source] if is_whole else [*self._sources.get(model, []), source]
         if self._lacks_nothing(work, result):
             self.fault = ""
