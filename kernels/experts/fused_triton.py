@@ -42,5 +42,5 @@ class TritonExperts(FusedExperts):
         if routed.used is not None:
             tiles = few_row_tiles(rows, weights.sizes(slots))
             return few_row_experts(x, routed, weights, self.workspace, tiles, out)
-        tiles = many_row_tiles(rows, weights.sizes(slots))
+        tiles = many_row_tiles(rows, weights.sizes(slots), self.deterministic)
         return many_row_experts(x, routed, weights, tiles, out)

@@ -6,8 +6,10 @@ for a layer of a DeepSeek-V3 rank, 209 instead of 226 us with 24 rows, 321 inste
 Four launches: the order; gate and up projections of gathered rows; weighted down projections, one result per row and
 expert; their sum. With very many rows the last two run over spans of columns, which bounds memory.
 
-For one `gate_up.block_n`, a row's result depends on that row alone, because sums are not split and have one order of
-columns in both kinds of block: 16 at a time, and in FP8 the scaled sums of 128.
+For one `gate_up.block_n`, a row's result depends on that row alone, because sums are not split. On an H200 an output
+has the same bits for any number of rows beside it: in 16 bits with weights as the first operand
+(`tests.kernels.gemm.test_ordered_cuda`), which deterministic engines therefore have in all blocks; in FP8 with either
+operand first (`tests.kernels.products.test_fp8_gemm`).
 
 There are two kinds of blocks, because the tensor core's first operand has at least 64 rows. Blocks of 64 rows are the
 first operand; shorter blocks are the second operand, and the weights the first. As first operand, a thread holds the
@@ -88,22 +90,24 @@ def _sum_slots(
     tl.store(out_ptr + row * SIZE + number * STEP + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def many_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
+def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
     """Return tiles whose blocks have about as many rows as an expert has under even routing, up to 64.
 
-    Measured on an H200 (`tests.bench experts`). Tiles of all numbers of rows add in the same order.
+    Measured on an H200 (`tests.bench experts`). deterministic: whether a row must have the same result for any number
+    of rows.
     """
-    each = rows * sizes.share
+    each, in_fp8 = rows * sizes.share, sizes.step == 128
     block_m = min(TALL, block_of(int(each * 1.25)))
+    weights_first = block_m < TALL or (deterministic and not in_fp8)
     holds = cdiv(sizes.width, 64) <= _MAX_HELD
     product = ProductTiles(64, 1, stages=3, warps=4)
-    if block_m < TALL:
+    if weights_first:
         gate_up = replace(product, stages=5) if block_m == 16 else product
         if not holds:
             down = ProductTiles(128, 1, stages=3, warps=8) if sizes.size % 128 == 0 else product
-            return ExpertTiles(block_m, gate_up, down)
+            return ExpertTiles(block_m, gate_up, down, True)
         blocks = _blocks_in_whole_waves(rows, block_m, sizes, product)
-        return ExpertTiles(block_m, gate_up, replace(product, blocks=blocks))
+        return ExpertTiles(block_m, gate_up, replace(product, blocks=blocks), True)
     blocks = next(n for n in range(8, 0, -1) if sizes.size // product.block_n % n == 0) if holds else 1
     return ExpertTiles(block_m, product, replace(product, blocks=blocks))
 
@@ -200,8 +204,6 @@ def sum_slots(parts: Tensor, chosen: Tensor, out: Tensor, number: int, step: int
 
 def columns_at_once(bytes_of_column: int, size: int, tiles: ExpertTiles) -> int:
     """Return the maximum number of columns whose results fit in `MAX_PARTIAL_BYTES`; at least one program's."""
-    if tiles.block_m < TALL:
-        return size
     programs = size // (tiles.down.block_n * tiles.down.blocks)
     fitting = (
         n for n in range(1, programs + 1) if programs % n == 0 and bytes_of_column * size // n <= MAX_PARTIAL_BYTES
@@ -220,7 +222,7 @@ def inner_rows(
     num_blocks, blocks = order.experts.shape[0], cdiv(width, gate_up.block_n)
     hidden = torch.empty((num_blocks * block_m, width), dtype=values.dtype, device=values.device)
     factors = torch.empty((num_blocks, blocks, block_m), dtype=torch.float32, device=values.device)
-    kernel = gate_up_of_short_blocks if block_m < TALL else gate_up_of_tall_blocks
+    kernel = gate_up_of_short_blocks if _are_short(tiles) else gate_up_of_tall_blocks
     kernel[(blocks, num_blocks)](
         values,
         TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [gate_up.block_n, weights.step]),
@@ -270,8 +272,7 @@ def down_projections(
     first: int,
     parts: Tensor,
 ) -> None:
-    """Write weighted down projections to parts [rows * slots, span], from column `first`. Short blocks write all
-    columns."""
+    """Write weighted down projections to parts [rows * slots, span], from column `first`."""
     size, width, block_m, down, span = weights.size, weights.width, tiles.block_m, tiles.down, parts.shape[1]
     step = tiles.inner_step(weights.in_fp8)
     common = {
@@ -304,8 +305,9 @@ def down_projections(
     )
     assert down.splits == 1 and span % (down.block_n * down.blocks) == 0
     grid = (span // (down.block_n * down.blocks), order.experts.shape[0])
-    if block_m < TALL:
-        assert span == size
-        down_of_short_blocks[grid](*tensors, **common)
-    else:
-        down_of_tall_blocks[grid](*tensors, first, SPAN=span, **common)
+    kernel = down_of_short_blocks if _are_short(tiles) else down_of_tall_blocks
+    kernel[grid](*tensors, first, SPAN=span, **common)
+
+
+def _are_short(tiles: ExpertTiles) -> bool:
+    return tiles.weights_first or tiles.block_m < TALL

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""GEMMs of `aerie.kernels.experts.many_rows_triton` with BLOCK_M below 64 (verified batches). Weights are the
-tensor core's first operand, which has at least 64 rows."""
+"""GEMMs of `aerie.kernels.experts.many_rows_triton` with BLOCK_M below 64 (verified batches), and of up to 64 in
+deterministic engines. Weights are the tensor core's first operand, which has at least 64 rows."""
 
 import triton
 import triton.language as tl
@@ -98,7 +98,7 @@ def gate_up_of_short_blocks(
         tl.store(to, hidden.to(hidden_ptr.dtype.element_ty), mask=there[:, None])
 
 
-@triton.jit(do_not_specialize=["shared", "stride"])
+@triton.jit(do_not_specialize=["first", "shared", "stride"])
 def down_of_short_blocks(
     hidden_desc,
     w_desc,
@@ -111,8 +111,10 @@ def down_of_short_blocks(
     expert_ptr,
     shared,
     stride,
+    first,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -123,6 +125,7 @@ def down_of_short_blocks(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Compute columns first .. first + SPAN - 1 of the results. part_ptr: [pairs, SPAN]."""
     steps: tl.constexpr = (WIDTH + STEP - 1) // STEP
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -136,21 +139,21 @@ def down_of_short_blocks(
     pair = tl.load(pair_ptr + tile * BLOCK_M + m)
     inside = pair >= 0
     share = tl.load(weight_ptr + pair, mask=inside, other=0.0)
-    out = part_ptr + pair.to(tl.int64)[None, :] * SIZE + (start + n)[:, None]
+    out = part_ptr + pair.to(tl.int64)[None, :] * SPAN + (start + n)[:, None]
     factors = hidden_scales_ptr + tile * steps * BLOCK_M + m
     held_inputs, held_factors = (), ()
     if HOLDS:  # all inner activations of these rows
         for step in tl.static_range(steps):
             held_inputs += (hidden_desc.load([tile * BLOCK_M, step * STEP]),)  # type: ignore[assignment]
             held_factors += (tl.load(factors + step * BLOCK_M) * share if IN_FP8 else share,)  # type: ignore[assignment]
-    row = expert * SIZE + start
+    row = expert * SIZE + first + start
     scales = ()  # of the next block's weights, read one block ahead
     if HOLDS:
         scales = _scales_of_outputs(w_scales_ptr, row, WIDTH, BLOCK_N, STEP, IN_FP8 and BY_GROUP)
     for block in range(BLOCKS):
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         if HOLDS:
-            following = expert * SIZE + start + tl.minimum(block + 1, BLOCKS - 1) * BLOCK_N
+            following = expert * SIZE + first + start + tl.minimum(block + 1, BLOCKS - 1) * BLOCK_N
             next_scales = _scales_of_outputs(w_scales_ptr, following, WIDTH, BLOCK_N, STEP, IN_FP8 and BY_GROUP)
             for step in tl.static_range(steps):
                 acc = _add_product(

@@ -141,11 +141,14 @@ class ProductTiles:
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """block_m: rows per program. Inner activations have one scale per `gate_up.block_n` columns."""
+    """block_m: rows per program. Inner activations have one scale per `gate_up.block_n` columns.
+    weights_first: of 64 rows or more: whether weights are the tensor core's first operand, as with fewer rows.
+    """
 
     block_m: int
     gate_up: ProductTiles
     down: ProductTiles
+    weights_first: bool = False
 
     def inner_step(self, in_fp8: bool) -> int:
         """Columns per step of a down projection: in FP8, those that share a scale."""

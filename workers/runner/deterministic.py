@@ -4,7 +4,7 @@ The option makes the target batch-invariant on a GPU: the logits of a token depe
 bit. Each part computes a row with the same operations in the same order, whatever the other rows of the batch:
 
 - GEMMs: `aerie.kernels.gemm.ordered_triton`, one order of additions per weight for any number of rows.
-- experts: `aerie.kernels.experts.many_rows_triton`, blocks of 16 to 64 rows of one expert, even for few rows.
+- experts: `aerie.kernels.experts.many_rows_triton`, blocks of one expert's rows, even for few rows.
 - attention: `aerie.kernels.attend.fixed.spans_triton`, spans that depend on positions only.
 - sums over ranks: in rank order for every size (`aerie.workers.distributed.ordered_all_reduce`).
 

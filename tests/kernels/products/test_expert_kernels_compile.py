@@ -27,7 +27,8 @@ pytestmark = [
 ]
 DEEPSEEK_V3 = ExpertSizes(256, 1, 8, 7168, 256, step=128)
 QWEN3 = ExpertSizes(128, 0, 8, 2048, 768, step=64)
-RAGGED = ExpertSizes(32, 0, 4, 2880, 1440, step=64)  # a rank of gpt-oss-20b in bf16: with biases, and its activation
+# Of deterministic engines: a rank of gpt-oss-20b in bf16, with biases and its activation, and of Qwen3-30B-A3B
+RAGGED, NARROW = ExpertSizes(32, 0, 4, 2880, 1440, step=64), ExpertSizes(128, 0, 8, 2048, 192, step=64)
 POINTERS = dict.fromkeys(
     ("x_scales_ptr", "w_scales_ptr", "factor_ptr", "hidden_scales_ptr", "weight_ptr", "logit_ptr", "bias_ptr"), "fp32"
 )
@@ -69,21 +70,19 @@ def check(
     [
         *((DEEPSEEK_V3, rows) for rows in (2, 64, 2048)),
         *((QWEN3, rows) for rows in (16, 256)),
-        *((RAGGED, rows) for rows in (17, 2048)),
+        *((sizes, rows) for sizes in (RAGGED, NARROW) for rows in (17, 2048)),
         *slow(
             *((DEEPSEEK_V3, rows) for rows in (16, 32, 256, 512)), *((QWEN3, rows) for rows in (2, 32, 64, 512, 2048))
         ),
     ],
-    ids=lambda value: (
-        value if isinstance(value, int) else "fp8" if value is DEEPSEEK_V3 else "bf16" if value is QWEN3 else "ragged"
-    ),
+    ids=lambda value: value if isinstance(value, int) else f"{value.size}-{value.width}",
 )
 def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path: Path) -> None:
-    few = rows <= MAX_FEW_ROWS
-    tiles = few_row_tiles(rows, sizes) if few else many_rows.many_row_tiles(rows, sizes)
+    few, deterministic = rows <= MAX_FEW_ROWS, sizes in (RAGGED, NARROW)
+    tiles = few_row_tiles(rows, sizes) if few else many_rows.many_row_tiles(rows, sizes, deterministic)
     in_fp8 = sizes.step == 128
     kind, slots = "fp8e4nv" if in_fp8 else "bf16", sizes.experts_per_token + sizes.num_shared
-    tall = not few and tiles.block_m >= tall_blocks.MIN_ROWS
+    tall = not few and tiles.block_m >= tall_blocks.MIN_ROWS and not deterministic
     common = {"WIDTH": sizes.width, "SIZE": sizes.size, "BLOCK_M": tiles.block_m, "IN_FP8": in_fp8, "BY_GROUP": in_fp8}
     for product, step in ((tiles.gate_up, sizes.step), (tiles.down, tiles.gate_up.block_n if in_fp8 else 64)):
         is_first = product is tiles.gate_up
@@ -93,7 +92,7 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
             blocks["x_desc" if is_first else "hidden_desc"] = (tiles.block_m, step)
         if is_first:
             constants |= {"SLOTS": slots} | ({"SLOTS_PADDED": 16} if few else {"EXPERTS": 257, "BINS": 512})
-        held = {"HOLDS": in_fp8, "BLOCKS": product.blocks}
+        held = {"HOLDS": sizes.width <= 256, "BLOCKS": product.blocks}
         if few:
             constants |= {"SPLITS": product.splits}
             if is_first:
@@ -104,7 +103,7 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
             kernel, constants = (gates, constants) if is_first else (downs, constants | held | {"SPAN": sizes.size})
         else:
             gates, downs = short_blocks.gate_up_of_short_blocks, short_blocks.down_of_short_blocks
-            kernel, constants = (gates, constants) if is_first else (downs, constants | held)
+            kernel, constants = (gates, constants) if is_first else (downs, constants | held | {"SPAN": sizes.size})
         if not few:
             biased = sizes is RAGGED
             constants |= {} if biased else {"bias_ptr": None}
