@@ -28,6 +28,7 @@ BENCHES = {
     "adaptive": ("shapes.adaptive", "adaptive tree shapes against each static one, dummy weights (GPU)"),
     "adaptive_pair": ("shapes.adaptive_pair", "the same on the embedded pair, whose acceptance is real"),
     "adapter_rounds": ("shapes.adapter_rounds", "ms per round of requests with LoRA adapters (GPU)"),
+    "rollouts": ("shapes.rollouts", "a batch with few long answers, with and without a draft (GPU)"),
     "profile_round": ("profile_round", "kernels, launches, copies and idle time of a round (GPU)"),
     "open_loop": ("open_loop", "TTFT, ITL, TPOT over HTTP under Poisson arrivals, plain or prompt-heavy"),
     "tenants": ("host.tenants", "first tokens of one key while another floods the server"),
