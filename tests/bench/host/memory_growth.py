@@ -55,10 +55,10 @@ async def load(url: str, num_requests: int, num_clients: int, seed: int) -> None
 
 def own_mb(server: RunningServer) -> dict[str, float]:
     """Anonymous and shared memory by process group, in MB."""
-    return {group: sum(_own_bytes(process.pid) for process in found) / 1e6 for group, found in server.groups().items()}
+    return {group: sum(own_bytes(process.pid) for process in found) / 1e6 for group, found in server.groups().items()}
 
 
-def _own_bytes(pid: int) -> int:
+def own_bytes(pid: int) -> int:
     """Of Linux's /proc, in which sizes are in kB; 0 for a process that has ended."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
