@@ -47,6 +47,7 @@ BENCHES = {
     "fewer_bits": ("quality.fewer_bits", "loss and acceptance of the small models quantised by `aerie quantize` (CPU)"),
     "copied_drafts": ("quality.copied_drafts", "accepted tokens a round of drafts copied from the text (CPU)"),
     "draft_methods": ("quality.draft_methods", "every kind of draft of the small models, by kind of text (CPU)"),
+    "image_drafts": ("quality.image_drafts", "drafts by the embedding of pictures that they get (CPU)"),
     "draft_figures": ("quality.draft_figures", "tables and figures of what draft_methods printed"),
     "real_heads": ("quality.real_heads", "heads for a published model: trained, their trees, tokens a second (GPU)"),
     "attention": ("kernels.attention", "attention over K/V heads, by backend, mode and shape (GPU)"),

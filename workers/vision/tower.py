@@ -28,7 +28,7 @@ CACHE_BYTES = 1 << 28  # of images' embeddings; at least twice the largest image
 _PAUSED_VALUES = 6  # times the hidden size, of a patch between two layers: hidden state, angles and residual
 _DUMMY_STD = 0.02
 COST_PATCHES = (256, 1024, 4096, 16384)  # of measured images
-_COST_LIMIT_MS = 500.0  # larger images are not measured after one that takes so long
+_COST_LIMIT_MS = 1500.0  # images that would take longer are not measured
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantised towers are refused
 
 
@@ -131,21 +131,20 @@ class VisionTower:
     def costs(self, timer: Timer, group: TPGroup) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Return numbers of patches, ascending, and the milliseconds to encode an image of each on the slowest rank."""
         patches, found = list[int](), list[float]()
-        smallest = self._sizes.max_patches if self._config.fixed else 0
-        for count in (
-            *(each for each in COST_PATCHES if smallest < each < self._sizes.max_patches),
-            self._sizes.max_patches,
-        ):
-            image = self._square(count)
-            if found and (found[-1] > _COST_LIMIT_MS or image.num_patches <= patches[-1]):
+        largest = self._sizes.max_patches
+        smaller = () if self._config.fixed else (each for each in COST_PATCHES if each < largest)
+        for image in map(self._square, (*smaller, largest)):
+            if found and found[-1] * (image.num_patches / patches[-1]) ** 2 > _COST_LIMIT_MS:
                 break
-            for _ in range(2):  # the first one may choose kernels
+            runs = list[float]()
+            while len(runs) < 2 and sum(runs) < _COST_LIMIT_MS / 4:  # the first one may choose kernels
                 timer.mark()
                 self.encode(image)
                 timer.mark()
-            own = torch.tensor([min(timer.read())], dtype=torch.float64, device=self._device)
+                own = torch.tensor(timer.read(), dtype=torch.float64, device=self._device)
+                runs.append(float(group.all_gather(own).max()))
             patches.append(image.num_patches)
-            found.append(float(group.all_gather(own).max()))
+            found.append(min(runs))
         return tuple(patches), tuple(found)
 
     def encode_largest(self) -> None:
