@@ -67,11 +67,10 @@ class TritonPackedProduct(PackedProduct):
         return packed_blocks(ordered, self.weight, bias, self.workspace, tiles, out, gated)
 
     def _in_passes(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Multiply any number of rows, FIXED_ROWS per launch, always with the same tiles."""
-        tiles = fixed_tiles(*self._shape)
-        for first in range(0, x.shape[0], FIXED_ROWS):
-            rows = slice(first, first + FIXED_ROWS)
-            packed_stream(aligned(x[rows]), self.weight, bias, self.workspace, tiles, out[rows])
+        """Multiply any number of rows, up to FIXED_ROWS per launch, in one order of additions."""
+        for some, outputs in zip(x.split(FIXED_ROWS), out.split(FIXED_ROWS), strict=True):
+            tiles = fixed_tiles(some.shape[0], *self._shape)
+            packed_stream(aligned(some), self.weight, bias, self.workspace, tiles, outputs)
         return out
 
     def _dequantized(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Tile sizes of products with low-bit weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from aerie.kernels.capability import MULTIPROCESSORS
@@ -11,7 +11,7 @@ from aerie.kernels.packed.weight import TILE
 
 MAX_STREAM_ROWS = 32
 MAX_BLOCK_ROWS = 512  # with more, dequantising and cuBLAS are faster
-FIXED_ROWS = 32  # per launch of deterministic products
+FIXED_ROWS = 32  # maximum rows per launch of deterministic products
 _MAX_CELLS = 16 << 20  # 16-bit numbers dequantised at once; they stay in L2
 
 
@@ -164,11 +164,12 @@ def product_tiles(
     return stream_tiles(rows, n, k) or block_tiles(rows, n, k)
 
 
-def fixed_tiles(n: int, k: int) -> StreamTiles:
-    """Return the tiles of deterministic products, for FIXED_ROWS rows."""
+def fixed_tiles(rows: int, n: int, k: int) -> StreamTiles:
+    """Return the tiles of deterministic products, for up to FIXED_ROWS rows. All add in the same order: a tile of 8 rows
+    has tensor core instructions of its own."""
     tiles = stream_tiles(FIXED_ROWS, n, k)
-    assert tiles is not None
-    return tiles
+    assert tiles is not None and rows <= FIXED_ROWS
+    return replace(tiles, row_tiles=_row_tiles(rows))
 
 
 def block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
@@ -205,7 +206,7 @@ def packed_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return cells and tickets for weights of these shapes [N, K]."""
     cells, num_tickets = SHARED_SUMS
     for n, k in shapes:
-        cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2), fixed_tiles(n, k).part_cells(n))
+        cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2), fixed_tiles(FIXED_ROWS, n, k).part_cells(n))
         num_tickets = max(num_tickets, cdiv(n, TILE))
         for rows in (8, 16, *range(32, 129, 32), *range(256, MAX_BLOCK_ROWS + 1, 128)):
             for gated, group in product((False, True), (_MEASURED_GROUP, 1)):

@@ -17,6 +17,7 @@ from aerie.kernels.packed.product_triton import TritonPackedProduct  # noqa: E40
 from aerie.kernels.packed.tiles import FIXED_ROWS, MAX_STREAM_ROWS, BlockPlan, packed_workspace_size  # noqa: E402
 from aerie.kernels.packed.weight import BITS, Code, PackedWeight, dequantize, pack  # noqa: E402
 from tests.bench.kernels.packed import VARIANTS  # noqa: E402
+from tests.kernels.gemm.test_ordered_experts import terms  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
 pytestmark = MARKS
@@ -152,8 +153,21 @@ def test_deterministic_products_of_a_row_do_not_depend_on_the_number_of_rows() -
     ours = product_of(weight, deterministic=True)
     x = torch.randn(FIXED_ROWS + 6, k, device=DEVICE).half()
     whole = ours.multiply(x, None)
-    for first in (0, FIXED_ROWS):
-        assert torch.equal(ours.multiply(x[first : first + 5], None), whole[first : first + 5])
+    assert not ours.multiply(x[:0], None).numel()
+    for first, count in ((0, 5), (FIXED_ROWS, 5), (3, 1), (7, 8), (2, 16), (1, 30)):
+        assert torch.equal(ours.multiply(x[first : first + count], None), whole[first : first + count])
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_sums_in_which_the_order_matters(deterministic: bool) -> None:
+    """2^24, 1, -2^24, 2, 1 in turns. Other engines add few rows in another order than many, which is found."""
+    n, k = 64, 2560
+    codes, scales = torch.full((n, k), 9, dtype=torch.uint8), torch.full((n, k // 64), 2.0**12)
+    weight = pack(codes.to(DEVICE), scales.to(DEVICE, torch.bfloat16), None, None, 64, "int4")
+    x = terms(k, 64).repeat(FIXED_ROWS + 1, 1).to(DEVICE, torch.bfloat16)
+    ours = product_of(weight, deterministic)
+    found = {int(ours.multiply(x[:rows], None)[0, 0]) for rows in (1, 9, FIXED_ROWS + 1)}
+    assert (len(found) == 1) == deterministic
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
