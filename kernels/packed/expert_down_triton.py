@@ -67,6 +67,7 @@ def down_of_listed(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     CODE: tl.constexpr,
+    SCALES: tl.constexpr,
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -132,7 +133,7 @@ def down_of_listed(
             (next_x_base,), (has_next,), None, next_chunk, t, WIDTH, 1, INTERPRETED
         )  # fmt: skip
         acc = add_products(
-            acc, loaded, inputs, GROUP, 1, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
+            acc, loaded, inputs, GROUP, 1, zeros_ptr is not None, CODE, SCALES, TYPE, SCALE_TYPE, INTERPRETED
         )  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()  # programs without an expert must wait, too
@@ -143,7 +144,7 @@ def down_of_listed(
     for q in tl.static_range(RESULTS):
         part = q * WARPS_K + warp // WARPS_N
         m, n = 2 * t + r % 2, n_tile * 64 + part * 16 + r // 2 * 8 + g
-        one = restored(sums[q], CODE, 1)
+        one = restored(sums[q], CODE, SCALES, 1)
         if bias_ptr is not None:
             live = (part < PARTS) & (m < rows) & (n < SIZE)
             # programs without an expert load uninitialised routing weights, and discard them
@@ -197,6 +198,7 @@ def down_of_blocks(
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
     CODE: tl.constexpr,
+    SCALES: tl.constexpr,
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -241,7 +243,7 @@ def down_of_blocks(
             x_base, rows_there, None, chunk + WARPS_K, t, WIDTH, ROW_TILES, INTERPRETED
         )  # fmt: skip
         acc = add_products(
-            acc, loaded, inputs, GROUP, ROW_TILES, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
+            acc, loaded, inputs, GROUP, ROW_TILES, zeros_ptr is not None, CODE, SCALES, TYPE, SCALE_TYPE, INTERPRETED
         )  # fmt: skip
         inputs = following
     # as in `expert_gate_up_triton.gate_up_of_blocks`
@@ -251,7 +253,7 @@ def down_of_blocks(
         m, n = part % ROW_TILES * 8 + 2 * t + r % 2, n_tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
         pair = tl.load(pair_ptr + block * BLOCK_M + m, mask=part < PARTS, other=-1)
         live = (pair >= 0) & (n < SIZE) & (n - first_tile * 64 < SPAN)
-        total = restored(sums[q], CODE, ROW_TILES)
+        total = restored(sums[q], CODE, SCALES, ROW_TILES)
         if row_scale_ptr is not None:
             total *= tl.load(row_scale_ptr + expert * SIZE + n, mask=live, other=0.0)
         if bias_ptr is not None:

@@ -62,6 +62,7 @@ def gate_up_of_blocks(
     CLAMPED: tl.constexpr,
     CUBED: tl.constexpr,
     CODE: tl.constexpr,
+    SCALES: tl.constexpr,
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -124,7 +125,7 @@ def gate_up_of_blocks(
             x_base, rows_there, None, chunk + WARPS_K, t, SIZE, ROW_TILES, INTERPRETED
         )  # fmt: skip
         acc = add_products(
-            acc, loaded, inputs, GROUP, ROW_TILES, zeros_ptr is not None, CODE, TYPE, SCALE_TYPE, INTERPRETED
+            acc, loaded, inputs, GROUP, ROW_TILES, zeros_ptr is not None, CODE, SCALES, TYPE, SCALE_TYPE, INTERPRETED
         )  # fmt: skip
         inputs = following
     if PDL and LISTED:
@@ -152,7 +153,7 @@ def gate_up_of_blocks(
             gate, up = sums[2 * q], sums[2 * q + 1]
         n = tile * 64 + part // ROW_TILES * 16 + r // 2 * 8 + g
         at = expert * (2 * WIDTH) + n
-        gate, up = restored(gate, CODE, ROW_TILES), restored(up, CODE, ROW_TILES)
+        gate, up = restored(gate, CODE, SCALES, ROW_TILES), restored(up, CODE, SCALES, ROW_TILES)
         if row_scale_ptr is not None:
             gate *= tl.load(row_scale_ptr + at, mask=live, other=0.0)
             up *= tl.load(row_scale_ptr + at + WIDTH, mask=live, other=0.0)

@@ -120,19 +120,20 @@ def add_products(
     ROW_TILES: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     CODE: tl.constexpr,
+    SCALES: tl.constexpr,
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """Return the sums `acc`, 4 * ROW_TILES tensors, plus the products of what `load_weight` and `load_inputs`
-    loaded."""
+    loaded. SCALES: scale weights in `MOVED` also with one tile of rows."""
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     HALVES: tl.constexpr = 1 if GROUP % 64 == 0 else 2
     PER_HALF: tl.constexpr = 2 if HAS_ZEROS else 1
     FIRST: tl.constexpr = 4 * PIECES
     # Scaled weights are exact: significands have at most 2 and 4 bits. With one tile of rows, scaling sums takes fewer
     # multiplications.
-    SCALED: tl.constexpr = CODE == RAISED or (CODE == MOVED and ROW_TILES > 1)
+    SCALED: tl.constexpr = CODE == RAISED or (CODE == MOVED and (SCALES or ROW_TILES > 1))
     BY: tl.constexpr = tl.bfloat16 if SCALED else None
     inputs = ()
     for s in tl.static_range(2 * ROW_TILES):
@@ -166,9 +167,9 @@ def add_products(
 
 
 @triton.jit
-def restored(sums, CODE: tl.constexpr, ROW_TILES: tl.constexpr):
+def restored(sums, CODE: tl.constexpr, SCALES: tl.constexpr, ROW_TILES: tl.constexpr):
     """Return sums without the powers of two of `aerie.kernels.packed.experts.raised` and `times_power`."""
-    if CODE == MOVED and ROW_TILES == 1:
+    if CODE == MOVED and ROW_TILES == 1 and not SCALES:
         return sums * 2.0**-48
     elif CODE == RAISED or CODE == MOVED:  # noqa: SIM109 - not in kernels
         return sums * 65536.0

@@ -37,6 +37,7 @@ class PackedTiles:
     warps_k: warps that share a sum.
     splits: programs that share a sum; for down projections of listed experts, each has some of the experts.
     stages: stages of the load pipeline in shared memory.
+    scales_weights: scale weights instead of sums also with one tile of rows, as with more.
     """
 
     row_tiles: int
@@ -44,6 +45,7 @@ class PackedTiles:
     warps_k: int = 4
     splits: int = 1
     stages: int = 4
+    scales_weights: bool = False
 
     def steps(self, k: int, splits: int = 1) -> int:
         """Return the number of sequential loads of a warp, of 64 inputs each. splits: programs that share the
@@ -74,14 +76,16 @@ class PackedExpertTiles:
 def packed_expert_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> PackedExpertTiles:
     """Return the tiles for `rows` rows: the fastest on an H200 with even routing (gpt-oss-20b, Qwen3.5-35B-A3B and a
     rank of DeepSeek-V3; `tests.bench packed_experts`). deterministic: whether a row must have the same result for any
-    number of rows."""
+    number of rows: a tile of 8 rows has tensor core instructions of its own."""
     if lists_experts(rows, deterministic):
         return _listed_tiles(rows, sizes)
     chunks = sizes.width // TILE
-    if deterministic or rows * sizes.share > _ROWS_OF_ONE_TILE:
+    row_tiles = 1 if rows * sizes.share <= _ROWS_OF_ONE_TILE else 2
+    if deterministic or row_tiles > 1:
         # fewer warps wait for each other, so more programs fit per multiprocessor
-        down = PackedTiles(2, 2, 2, stages=3) if chunks > 4 else PackedTiles(2, 1, _warps_k(chunks), stages=3)
-        return PackedExpertTiles(PackedTiles(2, warps_k=2, stages=3), down)
+        gate_up = PackedTiles(row_tiles, warps_k=2, stages=3, scales_weights=deterministic)
+        warps_n, warps_k = (2, 2) if chunks > 4 else (1, _warps_k(chunks))
+        return PackedExpertTiles(gate_up, replace(gate_up, warps_n=warps_n, warps_k=warps_k))
     used = sizes.used(rows)
     return PackedExpertTiles(_gate_up_tiles(used * chunks, sizes), _down_tiles(used * -(-sizes.size // TILE), chunks))
 

@@ -220,6 +220,7 @@ def _common(
         "STEPS": tiles.steps(k, splits),
         "STAGES": tiles.stages_for(weight),
         "CODE": _code(weights, weight),
+        "SCALES": tiles.scales_weights,
         "TYPE": TL_TYPES[x.dtype],
         "SCALE_TYPE": TL_TYPES[weight.scales.dtype],
         "INTERPRETED": INTERPRETED,

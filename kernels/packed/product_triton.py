@@ -68,9 +68,10 @@ class TritonPackedProduct(PackedProduct):
 
     def _in_passes(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
         """Multiply any number of rows, up to FIXED_ROWS per launch, in one order of additions."""
-        for some, outputs in zip(x.split(FIXED_ROWS), out.split(FIXED_ROWS), strict=True):
-            tiles = fixed_tiles(some.shape[0], *self._shape)
-            packed_stream(aligned(some), self.weight, bias, self.workspace, tiles, outputs)
+        for first in range(0, x.shape[0], FIXED_ROWS):
+            rows = slice(first, min(first + FIXED_ROWS, x.shape[0]))
+            tiles = fixed_tiles(rows.stop - first, *self._shape)
+            packed_stream(aligned(x[rows]), self.weight, bias, self.workspace, tiles, out[rows])
         return out
 
     def _dequantized(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:

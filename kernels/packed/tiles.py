@@ -165,8 +165,8 @@ def product_tiles(
 
 
 def fixed_tiles(rows: int, n: int, k: int) -> StreamTiles:
-    """Return the tiles of deterministic products, for up to FIXED_ROWS rows. All add in the same order: a tile of 8 rows
-    has tensor core instructions of its own."""
+    """Return the tiles of deterministic products, for up to FIXED_ROWS rows. All add in the same order: a tile of
+    8 rows has tensor core instructions of its own."""
     tiles = stream_tiles(FIXED_ROWS, n, k)
     assert tiles is not None and rows <= FIXED_ROWS
     return replace(tiles, row_tiles=_row_tiles(rows))

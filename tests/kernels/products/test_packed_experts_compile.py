@@ -61,6 +61,7 @@ def product(
         "CLAMPED": True,
         "CUBED": True,
         "CODE": code,
+        "SCALES": tiles.scales_weights,
         "TYPE": tl.bfloat16,
         "SCALE_TYPE": tl.bfloat16,
         "PDL": True,
@@ -73,10 +74,10 @@ def product(
 
 
 def cases(
-    rows: int, sizes: ExpertSizes, code: str, group: int
+    rows: int, sizes: ExpertSizes, code: str, group: int, deterministic: bool = False
 ) -> list[tuple[Any, dict[str, str], dict[str, Any], int]]:
     """Both products of so many rows: kernel, pointers, constants, warps."""
-    tiles, listed = packed_expert_tiles(rows, sizes), lists_experts(rows, False)
+    tiles, listed = packed_expert_tiles(rows, sizes, deterministic), lists_experts(rows, deterministic)
     down = down_of_listed if listed else down_of_blocks
     return [
         (kernel, *product(kernel, sizes, one, code, group, listed), one.warps_n * one.warps_k)
@@ -85,19 +86,25 @@ def cases(
 
 
 @pytest.mark.parametrize(
-    "rows,sizes,code,group",
+    "rows,sizes,code,group,deterministic",
     [
-        (1, GPT_OSS, MOVED.value, 32),
-        (16, QWEN, RAISED.value, 16),
-        (512, GPT_OSS, MOVED.value, 32),
-        (64, QWEN, "int8", 512),
-        *slow((8, GPT_OSS, MOVED.value, 32), (64, GPT_OSS, MOVED.value, 32), (1, QWEN, "int4", 128)),
+        (1, GPT_OSS, MOVED.value, 32, False),
+        (8, GPT_OSS, MOVED.value, 32, True),
+        (16, QWEN, RAISED.value, 16, False),
+        (512, GPT_OSS, MOVED.value, 32, False),
+        (64, QWEN, "int8", 512, False),
+        *slow(
+            (8, GPT_OSS, MOVED.value, 32, False),
+            (64, GPT_OSS, MOVED.value, 32, False),
+            (1, QWEN, "int4", 128, False),
+            (8, QWEN, "int4", 128, True),
+        ),
     ],
 )
 def test_products_of_experts_of_few_bits_fit_hopper(
-    rows: int, sizes: ExpertSizes, code: str, group: int, tmp_path: Path
+    rows: int, sizes: ExpertSizes, code: str, group: int, deterministic: bool, tmp_path: Path
 ) -> None:
-    for kernel, pointers, constants, warps in cases(rows, sizes, code, group):
+    for kernel, pointers, constants, warps in cases(rows, sizes, code, group, deterministic):
         spills, shared, ptx = compiled(kernel, tmp_path, pointers, constants, warps, 3)
         own = sum(int(size) for size in re.findall(r"\.shared\s+\.align 16 \.b8 sums_\w+\[(\d+)\]", ptx))
         # the assembler puts up to four addresses of a loop on the stack, though registers are left
