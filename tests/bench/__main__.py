@@ -34,6 +34,7 @@ BENCHES = {
     "tenants": ("host.tenants", "first tokens of one key while another floods the server"),
     "first_token": ("tracing.first_token", "every leg of first tokens under arrivals; steps, predicted and measured"),
     "laptop": ("host.laptop", "a small model on a CPU: Aerie, transformers and llama.cpp in turns"),
+    "laptop_texts": ("host.laptop_texts", "its answers to questions: with a draft, and those of llama.cpp"),
     "weight_updates": ("host.weight_updates", "ms that steps wait for new weights (GPU; --gpus 2: NCCL)"),
     "startup": ("host.startup", "a start of `aerie serve`, kernels, graphs, a restart (GPU with --gpu)"),
     "memory_growth": ("host.memory_growth", "memory while thousands of requests are answered (CPU)"),
