@@ -20,6 +20,7 @@ from torch import Tensor
 from aerie.cluster.coordinator.draft_canary import DraftCanary
 from aerie.cluster.transport.admin import JoinTrainer
 from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.distributed.ports import free_port
 from aerie.workers.distributed.weight_transfer.group import TransferError
 from aerie.workers.distributed.weight_transfer.sender import WeightSender
@@ -39,6 +40,7 @@ from tests.speculative.commands.test_weight_updates import (
 )
 from tests.speculative.commands.trainer import Trainer, received
 from tests.speculative.conftest import Pair
+from tests.support.drafts.block_reference import head_for, make_block_head
 from tests.support.ranks import fresh_processes
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
@@ -106,6 +108,26 @@ def test_tensors_of_the_draft_may_come_in_the_session_of_the_target(pair: Pair, 
             assert trainer.finish()[1].missing == {"target": (), "draft": ()}
             found = answers_of(engine, pair.prompts[:3], f"b{number}")
             assert found == (before if number == 1 else expected)
+
+
+def test_a_block_head_takes_a_draft_session(pair: Pair, tmp_path: Path) -> None:
+    """Its drafts are those of an engine that was started with the sent head, and the texts stay."""
+    heads = [
+        make_block_head(
+            tmp_path / name, pair.target, head_for(pair.target, from_anchor=True), copying=name == "copying"
+        )
+        for name in ("random", "copying")
+    ]
+    specs = [pair.spec(SpeculativeConfig(str(head), "dflash", 3, 1, 4, adaptive=False)) for head in heads]
+    with local_engine(specs[1]) as engine:
+        expected = answers_of(engine, pair.prompts[:3], "x")
+    with local_engine(specs[0]) as engine:
+        before = answers_of(engine, pair.prompts[:3], "a")
+        trainer = Trainer(engine)
+        assert trainer.join() == trainer.start("draft") == trainer.update(tensors_of(heads[1])) == ""
+        assert trainer.finish()[1].missing == {"draft": ()}
+        found = answers_of(engine, pair.prompts[:3], "b")
+    assert found == expected != before and [text for text, _ in found] == [text for text, _ in before]
 
 
 def test_steps_go_on_while_weights_arrive(pair: Pair, other: Version) -> None:  # noqa: F811
