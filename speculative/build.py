@@ -1,8 +1,10 @@
 """Builds an engine with or without a draft: the target's (`aerie.workers.runner.build`) plus what a draft adds. Used by
 `aerie.cluster.assembly`, benchmarks and tests, so that all run the same engine."""
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -19,6 +21,7 @@ from aerie.speculative.tree_shape import MAX_COLUMNS
 from aerie.workers.config import LoraConfig, WorkerConfig
 from aerie.workers.device import resolve_dtype
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.lora.adapter_config import DRAFT_FOLDER, draft_folder
 from aerie.workers.lora.adapter_file import AdapterNames, read_layers
 from aerie.workers.lora.layers import adaptable_layers, allocate_tables, checked_layers, padded_rank, table_bytes
 from aerie.workers.models.config import ModelConfig
@@ -74,9 +77,12 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
     weights, formats = weight_bytes(model, multiplies_fp8), weight_formats(model)
     draft_bytes = engine.speculation.weight_bytes(ranks, dtype, multiplies_fp8)
     lora = spec.worker.lora
-    layers = {} if lora is None else adaptable_layers(model)
-    adapters = 0 if lora is None else table_bytes(layers.values(), lora.max_loras, lora.max_lora_rank)
-    speculation = engine.speculation
+    adapters, speculation = 0, engine.speculation
+    if lora is not None:
+        layers = list(adaptable_layers(model).values())
+        if isinstance(speculation, DraftSpeculation) and (of_draft := adaptable_draft(engine, speculation.draft_tp)):
+            layers += of_draft.layers.values()
+        adapters = table_bytes(layers, lora.max_loras, lora.max_lora_rank)
     if not isinstance(speculation, DraftSpeculation) or (rows := speculation.draft.head_rows) is None:
         return WeightBytes(weights, draft_bytes, formats=formats, adapters=adapters)
     head = -(-rows // speculation.draft_tp) * target.hidden_size * dtype.itemsize
@@ -105,7 +111,12 @@ def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
     """
     source, speculation = spec.worker.model, engine.speculation
     if spec.worker.lora is not None:
-        _check_adapters(spec.worker.lora, source.path, engine)
+        title = f"model {source.path}"
+        layers = checked_layers(allocate_target(engine.target, SOLO, META, 1, (), engine.dtype, title), title)
+        adapted = {"": AdapterNames(layers, weight_names(engine.target, title))}
+        if (of_draft := adaptable_draft(engine)) is not None:
+            adapted[DRAFT_FOLDER] = of_draft
+        _check_adapters(spec.worker.lora, adapted, engine.dtype)
     if source.load_format == "dummy":
         return
     target = fill_target(source, engine.target, SOLO, META, 1, speculation.captured_layers)
@@ -113,19 +124,29 @@ def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
         fill_draft(speculation.draft, source, target, SOLO, META, max_position=1)
 
 
-def _check_adapters(lora: LoraConfig, path: str, engine: EnginePlan) -> None:
-    """Read the adapters of a start, and compare them with the target's layers. Raises ValueError."""
-    title = f"model {path}"
-    model = allocate_target(engine.target, SOLO, META, 1, (), engine.dtype, title)
-    layers = checked_layers(model, title)
+def adaptable_draft(engine: EnginePlan, ranks: int = 1) -> AdapterNames | None:
+    """Return the draft's layers that adapters may change, on "meta"; None without such a draft. ranks: that share
+    it."""
+    speculation = engine.speculation
+    if not isinstance(speculation, DraftSpeculation) or not speculation.draft.takes_adapters:
+        return None
+    draft, group = speculation.draft, TPGroup(0, ranks)
+    model = allocate(lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, engine.dtype, META)
+    return AdapterNames.of_draft(model, draft.weight_names)
+
+
+def _check_adapters(lora: LoraConfig, models: Mapping[str, AdapterNames], dtype: torch.dtype) -> None:
+    """Read the adapters of a start, and compare them with the models' layers. models: by folder in the adapter's.
+    Raises ValueError."""
     rank = padded_rank(lora.max_lora_rank)
-    tables = {name: allocate_tables(each.shape, 1, rank, engine.dtype, META) for name, each in layers.items()}
-    names = AdapterNames(layers, weight_names(engine.target, title))
-    for name, folder in lora.modules.items():
-        try:
-            read_layers(folder, names, tables, lora.max_lora_rank)
-        except ValueError as error:
-            raise ValueError(f"lora.modules.{name}: {error}") from None
+    for part, names in models.items():
+        tables = {name: allocate_tables(each.shape, 1, rank, dtype, META) for name, each in names.layers.items()}
+        for name, folder in lora.modules.items():
+            try:
+                if not part or draft_folder(folder) is not None:
+                    read_layers(Path(folder) / part, names, tables, lora.max_lora_rank)
+            except ValueError as error:
+                raise ValueError(f"lora.modules.{name}: {error}") from None
 
 
 def check_device(spec: EngineSpec, engine: EnginePlan, device: Capability, here: bool) -> None:

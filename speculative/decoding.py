@@ -201,11 +201,14 @@ class SpeculativeDecoding(CuttableStrategy):
         chunks, extend, draft = batch.chunks, None, self._draft
         if draft is None:
             return None
+        draft.begin(False)
         if self._backlog is not None:
-            if rounds is not None and chunks is None and batch.shape == batch.next_shape == 0:
+            is_plain = rounds is not None and chunks is None and batch.shape == batch.next_shape == 0
+            if rounds is not None and is_plain and not batch.adapted:
                 self._backlog.add(batch.slots, rounds, batch.max_kv_len)
                 return None
             self._backlog.write()
+        draft.begin(batch.adapted)
         if rounds is not None:
             extend = self._causal_rows(batch, rounds, rounds.committed.accepted.path.shape[1], rounds.length)
         ids = joined(
@@ -225,7 +228,8 @@ class SpeculativeDecoding(CuttableStrategy):
     def _causal_rows(self, batch: StepBatch, rounds: Rounds, width: int, length: Tensor) -> DecodeBatch:
         """Return `width` rows of each request's accepted path, from position length [B] int32."""
         mask = self._causal[width].expand(batch.num_requests, width)
-        return DecodeBatch(Mode.DRAFT_EXTEND, width, width, length, mask, rounds.page_table, batch.max_kv_len)
+        of_pages = rounds.page_table, batch.max_kv_len
+        return DecodeBatch(Mode.DRAFT_EXTEND, width, width, length, mask, *of_pages, slots=batch.slots)
 
     def _newest_rows(self, batch: StepBatch, rounds: Rounds | None) -> Attending | None:
         """Return the rows that attend: each request's newest token and each chunk's last row; None for all rows."""

@@ -101,7 +101,10 @@ class DraftSpeculation:
         if self.draft.reads_target_kv:
             draft: DraftRunner = TargetKVRunner(model, parts.target.pool, backends, self.config.window)
         else:
-            draft = DraftRunner(model, parts.draft_pool, backends, self.config.window)
+            rows = None
+            if parts.adapters is not None and self.draft.takes_adapters:
+                rows = parts.adapters.adapt_draft(model, self.draft.weight_names)
+            draft = DraftRunner(model, parts.draft_pool, backends, self.config.window, rows)
         return _decoding(self.config, parts, draft)
 
 

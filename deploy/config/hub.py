@@ -18,7 +18,9 @@ from aerie.deploy.config.files import adapter_folders, path_sections
 from aerie.deploy.config.gguf_files import chosen_file, gguf_folder, is_gguf_path, patterns_of
 
 PATTERNS = ("*.json", "*.safetensors", "*.jinja")  # files to download from a repository
-ADAPTER_PATTERNS = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_PATTERNS = tuple(
+    f"{part}adapter_{name}" for part in ("", "draft/") for name in ("config.json", "model.safetensors")
+)
 FOLDERS = "models"  # folder of downloads of packaged configurations; no account on the hub has this name
 
 

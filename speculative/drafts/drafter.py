@@ -20,6 +20,7 @@ from aerie.speculative.tree_shape import TreeShape
 from aerie.speculative.tree_table import TreeTable
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.layers.forward_context import Attending, ForwardContext
+from aerie.workers.lora.layers import AdapterRows
 from aerie.workers.runner.model_runner import ModelRunner
 from aerie.workers.sampling.sampler import Rows, Sampler, SamplingNeeds
 from aerie.workers.slots.slot_table import SlotTable
@@ -34,9 +35,16 @@ class DraftRunner(ModelRunner[DraftModel]):
 
     window: maximum tokens that a row sees; None: all. A windowed draft works as at the start of a text, because RoPE
         depends only on differences of positions.
+    row_index: of layers that adapters change; None without adapters. `begin` says whether passes have any.
     """
 
     window: int | None = None
+    row_index: AdapterRows | None = None
+
+    def begin(self, adapted: bool) -> None:
+        """Run the passes that follow for rows with adapters, or without."""
+        if self.row_index is not None:
+            self.row_index.is_active = adapted
 
     def extend(
         self,
@@ -64,6 +72,19 @@ class DraftRunner(ModelRunner[DraftModel]):
         compute every row, because later layers' KV is computed from their output."""
         if chunks is not None and chunks.inputs is not None:  # drafts see the placeholders' ids, at KV positions
             chunks = replace(chunks, inputs=None)
+        context = self._context(decode, decode_positions, chunks, attending)
+        if self.row_index is not None and self.row_index.is_active:
+            context = replace(context, adapted=True)
+            self.row_index.enter(context, True)
+        return context
+
+    def _context(
+        self,
+        decode: DecodeBatch | None,
+        decode_positions: Tensor | None,
+        chunks: PrefillBatch | None,
+        attending: Attending | None,
+    ) -> ForwardContext:
         if self.window is not None:
             decode, chunks = self._windowed(decode), self._windowed(chunks)
             if attending is not None:
@@ -180,7 +201,8 @@ class Drafter:
             if tokens:
                 suffix = step.suffix
                 mask = self._chain_masks[suffix - 1].expand(slots.shape[0], 1)
-                decode = DecodeBatch(Mode.DRAFT_DECODE, 1, suffix, length, mask, batch.page_table, batch.max_kv_len)
+                of_pages = batch.page_table, batch.max_kv_len
+                decode = DecodeBatch(Mode.DRAFT_DECODE, 1, suffix, length, mask, *of_pages, slots=slots)
                 hidden = head.step(tokens[-1], hidden, self._runner.context(decode))
             logits = self._scores(hidden, batch, length, step.depth, 1)
             best = head.to_target(head.lm_head.shard.argmax(logits))
@@ -198,7 +220,8 @@ class Drafter:
             if level is not None:
                 suffix, mask = step.suffix, level.mask
                 assert mask is not None, "`grow` computes it"
-                decode = DecodeBatch(Mode.DRAFT_DECODE, k, suffix, length, mask, batch.page_table, batch.max_kv_len)
+                of_pages = batch.page_table, batch.max_kv_len
+                decode = DecodeBatch(Mode.DRAFT_DECODE, k, suffix, length, mask, *of_pages, slots=batch.slots)
                 context = self._runner.context(decode, positions[step.depth - 2])
                 # copies, because the draft may change them in place
                 state = self._runner.model.step(level.tokens.flatten(), state.index_select(0, level.parent), context)

@@ -28,6 +28,7 @@ class Eagle(DraftMethod):
     """projection_bias: whether the projection has a bias, as in published heads."""
 
     name: ClassVar[str] = "eagle"
+    takes_adapters: ClassVar[bool] = True
     model: LlamaConfig
     projection_bias: bool
 

@@ -48,6 +48,7 @@ class Eagle3(DraftMethod):
     """
 
     name: ClassVar[str] = "eagle3"
+    takes_adapters: ClassVar[bool] = True
     model: LlamaConfig
     projection_bias: bool
     target_hidden_size: int

@@ -35,6 +35,7 @@ class DraftMethod(ABC):
     shared_modules: which of "embed_tokens" and "lm_head" are always the target's.
     reads_target_kv: whether its layers attend to the target's KV and have no KV themselves. `model` then has the
         target's K/V heads (`aerie.speculative.drafts.drafter.TargetKVRunner`).
+    takes_adapters: whether LoRA adapters may change it beside its target (docs/lora.md).
     trims_head: whether it can use a part of the target's vocabulary head (`aerie.speculative.drafts.trimmed_head`).
     head_rows: number of rows in that part, which is also its `vocab_size`; None: the whole head.
     """
@@ -43,6 +44,7 @@ class DraftMethod(ABC):
     lookahead: ClassVar[int] = 1
     shared_modules: ClassVar[tuple[str, ...]] = ()
     reads_target_kv: ClassVar[bool] = False
+    takes_adapters: ClassVar[bool] = False
     trims_head: ClassVar[bool] = False
 
     path: str

@@ -215,7 +215,7 @@ class ForwardContext:
 
 class RowIndex:
     """Tells linear layers which request each of their rows belongs to, such as for adapters chosen by request. Given to
-    the layers' `LinearMethod`s, and to `TargetRunner`, which enters the context of each pass."""
+    the layers' `LinearMethod`s, and to the model's runner, which enters the context of each pass."""
 
     def __init__(self) -> None:
         self.context: ForwardContext | None = None
@@ -225,13 +225,11 @@ class RowIndex:
         self.context = context
 
     def of(self, num_rows: int) -> Tensor:
-        """Return [num_rows] int32: the slots of a layer's rows. num_rows: all rows of the pass, or those that attend in
-        the last layer."""
-        assert self.context is not None, "the target's runner enters the context of each pass"
+        """Return [num_rows] int32: the slots of a layer's rows. num_rows: all rows of the pass, or those that
+        attend."""
+        assert self.context is not None, "runners enter the context of each pass"
         slots = self.context.row_slots
-        if slots.shape[0] == num_rows or self.context.last is None:
-            return slots
-        return self.context.last.attending_rows(slots)
+        return slots if slots.shape[0] == num_rows else (self.context.last or self.context).attending_rows(slots)
 
 
 def make_context(

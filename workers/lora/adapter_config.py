@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+MODULE_PREFIX = "base_model.model."  # of peft's names of tensors
+DRAFT_FOLDER = "draft"  # of the adapter's folder
 MERGE = "merge it into its base (peft's merge_and_unload), and serve that"
 # Fields of configurations that change what a layer computes, beyond B A x; values that do not are false or empty.
 _REFUSED = {
@@ -64,6 +66,13 @@ class AdapterConfig:
 def _by_pattern(patterns: Mapping[str, T], module: str, default: T) -> T:
     found = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
     return next(found, default)
+
+
+def draft_folder(folder: str | Path) -> Path | None:
+    """Return the folder of the adapter of the draft that belongs to the target's adapter in `folder`; None without
+    one."""
+    found = Path(folder) / DRAFT_FOLDER
+    return found if (found / CONFIG_FILE).is_file() else None
 
 
 def read_adapter_config(folder: str | Path) -> AdapterConfig:

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from aerie.kernels.lora.product import LoraTables
 from aerie.workers.layers.linear import LinearBase
 from aerie.workers.layers.linear_method import Part
 from aerie.workers.layers.weighted import WrongTensorError
-from aerie.workers.lora.adapter_config import MERGE, WEIGHTS_FILE, AdapterConfig, read_adapter_config
+from aerie.workers.lora.adapter_config import MERGE, MODULE_PREFIX, WEIGHTS_FILE, AdapterConfig, read_adapter_config
+from aerie.workers.lora.layers import adaptable_layers
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.weights import opened
 
-_PREFIX = "base_model.model."
+DRAFT_PREFIX = "draft."  # of the paths of a draft's layers beside the target's
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
 _NAMED_IN_ERRORS = 4
 
@@ -45,7 +46,7 @@ class LayerMatrices:
 class AdapterNames:
     """Finds the layers of the modules that an adapter names.
 
-    layers: layers that adapters may change, by path in our model.
+    layers: layers that adapters may change, by path in our model; a draft's paths begin with `DRAFT_PREFIX`.
     names: the checkpoint's names of the model's tensors.
     """
 
@@ -53,10 +54,15 @@ class AdapterNames:
         self.layers = layers
         self._names = names
         self._places = {
-            names.module_name(path, part.name): (path, part)
+            names.module_name(path.removeprefix(DRAFT_PREFIX), part.name): (path, part)
             for path, layer in layers.items()
             for part in layer.shape.parts
         }
+
+    @classmethod
+    def of_draft(cls, model: nn.Module, names: NameMap) -> "AdapterNames":
+        """Return a draft's layers."""
+        return cls({f"{DRAFT_PREFIX}{path}": each for path, each in adaptable_layers(model).items()}, names)
 
     @property
     def served(self) -> str:
@@ -88,7 +94,7 @@ def read_layers(
     if config.max_rank > max_rank:
         raise ValueError(f"adapter {folder}: has rank {config.max_rank}, above max_lora_rank={max_rank}; raise that")
     found: dict[str, LayerMatrices] = {}
-    for module, matrices in _modules(Path(folder), config, faults):
+    for module, matrices in adapter_modules(Path(folder), config, faults):
         try:
             _check(matrices, config.rank_of(module))
             for path, part, rows in names.parts(module, matrices.up):
@@ -105,7 +111,7 @@ def read_layers(
     return found
 
 
-def _modules(folder: Path, config: AdapterConfig, faults: list[str]) -> Iterator[tuple[str, Matrices]]:
+def adapter_modules(folder: Path, config: AdapterConfig, faults: list[str]) -> Iterator[tuple[str, Matrices]]:
     """Yield the modules of an adapter's file. Adds a text to `faults` for each tensor that is no matrix of an adapter,
     or lacks its other matrix."""
     path = folder / WEIGHTS_FILE
@@ -121,7 +127,7 @@ def _modules(folder: Path, config: AdapterConfig, faults: list[str]) -> Iterator
             else:
                 faults.append(f"{name} is not a matrix of an adapter; {MERGE}")
         for module, sides in tensors.items():
-            base = module.removeprefix(_PREFIX)
+            base = module.removeprefix(MODULE_PREFIX)
             if missing := {"A", "B"} - sides.keys():
                 faults.append(f"{base} has no lora_{missing.pop()}")
                 continue

@@ -14,9 +14,8 @@ from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.lora.product import RANK_STEP, LoraTables, add_lora
 from aerie.kernels.norm.activation import silu_mul
 from aerie.workers.layers.attention import Attention
-from aerie.workers.layers.decoder_layer import DecoderLayer
 from aerie.workers.layers.forward_context import ForwardContext, RowIndex
-from aerie.workers.layers.linear import LinearBase
+from aerie.workers.layers.linear import LinearBase, ReplicatedLinear
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
 from aerie.workers.layers.mlp import GatedMLP
 
@@ -47,15 +46,18 @@ class AdapterRows(RowIndex):
 
 
 def adaptable_layers(model: nn.Module) -> dict[str, LinearBase]:
-    """Return the layers of a target that adapters may change, by path: the projections of grouped-query attention and
-    of gated MLPs. Others have kernels that skip `LinearMethod.multiply`, such as experts and latent attention."""
+    """Return the layers of a target or draft that adapters may change, by path: the projections of grouped-query
+    attention and of gated MLPs in its blocks, and a draft's `fc`. Others have kernels that skip
+    `LinearMethod.multiply`, such as experts and latent attention."""
     found: dict[str, LinearBase] = {}
     for path, module in model.named_modules():
-        if isinstance(module, DecoderLayer):
-            if isinstance(attention := module.self_attn, Attention):
-                found |= {f"{path}.self_attn.qkv": attention.qkv, f"{path}.self_attn.o_proj": attention.o_proj}
-            if isinstance(mlp := module.mlp, GatedMLP):
-                found |= {f"{path}.mlp.gate_up": mlp.gate_up, f"{path}.mlp.down_proj": mlp.down_proj}
+        parts = dict(module.named_children())
+        if isinstance(attention := parts.get("self_attn"), Attention):
+            found |= {f"{path}.self_attn.qkv": attention.qkv, f"{path}.self_attn.o_proj": attention.o_proj}
+        if "self_attn" in parts and isinstance(mlp := parts.get("mlp"), GatedMLP):
+            found |= {f"{path}.mlp.gate_up": mlp.gate_up, f"{path}.mlp.down_proj": mlp.down_proj}
+    if isinstance(projection := dict(model.named_children()).get("fc"), ReplicatedLinear):
+        found["fc"] = projection
     return found
 
 

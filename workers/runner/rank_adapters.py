@@ -4,14 +4,23 @@
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from aerie.kernels.lora.product import LoraTables
 from aerie.kernels.to_device import pinned
 from aerie.workers.config import LoraConfig
+from aerie.workers.layers.linear import LinearBase
+from aerie.workers.lora.adapter_config import draft_folder
 from aerie.workers.lora.adapter_file import AdapterNames, LayerMatrices, read_layers
-from aerie.workers.lora.layers import AdaptedMethod, AdapterRows, allocate_tables, checked_layers, padded_rank
+from aerie.workers.lora.layers import (
+    AdaptedMethod,
+    AdapterRows,
+    allocate_tables,
+    checked_layers,
+    padded_rank,
+)
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.runner.commands import CommandHandlers
 from aerie.workers.scheduling.commands.command import AdapterReads, InspectAdapters, LoadAdapter, UnloadAdapter
@@ -32,24 +41,40 @@ class RankAdapters:
         model in errors. Raises ValueError if adapters cannot change any layer of it, or one of `config.modules` does
         not fit."""
         layers = checked_layers(model, title)
-        self._max_rank = config.max_lora_rank
         self.row_index = AdapterRows(of_slot)
         self._names = AdapterNames(layers, names)
+        self._draft_names: AdapterNames | None = None
+        self._config, self._of_slot = config, of_slot
         self._device = of_slot.device
         self._host: dict[int, Read] = {}
         self._reads: dict[int, Future[Read]] = {}
         self._reader = ThreadPoolExecutor(1, "adapters")  # one: steps need the other cores
         self._tables: dict[str, LoraTables] = {}
-        rank = padded_rank(config.max_lora_rank)
-        for path, layer in layers.items():
-            tables = allocate_tables(layer.shape, config.max_loras, rank, layer.method.dtype, self._device)
-            layer.method = AdaptedMethod(layer.method, tables, self.row_index)
-            self._tables[path] = tables
+        self._adapt(layers, self.row_index)
         for number, (name, folder) in enumerate(config.modules.items()):
             try:
                 self._host[number] = self._read(folder)
             except ValueError as error:
                 raise ValueError(f"lora.modules.{name}: {error}") from None
+
+    def adapt_draft(self, model: nn.Module, names: NameMap) -> AdapterRows:
+        """Let adapters that have one for the draft change it, too. Return the index for the draft's runner. model,
+        names: of the draft, as for the target. Raises ValueError if one of `LoraConfig.modules` does not fit."""
+        rows, self._draft_names = AdapterRows(self._of_slot), AdapterNames.of_draft(model, names)
+        self._adapt(self._draft_names.layers, rows)
+        for number, (name, folder) in enumerate(self._config.modules.items()):
+            try:
+                self._host[number] = {**self._host[number], **self._read_draft(folder)}
+            except ValueError as error:
+                raise ValueError(f"lora.modules.{name}: {error}") from None
+        return rows
+
+    def _adapt(self, layers: Mapping[str, LinearBase], rows: AdapterRows) -> None:
+        rank = padded_rank(self._config.max_lora_rank)
+        for path, layer in layers.items():
+            tables = allocate_tables(layer.shape, self._config.max_loras, rank, layer.method.dtype, self._device)
+            layer.method = AdaptedMethod(layer.method, tables, rows)
+            self._tables[path] = tables
 
     def register(self, handlers: CommandHandlers) -> None:
         """Carry out the commands of adapters."""
@@ -92,9 +117,19 @@ class RankAdapters:
 
     def _read(self, folder: str) -> Read:
         """Read an adapter to host memory. Raises ValueError if it does not fit."""
+        return {**self._of_model(folder, self._names), **self._read_draft(folder)}
+
+    def _read_draft(self, folder: str) -> Read:
+        """Read an adapter's part for the draft, if both exist."""
+        of_draft = draft_folder(folder)
+        if self._draft_names is None or of_draft is None:
+            return {}
+        return self._of_model(of_draft, self._draft_names)
+
+    def _of_model(self, folder: str | Path, names: AdapterNames) -> Read:
         return {
             path: LayerMatrices(pinned(each.down, self._device), pinned(each.up, self._device))
-            for path, each in read_layers(folder, self._names, self._tables, self._max_rank).items()
+            for path, each in read_layers(folder, names, self._tables, self._config.max_lora_rank).items()
         }
 
 

@@ -1,4 +1,5 @@
-"""Drafts beside adapters: one whose texts the draft does not guess stops drafting, and its neighbours go on."""
+"""Drafts beside adapters: adapters of the draft; and an adapter whose texts the draft does not guess stops drafting
+alone."""
 
 import dataclasses
 from pathlib import Path
@@ -13,12 +14,13 @@ from aerie.workers.scheduling.commands.draft_check import FEW_ROUNDS
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request
 from aerie.workers.scheduling.shapes.draft_fit import PROBE_EVERY, DraftFit
+from tests.speculative.conftest import Pair
 from tests.support import MODELS
 from tests.support.embedded import TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
-from tests.support.targets.adapters import make_adapter, merged_tokens
+from tests.support.targets.adapters import make_adapter, make_draft_adapter, merged_checkpoints, merged_tokens
 
-LONG = SamplingParams(120, 0.0)
+SHORT, LONG = SamplingParams(16, 0.0), SamplingParams(120, 0.0)
 
 
 def accepted(request: Request) -> list[int]:
@@ -65,3 +67,30 @@ def test_a_failed_draft_is_tried_again_until_it_guesses(is_right: bool) -> None:
         fit.count(int(is_right))
     assert fit.judge() != is_right and fit.is_wanted() == is_right
     assert (fit.num_rounds, fit.num_accepted) == (2 * FEW_ROUNDS, FEW_ROUNDS * is_right)
+
+
+@pytest.mark.parametrize(("method", "ranks"), [("chain", 1), ("tree", 1), ("tree", 2), ("static", 1)])
+def test_an_adapter_of_the_draft_drafts_what_the_merged_draft_drafts(
+    pair: Pair, tmp_path: Path, method: str, ranks: int
+) -> None:
+    """Beside requests without adapters, and with one that changes the target alone."""
+    speculative = {"chain": pair.chain(), "tree": pair.tree(), "static": pair.chain(adaptive=False)}[method]
+    plain = make_adapter(tmp_path / "plain", pair.target, 4)
+    both = make_draft_adapter(make_adapter(tmp_path / "both", pair.target, 5), pair.eagle, 6, size=0.02)
+    lora = LoraConfig({"plain": str(plain), "both": str(both)}, 2)
+    prompts, found = pair.prompts, dict[str, list[Request]]()
+    spec = pair.spec(speculative, tensor_parallel=ranks)
+    with local_engine(dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=lora))) as engine:
+        jobs = [(name, prompt) for prompt in prompts for name in ("", "plain", "both")]
+        done = engine.generate([prompt for _, prompt in jobs], [replace(SHORT, adapter=name) for name, _ in jobs], 5)
+        for (name, _), request in zip(jobs, done, strict=True):
+            found.setdefault(name, []).append(request)
+    target, draft = merged_checkpoints(pair.target, pair.eagle, both, tmp_path / "merged")
+    without, merged = pair.spec(speculative), dataclasses.replace(pair, target=target, eagle=draft)
+    of_merged = {"chain": merged.chain(), "tree": merged.tree(), "static": merged.chain(adaptive=False)}[method]
+    for name, expected_spec in (("", without), ("both", merged.spec(of_merged))):
+        with local_engine(expected_spec) as engine:
+            expected = engine.generate(prompts, SHORT)
+        assert [each.output for each in found[name]] == [each.output for each in expected]
+        assert list(map(accepted, found[name])) == list(map(accepted, expected))
+        assert sum(map(sum, map(accepted, expected))) > 0

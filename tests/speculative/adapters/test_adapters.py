@@ -1,5 +1,6 @@
 """LoRA adapters chosen by request: greedy tokens of peft's merged models, in float32."""
 
+import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.speculative.adapters.conftest import SETTINGS, Adapted, of
 from tests.speculative.conftest import Pair
 from tests.speculative.test_graphs_while_serving import TOKENS
 from tests.support.kernels.eager_graphs import LazyRecorder
+from tests.support.slow import slow
 
 
 def speculation(pair: Pair, method: str) -> SpeculativeConfig | None:
@@ -70,12 +72,52 @@ def test_captured_steps_serve_all_adapters(adapted: Adapted, method: str) -> Non
 
 
 def test_many_adapters_take_turns_in_few_places(adapted: Adapted) -> None:
-    """Twenty adapters, four of them different, through two places."""
-    names = {f"{i}": list(SETTINGS)[i % 4] for i in range(20)}
-    lora = LoraConfig({name: adapted.adapters[made] for name, made in names.items()}, 2, 64)
+    """A hundred adapters, four of them different, through four places; twice, so that some return."""
+    names = {f"{i}": list(SETTINGS)[i % 4] for i in range(100)}
+    lora = LoraConfig({name: adapted.adapters[made] for name, made in names.items()}, 4, 64)
+    jobs = [(name, (i + turn) % len(adapted.pair.prompts)) for turn in range(2) for i, name in enumerate(("", *names))]
     with local_engine(adapted.spec(adapted.pair.tree(), lora)) as engine:
-        found = tokens(engine, adapted, ["", *names])
-        assert found == {name: adapted.expected[names.get(name, "")] for name in ("", *names)}
+        requests = engine.generate([adapted.pair.prompts[i] for _, i in jobs], [of(name) for name, _ in jobs])
+    assert [each.output for each in requests] == [adapted.expected[names.get(name, "")][i] for name, i in jobs]
+
+
+@pytest.mark.parametrize(("method", "ranks"), [("tree", 1), *slow(("none", 2))])
+def test_random_loads_beside_random_requests_give_the_tokens_of_the_adapter_of_arrival(
+    adapted: Adapted, method: str, ranks: int
+) -> None:
+    """With few pages, so that cached prefixes of former loads under the same name would be met again."""
+    chance, prompts = random.Random(5), adapted.pair.prompts
+    lora, expected, errors = LoraConfig({}, 2, 64), list[tuple[Request, list[int]]](), list[str]()
+    with local_engine(adapted.spec(speculation(adapted.pair, method), lora, ranks, pages=60)) as engine:
+        adapters, loaded = engine.scheduler.adapters, dict[str, str]()
+
+        def load_any(name: str, made: str) -> None:
+            def ended(error: str) -> None:
+                errors.append(error)
+                loaded[name] = made
+
+            if not adapters.is_loading:
+                adapters.load(name, adapted.adapters[made], ended, replace=True)
+
+        for turn in range(160):
+            name, made, i = chance.choice("abc"), chance.choice(list(SETTINGS)), chance.randrange(len(prompts))
+            if turn % 4 == 0:
+                load_any(name, made)
+            elif turn % 12 == 1 and name in loaded:
+                adapters.unload(name)
+                del loaded[name]
+            elif name in loaded or turn % 5 == 0:
+                has = name if name in loaded else ""
+                request = Request(f"{turn}", prompts[i], of(has))
+                engine.scheduler.submit(request)
+                expected.append((request, adapted.expected[loaded.get(has, "")][i]))
+            for _ in range(chance.randrange(6)):
+                engine.step()
+        while engine.scheduler.num_running or engine.scheduler.num_waiting:
+            engine.step()
+        cached = sum(request.cached_tokens for request, _ in expected)
+    assert not any(errors) and len(errors) > 20 and cached > 0
+    assert [request.output for request, _ in expected] == [tokens for _, tokens in expected]
 
 
 def test_pages_are_shared_by_requests_of_one_adapter_only(adapted: Adapted) -> None:

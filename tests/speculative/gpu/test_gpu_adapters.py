@@ -14,7 +14,7 @@ from tests.speculative.gpu.test_gpu import on_gpu
 from tests.support import MODELS
 from tests.support.embedded import TREE
 from tests.support.prompts import held_out_prompts, tokenized
-from tests.support.targets.adapters import make_adapter, merged_tokens
+from tests.support.targets.adapters import make_adapter, make_draft_adapter, merged_checkpoints, merged_tokens
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS = 40
@@ -64,3 +64,32 @@ def test_requests_without_adapters_get_the_tokens_of_an_engine_without(adapters:
     prompts = tokenized(held_out_prompts(12))
     plain = on_gpu(TREE)
     assert tokens(adapted(TREE, True, adapters, "bfloat16"), prompts, [""] * 12) == tokens(plain, prompts, [""] * 12)
+
+
+def test_captured_drafts_of_an_adapted_head_are_those_of_the_merged_head(tmp_path: Path) -> None:
+    """Accepted drafts, in float32, beside requests without adapters, whose tokens and drafts do not change. A near tie
+    of 10-bit products may change an answer, and what follows in it."""
+    adapter = make_draft_adapter(
+        make_adapter(tmp_path / "a", MODELS / "target", 5, 0.1, r=16), MODELS / "draft", 6, 0.02, 16
+    )
+    static = dataclasses.replace(TREE, adaptive=False)
+    target, draft = merged_checkpoints(MODELS / "target", MODELS / "draft", adapter, tmp_path / "merged")
+    prompts = tokenized(held_out_prompts(12))
+
+    def accepted(spec: EngineSpec, names: list[str]) -> list[float]:
+        with local_engine(spec) as engine:
+            requests = engine.generate(prompts * 2, [replace(GREEDY, adapter=name) for name in names], 13)
+        return [sum(k * n for k, n in enumerate(each.acceptance_histogram)) for each in requests]
+
+    found = accepted(adapted(static, True, {"a": str(adapter)}, "float32"), ["a"] * 12 + [""] * 12)
+    merged = on_gpu(dataclasses.replace(static, path=str(draft)), dtype="float32")
+    model = dataclasses.replace(merged.worker.model, path=str(target))
+    merged = dataclasses.replace(merged, worker=dataclasses.replace(merged.worker, model=model))
+    for ours, expected in (
+        (found[:12], accepted(merged, [""] * 24)[:12]),
+        (found[12:], accepted(on_gpu(static, dtype="float32"), [""] * 24)[:12]),
+    ):
+        assert sum(a == b for a, b in zip(ours, expected, strict=True)) >= 9
+        assert sum(ours) > 0
+    base_draft = dataclasses.replace(merged, speculative=static)
+    assert accepted(base_draft, [""] * 24)[:12] != found[:12], "the adapter changes the drafts"

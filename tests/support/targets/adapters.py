@@ -1,11 +1,13 @@
 """Random LoRA adapters that peft writes, and peft's merged models, which are the oracle of adapters."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -46,3 +48,40 @@ def merged_tokens(target: Path, adapter: Path | None, prompts: Sequence[list[int
             )
             found.append(out[0, len(prompt) :].tolist())
     return found
+
+
+def make_draft_adapter(folder: Path, draft: Path, seed: int, size: float = 0.5, rank: int = 8) -> Path:
+    """A random adapter of all matrices of an EAGLE or EAGLE-3 head, in the folder of the target's adapter. size: as in
+    `make_adapter`."""
+    generator, tensors = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for name, weight in load_file(draft / "model.safetensors").items():
+        if name.endswith(("_proj.weight", "fc.weight")):
+            module, (outputs, inputs) = f"base_model.model.{name.removesuffix('.weight')}", weight.shape
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+            tensors[f"{module}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * size * rank**-0.5
+    (folder / "draft").mkdir()
+    save_file(tensors, folder / "draft" / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank}
+    (folder / "draft" / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def merged_checkpoints(target: Path, draft: Path, adapter: Path, folder: Path) -> tuple[Path, Path]:
+    """Write target and draft, each merged with its part of an adapter. Return their folders."""
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(target), str(adapter)).merge_and_unload()
+    model.float().save_pretrained(folder / "target")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (target / name).exists():
+            (folder / "target" / name).write_bytes((target / name).read_bytes())
+    tensors = load_file(draft / "model.safetensors")
+    matrices = load_file(adapter / "draft" / "adapter_model.safetensors")
+    config = json.loads((adapter / "draft" / "adapter_config.json").read_text())
+    for name in [name for name in matrices if ".lora_A." in name]:
+        module = name.removesuffix(".lora_A.weight")
+        product = matrices[f"{module}.lora_B.weight"].float() @ matrices[name].float()
+        weight = f"{module.removeprefix('base_model.model.')}.weight"
+        tensors[weight] = tensors[weight].float() + product * config["lora_alpha"] / config["r"]
+    (folder / "draft").mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "draft" / "model.safetensors")
+    (folder / "draft" / "config.json").write_bytes((draft / "config.json").read_bytes())
+    return folder / "target", folder / "draft"
