@@ -70,6 +70,15 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     draft.add_argument("--head-flags", nargs="+", choices=HEAD_FLAGS, help="differences from EAGLE-3's paper")
     draft.add_argument("--ttt-length", type=at_least(1), default=7, help="steps unrolled on the draft's own outputs")
     draft.add_argument("--ttt-decay", type=at_least(0, float), default=0.8, help="step s of the loss weighs decay**s")
+    adapted = parser.add_argument_group("LoRA adapter of the target")
+    adapted.add_argument(
+        "--adapter",
+        type=Path,
+        help="folder of a LoRA adapter: train an adapter of --draft for the target with it; --output ADAPTER/draft "
+        "serves it with the adapter",
+    )
+    adapted.add_argument("--draft", type=Path, help="folder of the EAGLE-3 head that serves the target without adapter")
+    adapted.add_argument("--lora-rank", type=at_least(1), default=16, help="rank of the draft's adapter")
     block = parser.add_argument_group(f"block, with --method {', '.join(BLOCK_METHODS)}")
     block.add_argument("--block-size", type=at_least(2), default=8, help="rows of a block, including the newest token")
     block.add_argument(

@@ -9,6 +9,7 @@
     losses       a draft compared with its target: losses of chains and blocks, and greedy acceptance
     layers       transformers' layers as drafts use them, drafts of one token per step, steps replayed from CUDA graphs
     eagle3       EAGLE-3 heads over whole sequences, and their files
+    adapters     a target merged with a LoRA adapter, and adapters of EAGLE-3 heads for it
     mtp          a target's own MTP module over whole sequences, and its files
     blocks       block heads over whole sequences, with a block after each anchor
     block_kinds  DFlash, DSpark and DFlash2, and their files

@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from aerie.kernels.capability import Capability
 from aerie.speculative.training import TrainingError, TrainingInterrupted
+from aerie.speculative.training.adapters import AdapterKind, merge_adapter
 from aerie.speculative.training.block_kinds import KINDS, BlockKind
 from aerie.speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, Unrolling, checkpoints
 from aerie.speculative.training.eagle3 import Eagle3Kind
@@ -56,7 +57,11 @@ def run_train_draft(arguments: argparse.Namespace) -> int:
     options.num_measurements = len(arguments.measure_depths)
     train, held = split_validation(read_conversations(arguments.data), arguments.val_fraction, arguments.seed)
     tokenizer, target = load_target(arguments.target, options.device, torch.bfloat16 if options.bf16 else torch.float32)
-    draft = DRAFTS[arguments.method](arguments, target)
+    if arguments.adapter is None and arguments.draft is not None:
+        raise TrainingError(f"draft={arguments.draft}: is only for --adapter; leave it out")
+    if arguments.adapter is not None:
+        merge_adapter(target, arguments.adapter)
+    draft = (DRAFTS[arguments.method] if arguments.adapter is None else AdapterKind)(arguments, target)
     with options.main_process_first():
         reuse = arguments.resume or not options.should_save
         samples = training_samples(arguments, target, tokenizer, train, reuse)

@@ -235,10 +235,10 @@ def token_ids(owner: PreTrainedTokenizerBase | GenerationConfig) -> dict[str, An
 
 
 def make_readable(folder: Path) -> None:
-    """Give the weights the permissions of config.json, because safetensors (0.8) writes files that only their owner can
-    read."""
+    """Give the weights the permissions of the configuration beside them, because safetensors (0.8) writes files that
+    only their owner can read."""
     for weights in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", weights)
+        shutil.copymode(next(folder.glob("*config.json")), weights)
 
 
 def checkpoints(output: Path) -> list[Path]:

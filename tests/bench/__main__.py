@@ -29,6 +29,7 @@ BENCHES = {
     "adaptive_pair": ("shapes.adaptive_pair", "the same on the embedded pair, whose acceptance is real"),
     "adapter_rounds": ("shapes.adapter_rounds", "ms per round of requests with LoRA adapters (GPU)"),
     "rollouts": ("shapes.rollouts", "a batch with few long answers, with and without a draft (GPU)"),
+    "draft_adapters": ("quality.draft_adapters", "acceptance of a trained adapter without and with one of its draft"),
     "profile_round": ("profile_round", "kernels, launches, copies and idle time of a round (GPU)"),
     "open_loop": ("open_loop", "TTFT, ITL, TPOT over HTTP under Poisson arrivals, plain or prompt-heavy"),
     "tenants": ("host.tenants", "first tokens of one key while another floods the server"),
