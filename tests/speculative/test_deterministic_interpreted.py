@@ -70,13 +70,18 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aerie.workers.models.loading.finish_weights", finish_target)
 
 
-def answers(pair: Pair, speculative: SpeculativeConfig | None, at_once: int, max_step_tokens: int) -> list[list[int]]:
+def spec_of(
+    pair: Pair, speculative: SpeculativeConfig | None, max_step_tokens: int, num_pages: int = 100
+) -> EngineSpec:
     spec: EngineSpec = pair.spec(
-        speculative, CacheConfig(16, 100), SchedulerConfig(max_running=3, max_step_tokens=max_step_tokens)
+        speculative, CacheConfig(16, num_pages), SchedulerConfig(max_running=3, max_step_tokens=max_step_tokens)
     )
     model = dataclasses.replace(spec.worker.model, dtype="float16")
-    spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, model=model, deterministic=True))
-    with local_engine(spec) as engine:
+    return dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, model=model, deterministic=True))
+
+
+def answers(pair: Pair, speculative: SpeculativeConfig | None, at_once: int, max_step_tokens: int) -> list[list[int]]:
+    with local_engine(spec_of(pair, speculative, max_step_tokens)) as engine:
         requests = engine.generate(pair.prompts, SamplingParams(6, 1.0, seed=5), at_once)
         if speculative is not None:
             drafted = torch.tensor([r.acceptance_histogram for r in requests]).sum(0).tolist()
@@ -90,3 +95,17 @@ def test_neither_speculation_nor_company_changes_a_token(tmp_path: Path) -> None
     assert answers(pair, None, 3, 40) == expected
     assert answers(pair, pair.chain(), 3, 40) == expected
     assert answers(pair, pair.tree(), 3, 64) == expected
+
+
+def test_neither_do_preemptions_nor_the_prefix_cache(tmp_path: Path) -> None:
+    """Requests that give their pages back, one of them without speculation, and the same once more from the cache."""
+    pair = wide_pair(tmp_path, (47, 44), num_hidden_layers=1)
+    drafting = SamplingParams(20, 1.0, seed=5)
+    with local_engine(spec_of(pair, None, 512)) as engine:
+        expected = [list(request.output) for request in engine.generate(pair.prompts, drafting, 1)]
+    with local_engine(spec_of(pair, pair.chain(), 40, num_pages=9)) as engine:
+        for _ in range(2):
+            sampling = [drafting, SamplingParams(20, 1.0, seed=5, speculative=False)]
+            found = engine.generate(pair.prompts, sampling, 2)
+            assert [list(request.output) for request in found] == expected
+        assert engine.scheduler.stats.num_preemptions > 0 and any(request.cached_tokens for request in found)

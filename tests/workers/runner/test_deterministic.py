@@ -4,11 +4,14 @@ import dataclasses
 
 import pytest
 import torch
+from torch import nn
 
 from aerie.attention.config import TargetAttention
 from aerie.kernels.capability import Capability
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.speculative.build import EngineSpec, plan_engine
 from aerie.workers.config import LoraConfig, WorkerConfig
+from aerie.workers.models.adapter.layers import Leaf, LeafEmbedding
 from aerie.workers.runner.deterministic import checked_deterministic
 from tests.support.embedded import embedded_spec
 from tests.support.engine_plans import build_worker
@@ -69,3 +72,17 @@ def test_on_a_cpu_the_option_changes_nothing() -> None:
     assert not check(worker, torch.float32, Capability("cpu"))
     spec = EngineSpec(worker)
     build_worker(spec, plan_engine(spec))
+
+
+def test_modules_of_transformers_with_matrices_of_their_own_are_refused() -> None:
+    """Not tables of rows, nor vectors."""
+
+    def finish(module: nn.Module, kind: type[Leaf], deterministic: bool = True) -> None:
+        module.__class__ = type(type(module).__name__, (kind, type(module)), {})
+        module.finish(GEMMOptions(deterministic=deterministic))  # type: ignore[operator]
+
+    with pytest.raises(ValueError, match="^deterministic=true: the sums of this model's Linear may .* set determ"):
+        finish(nn.Linear(4, 4), Leaf)
+    finish(nn.Linear(4, 4), Leaf, deterministic=False)
+    finish(nn.LayerNorm(4), Leaf)
+    finish(nn.Embedding(4, 4), LeafEmbedding)
