@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from aerie.deploy.offline.engine import EngineArgs as EngineArgs
     from aerie.deploy.offline.engine_thread import EngineDeadError as EngineDeadError
     from aerie.deploy.offline.llm import LLM as LLM
-    from aerie.deploy.offline.lora_request import LoRARequest as LoRARequest
-    from aerie.deploy.offline.metrics import Counter as Counter
-    from aerie.deploy.offline.metrics import Gauge as Gauge
-    from aerie.deploy.offline.metrics import Histogram as Histogram
     from aerie.deploy.offline.outputs import CompletionOutput as CompletionOutput
+    from aerie.deploy.offline.outputs import Counter as Counter
+    from aerie.deploy.offline.outputs import Gauge as Gauge
+    from aerie.deploy.offline.outputs import Histogram as Histogram
     from aerie.deploy.offline.outputs import Logprob as Logprob
     from aerie.deploy.offline.outputs import RequestOutput as RequestOutput
     from aerie.deploy.offline.outputs import RequestStateStats as RequestStateStats
+    from aerie.deploy.offline.prompts import LoRARequest as LoRARequest
     from aerie.deploy.offline.prompts import TextPrompt as TextPrompt
     from aerie.deploy.offline.prompts import TokensPrompt as TokensPrompt
     from aerie.deploy.offline.sampling_params import RequestOutputKind as RequestOutputKind
@@ -46,10 +46,10 @@ _OFFLINE = {
     "AsyncEngineArgs": "engine",
     "EngineArgs": "engine",
     "EngineDeadError": "engine_thread",
-    "LoRARequest": "lora_request",
-    "Counter": "metrics",
-    "Gauge": "metrics",
-    "Histogram": "metrics",
+    "LoRARequest": "prompts",
+    "Counter": "outputs",
+    "Gauge": "outputs",
+    "Histogram": "outputs",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
     "RequestOutput": "outputs",

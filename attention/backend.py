@@ -15,9 +15,8 @@ from aerie.attention.expansion import ExpandedChunks
 from aerie.kernels import contracts
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import is_capturing
-from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV, PrefillBatch
 from aerie.kernels.kv.mask_bits import MASK_BITS
-from aerie.kernels.kv.views import LatentKV, LayerKV
 
 
 class Prepared(ABC):
@@ -47,7 +46,7 @@ class Prepared(ABC):
         dtype; for latent rows [rows, q_heads, latent].
 
         q: [rows, q_heads, head_dim].
-        kv: the layer's view (`aerie.kernels.kv.views`), of a kind that the backend supports
+        kv: the layer's view (`aerie.kernels.kv.batches`), of a kind that the backend supports
         (`aerie.attention.registry`). rule: how scores become weights; uses only features in `BackendFacts.scores`.
         sinks: [q_heads] float32, contiguous, if `rule.has_sinks`; else None.
         """

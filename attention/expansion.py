@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aerie.kernels.kv.batches import ChunkLists, PrefillBatch
+from aerie.kernels.kv.batches import ChunkLists, ExpandedKV, PrefillBatch
 from aerie.kernels.kv.slot_mapping import map_rows
-from aerie.kernels.kv.views import ExpandedKV
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles
 
 MAX_TOKENS = 8  # maximum expanded tokens per row of the pass, which bounds memory
 # Rows per token at which the extra cost of absorbed form equals that of expanding the token: latent x (key + value) /

@@ -12,7 +12,7 @@ import torch
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
 from aerie.kernels.kv.batches import Mode
-from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.kv.stored_values import FP8
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 TRITON_CAPABILITY = (8, 0)

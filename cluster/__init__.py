@@ -4,7 +4,6 @@ Lowest layer first; each module imports only earlier ones (tests/cluster/test_ro
 
     linux        Linux settings of a process
     environment  the environment variables of a process
-    logs         log lines as JSON
     transport    messages between the processes, and their sockets
     http         OpenAI's API over any engine; no Ray
     learning     a draft that learns from its engine's texts; no Ray
@@ -13,7 +12,7 @@ Lowest layer first; each module imports only earlier ones (tests/cluster/test_ro
     config       the configuration of one application, as the user wrote it
     placement    placement of an engine's processes: bundles, strategy, order of ranks; no Ray
     plan         the resolved configuration, a part per reader
-    start_log    progress of a start, a line per step of each process
+    start_log    progress of a start, a line per step of each process; log lines as JSON
     assembly     builds the parts of one engine from its plan
     replica      one engine: its coordinator and its worker group on Ray, started, watched, restarted
     ingress      the Serve deployment around `http`, and its connections to engines

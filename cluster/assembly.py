@@ -17,7 +17,7 @@ from aerie.speculative.build import EngineSpec, plan_engine
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.build import PhaseAdvance, PhaseReport, build_rank
 from aerie.workers.runner.executor import StepExecutor
-from aerie.workers.runner.graphs.compile_processes import CompileProcesses
+from aerie.workers.runner.graphs.compile_jobs import CompileProcesses
 from aerie.workers.runner.graphs.kernel_compilation import compile_processes, hash_compiler
 
 

@@ -10,7 +10,7 @@ Strategy = Literal["auto", "STRICT_PACK", "PACK", "STRICT_SPREAD"]
 
 @dataclass(frozen=True)
 class ReplicasConfig:
-    """A range of engines, by load (`aerie.cluster.replica.scaling`).
+    """A range of engines, by load (`aerie.cluster.replica.engine`).
 
     min, max: engines.
     up_after_s, down_after_s: how long the load must require more, or fewer, before engines are added or removed.

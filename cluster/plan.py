@@ -43,7 +43,7 @@ class RankPlan:
 
     worker: its `model.device` is "cpu" or "cuda".
     threads: torch threads of a CPU rank.
-    log_format: see `aerie.cluster.logs`.
+    log_format: see `aerie.cluster.start_log`.
     """
 
     worker: WorkerConfig

@@ -15,8 +15,7 @@ from aerie.cluster.ingress.engine_links import SUCCESSOR_WAIT_S
 from aerie.cluster.parallel import ReplicasConfig
 from aerie.cluster.placement import ENGINE_CPUS
 from aerie.cluster.plan import Plan
-from aerie.cluster.replica.engine import Engine
-from aerie.cluster.replica.scaling import desired_replicas
+from aerie.cluster.replica.engine import Engine, desired_replicas
 from aerie.deploy.config.files import find_config, packaged_names
 from aerie.deploy.nodes import cluster_nodes, local_nodes
 

@@ -105,7 +105,7 @@ def _add_status(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="print the variables by which commands of Ray and Serve reach a server's Ray",
         description='For a shell: eval "$(aerie env)", then for instance `ray status`.',
     )
-    env.set_defaults(run="aerie.deploy.access.reach:run_env")
+    env.set_defaults(run="aerie.deploy.access:run_env")
     for parser in (status, env):
         parser.add_argument("--port", type=int, help="of HTTP, or of the cluster's head, if several run here")
         parser.add_argument("--address", help="of another Ray, HOST:PORT (default: the one here, or RAY_ADDRESS)")

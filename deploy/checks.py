@@ -15,14 +15,13 @@ from aerie.cluster.config import AerieConfig, ConfigError
 from aerie.cluster.environment import set_process_environment
 from aerie.cluster.http.parsers.self_check import chat_lines, check_parser
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
-from aerie.cluster.logs import print_line
 from aerie.cluster.placement import NodeResources, choose_device, place
 from aerie.cluster.plan import Plan, resolve, resolve_rank
 from aerie.cluster.replica.plan_report import plan_lines
 from aerie.cluster.replica.rank_process import start_ranks
-from aerie.cluster.start_log import StartLog
-from aerie.deploy.config.chosen import Chosen, configuration, read_command_line
+from aerie.cluster.start_log import StartLog, print_line
 from aerie.deploy.config.files import PACKAGED
+from aerie.deploy.config.model import Chosen, configuration, read_command_line
 from aerie.deploy.nodes import LocalGpus, local_nodes
 from aerie.kernels.capability import Capability
 from aerie.speculative import build

@@ -17,7 +17,7 @@ from aerie.cluster.assembly import engine_spec
 from aerie.cluster.config import ConfigError
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.deploy.checks import check_checkpoints
-from aerie.deploy.config.chosen import read_file
+from aerie.deploy.config.model import read_file
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.training import TrainingError
 from aerie.speculative.training.rows import read_conversations

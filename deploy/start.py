@@ -17,9 +17,8 @@ from pathlib import Path
 
 from aerie.cluster.config import ConfigError
 from aerie.cluster.linux import address_of_interface, raise_open_files
-from aerie.deploy.access.ray_token import ensure_token, token_path
-from aerie.deploy.access.reach import variables
-from aerie.deploy.haproxy.process import max_connections
+from aerie.deploy.access import ensure_token, token_path, variables
+from aerie.deploy.haproxy import max_connections
 from aerie.deploy.processes.server_record import VARIABLE, Record, begin, clear, clear_abandoned
 from aerie.deploy.serve import python_proxy
 from aerie.deploy.serve.console import log_path
@@ -35,7 +34,7 @@ NODE_ENVIRONMENT = {
     "RAY_health_check_failure_threshold": "3",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
-    "RAY_START_HOOK": "aerie.deploy.serve.raylet_start.hook",
+    "RAY_START_HOOK": "aerie.deploy.serve.ray_start.hook",
 } | PATIENCE
 
 

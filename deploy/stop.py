@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from aerie.cluster.transport import folders
+from aerie.cluster.transport import sockets
 from aerie.deploy.processes.server_record import Record, clear, is_alive, processes, records
 
 _POLL_S = 0.1
@@ -33,7 +33,7 @@ def stop(port: int | None, now: bool) -> int:
             (_stop_node if record.kind == "node" else _stop_server)(folder, record, owner, now)
         clear(folder)
         print(f"{_name(record)} has ended", flush=True)
-    folders.clear_abandoned([folder for folder, record, owner in records() if is_alive(folder, record, owner)])
+    sockets.clear_abandoned([folder for folder, record, owner in records() if is_alive(folder, record, owner)])
     return 0
 
 
@@ -46,10 +46,10 @@ def _stop_server(folder: Path, record: Record, owner: dict[str, object], now: bo
     if not now:
         print(f"{_name(record)} (pid {pid}) ends once its running requests have", flush=True)
         _signal(pid, signal.SIGTERM)
-        _wait(lambda: not folders.is_alive(owner), record.stop_limit_s)
-    if folders.is_alive(owner):
+        _wait(lambda: not sockets.is_alive(owner), record.stop_limit_s)
+    if sockets.is_alive(owner):
         _signal(pid, signal.SIGKILL)
-    _wait(lambda: not folders.identity(record.guard)["started"] or not folder.exists(), _GUARD_LIMIT_S)
+    _wait(lambda: not sockets.identity(record.guard)["started"] or not folder.exists(), _GUARD_LIMIT_S)
 
 
 def _stop_node(folder: Path, record: Record, owner: dict[str, object], now: bool) -> None:

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from aerie.attention.distribution import install_command
-from aerie.deploy.config.gguf_files import gguf_folder, is_gguf_path
+from aerie.deploy.config.files import gguf_folder, is_gguf_path
 from aerie.kernels.lazy_import import load
 from aerie.speculative.config import BLOCK_METHODS
 from aerie.speculative.training import TrainingError

@@ -12,6 +12,7 @@ cpp_library         compiles and loads the kernels for CPUs in cpp/, in C++
 interpreter_triton  whether Triton's interpreter runs the kernels
 to_device           asynchronous copies from host memory
 score_order_triton  sort keys of scores and their places, in kernels
+host_layer          a decoder layer as one kernel for CPUs
 span                a rank's share of rows, heads or experts
 
 kv           paged KV: the batches of a pass, a layer's pages, FP8 rows, which positions rows write
@@ -24,7 +25,6 @@ packed       weights of 4 and 8 bits
 attend       attention over paged KV
 latent       multi-head latent attention, except attention itself
 delta_rule   recurrent layers of the gated delta rule
-layer        a decoder layer as one kernel
 lora         adapters of linear layers, by row
 vocabulary   the logits of a vocabulary shard
 sampling     from a step's logits to its tokens

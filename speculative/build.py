@@ -27,7 +27,7 @@ from aerie.workers.lora.layers import adaptable_layers, allocate_tables, checked
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.loading import allocate, allocate_target, fill_target, read_target_config, weight_names
 from aerie.workers.models.registry import family_of_config
-from aerie.workers.models.weight_bytes import META, weight_bytes, weight_formats
+from aerie.workers.models.weights import META, weight_bytes, weight_formats
 from aerie.workers.runner import build
 from aerie.workers.runner import local_engine as plain
 from aerie.workers.runner.deterministic import checked_deterministic

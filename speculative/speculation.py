@@ -22,7 +22,7 @@ from aerie.speculative.tree_shape import TreeShape
 from aerie.workers.config import RoundShapes
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.models.loading import allocate
-from aerie.workers.models.weight_bytes import META, weight_bytes
+from aerie.workers.models.weights import META, weight_bytes
 from aerie.workers.quantization.kv_scheme import kv_dtype
 from aerie.workers.runner.backends import Backends, ModelShape
 from aerie.workers.runner.decoding import CuttableStrategy

@@ -43,12 +43,12 @@ class DraftStep:
 @dataclass(frozen=True)
 class TreeShape(RoundShape):
     """A tree (EAGLE-2, arXiv 2406.16858, section 4; of a block, the best nodes of all:
-    `aerie.kernels.tree.best_first`) or, with top_k 1, a chain. Built by `TreeShape.of`.
+    `aerie.kernels.tree.tree_growth`) or, with top_k 1, a chain. Built by `TreeShape.of`.
 
     num_steps: drafted levels.
     top_k: children per expanded node, and except in a block expanded nodes per level.
     in_block: one pass over a block drafts all levels (`aerie.speculative.drafts.blocks`).
-    branch: number of nodes after the model's, for a branch copied from the text (`aerie.speculative.suffix_drafts`).
+    branch: number of nodes after the model's, for a branch copied from the text (`aerie.speculative.decoding`).
     """
 
     num_steps: int

@@ -28,7 +28,7 @@ def test_a_question_for_what_it_can_do_is_not() -> None:
 
 def test_imports_of_ours_inside_functions_are_found() -> None:
     code = """
-import aerie.kernels.kv.views
+import aerie.kernels.kv.batches
 def f():
     import torch
     from aerie.workers.config import ModelSource

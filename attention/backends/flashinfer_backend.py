@@ -26,9 +26,8 @@ from aerie.attention.backends.flashinfer_latent import LatentRounds, PreparedLat
 from aerie.attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
 from aerie.kernels.attend.flashinfer_plan_triton import mask_bytes
 from aerie.kernels.attend.scores import ScoreRule
-from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
-from aerie.kernels.kv.fp8 import FP8
-from aerie.kernels.kv.views import LatentKV, LayerKV
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV, PrefillBatch
+from aerie.kernels.kv.stored_values import FP8
 from aerie.kernels.to_device import pinned, to_device
 
 WORKSPACE_BYTES = 128 << 20  # as in FlashInfer's documentation

@@ -20,8 +20,7 @@ from aerie.kernels.attend.flashinfer_latent_plan_triton import LatentGrid, Laten
 from aerie.kernels.attend.latent_suffix_triton import add_suffix
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability, num_multiprocessors
-from aerie.kernels.kv.batches import DecodeBatch
-from aerie.kernels.kv.views import LatentKV
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV
 
 SAMPLE_TOKENS = 3000  # tokens of the request that FlashInfer also plans; long enough to be split
 # Partial results are rounded to the rows' dtype, and the two plans split at different tokens.

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from aerie.attention.distribution import pip
 from aerie.kernels.attend.flashinfer_plan_triton import TILE_ARRAYS, Grid, PlanArrays, write_mask, write_plan
-from aerie.kernels.kv.batches import DecodeBatch
-from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.kv.batches import DecodeBatch, LayerKV
 
 MAX_CUDA_CORE_GROUP = 2  # with 3 or more query heads per KV head, FlashInfer decodes on tensor cores
 SAMPLE_PAGES = 300  # pages of the request that FlashInfer also plans; long enough to be split

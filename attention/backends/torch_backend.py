@@ -14,11 +14,10 @@ from torch import Tensor
 from aerie.attention.backend import AttentionBackend, Prepared, check_inputs
 from aerie.kernels.attend import rounds_cpp
 from aerie.kernels.attend.scores import ScoreRule, row_weights
-from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch, newest_columns
-from aerie.kernels.kv.fp8 import read_pages
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV, PrefillBatch, newest_columns
 from aerie.kernels.kv.mask_bits import MASK_BITS
+from aerie.kernels.kv.stored_values import read_pages
 from aerie.kernels.kv.tree_masks import seen_columns
-from aerie.kernels.kv.views import LatentKV, LayerKV
 
 
 class TorchBackend(AttentionBackend):

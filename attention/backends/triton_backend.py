@@ -11,7 +11,8 @@ it splits all contexts at the same positions (`aerie.kernels.attend.fixed.spans_
 in order, in rounds and for prompt chunks. Prompt chunks over latent rows are computed by the kernel of rounds, in
 pieces of few rows. A token's KV then has the same bits whether the token was part of a prompt, decoded or verified in a
 tree.
-"""
+
+Attention of prompt chunks over keys and values computed from latent rows, by our Triton kernel."""
 
 from dataclasses import dataclass, field, replace
 
@@ -19,16 +20,10 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend, Prepared, assert_not_captured
-from aerie.attention.backends.triton_expansion import TritonExpandedChunks
 from aerie.attention.backends.triton_kernels import FIXED_TILES, LayerShape, attend_chunks, attend_rows
 from aerie.attention.expansion import ExpandedChunks
-from aerie.kernels.attend.decode_plan_triton import (
-    MAX_SPLITS,
-    DecodePlan,
-    DecodeTiles,
-    DecodeWorkspace,
-    partial_rows,
-)
+from aerie.kernels.attend.decode_plan_triton import MAX_SPLITS, DecodePlan, DecodeTiles, DecodeWorkspace, partial_rows
+from aerie.kernels.attend.expanded_prefill_triton import attend_expanded, expanded_tiles
 from aerie.kernels.attend.fixed.fixed_prefill_triton import attend_fixed_prefill
 from aerie.kernels.attend.fixed.spans_triton import num_spans
 from aerie.kernels.attend.prefill_plan_triton import plan_tiles
@@ -36,9 +31,31 @@ from aerie.kernels.attend.prefill_triton import PrefillTiles
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.attend.split_kv_triton import plan_items, plan_spans
 from aerie.kernels.capability import Capability, num_multiprocessors
-from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask, newest_columns
-from aerie.kernels.kv.views import LatentKV, LayerKV
+from aerie.kernels.kv.batches import (
+    DecodeBatch,
+    ExpandedKV,
+    LatentKV,
+    LayerKV,
+    Mode,
+    PrefillBatch,
+    causal_mask,
+    newest_columns,
+)
+from aerie.kernels.rope.rope_store import Angles
 from aerie.kernels.to_device import to_device
+
+
+class TritonExpandedChunks(ExpandedChunks):
+    """Expanded chunks for our kernel. Lists their tiles once per pass."""
+
+    def attend(self, q: Tensor, made: ExpandedKV, angles: Angles, scale: float, out: Tensor) -> Tensor:
+        tiles = expanded_tiles(q.itemsize)
+        if tiles.block_m not in self.tile_lists:
+            self.tile_lists[tiles.block_m] = plan_tiles(self.batch, tiles.block_m)
+        if self.batch.is_padded:
+            out.zero_()
+        return attend_expanded(q, made, angles, self.tile_lists[tiles.block_m], tiles, scale, out)
+
 
 CPU_MULTIPROCESSORS = 8  # in Triton's interpreter: enough to split short contexts
 

@@ -20,8 +20,7 @@ from aerie.kernels.attend.latent_prefill_triton import attend_latent_prefill, he
 from aerie.kernels.attend.prefill_triton import PrefillTiles, attend_prefill, prefill_tiles
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
-from aerie.kernels.kv.views import LatentKV, LayerKV
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV, PrefillBatch
 
 # For backends with a span. Tiles of 16 rows and of 64 give a row the same bits: their instructions differ, the order of
 # additions does not (H200).

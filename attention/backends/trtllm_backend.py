@@ -1,7 +1,7 @@
 """Attention by FlashInfer's TensorRT-LLM decode kernels (`trtllm_batch_decode_with_kv_cache`, checked with 0.6.17):
 XQA on compute capability 9.x and 12.x, with tree masks; trtllm-gen on 10.x, causal. Every length is read on the device,
 so a captured graph stays valid when lengths, page tables and masks change. Latent rows have kernels of their own
-(`aerie.attention.backends.trtllm_latent`).
+(`aerie.attention.backends.trtllm_backend`).
 
 The kernels require, in every mode, eager or captured:
 - lengths include the rows of this pass;
@@ -10,19 +10,185 @@ The kernels require, in every mode, eager or captured:
 - a graph has one width of page tables, because XQA's number of splits follows it.
 
 XQA is compiled for each number of rows, so a shape must run once before it is captured.
-"""
+
+Rounds over latent rows by FlashInfer's MLA decode kernels (`trtllm_batch_decode_with_kv_cache_mla`, written against
+the source and documentation of 0.6.17): trtllm-gen on compute capability 10.x, XQA on 12.x. Not run on a device yet:
+tests compare a stand-in that follows the documentation (`tests.support.kernels.flashinfer_mla`).
+
+Each row of a pass is passed to the library as a request of one row, because XQA takes only one, and because the
+documentation does not say which masks several rows have. The length of that request is what its row sees, so a chain
+needs no mask. The rows of a tree attend to their common prefix, with log-sum-exps, and our kernel adds the masked
+columns (`aerie.kernels.attend.latent_suffix_triton`). XQA returns no log-sum-exps, so trees are refused there.
+
+Lengths, page tables, log-sum-exps, workspaces and counters are allocated at a shape's first pass, and are never freed,
+because captured graphs hold their addresses. Nothing is read on the host."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend, Prepared, assert_not_captured
-from aerie.attention.backends.trtllm_latent import WORKSPACE_BYTES, LatentRows, PreparedLatentRows, kernel_on
+from aerie.attention.limits import TRTLLM_GEN_MAJOR, TRTLLM_LATENTS
 from aerie.kernels.attend.scores import ScoreRule
-from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
-from aerie.kernels.kv.views import LatentKV, LayerKV
+from aerie.kernels.capability import num_multiprocessors
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV, Mode, PrefillBatch, causal_mask
+
+WORKSPACE_BYTES = 128 << 20  # XQA's semaphores are the first 8 MiB
+STATS_BYTES = 8 * 256  # bytes per row and head: maximum and sum for each of 256 rows, the library's limit per request
+STATS_GUARD_BYTES = 1 << 20
+LATENT_COUNTER_BYTES = 4  # bytes, times the larger of rows x heads and multiprocessors
+COUNTER_ALIGNMENT = 8  # counters
+XQA_TABLE_TOKENS = 128  # XQA's page tables must cover a multiple of this many tokens
+
+LatentAttend = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class LatentBuffers:
+    """Buffers shared by passes of one shape. n: rows of the pass.
+
+    lengths: [n] int32, tokens that each row sees.
+    offsets: [R] int32, tokens after the prefix that a chain's rows see; None for a tree.
+    tables: [n, pages] int32, the page table of each row; None if the batch's own is used.
+    empty: [n, 1] bool, whether a row has no prefix. lse: [n, heads] float32. None without log-sum-exps.
+    workspace, counters: uint8, zero before their first launch; every launch resets its semaphores to zero.
+    """
+
+    lengths: Tensor
+    offsets: Tensor | None
+    tables: Tensor | None
+    empty: Tensor | None
+    lse: Tensor | None
+    workspace: Tensor
+    counters: Tensor
+
+
+@dataclass
+class LatentRows:
+    """The buffers of one backend, named `name`."""
+
+    name: str
+    _buffers: dict[tuple[Any, ...], LatentBuffers] = field(default_factory=dict)
+    _scratch: dict[tuple[torch.device, str], Tensor] = field(default_factory=dict)
+    _outgrown: list[Tensor] = field(default_factory=list)
+    _attend: LatentAttend | None = None
+
+    def written(self, batch: DecodeBatch, q: Tensor, kv: LatentKV) -> LatentBuffers:
+        """Return the buffers of a pass, filled on the device. q: [n, heads, latent + rotated]; only its shape is
+        read."""
+        page_size, is_tree = kv.rows.shape[1], not batch.is_causal
+        key = (q.device, batch.page_table.shape, batch.rows, q.shape[1], page_size, batch.suffix_len, is_tree)
+        if key not in self._buffers:
+            assert_not_captured(self.name, q.device)
+            self._buffers[key] = self._made(batch, q, page_size, is_tree)
+        buffers, rows = self._buffers[key], batch.rows
+        lengths = buffers.lengths.view(-1, rows)
+        if buffers.offsets is None:
+            assert buffers.empty is not None
+            # at least 1: the library does not accept 0
+            torch.clamp_min(batch.prefix_len.unsqueeze(1).expand(-1, rows), 1, out=lengths)
+            torch.eq(batch.prefix_len.unsqueeze(1).expand(-1, rows), 0, out=buffers.empty.view(-1, rows))
+        else:
+            torch.add(batch.prefix_len.unsqueeze(1), buffers.offsets, out=lengths)
+        if buffers.tables is not None:
+            num_requests, width = batch.page_table.shape
+            each = buffers.tables.view(num_requests, rows, -1)[..., :width]
+            each.copy_(batch.page_table.unsqueeze(1).expand(-1, rows, -1))
+        return buffers
+
+    def attend(self) -> LatentAttend:
+        """FlashInfer's function, imported at its first use."""
+        if self._attend is None:
+            from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
+
+            self._attend = trtllm_batch_decode_with_kv_cache_mla
+        return self._attend
+
+    def _made(self, batch: DecodeBatch, q: Tensor, page_size: int, is_tree: bool) -> LatentBuffers:
+        device, (rows, heads), width = q.device, q.shape[:2], batch.page_table.shape[1]
+        is_xqa = kernel_on(device) == "xqa"
+        if is_xqa:
+            width = -(-width * page_size // XQA_TABLE_TOKENS) * XQA_TABLE_TOKENS // page_size
+        is_copied = batch.rows > 1 or width != batch.page_table.shape[1] or not batch.page_table.is_contiguous()
+        first = batch.suffix_len - batch.rows + 1
+        offsets = torch.arange(first, batch.suffix_len + 1, dtype=torch.int32, device=device)
+        stats = STATS_GUARD_BYTES + STATS_BYTES * rows * heads if is_tree else 0
+        multiprocessors = num_multiprocessors(device)
+        counters = -(-max(rows * heads, multiprocessors) // COUNTER_ALIGNMENT) * COUNTER_ALIGNMENT
+        return LatentBuffers(
+            lengths=torch.ones(rows, dtype=torch.int32, device=device),
+            offsets=None if is_tree else offsets,
+            tables=torch.zeros((rows, width), dtype=torch.int32, device=device) if is_copied else None,
+            empty=torch.zeros((rows, 1), dtype=torch.bool, device=device) if is_tree else None,
+            lse=torch.empty((rows, heads), dtype=torch.float32, device=device) if is_tree else None,
+            workspace=self._zeros("workspace", WORKSPACE_BYTES + stats, device),
+            counters=self._zeros("counters", LATENT_COUNTER_BYTES * counters, device),
+        )
+
+    def _zeros(self, what: str, num_bytes: int, device: torch.device) -> Tensor:
+        """Return zeroed scratch memory, at least num_bytes. All passes share it, because they run one after another."""
+        held = self._scratch.get((device, what))
+        if held is None or held.numel() < num_bytes:
+            self._outgrown += [] if held is None else [held]
+            held = self._scratch[device, what] = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        return held
+
+
+class PreparedLatentRows(Prepared):
+    """A prepared pass. The first layer writes the buffers, because heads and page size are unknown before."""
+
+    def __init__(self, latent: LatentRows, batch: DecodeBatch) -> None:
+        self._latent, self._batch = latent, batch
+        self._buffers: LatentBuffers | None = None
+
+    def plan(self, q: Tensor, kv: LatentKV, rule: ScoreRule) -> bool:
+        if self._buffers is None:
+            self._buffers = self._latent.written(self._batch, q, kv)
+        return True
+
+    def forward(self, q: Tensor, kv: LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        self.plan(q, kv, rule)
+        assert self._buffers is not None
+        batch, buffers, kernel = self._batch, self._buffers, kernel_on(q.device)
+        tables = batch.page_table if buffers.tables is None else buffers.tables
+        only: dict[str, Any] = {} if kernel == "xqa" else {"multi_ctas_kv_counter_buffer": buffers.counters}
+        if buffers.lse is not None:
+            only |= {"lse": buffers.lse, "return_lse": True}
+        rotated = q.shape[2] - kv.latent
+        given = self._latent.attend()(
+            query=q.contiguous().unsqueeze(1),
+            kv_cache=kv.rows,
+            workspace_buffer=buffers.workspace,
+            qk_nope_head_dim=TRTLLM_LATENTS[kv.latent, rotated],
+            kv_lora_rank=kv.latent,
+            qk_rope_head_dim=rotated,
+            block_tables=tables,
+            seq_lens=buffers.lengths,
+            max_seq_len=tables.shape[1] * kv.rows.shape[1],
+            bmm1_scale=rule.scale,
+            bmm2_scale=1.0,
+            enable_pdl=None,  # the library decides by device
+            backend=kernel,
+            **only,
+        )
+        if buffers.lse is None:
+            return given.view(*q.shape[:2], kv.latent)  # type: ignore[no-any-return]
+        from aerie.kernels.attend.latent_suffix_triton import add_suffix  # needs Triton; chains do not
+
+        assert buffers.empty is not None
+        out: Tensor = given[0].view(*q.shape[:2], kv.latent)
+        buffers.lse.masked_fill_(buffers.empty, float("-inf"))  # these rows saw only the dummy page
+        add_suffix(out, buffers.lse, q, kv, batch, rule.scale)  # base 2, as trtllm-gen returns them
+        return out
+
+
+def kernel_on(device: torch.device) -> str:
+    """Return the library's name for this GPU's kernels."""
+    return "trtllm-gen" if torch.cuda.get_device_capability(device)[0] == TRTLLM_GEN_MAJOR else "xqa"
+
 
 COUNTER_BYTES = 1 << 20  # trtllm-gen needs four bytes per request and query head
 WORD_BITS = 16

@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from aerie.kernels.kv.fp8 import KVScales
-from aerie.kernels.kv.move_path import move_path
+from aerie.kernels.kv.slot_mapping import move_path
+from aerie.kernels.kv.stored_values import KVScales
 from aerie.kernels.norm.head_norms import HeadNorms
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles
 
 View = TypeVar("View")
 

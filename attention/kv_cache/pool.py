@@ -10,9 +10,9 @@ from torch import Tensor
 from aerie.attention.kv_cache.layout import KVLayout, LayerGroup
 from aerie.attention.kv_cache.releasable import Releasable, releasable
 from aerie.kernels.capability import Capability
-from aerie.kernels.kv.fp8 import KVScales
+from aerie.kernels.kv.stored_values import KVScales
 from aerie.kernels.norm.head_norms import HeadNorms
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles
 
 
 def bytes_per_page(groups: Iterable[LayerGroup], page_size: int, of_windows: bool = False) -> int:

@@ -1,5 +1,5 @@
 """Runs prompts again after an update of weights while the engine is idle, so that a draft that no longer fits is named
-(`aerie.workers.scheduling.commands.draft_check`) before the next client waits for it."""
+(`aerie.workers.scheduling.commands.command_queue`) before the next client waits for it."""
 
 from collections import deque
 from collections.abc import Sequence

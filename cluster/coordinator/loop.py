@@ -11,11 +11,10 @@ from typing import Literal
 import zmq
 
 from aerie.cluster.coordinator.draft_canary import DraftCanary
-from aerie.cluster.coordinator.model_check import ModelCheck
 from aerie.cluster.coordinator.plan_timing import PlanTiming
 from aerie.cluster.coordinator.request_streams import RequestStreams
-from aerie.cluster.coordinator.stats import engine_stats
-from aerie.cluster.coordinator.worker_links import WorkerLinks
+from aerie.cluster.coordinator.state_publisher import engine_stats
+from aerie.cluster.coordinator.worker_links import ModelCheck, WorkerLinks
 from aerie.cluster.learning.published import PublishedDrafts
 from aerie.cluster.transport.admin import AdminOutcome, LoadLora, PauseMode, UnloadLora
 from aerie.cluster.transport.channel import Context

@@ -9,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from aerie.workers.scheduling.timing.step import Prediction
+from aerie.workers.scheduling.step_time import Prediction
 
 LEAD_S = 0.002  # a plan should reach rank 0 this long before the previous step ends: a GPU launch takes 1.3 ms
 FIRST_MARGIN_S = 0.0025

@@ -6,8 +6,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from aerie.cluster.http.text.detokenizer import Detokenizer
-from aerie.cluster.http.text.stop_strings import StopMatcher
+from aerie.cluster.http.text.detokenizer import Detokenizer, StopMatcher
 from aerie.cluster.transport.messages import SpeculationStats, TokenDelta, add_versions
 from aerie.workers.scheduling.plan import NOT_FINITE, PromptLogprobs, TokenLogprobs, unpack_i32
 

@@ -6,10 +6,13 @@ differences, would see counters jump. A replaced engine gets a new id and new se
 not jump. Only counts of requests, filled by `aerie.cluster.http.middleware`, are of one ingress, and their series carry
 its id. A load-balanced scrape reaches one ingress; a sum of rates over ingresses is right if each is scraped at least
 twice in the range.
-"""
+
+One log line for each generation request, and its key's counts. Used by `aerie.cluster.http.middleware`, which ends
+every request, and `aerie.cluster.http.serving`, which knows its tokens."""
 
 import functools
 import itertools
+import logging
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,6 +25,9 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 from starlette.types import Scope
 
+from aerie.cluster.http.errors import RATE_LIMITED
+from aerie.cluster.http.tenants import tenant_of
+from aerie.cluster.start_log import REQUEST_LOG, fields
 from aerie.cluster.transport.messages import EngineStats
 from aerie.workers.scheduling.stats import Histogram, Metric, SchedulerStats
 
@@ -214,3 +220,54 @@ def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
     """Return cumulative counts by upper bound."""
     bounds = [*map(str, histogram.bounds), "+Inf"]
     return list(zip(bounds, map(float, itertools.accumulate(histogram.counts)), strict=True))
+
+
+_LOG_KEY = "tokens"
+logger = logging.getLogger(REQUEST_LOG)
+
+
+@dataclass(frozen=True)
+class RequestTokens:
+    """Tokens of a request that reached an engine.
+
+    cached: prompt tokens found in the prefix cache, among `prompt`.
+    finish: why its choices ended, separated by commas.
+    """
+
+    prompt: int
+    cached: int
+    output: int
+    finish: str
+
+
+def set_tokens(scope: Scope, tokens: RequestTokens) -> None:
+    """Set the tokens of the request of `scope`."""
+    scope["state"][_LOG_KEY] = tokens
+
+
+def log_generation(scope: Scope, counts: RequestCounts, status: int, reason: str, seconds: float) -> None:
+    """Log and count a generation request that has ended. reason: an error's code; "" for success."""
+    key = tenant_of(scope).name
+    tokens: RequestTokens = scope["state"].get(_LOG_KEY, RequestTokens(0, 0, 0, ""))
+    if key in counts.by_key:
+        usage = counts.by_key[key]
+        usage.requests += 1
+        usage.limited += reason == RATE_LIMITED
+        usage.prompt_tokens += tokens.prompt
+        usage.cached_tokens += tokens.cached
+        usage.output_tokens += tokens.output
+    logger.info(
+        "request %s ended",
+        scope["state"]["request_id"],
+        extra=fields(
+            path=scope["path"],
+            status=status,
+            reason=reason,
+            seconds=round(seconds, 3),
+            key=key,
+            prompt_tokens=tokens.prompt,
+            cached_tokens=tokens.cached,
+            output_tokens=tokens.output,
+            finish=tokens.finish,
+        ),
+    )

@@ -33,22 +33,20 @@ from aerie.cluster.http.errors import (
     refused,
     timed_out,
 )
-from aerie.cluster.http.metrics import CLIENT_LEFT, RequestCounts, reason_of, set_reason
+from aerie.cluster.http.metrics import CLIENT_LEFT, RequestCounts, RequestTokens, reason_of, set_reason, set_tokens
 from aerie.cluster.http.parsers.families import FAMILIES
 from aerie.cluster.http.parsers.output_parser import HeldReasoning, ReplyDelta, joined_deltas
-from aerie.cluster.http.parsers.reasoning import ReasoningTokens
+from aerie.cluster.http.parsers.reasoning import ReasoningTokens, within_budget
 from aerie.cluster.http.parsers.table import MarkedParser, parser_of_prompt
 from aerie.cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from aerie.cluster.http.replies.streaming import STREAM_HEADERS
-from aerie.cluster.http.request_log import RequestTokens, set_tokens
 from aerie.cluster.http.requests.edge_request import EdgeRequest
 from aerie.cluster.http.requests.grammar_checker import GrammarChecker
 from aerie.cluster.http.requests.image_reader import ImageReader
 from aerie.cluster.http.tenants import Tenant, tenant_of
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
-from aerie.cluster.http.thinking_budget import within_budget
 from aerie.cluster.http.tracing import RequestTrace, Tracing
-from aerie.cluster.logs import request_id
+from aerie.cluster.start_log import request_id
 from aerie.cluster.transport.messages import TokenDelta
 from aerie.workers.scheduling.request import Owner
 

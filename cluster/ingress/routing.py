@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from aerie.attention.kv_cache.prefix_digests import prompt_digests, salt_of_adapter, salt_of_weights, split_digests
+from aerie.attention.kv_cache.radix_node import prompt_digests, salt_of_adapter, salt_of_weights, split_digests
 from aerie.cluster.transport.messages import AdapterState, EngineState
 from aerie.workers.scheduling.adapters import AdapterChange
 

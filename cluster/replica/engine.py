@@ -2,27 +2,119 @@
 
 Serve places, starts, watches and replaces it. Requests and tokens do not pass through it: ingresses and its coordinator
 exchange them. `aerie.cluster.replica.supervisor` manages its processes.
-"""
+
+Number of engines for the load, for Serve's autoscaling. Its controller calls `desired_replicas` with each replica's
+load (`Engine.record_autoscaling_stats`), and bounds and delays the result. Pure.
+
+Remembers a refused start in Ray's key-value store. Serve (2.60) restarts a replica after any exception of its
+constructor; later attempts then raise the same error at once, without loading, and `aerie serve` ends."""
 
 import asyncio
+import hashlib
+import math
 import os
 import time
 import traceback
 import uuid
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, Protocol
 
+import msgspec
 import ray
 from ray import serve
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from aerie.cluster.logs import print_line, use_logs
 from aerie.cluster.plan import ReplicaPlan
-from aerie.cluster.replica import refusals
-from aerie.cluster.replica.scaling import engine_load
 from aerie.cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
 from aerie.cluster.replica.worker_actor import Worker
 from aerie.cluster.replica.worker_group import StartRefusedError, WorkerGroupError, WorkerGroupPlan
-from aerie.cluster.start_log import READY, StartLog
+from aerie.cluster.start_log import READY, StartLog, print_line, use_logs
 from aerie.cluster.transport.discovery import coordinator_prefix, make_transport
-from aerie.cluster.transport.folders import private_folder
+from aerie.cluster.transport.sockets import private_folder
+
+# Serve restarts replicas after 1, 2 and 4 s. A longer memory would outlast a fault of one node.
+FRESH_S = 30.0
+
+
+class Refusal(msgspec.Struct):
+    """at: Unix seconds.
+    identity: see `identity_of`.
+    reason: the error's text.
+    """
+
+    at: float
+    identity: str
+    reason: str
+
+
+def remember(application: str, plan: ReplicaPlan, reason: str) -> None:
+    """Record for all processes of the cluster why an engine of `application` cannot start."""
+    _internal_kv_put(_key(application), msgspec.msgpack.encode(Refusal(time.time(), identity_of(plan), reason)))
+
+
+def remembered(application: str, plan: ReplicaPlan | None = None, since: float = 0.0) -> str:
+    """Return why an engine of `application` cannot start; "" if unknown. plan: only a refusal of the same plan and
+    files counts. since: Unix time before which refusals do not count."""
+    found = _internal_kv_get(_key(application))
+    if not found:
+        return ""
+    refusal = msgspec.msgpack.decode(found, type=Refusal)
+    is_same = plan is None or refusal.identity == identity_of(plan)
+    is_fresh = refusal.at >= since and abs(time.time() - refusal.at) < FRESH_S
+    return refusal.reason if is_same and is_fresh else ""
+
+
+def identity_of(plan: ReplicaPlan) -> str:
+    """Return a digest of the plan and of the names, sizes and times of the checkpoints' files, so that a repaired
+    checkpoint is tried at once."""
+    rank = plan.rank
+    paths = {rank.worker.model.path, *([rank.speculative.path] if rank.speculative is not None else [])}
+    files = [file for path in sorted(paths) for file in sorted(Path(path).glob("*")) if file.is_file()]
+    facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(repr((plan, facts)).encode()).hexdigest()
+
+
+def _key(application: str) -> bytes:
+    return f"aerie-refused:{application}".encode()
+
+
+FULL_WAIT_S = 2.0  # an engine where a new request would wait this long is full
+AIM = 0.7  # target load of an engine, as a share of full
+SLACK = 0.85  # scale down only if the remaining engines stay below this share of the target
+
+
+class ScalingContext(Protocol):
+    """The used fields of `ray.serve.config.AutoscalingContext`. aggregated_metrics: by name, of each replica."""
+
+    target_num_replicas: int
+    aggregated_metrics: dict[str, dict[Any, float]] | None
+
+
+def engine_load(num_requests: int, num_slots: int, backlog_s: float, wait_s: float) -> float:
+    """Return an engine's load; 1 is its maximum.
+
+    num_requests: unfinished requests.
+    backlog_s: time to compute pending prompts.
+    wait_s: expected wait of a new request for a slot, beyond `backlog_s`.
+    """
+    return max(num_requests / num_slots, (backlog_s + wait_s) / FULL_WAIT_S)
+
+
+def replicas_for(loads: Collection[float], current: int) -> int:
+    """Return the number of engines for these loads. It is lower than `current` only if the remaining engines would stay
+    well below their target; otherwise a load at the limit would start and stop an engine again and again."""
+    if not loads:
+        return current
+    total = sum(loads)
+    wanted = max(1, math.ceil(total / AIM))
+    return wanted if wanted >= current else min(current, max(1, math.ceil(total / (AIM * SLACK))))
+
+
+def desired_replicas(context: ScalingContext) -> tuple[int, dict[str, Any]]:
+    """Called by Serve. The second result is a state for Serve to keep; it is empty."""
+    loads = (context.aggregated_metrics or {}).get("load", {})
+    return replicas_for(loads.values(), context.target_num_replicas), {}
 
 
 class Engine:
@@ -47,13 +139,13 @@ class Engine:
             report=print_line,
         )
         log = StartLog("engine", time.time())
-        if reason := refusals.remembered(application, plan):
+        if reason := remembered(application, plan):
             raise StartRefusedError(reason)
         try:
             await self._supervisor.start()
         except StartRefusedError as error:
             print(f"the engine could not start: {error}")  # the last line of `aerie serve`
-            refusals.remember(application, plan, str(error))
+            remember(application, plan, str(error))
             raise
         except (WorkerGroupError, CoordinatorLostError) as error:
             print_line(f"the engine could not start: {error}")  # in some modes Serve writes stdout only to its log file
@@ -69,7 +161,7 @@ class Engine:
             raise RuntimeError("the workers could not be restarted")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the load for Serve's autoscaling; see `aerie.cluster.replica.scaling`."""
+        """Return the load for Serve's autoscaling; see `aerie.cluster.replica.engine`."""
         stats = self._supervisor.last_stats
         if stats is None:
             return {"load": 0.0}

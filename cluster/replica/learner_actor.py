@@ -13,8 +13,8 @@ import ray
 
 from aerie.cluster.learning.draft_learning import DraftLearning
 from aerie.cluster.learning.published import News
-from aerie.cluster.logs import use_logs
 from aerie.cluster.plan import ReplicaPlan
+from aerie.cluster.start_log import use_logs
 from aerie.kernels.lazy_import import load
 
 logger = logging.getLogger(__name__)

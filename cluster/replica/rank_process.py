@@ -26,17 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 from aerie.cluster.environment import pin_network_interface, set_visible_devices, visible_devices
 from aerie.cluster.linux import end_with_parent, raise_open_files, set_name
-from aerie.cluster.logs import use_logs
 from aerie.cluster.plan import RankPlan
 from aerie.cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
-from aerie.cluster.start_log import StartLog
+from aerie.cluster.start_log import StartLog, use_logs
 from aerie.cluster.transport.sockets import Transport
 from aerie.kernels.lazy_import import load
 from aerie.workers.distributed.ports import free_port
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.executor import StepExecutor
-from aerie.workers.runner.graphs.compile_jobs import import_compiler
-from aerie.workers.runner.graphs.compile_processes import CompileProcesses, processes_of
+from aerie.workers.runner.graphs.compile_jobs import CompileProcesses, import_compiler, processes_of
 from aerie.workers.scheduling.cost_table import CostTable
 
 if TYPE_CHECKING:

@@ -19,12 +19,11 @@ from aerie.cluster.environment import (
     visible_devices,
 )
 from aerie.cluster.linux import address_of_interface, raise_open_files
-from aerie.cluster.logs import use_logs
 from aerie.cluster.placement import RankPlace
 from aerie.cluster.plan import RankPlan
 from aerie.cluster.replica.rank_process import RANK_BUILDER, AttachedRank, RankFacts, attach
 from aerie.cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
-from aerie.cluster.start_log import StartLog
+from aerie.cluster.start_log import StartLog, use_logs
 from aerie.cluster.transport.sockets import Transport
 from aerie.kernels.lazy_import import load
 from aerie.workers.distributed.ports import free_port

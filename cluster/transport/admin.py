@@ -1,6 +1,6 @@
 """What administrators ask of an engine, and its answer: msgpack in calls of Ray actors.
 
-Sent by `aerie.cluster.ingress.coordinators`, carried out by `aerie.cluster.coordinator.coordinator`.
+Sent by `aerie.cluster.ingress.deployment`, carried out by `aerie.cluster.coordinator.coordinator`.
 """
 
 from typing import Literal
@@ -117,7 +117,7 @@ AdminCall = (
 class AdminOutcome(msgspec.Struct, frozen=True):
     """An engine after an `AdminCall`.
 
-    weight_epoch: number of its weights (`aerie.workers.scheduling.commands.weight_versions`).
+    weight_epoch: number of its weights (`aerie.workers.scheduling.commands.command_queue`).
     version: the name of its weights for clients.
     num_ranks: its attached ranks.
     missing: after `LoadWeights` and `FinishUpdate`, the names that each model's source lacks.

@@ -9,8 +9,7 @@ import msgspec
 import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from aerie.cluster.transport.folders import private_folder
-from aerie.cluster.transport.sockets import CurveKeys, Transport, new_keys
+from aerie.cluster.transport.sockets import CurveKeys, Transport, new_keys, private_folder
 
 NAMESPACE = "aerie"  # Ray namespace of the coordinators' names, apart from Serve's own
 _KV_NAMESPACE = b"aerie"

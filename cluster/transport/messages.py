@@ -200,7 +200,7 @@ class EngineState(msgspec.Struct, frozen=True, array_like=True, tag=True):
     weight_epoch: number of the engine's weights, a part of the digests (`salt_of_weights`).
     identity: see `aerie.cluster.plan.identity`.
     stride: every `stride`-th page of a prompt is advertised.
-    added, removed: digests (`aerie.attention.kv_cache.prefix_digests`) of pages added to or removed from the prefix
+    added, removed: digests (`aerie.attention.kv_cache.radix_node`) of pages added to or removed from the prefix
         cache since the last message on this connection.
     adapters: its LoRA adapters by name; None: those of the last message on this connection.
     adapter_changes: the last load or unload of each by a call; None: those of the last message.

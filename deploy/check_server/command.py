@@ -17,7 +17,7 @@ from rich.progress import Progress
 from aerie.cluster.config import ConfigError
 from aerie.deploy import check_cache
 from aerie.deploy.arguments import parser as command_parser
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.deploy.check_server import contract
 from aerie.deploy.check_server.ask import Asker
 from aerie.deploy.check_server.exact import Comparison, Question, circumstances, questions, run

@@ -1,18 +1,27 @@
 """The keys of a configuration with defaults, options and descriptions. The descriptions are `key: description` in the
 docstrings of its dataclasses. Printed by `aerie config --keys`; `make docs` puts them into docs/configuration.md;
-`aerie.deploy.config.option_table` makes options of the command line of them."""
+`aerie.deploy.config.option_table` makes options of the command line of them.
+
+Options from a file: the YAML of vLLM's and SGLang's `--config`, which has the options of the command line as keys.
+Used by `aerie.deploy.command_line`; the command line has priority."""
 
 import dataclasses
 import inspect
+import json
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
+
+import yaml
 
 from aerie.attention.setting import Setting, settings
 from aerie.cluster.config import AerieConfig, ConfigError
 from aerie.cluster.http.keys import KeyConfig
+from aerie.deploy.config.vllm_values import OptionError
 
 _MARK = re.compile(r"<!-- keys of ([\w., ]+) -->\n")
 _WIDTH = 100
@@ -99,3 +108,50 @@ def _printed(default: Any) -> str:
     if isinstance(default, bool):
         return str(default).lower()
     return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+_OPTION = "--config"
+
+
+def with_file(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command with the options of `--config FILE` in front, and without it. Raises
+    OptionError for a file that cannot be read or has other content."""
+    plain: list[str] = []
+    options: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        name, equals, value = argument.partition("=")
+        if name == _OPTION:
+            options += _options(value if equals else next(left, ""))
+        else:
+            plain.append(argument)
+    model = list(takewhile(lambda word: not word.startswith("-"), plain))
+    return [*model, *options, *plain[len(model) :]]
+
+
+def _options(name: str) -> Iterator[str]:
+    """Yield the options of a file: `flag: true`, `option: value`, lists, and objects as JSON."""
+    shown = f"{_OPTION} {name}"
+    try:
+        content = yaml.safe_load(Path(name).expanduser().read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"{shown}: cannot be read ({error}); give the file of options") from None
+    except yaml.YAMLError as error:
+        raise OptionError(f"{shown}: is not YAML ({str(error).splitlines()[0]}); correct it") from None
+    if not isinstance(content, Mapping):
+        raise OptionError(f"{shown}: must be a mapping of options, such as `max-model-len: 8192`")
+    if "applications" in content:
+        raise OptionError(f"{shown}: is a config file of Aerie: give it as the first argument, without {_OPTION}")
+    for key, value in content.items():
+        yield from _spelled(f"--{str(key).lstrip('-').replace('_', '-')}", value)
+
+
+def _spelled(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, bool):
+        yield f"{name}={str(value).lower()}"  # for flags; `normalised` makes --no-flag of it
+    elif isinstance(value, Mapping):
+        yield f"{name}={json.dumps(value)}"
+    elif isinstance(value, list):
+        yield from (name, *map(str, value))
+    elif value is not None:
+        yield f"{name}={value}"

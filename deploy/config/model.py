@@ -1,21 +1,33 @@
-"""Makes a configuration from a model's name and options, for `aerie serve MODEL` and `aerie plan MODEL`."""
+"""Makes a configuration from a model's name and options, for `aerie serve MODEL` and `aerie plan MODEL`.
+
+What a command line or a config file amounts to, read and checked once. Used by `aerie serve`, `aerie plan`, `aerie
+doctor`, `aerie eval-draft` and `aerie.LLM`; `aerie.cluster.plan.resolve` makes the plan of it."""
 
 import argparse
 import copy
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from aerie.cluster.config import ConfigError
-from aerie.deploy.config import published_model, vllm_options
+from aerie.cluster.config import AerieConfig, ConfigError, parse, read_content
+from aerie.deploy.config import hub, vllm_options
 from aerie.deploy.config.drafts import block_shape, draft_method, own_draft
-from aerie.deploy.config.files import key_digest, packaged_names
-from aerie.deploy.config.gguf_files import is_gguf_folder, is_gguf_path, with_tokenizer
-from aerie.deploy.config.hub import model_folder
+from aerie.deploy.config.files import (
+    PACKAGED,
+    find_config,
+    is_gguf_folder,
+    is_gguf_path,
+    key_digest,
+    locate,
+    packaged_names,
+    with_tokenizer,
+)
+from aerie.deploy.config.hub import model_folder, with_downloads
 from aerie.deploy.config.vllm_values import DOWNLOADS, OWN_TOKENIZER, QUANTIZATION, Changes, OptionError
 
 # vLLM's kernel names, by the quant_method of checkpoints.
@@ -64,20 +76,20 @@ def content_of_model(given: str, arguments: argparse.Namespace) -> dict[str, Any
 def quick_start() -> str:
     """Return what to serve if nothing is named: the published model, or a packaged one if it cannot be fetched."""
     try:
-        published_model.fetched_file(published_model.SMOLLM2)
-    except published_model.NotFetchedError as error:
-        wanted, packaged = published_model.SMOLLM2.name, published_model.FALLBACK
+        hub.fetched_file(hub.SMOLLM2)
+    except hub.NotFetchedError as error:
+        wanted, packaged = hub.SMOLLM2.name, hub.FALLBACK
         print(f"{error}: serving the embedded test model ({packaged}) instead of {wanted}")
-        return published_model.FALLBACK
-    return published_model.NAME
+        return hub.FALLBACK
+    return hub.NAME
 
 
 def model_args(given: str, draft: str | None, revision: str | None) -> dict[str, Any]:
     """Return the `args` of an application for a model in a folder or on the hub. Raises ConfigError."""
     model = model_folder(given, revision)
     args: dict[str, Any] = {"model": {"path": str(model)}, "ingress": {"served_model_name": _served_name(given, model)}}
-    if draft is None and given == published_model.NAME:
-        return use_options(args, published_model.DRAFT)
+    if draft is None and given == hub.NAME:
+        return use_options(args, hub.DRAFT)
     if draft in _COPYING:
         return use_options(args, {"speculative.method": "suffix"})
     return use_options(args, {"speculative.path": draft} if draft else {})
@@ -168,7 +180,7 @@ def _check_quantization(wanted: str, model: Path) -> None:
 def names_model(given: str) -> bool:
     """Whether this is a folder with a checkpoint, a GGUF file, or a name of the form OWNER/NAME and no file."""
     path = Path(given).expanduser()
-    if is_gguf_path(given) or given == published_model.NAME:
+    if is_gguf_path(given) or given == hub.NAME:
         return True
     if path.is_dir():
         return (path / "config.json").is_file()
@@ -177,8 +189,8 @@ def names_model(given: str) -> bool:
 
 
 def _served_name(given: str, folder: Path) -> str:
-    if given == published_model.NAME:
-        return published_model.SMOLLM2.name
+    if given == hub.NAME:
+        return hub.SMOLLM2.name
     is_path = is_gguf_path(given) or Path(given).expanduser().is_dir()
     return folder.name if is_path else given.partition("@")[0]
 
@@ -204,3 +216,72 @@ def _set(args: dict[str, Any], key: str, value: Any, shown: str) -> None:
         if not isinstance(section, dict):
             raise ConfigError(f"{shown}: {part} is no section")
     section[last] = value
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A server's configuration.
+
+    name: of its file or model, for messages.
+    content: of a Serve config file, with the command line's options, without relative paths.
+    application: its first Aerie application, a part of `content`.
+    config: the checked `args` of that application.
+    """
+
+    name: str
+    content: dict[str, Any]
+    application: dict[str, Any]
+    config: AerieConfig
+
+    @property
+    def has_one_engine(self) -> bool:
+        """Whether there is one application, with one engine."""
+        return len(self.content["applications"]) == self.config.parallel.replicas == 1
+
+
+def configuration(args: Mapping[str, Any], base: Path = PACKAGED) -> AerieConfig:
+    """Return the checked configuration of an application's `args`. Checkpoints named by hub names are downloaded. base:
+    folder of relative paths. Raises ConfigError."""
+    return parse(with_downloads(args, base), base)
+
+
+def read_file(given: str) -> Chosen:
+    """Return the configuration of a file, or of the packaged one of this name. Raises ConfigError."""
+    path = find_config(given)
+    return _chosen(str(path), *read_content(path), path.resolve().parent)
+
+
+def read_command_line(arguments: argparse.Namespace) -> Chosen:
+    """Return the configuration of the arguments of `aerie serve`: a file's, or that of a model in a folder or on the
+    hub, which is written to --save. Raises ConfigError."""
+    given = str(arguments.config or quick_start())
+    is_model = names_model(given)
+    if is_model:
+        content = content_of_model(given, arguments)
+        application, name, base = content["applications"][0], given, Path.cwd()
+    else:
+        path = find_config(given)
+        check_file_options(path, arguments)
+        (content, application), name, base = read_content(path), str(path), path.resolve().parent
+    root_path = None if arguments.root_path is None else arguments.root_path.rstrip("/")
+    http = {"host": arguments.host, "port": arguments.port, "root_path": root_path}
+    content["http_options"] = dict(content.get("http_options") or {}) | _set_chosen(http)
+    application |= {"name": "aerie", "route_prefix": "/"} | application
+    application |= _set_chosen({"name": arguments.name, "route_prefix": arguments.route_prefix})
+    if is_model:
+        text = yaml.safe_dump(content, sort_keys=False)
+        if arguments.shows_config:
+            print(text, end="", flush=True)
+        if arguments.save:
+            arguments.save.write_text(text)
+    return _chosen(name, content, application, base)
+
+
+def _set_chosen(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _chosen(name: str, content: dict[str, Any], application: dict[str, Any], base: Path) -> Chosen:
+    config = configuration(application["args"], base)
+    locate(content, base)
+    return Chosen(name, content, application, config)

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from aerie.attention.config import CacheConfig
 from aerie.cluster.http.config import SERVER_DEFAULTS
-from aerie.deploy.config.value_names import ALGORITHMS, BACKENDS, OTHER_BACKENDS, OTHER_PARSERS, PARSERS
+from aerie.deploy.config.option_names import ALGORITHMS, BACKENDS, OTHER_BACKENDS, OTHER_PARSERS, PARSERS
 from aerie.speculative.config import Method
 from aerie.workers.config import LoraConfig
 

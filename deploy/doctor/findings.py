@@ -9,7 +9,7 @@ from typing import Literal
 from aerie.attention.distribution import STRANGER, install_command, pip
 from aerie.cluster.config import ConfigError
 from aerie.cluster.placement import place
-from aerie.deploy.config.chosen import read_file
+from aerie.deploy.config.model import read_file
 from aerie.deploy.doctor.machine import Machine, read_machine
 from aerie.deploy.nodes import local_nodes
 from aerie.kernels.lazy_import import load

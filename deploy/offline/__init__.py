@@ -3,12 +3,10 @@
 
 llm              `LLM`: lists of prompts
 async_llm        `AsyncLLM`: one request at a time, streamed in an event loop
-engine           model, tokenizer and engine, which both share; `EngineArgs`
+engine           model, tokenizer and engine, which both share; `EngineArgs`; parameters and methods of vLLM's that
+                 are refused by name
 engine_thread    runs the engine's loop in a thread; receivers: take tokens to threads and event loops
 sampling_params  parameters of a request
-lora_request     names a prompt's LoRA adapter
-prompts          prompts of all forms, and chats, as token ids
-outputs          outputs, and answers while they are generated
-metrics          the engine's metrics
-refusals         parameters and methods of vLLM's that are refused by name
+prompts          prompts of all forms, and chats, as token ids; names a prompt's LoRA adapter
+outputs          outputs, and answers while they are generated; the engine's metrics
 """

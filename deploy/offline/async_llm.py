@@ -6,13 +6,10 @@ from collections.abc import AsyncGenerator, Coroutine, Iterable, Mapping, Sequen
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from aerie.deploy.offline.engine import EngineArgs, OfflineEngine
+from aerie.deploy.offline.engine import EngineArgs, OfflineEngine, check_others, refused_method
 from aerie.deploy.offline.engine_thread import EngineDeadError
-from aerie.deploy.offline.lora_request import LoRARequest
-from aerie.deploy.offline.metrics import Metric
-from aerie.deploy.offline.outputs import RequestOutput, RunningAnswer, request_output
-from aerie.deploy.offline.prompts import Messages, Prompt, prompt_of
-from aerie.deploy.offline.refusals import check_others, refused_method
+from aerie.deploy.offline.outputs import Metric, RequestOutput, RunningAnswer, request_output
+from aerie.deploy.offline.prompts import LoRARequest, Messages, Prompt, prompt_of
 from aerie.deploy.offline.sampling_params import RequestOutputKind, SamplingParams
 
 

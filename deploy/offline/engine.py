@@ -1,4 +1,6 @@
-"""A model's tokenizer and its running engine, which `LLM` and `AsyncLLM` share."""
+"""A model's tokenizer and its running engine, which `LLM` and `AsyncLLM` share.
+
+Parameters and methods of vLLM's `LLM` that Aerie cannot honour, refused by name with a reason."""
 
 import argparse
 import asyncio
@@ -18,7 +20,7 @@ from transformers import AutoTokenizer
 
 from aerie.cluster.assembly import engine_spec
 from aerie.cluster.config import AerieConfig, ConfigError, read_args
-from aerie.cluster.coordinator.stats import engine_stats
+from aerie.cluster.coordinator.state_publisher import engine_stats
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.errors import ApiError
 from aerie.cluster.http.metrics import prometheus_text
@@ -34,6 +36,7 @@ from aerie.cluster.http.requests.parameters import (
 )
 from aerie.cluster.http.requests.prompts import check_token_ids
 from aerie.cluster.http.requests.structured_output import GrammarMaker
+from aerie.cluster.http.schema.body import Refusals
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.transport.messages import TokenDelta
 from aerie.deploy.checks import checked
@@ -42,11 +45,9 @@ from aerie.deploy.config.files import find_config
 from aerie.deploy.config.model import model_args, names_model, use_options
 from aerie.deploy.config.vllm_values import OptionError
 from aerie.deploy.offline.engine_thread import EngineThread
-from aerie.deploy.offline.lora_request import LoRARequest
-from aerie.deploy.offline.metrics import Metric, metrics_of
-from aerie.deploy.offline.outputs import RunningAnswer
-from aerie.deploy.offline.prompts import Messages, Prompt, chat_prompt
-from aerie.deploy.offline.sampling_params import LIMITS, SamplingParams
+from aerie.deploy.offline.outputs import Metric, RunningAnswer, metrics_of
+from aerie.deploy.offline.prompts import LoRARequest, Messages, Prompt, chat_prompt
+from aerie.deploy.offline.sampling_params import LIMITS, SamplingParams, honoured
 from aerie.speculative.build import plan_engine
 from aerie.workers.scheduling.plan import Grammar
 from aerie.workers.scheduling.request import Request, RequestTooLargeError, UnfinishedError
@@ -268,3 +269,42 @@ def _with(args: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     if server := [key for key in keys if key.startswith("ingress.") and not key.startswith("ingress.default_")]:
         raise ConfigError(f"{server[0]}: is a server's; LLM has none")
     return use_options(args, keys)
+
+
+PARAMETERS: Refusals = {
+    "prompt_adapter_request": ("prompt adapters are not implemented", ()),
+    "guided_options_request": ("use SamplingParams(structured_outputs=...)", ()),
+    "tokenization_kwargs": ("use SamplingParams(truncate_prompt_tokens=...)", ({},)),
+    "chat_template_content_format": ("contents are texts", ("auto", "string", "openai")),
+    "data_parallel_rank": ("LLM has one engine", (0,)),
+    "trace_headers": ("LLM writes no traces; a server does", ({},)),
+    "prompt_text": ("give the text as prompt", ()),
+    "prompt_token_ids": ("give token ids as the prompt", ()),
+    "prompt_embeds": ('give {"prompt_embeds": tensor} as the prompt', ()),
+    "multi_modal_data": ("prompts are text, token ids or embeddings", ({},)),
+}
+_NO_POOLING = "Aerie generates text; it has no pooling models"
+_ONE_PROCESS = "ranks are Aerie's own processes; use get_metrics, or a server's profile"
+METHODS = {
+    **dict.fromkeys(("encode", "embed", "classify", "score", "reward"), _NO_POOLING),
+    **dict.fromkeys(("collective_rpc", "apply_model", "start_profile", "stop_profile"), _ONE_PROCESS),
+    **dict.fromkeys(("sleep", "wake_up"), "close() the engine, and build it again"),
+    **dict.fromkeys(("pause_generation", "resume_generation"), "abort requests, and send them again"),
+    "beam_search": "beam search is not implemented: ask for n answers, and rank them by their cumulative_logprob",
+    "llm_engine": "there is no LLMEngine: use generate, chat, get_metrics or AsyncLLM",
+    "set_tokenizer": "put tokenizer.json and tokenizer_config.json into the model's folder",
+    "preprocess_chat": "use get_tokenizer().apply_chat_template",
+}
+
+
+def check_others(method: str, others: Mapping[str, Any]) -> None:
+    """Raise ValueError for refused parameters, TypeError for unknown ones. Those without effect are accepted; see
+    `honoured`."""
+    if unknown := honoured(others, PARAMETERS):
+        raise TypeError(f"{method}() got an unexpected keyword argument {next(iter(unknown))!r}")
+
+
+def refused_method(owner: str, name: str) -> AttributeError:
+    """Return the error for an attribute that does not exist."""
+    reason = METHODS.get(name)
+    return AttributeError(f"{owner!r} object has no attribute {name!r}" + (f": {reason}" if reason else ""))

@@ -2,7 +2,8 @@
 
 The thread builds, steps and ends the engine; other threads only send it commands. Used by
 `aerie.deploy.offline.engine`.
-"""
+
+Take token deltas from an engine's thread to its callers."""
 
 import asyncio
 import atexit
@@ -16,14 +17,50 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from aerie.cluster.coordinator.stream import token_delta
+from aerie.cluster.coordinator.request_streams import token_delta
 from aerie.cluster.transport.messages import TokenDelta
-from aerie.deploy.offline.receivers import LoopReceiver, QueueReceiver, Receiver
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.scheduling.request import QueueFullError, Request, RequestOutput
+
+
+class Receiver(Protocol):
+    """Receives the deltas of its requests."""
+
+    def put(self, deltas: list[TokenDelta]) -> None:
+        """Receive a step's deltas. Called by the engine's thread; must return at once."""
+
+
+class QueueReceiver:
+    """Deltas for a thread, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: queue.SimpleQueue[list[TokenDelta]] = queue.SimpleQueue()
+
+    def put(self, deltas: list[TokenDelta]) -> None:
+        self.steps.put(deltas)
+
+
+class LoopReceiver:
+    """Deltas for an event loop, by request."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.queues: dict[str, asyncio.Queue[TokenDelta]] = {}
+        self._loop = weakref.ref(loop)
+
+    def put(self, deltas: list[TokenDelta]) -> None:
+        loop = self._loop()
+        with contextlib.suppress(RuntimeError):  # closed; its generators have been closed before
+            if loop is not None:
+                loop.call_soon_threadsafe(self._put, deltas)
+
+    def _put(self, deltas: list[TokenDelta]) -> None:
+        for delta in deltas:
+            if (found := self.queues.get(delta.request_id)) is not None:
+                found.put_nowait(delta)
+
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from tqdm import tqdm
 
-from aerie.deploy.offline.engine import OfflineEngine
-from aerie.deploy.offline.lora_request import LoRARequest
-from aerie.deploy.offline.metrics import Metric
-from aerie.deploy.offline.outputs import RequestOutput, request_output
-from aerie.deploy.offline.prompts import Messages, Prompt, finished, is_token_ids, prompt_of
-from aerie.deploy.offline.refusals import check_others, refused_method
+from aerie.deploy.offline.engine import OfflineEngine, check_others, refused_method
+from aerie.deploy.offline.outputs import Metric, RequestOutput, request_output
+from aerie.deploy.offline.prompts import LoRARequest, Messages, Prompt, finished, is_token_ids, prompt_of
 from aerie.deploy.offline.sampling_params import SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None

@@ -1,4 +1,6 @@
-"""Prompts of all forms as texts and token ids."""
+"""Prompts of all forms as texts and token ids.
+
+`LoRARequest`: names the LoRA adapter of a prompt, as vLLM's class of that name."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
@@ -13,14 +15,12 @@ from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.errors import ApiError, unsupported
 from aerie.cluster.http.requests.image_prompt import encode_chat, images_of
 from aerie.cluster.http.requests.image_reader import ImageReader
-from aerie.cluster.http.requests.prompt_embeds import PLACEHOLDER
-from aerie.cluster.http.requests.prompts import chat_text, check_token_ids, encode_prompt
+from aerie.cluster.http.requests.prompts import PLACEHOLDER, chat_text, check_token_ids, encode_prompt
 from aerie.cluster.http.requests.tools import functions, template_variables
 from aerie.cluster.http.schema.body import checked_body
 from aerie.cluster.http.schema.request import ChatCompletionRequest
-from aerie.cluster.http.text.long_text import Truncation
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
-from aerie.cluster.http.text.user_text import ChatText
+from aerie.cluster.http.text.user_text import ChatText, Truncation
 from aerie.workers.prompt_inputs import Embeddings, PreparedImage, PromptInputs
 
 T = TypeVar("T")
@@ -160,3 +160,15 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 _KEYS = ("prompt", "prompt_token_ids", "prompt_embeds", "cache_salt")
+
+
+@dataclass(frozen=True)
+class LoRARequest:
+    """A LoRA adapter, in a folder as peft saves it. Equal names are the same adapter, unless the path differs.
+
+    lora_int_id: as in vLLM; not used.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aerie.cluster.linux import adopt_orphans, end_with_parent, process_state, set_name
-from aerie.cluster.transport.folders import OWNER, give_to, is_alive
+from aerie.cluster.transport.sockets import OWNER, give_to, is_alive
 from aerie.deploy.processes.server_record import Record, begin, clear, clear_abandoned, note, read
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -2,7 +2,7 @@
 after a crash. Used by `aerie.deploy.processes.guard`, `aerie.deploy.serve`, `aerie.deploy.start` and
 `aerie.deploy.stop`; needs the standard library only.
 
-A record is a private folder (`aerie.cluster.transport.folders`). All processes of the server have its path in their
+A record is a private folder (`aerie.cluster.transport.sockets`). All processes of the server have its path in their
 environment (`VARIABLE`). The server also records their pids and start times, because some processes overwrite their
 environment with a title.
 """
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from aerie.cluster.transport import folders
+from aerie.cluster.transport import sockets
 
 VARIABLE = "AERIE_SERVER"
 _RECORD, _PROCESSES = "server.json", "processes.json"
@@ -37,7 +37,7 @@ class Record:
     session: session folder of the Ray that it started; "" if unknown.
     beside: its private folder outside of the temporary folder; "" for none.
     is_kept: it ended by a fault, so Ray's logs are kept.
-    ray: variables by which other commands reach its Ray (`aerie.deploy.access.reach`); empty until Ray runs.
+    ray: variables by which other commands reach its Ray (`aerie.deploy.access`); empty until Ray runs.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Record:
 
 def begin(record: Record) -> Path:
     """Create a folder for the record and put its path into this process's environment."""
-    folder = folders.private_folder()
+    folder = sockets.private_folder()
     _write(folder / _RECORD, asdict(record))
     os.environ[VARIABLE] = str(folder)
     return folder
@@ -70,7 +70,7 @@ def note_processes(pids: Iterable[int]) -> None:
     """Record the server's processes."""
     folder = os.environ.get(VARIABLE)
     if folder and Path(folder).is_dir():
-        _write(Path(folder) / _PROCESSES, [folders.identity(pid) for pid in pids])
+        _write(Path(folder) / _PROCESSES, [sockets.identity(pid) for pid in pids])
 
 
 def read(folder: Path) -> Record | None:
@@ -83,7 +83,7 @@ def read(folder: Path) -> Record | None:
 
 def records() -> Iterator[tuple[Path, Record, dict[str, object]]]:
     """Return folder, record and owner of every server and node of this user on this machine, running or not."""
-    for folder, owner in folders.own_folders():
+    for folder, owner in sockets.own_folders():
         if (record := read(folder)) is not None:
             yield folder, record, owner
 
@@ -93,7 +93,7 @@ def processes(folder: Path) -> list[int]:
     marker = f"{VARIABLE}={folder}".encode()
     found = {pid for pid, words in _of_every_process("environ") if marker in words}
     with contextlib.suppress(OSError, ValueError):
-        found |= {each["pid"] for each in json.loads((folder / _PROCESSES).read_text()) if folders.is_alive(each)}
+        found |= {each["pid"] for each in json.loads((folder / _PROCESSES).read_text()) if sockets.is_alive(each)}
     return sorted(found - {os.getpid()})
 
 
@@ -126,12 +126,12 @@ def clear_abandoned(with_kept: bool) -> None:
             spared.add(folder)
         else:
             clear(folder)
-    folders.clear_abandoned(spared)
+    sockets.clear_abandoned(spared)
 
 
 def is_alive(folder: Path, record: Record, owner: Mapping[str, object]) -> bool:
     """Whether the server or node runs. `ray start` ends once the node does."""
-    return folders.is_alive(owner) or (record.kind == "node" and bool(processes(folder)))
+    return sockets.is_alive(owner) or (record.kind == "node" and bool(processes(folder)))
 
 
 def sessions_of(pids: Iterable[int]) -> set[str]:

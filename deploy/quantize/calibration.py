@@ -1,18 +1,35 @@
-"""Second moments of the inputs of a model's layers, while it reads texts."""
+"""Second moments of the inputs of a model's layers, while it reads texts.
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+Tokenizes calibration texts, and computes a model's loss on them with an engine in this process."""
 
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from aerie.attention.config import CacheConfig
+from aerie.cluster.http.text.chat_template import ChatTemplateError
+from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.kernels.experts.route import RouterLogits
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.norm.norm import silu_mul
+from aerie.speculative.training.rows import Conversation, read_conversations
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape, UnquantizedExperts
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod
+from aerie.workers.models.config import ModelConfig
+from aerie.workers.models.loading import read_target_config
 from aerie.workers.quantization.quant_method import QuantMethod
+from aerie.workers.runner.layout import NoSpeculation, plan_engine
+from aerie.workers.runner.local_engine import LocalEngine, local_engine
+from aerie.workers.scheduling.plan import SamplingParams
+from aerie.workers.scheduling.request import Request, RequestOutput
 
 
 class Moments:
@@ -90,3 +107,61 @@ class _ObservedExperts(UnquantizedExperts):
 
 def moments_bytes(columns: int) -> int:
     return columns * columns * torch.float32.itemsize
+
+
+SHIPPED = Path(__file__).parent / "held_out.jsonl"
+_CONCURRENCY = 4
+_PAGE = 16
+_ASKED = SamplingParams(1, 0.0, prompt_logprobs=1)  # makes the last layer compute all rows
+
+
+def read_texts(folder: Path, sources: Sequence[str], num_rows: int, max_tokens: int) -> list[list[int]]:
+    """Return the tokens of the first rows, each cut to `max_tokens`.
+
+    folder: model folder with the tokenizer and chat template.
+    sources: see `aerie.speculative.training.rows.read_conversations`.
+    Raises TrainingError for rows that cannot be read, ValueError for a tokenizer.
+    """
+    tokenizer = ChatTokenizer.from_folder(folder)
+    texts = [_tokens(tokenizer, row)[:max_tokens] for row in read_conversations(sources)[:num_rows]]
+    return [text for text in texts if len(text) > 1]
+
+
+def _tokens(tokenizer: ChatTokenizer, row: Conversation) -> list[int]:
+    try:
+        text = tokenizer.render(row.messages(), add_generation_prompt=False)
+    except ChatTemplateError:  # a base model has none
+        plain = "\n\n".join(turn.content for turn in row.turns)
+        return asyncio.run(tokenizer.encode(plain, add_special_tokens=True))
+    return asyncio.run(tokenizer.encode(text, add_special_tokens=False))
+
+
+@contextlib.contextmanager
+def reader(
+    folder: Path, max_tokens: int, change: Callable[[ModelConfig], ModelConfig] = lambda config: config
+) -> Iterator[LocalEngine]:
+    """Run an engine on the CPU that reads texts of up to `max_tokens`. change: changes the model's configuration before
+    it is loaded. Raises ValueError if the model cannot be loaded."""
+    pages = _CONCURRENCY * (-(-(max_tokens + 1) // _PAGE) + 1) + 1
+    cache = CacheConfig(_PAGE, num_pages=pages, dtype="model", prefix_cache=False, state_snapshots=0)
+    source = ModelSource(str(folder), device="cpu")
+    worker = WorkerConfig(source, cache, SchedulerConfig(_CONCURRENCY, 512), measure_costs=False)
+    plan = plan_engine(worker, read_target_config(source, 1), NoSpeculation())
+    with local_engine(worker, replace(plan, target=change(plan.target))) as engine:
+        yield engine
+
+
+def mean_loss(engine: LocalEngine, texts: Sequence[Sequence[int]], advance: Callable[[], object]) -> float:
+    """Return the mean loss in nats of all tokens after the first of a text. advance: called after each text."""
+    total, count = 0.0, 0
+
+    def listen(output: RequestOutput) -> None:
+        nonlocal total, count
+        if output.prompt_logprobs is not None:
+            values = np.frombuffer(output.prompt_logprobs.logprobs, "<f4")
+            total, count = total - float(values.sum(dtype=np.float64)), count + len(values)
+        if output.finish_reason is not None:
+            advance()
+
+    engine.run([Request(f"text-{i}", list(text), _ASKED) for i, text in enumerate(texts)], _CONCURRENCY, listen)
+    return total / count

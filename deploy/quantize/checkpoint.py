@@ -18,19 +18,17 @@ from torch import Tensor
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy.config.hub import model_folder
-from aerie.deploy.quantize.calibration import Moments, Observed, moments_bytes
+from aerie.deploy.quantize.calibration import SHIPPED, Moments, Observed, mean_loss, moments_bytes, read_texts, reader
 from aerie.deploy.quantize.matrices import Layer, Source, chosen_layers, kept_modules, largest
 from aerie.deploy.quantize.names import SCHEMES
-from aerie.deploy.quantize.rounding import quantised
+from aerie.deploy.quantize.rounding import ShardWriter, copy_others, quantised, unfinished
 from aerie.deploy.quantize.schemes import Scheme, scheme_of
-from aerie.deploy.quantize.texts import SHIPPED, mean_loss, read_texts, reader
-from aerie.deploy.quantize.writer import ShardWriter, copy_others, unfinished
 from aerie.speculative.training import TrainingError
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.models.loading import fill_target, read_target_config
-from aerie.workers.models.weight_bytes import META
-from aerie.workers.runner.device_memory import HostMemory
+from aerie.workers.models.weights import META
+from aerie.workers.runner.memory import HostMemory
 
 ResultT = TypeVar("ResultT")
 _MOMENTS_BYTES = 1 << 32  # second moments held at once; for more, the texts are read again

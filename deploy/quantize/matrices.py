@@ -14,16 +14,14 @@ from torch import Tensor
 from aerie.cluster.config import ConfigError
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import SOLO
-from aerie.workers.layers.experts import Experts
 from aerie.workers.layers.linear import LinearBase
+from aerie.workers.layers.moe import Experts
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.loading import allocate, read_target_config
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.registry import family_of_config
-from aerie.workers.models.weight_bytes import META
-from aerie.workers.models.weights import checkpoint_files, num_checkpoint_bytes, opened
-from aerie.workers.quantization.module_lists import matches
-from aerie.workers.quantization.quant_method import Unquantized
+from aerie.workers.models.weights import META, checkpoint_files, num_checkpoint_bytes, opened
+from aerie.workers.quantization.quant_method import Unquantized, matches
 
 HEAD = "lm_head"
 _GATES = ("*.in_proj_a", "*.in_proj_b", "*.in_proj_ba")  # recurrent layers' gates: small, sensitive to rounding

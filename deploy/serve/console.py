@@ -18,8 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 
 from aerie.cluster.linux import home_folder
-from aerie.cluster.logs import MARK
-from aerie.cluster.start_log import READY, Step, read_line
+from aerie.cluster.start_log import MARK, READY, Step, read_line
 from aerie.cluster.start_log import Progress as StepProgress
 
 _SHOWN = ("aerie serve", "check", "engine", "rank 0")  # the processes whose steps are shown; all are in the log

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from aerie.deploy.haproxy.process import NUM_PORTS, max_connections, open_files_warning, write_script
+from aerie.deploy.haproxy import NUM_PORTS, max_connections, open_files_warning, write_script
 from aerie.deploy.serve.watches import HaproxyWatch
 from aerie.workers.distributed.ports import free_port, free_ports
 

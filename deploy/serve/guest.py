@@ -1,5 +1,5 @@
 """Applications on a cluster that others use too (`aerie serve --address`): only our own are deployed, watched, drained
-and deleted, and Serve is never shut down. Used by `aerie.deploy.serve.launch` and `aerie.deploy.serve.drain`.
+and deleted, and Serve is never shut down. Used by `aerie.deploy.serve.launch` and `aerie.deploy.serve.launch`.
 
 Serve's config files are declarative: deploying one deletes every application that an earlier file deployed (Ray 2.60).
 So applications are deployed one by one here, as `serve.run` does.

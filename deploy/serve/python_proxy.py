@@ -1,5 +1,5 @@
 """Makes Serve's Python proxy read every request. Serve loads `middlewares` in the proxy's process, before its server
-starts. HAProxy's configuration has the same rules (`aerie.deploy.haproxy.config`).
+starts. HAProxy's configuration has the same rules (`aerie.deploy.haproxy`).
 
 The proxy (Ray 2.60) decodes some headers strictly: a byte that is not UTF-8 gives a 500 without a body on every path.
 Its server (uvicorn 0.54 with httptools) loses the body of a request that offers another protocol, as Java's HttpClient
@@ -13,8 +13,8 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
-from aerie.cluster.logs import REQUEST_ID
-from aerie.deploy.haproxy.config import OF_TRACES, SERVES_OWN
+from aerie.cluster.start_log import REQUEST_ID
+from aerie.deploy.haproxy import OF_TRACES, SERVES_OWN
 
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
 _UNREADABLE = b"not printable"  # replaces a request id: the ingress refuses it with an explanation

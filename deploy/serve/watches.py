@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aerie.deploy.haproxy.process import LAST, PID, STAND_IN, living
+from aerie.deploy.haproxy import LAST, PID, STAND_IN, living
 from aerie.deploy.processes.guard import FAULT, end_descendants, process_tree
 from aerie.deploy.processes.server_record import note, note_processes, sessions_of
 from aerie.deploy.serve.applications import Application, read_applications
 from aerie.deploy.serve.console import Console
-from aerie.deploy.serve.raylet_start import cause
+from aerie.deploy.serve.ray_start import cause
 
 _STARTED_S = 1.0  # a HAProxy that has run this long has the port
 
@@ -54,7 +54,7 @@ class HaproxyWatch(Watch):
     """Replaces a dead HAProxy of Serve's by one with the last routes, until Serve has started another, which takes
     seconds.
 
-    folder: as in `aerie.deploy.haproxy.process.write_script`; Serve has a folder below it for each node."""
+    folder: as in `aerie.deploy.haproxy.write_script`; Serve has a folder below it for each node."""
 
     period_s = 0.25
 
@@ -200,7 +200,7 @@ class StartWatch(Watch):
 
 def failure(applications: Mapping[str, Application], since: float = 0.0) -> str:
     """Return the reason that one of these applications cannot start; "" if all can. since: Unix time of the start."""
-    from aerie.cluster.replica.refusals import remembered
+    from aerie.cluster.replica.engine import remembered
 
     for name, application in applications.items():
         if reason := remembered(name, since=since):

@@ -10,13 +10,14 @@ from ray._private.state import available_resources_per_node
 from aerie.cluster.transport.discovery import find_coordinators
 from aerie.cluster.transport.messages import EngineStats
 from aerie.deploy.serve.applications import read_applications
-from aerie.deploy.status.missing import NodeRoom, written
 from aerie.deploy.status.report import (
     ApplicationStatus,
     EngineStatus,
+    NodeRoom,
     NodeStatus,
     Report,
     waiting_groups,
+    written,
 )
 
 _STATS_LIMIT_S = 5.0

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from aerie.deploy.access.reach import ADDRESS, find_ray, reach_ray
+from aerie.deploy.access import ADDRESS, find_ray, reach_ray
 from aerie.deploy.status.report import ApplicationStatus, Report
 from aerie.kernels.lazy_import import load
 

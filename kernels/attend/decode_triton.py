@@ -41,11 +41,10 @@ from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_cap
 from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
 from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_length, path_tile, sees
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.kv.batches import DecodeBatch
-from aerie.kernels.kv.fp8 import FP8, weight_unit
-from aerie.kernels.kv.fp8_triton import as_multiplied
+from aerie.kernels.kv.batches import DecodeBatch, LayerKV
 from aerie.kernels.kv.mask_bits import MASK_BITS
-from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.kv.stored_values import FP8, weight_unit
+from aerie.kernels.kv.stored_values_triton import as_multiplied
 from aerie.kernels.pdl import pdl_wait
 
 MOST_APART = 512  # programs for single rows, about half of which have work: two for each multiprocessor of an H200

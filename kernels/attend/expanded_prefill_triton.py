@@ -17,9 +17,8 @@ from aerie.kernels.attend.prefill_triton import PrefillTiles
 from aerie.kernels.attend.references import masked_positions
 from aerie.kernels.attend.scores import LOG2_E
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.kv.batches import PrefillBatch
-from aerie.kernels.kv.views import ExpandedKV
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.kv.batches import ExpandedKV, PrefillBatch
+from aerie.kernels.rope.rope_store import Angles
 
 
 @triton.jit

@@ -31,9 +31,8 @@ from aerie.kernels.attend.scores import LOG2_E
 from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
 from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_tile
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.kv.batches import DecodeBatch
-from aerie.kernels.kv.fp8 import FP8, weight_unit
-from aerie.kernels.kv.views import LatentKV
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV
+from aerie.kernels.kv.stored_values import FP8, weight_unit
 from aerie.kernels.pdl import pdl_wait
 
 

@@ -20,9 +20,8 @@ from aerie.kernels.attend.prefill_plan_triton import TILE_FIELDS
 from aerie.kernels.attend.prefill_triton import PrefillTiles
 from aerie.kernels.attend.scores import LOG2_E
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.kv.batches import PrefillBatch
-from aerie.kernels.kv.fp8 import FP8, weight_unit
-from aerie.kernels.kv.views import LatentKV
+from aerie.kernels.kv.batches import LatentKV, PrefillBatch
+from aerie.kernels.kv.stored_values import FP8, weight_unit
 
 
 @triton.jit(do_not_specialize=["table_stride"])

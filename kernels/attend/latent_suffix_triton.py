@@ -10,8 +10,7 @@ from torch import Tensor
 from aerie.kernels.attend.latent_tile_triton import load_latent_rows, load_queries, score_latent_tile
 from aerie.kernels.attend.scores import LOG2_E
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.kv.batches import DecodeBatch
-from aerie.kernels.kv.views import LatentKV
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV
 from aerie.kernels.pdl import pdl_wait
 
 BLOCK_M = 16  # query rows x heads per program

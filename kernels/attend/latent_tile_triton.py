@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from aerie.kernels.kv.fp8_triton import as_multiplied, even, odd
-from aerie.kernels.kv.views import LatentKV
+from aerie.kernels.kv.batches import LatentKV
+from aerie.kernels.kv.stored_values_triton import as_multiplied, even, odd
 
 
 @triton.jit
@@ -43,8 +43,8 @@ def load_queries(
 
 @triton.jit
 def rotate_pairs(x, cos, sin, M: tl.constexpr, ROTATED: tl.constexpr):
-    """Rotate adjacent pairs (`aerie.kernels.rope.rotation.rotate_pairs`): x [M, ROTATED] float32; cos, sin [M, ROTATED
-    / 2]."""
+    """Rotate adjacent pairs (`aerie.kernels.rope.rope_store.rotate_pairs`): x [M, ROTATED] float32; cos, sin [M,
+    ROTATED / 2]."""
     first, second = tl.split(tl.reshape(x, (M, ROTATED // 2, 2)))
     return tl.reshape(tl.join(first * cos - second * sin, second * cos + first * sin), (M, ROTATED))
 
@@ -118,8 +118,8 @@ def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.cons
 def score_latent_pairs(
     q, q_odd, q_rotated, q_rotated_odd, pairs, rotated, scale_log2, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """`score_latent_tile` over FP8 rows read as pairs of numbers (`aerie.kernels.kv.fp8_triton.even`). Even and odd
-    dimensions of q are separate tensors."""
+    """`score_latent_tile` over FP8 rows read as pairs of numbers (`aerie.kernels.kv.stored_values_triton.even`). Even
+    and odd dimensions of q are separate tensors."""
     dtype: tl.constexpr = q.dtype
     first, second = even(pairs, dtype, INTERPRETED), odd(pairs, dtype, INTERPRETED)
     k_pe, k_pe_odd = even(rotated, dtype, INTERPRETED), odd(rotated, dtype, INTERPRETED)

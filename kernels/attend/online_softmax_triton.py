@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from aerie.kernels.kv.fp8_triton import even, odd
+from aerie.kernels.kv.stored_values_triton import even, odd
 
 SUM_COLUMNS = tl.constexpr(8)  # fewest columns of a product
 
@@ -24,8 +24,8 @@ def score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.co
 def score_pairs(
     q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS: tl.constexpr, D: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """`score_tile` over FP8 pages read as pairs of numbers (`aerie.kernels.kv.fp8_triton.even`). Return the scores,
-    and even and odd dimensions of the values [N, D / 2].
+    """`score_tile` over FP8 pages read as pairs of numbers (`aerie.kernels.kv.stored_values_triton.even`). Return the
+    scores, and even and odd dimensions of the values [N, D / 2].
 
     q, q_odd: [M, D / 2], even and odd dimensions.
     """
@@ -49,7 +49,7 @@ def accumulate(scores, v, scale_log2, top, total, acc, FIXED: tl.constexpr = Fal
     acc: weighted sum.
     FIXED: the tensor core adds weights, in the order of columns, as it adds values. Another sum would depend on the
         compiler's layout of a loop.
-    UNIT: see `aerie.kernels.kv.fp8.weight_unit`.
+    UNIT: see `aerie.kernels.kv.stored_values.weight_unit`.
     """
     top, total, weights, shrink = softmax_step(scores, scale_log2, top, total, FIXED)
     if UNIT != 1.0:

@@ -14,10 +14,9 @@ from aerie.kernels.attend.prefill_plan_triton import TILE_FIELDS
 from aerie.kernels.attend.scores import LOG2_E, ScoreRule
 from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.kv.batches import PrefillBatch
-from aerie.kernels.kv.fp8 import weight_unit
-from aerie.kernels.kv.fp8_triton import as_multiplied
-from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.kv.batches import LayerKV, PrefillBatch
+from aerie.kernels.kv.stored_values import weight_unit
+from aerie.kernels.kv.stored_values_triton import as_multiplied
 
 
 @triton.jit

@@ -4,10 +4,9 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.attend.scores import ScoreRule, row_weights
-from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
-from aerie.kernels.kv.fp8 import read_pages
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV, PrefillBatch
+from aerie.kernels.kv.stored_values import read_pages
 from aerie.kernels.kv.tree_masks import seen_columns
-from aerie.kernels.kv.views import LatentKV, LayerKV
 
 
 def decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
 from aerie.kernels.cpp_library import compiles, function
-from aerie.kernels.kv.batches import DecodeBatch
-from aerie.kernels.kv.views import LatentKV, LayerKV
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV
 
 MIN_SHARED_KEYS = 1 << 11  # positions of all rows and heads from which threads share them
 

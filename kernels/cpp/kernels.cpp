@@ -9,7 +9,7 @@
 
 extern "C" {
 
-// A decoder layer and its weights: `aerie.kernels.layer.host_layer` has the same fields.
+// A decoder layer and its weights: `aerie.kernels.host_layer` has the same fields.
 struct Product {
     const void *codes;
     const float *scales, *offsets, *bias;
@@ -77,7 +77,7 @@ void silu_mul(const float *x, int64_t num_rows, int64_t size, float *out, int32_
 }
 
 // Rotates q into `out` [rows, heads, size], rotates k into its page, and copies v to its page. index, slots: row of cos
-// and sin, and index of the token in the pages, by row. NaN in v is stored as in `aerie.kernels.kv.nan_values`.
+// and sin, and index of the token in the pages, by row. NaN in v is stored as in `aerie.kernels.kv.stored_values`.
 void rope_store(const float *q, int64_t ld_q, int64_t heads, const float *k, int64_t ld_k, const float *v, int64_t ld_v,
                 int64_t kv_heads, int64_t size, const float *cos, const float *sin, int64_t half, const int64_t *index,
                 const int64_t *slots, float *k_pages, float *v_pages, int64_t num_rows, float *out, int32_t threads) {

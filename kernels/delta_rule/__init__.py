@@ -2,9 +2,9 @@
 projections.
 
 tables    the tensors: a layer's state, weights and rows, and the inputs that all layers of a pass share
-rounds    verification and decoding: replays the committed rows, then computes the new rows, for trees of any shape
+rounds    verification and decoding: replays the committed rows, then computes the new rows, for trees of any shape;
+          moves the accepted rows of all layers to the committed rows
 chunks    prompt chunks
-commit    moves the accepted rows of all layers to the committed rows
 formulas  convolution, gates, recurrence and gated norm in torch, for the references
 
 A round reads and writes the state once, for any number of rows. Verified rows do not change the state; the layer stores

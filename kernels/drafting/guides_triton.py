@@ -6,12 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aerie.kernels.drafting import guide_table
-from aerie.kernels.drafting.guide_table import MAX_EDGES, MAX_STATES, GuideTable
+from aerie.kernels.drafting import guides as guides_module
+from aerie.kernels.drafting.guides import MAX_EDGES, MAX_STATES, GuideTable
 from aerie.kernels.tree.nodes import Children, Level
 
 BLOCK = 4096
-NOWHERE = tl.constexpr(guide_table.NOWHERE)
+NOWHERE = tl.constexpr(guides_module.NOWHERE)
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton.language as tl
 from aerie.kernels.experts.gate_products_triton import add_gates, scales_of_gates, times_channels
 from aerie.kernels.fp8.rows_triton import scale_of
 from aerie.kernels.gemm.splits_triton import comes_last, sum_of_splits
-from aerie.kernels.kv.fp8_triton import to_fp8
+from aerie.kernels.kv.stored_values_triton import to_fp8
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -31,4 +31,4 @@ GPT_OSS = GatedActivation(alpha=1.702, limit=7.0, shift=1.0)  # openai/gpt-oss, 
 # tanh approximation of GELU (arXiv 1606.08415, section 2): (1 + tanh x) / 2 = sigmoid(2 x)
 GELU_TANH = GatedActivation(alpha=2 * math.sqrt(2 / math.pi), cubic=0.044715)
 GATED = {"silu": SWIGLU, "gelu_pytorch_tanh": GELU_TANH}
-"""Gated activations by their names in config.json, the same as in `aerie.kernels.norm.activation.ACTIVATIONS`."""
+"""Gated activations by their names in config.json, the same as in `aerie.kernels.norm.norm.ACTIVATIONS`."""

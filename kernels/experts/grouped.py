@@ -9,7 +9,7 @@ from aerie.kernels.capability import ALIGNED_BYTES
 from aerie.kernels.experts.gated import SWIGLU, GatedActivation
 from aerie.kernels.experts.route import MAX_LISTED, RouterLogits
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.span import Span
 
 Biases = tuple[Tensor, Tensor]  # of all experts: gate_up [experts, 2 * width], down [experts, size]

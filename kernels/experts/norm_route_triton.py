@@ -12,7 +12,7 @@ from aerie.kernels.experts.route import Routed, TokenSlots
 from aerie.kernels.experts.route_row_triton import route_row
 from aerie.kernels.gemm.splits_triton import comes_last
 from aerie.kernels.gemm.workspace import Workspace
-from aerie.kernels.norm.rms_norm_triton import inverse_rms, scaled_by
+from aerie.kernels.norm.norm_triton import inverse_rms, scaled_by
 from aerie.kernels.pdl import pdl_wait
 
 _SPAN = 128  # inputs per program

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aerie.kernels.collectives.sum_in_order import sum_in_order
+from aerie.kernels.collectives.all_reduce import sum_in_order
 
 NO_EXPERT = -1  # for padding rows and experts of other ranks
 MAX_LISTED = 16  # maximum rows for which the used experts are listed

@@ -12,7 +12,7 @@ import triton.language as tl
 from aerie.kernels.experts.gate_products_triton import activated
 from aerie.kernels.experts.order_triton import block_of_program, clear_counts
 from aerie.kernels.fp8.rows_triton import scale_of
-from aerie.kernels.kv.fp8_triton import to_fp8
+from aerie.kernels.kv.stored_values_triton import to_fp8
 
 MIN_ROWS = 64  # per block
 

@@ -10,7 +10,7 @@ from aerie.kernels.experts.route import MAX_LISTED
 from aerie.kernels.fp8.rows import GROUP
 from aerie.kernels.gemm.blocks import largest
 from aerie.kernels.gemm.tiles import INPUT_STEP
-from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.kv.stored_values import FP8
 from aerie.kernels.span import Span
 
 WIDTH_STEP = 8  # divisor of an expert's width; a tensor map's rows are multiples of 16 bytes

@@ -25,7 +25,7 @@ from aerie.kernels.fp8.tiles import Fp8GemmTiles, Fp8Matrix, rounding_columns
 from aerie.kernels.gemm.splits_triton import comes_last, sum_of_splits
 from aerie.kernels.gemm.workspace import Workspace
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.kv.fp8_triton import to_fp8
+from aerie.kernels.kv.stored_values_triton import to_fp8
 from aerie.kernels.pdl import pdl_wait
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from aerie.kernels.kv.fp8 import FP8, FP8_MAX
+from aerie.kernels.kv.stored_values import FP8, FP8_MAX
 from aerie.kernels.operation import Implementation, on_gpu, operation
 
 GROUP = 128  # columns of a row that share a scale

@@ -11,7 +11,7 @@ from aerie.kernels.gemm.blocks import cdiv, largest, next_power_of_2
 from aerie.kernels.gemm.tiles import MAX_SPLITS, SHARED_BYTES
 
 MAX_ROWS = 128  # limit of `aerie.kernels.fp8.gemm_triton`
-MIN_WIDE_ROWS = 65  # with scales per group, `aerie.kernels.fp8.gemm_wide_triton` is faster from here on
+MIN_WIDE_ROWS = 65  # with scales per group, `aerie.kernels.fp8.product_triton` is faster from here on
 SCALE_ROWS = 64  # rows of W that share a scale; a checkpoint's block of 128 becomes two
 MAX_AHEAD_ROWS = 8  # limit of `aerie.kernels.fp8.gemm_ahead_triton`
 _ROUNDED = 8192  # numbers quantised at once by a program: 64 per thread

@@ -19,7 +19,7 @@ from aerie.kernels.capability import num_multiprocessors
 from aerie.kernels.cpp_library import compiles
 from aerie.kernels.gemm.tiles import INPUT_STEP, MAX_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.operation import Implementation, anywhere, on_host, operation
 
 _ROWS_HINT = 4  # number of rows for which oneDNN optimises its layout

@@ -30,7 +30,7 @@ def gated_rows(x: Tensor, weight: Tensor, width: int, out: Tensor) -> Tensor:
     width: rows of W in a tile, from `gated_width`.
     out: [rows, N] in x's dtype, contiguous.
 
-    Reference: `aerie.kernels.norm.activation.silu_mul` of `torch.nn.functional.linear`.
+    Reference: `aerie.kernels.norm.norm.silu_mul` of `torch.nn.functional.linear`.
     """
     (rows, n), k = out.shape, weight.shape[1]
     assert x.shape == (rows, k) and weight.shape[0] == 2 * n and x.dtype == weight.dtype == out.dtype

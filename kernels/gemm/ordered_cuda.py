@@ -56,7 +56,7 @@ def ordered_cuda(
     tile_rows: from `ordered_cuda_rows`.
     out: in x's dtype, contiguous.
 
-    Reference: `torch.nn.functional.linear`, and `aerie.kernels.norm.activation.silu_mul` of it.
+    Reference: `torch.nn.functional.linear`, and `aerie.kernels.norm.norm.silu_mul` of it.
     """
     (rows, n), (outputs, k) = out.shape, weight.shape
     assert x.shape == (rows, k) and outputs == (2 * n if gated else n) and x.dtype == weight.dtype == out.dtype

@@ -31,7 +31,7 @@ from aerie.kernels.gemm.tiles import (
 )
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.pdl import pdl_wait
 
 _TOGETHER = 8  # tiles of rows that run at the same time, to reuse W's tiles from L2

@@ -196,7 +196,7 @@ def skinny_gemm_gated(x: Tensor, weight: Tensor, workspace: Workspace, tiles: Sk
 
     tiles: from `gated_tiles`.
 
-    Reference: `aerie.kernels.norm.activation.silu_mul` of `torch.nn.functional.linear`.
+    Reference: `aerie.kernels.norm.norm.silu_mul` of `torch.nn.functional.linear`.
     """
     out = torch.empty((x.shape[0], weight.shape[0] // 2), dtype=x.dtype, device=x.device)
     _multiply(x, weight, None, workspace, out, tiles, gated=True)

@@ -3,7 +3,8 @@
 A pass has the rows of a `DecodeBatch` (requests in a round, the same number of rows each), then those of a
 `PrefillBatch`
 (prompt chunks, any number of rows). Either may be absent. `row_positions`, `slot_mapping` and backends use that order.
-"""
+
+Views of one layer's KV for backends and kernels: one type per layout (`aerie.attention.kv_cache.layout`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -265,3 +266,46 @@ def token_indices(page_table: Tensor, positions: Tensor, page_size: int) -> Tens
     max_pages]."""
     pages = page_table.gather(1, positions // page_size).long()
     return pages * page_size + positions % page_size
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Backends' view of a layer with keys and values per head.
+
+    k, v: [num_pages + 1, page_size, kv_heads, head_dim], contiguous; padding rows write to page 0.
+    k_scale, v_scale: factors on the stored numbers; 1 unless they are FP8 (`aerie.kernels.kv.stored_values`).
+    """
+
+    k: Tensor
+    v: Tensor
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class LatentKV:
+    """Backends' view of a layer with latent rows.
+
+    rows: [num_pages + 1, page_size, latent + rotated], contiguous; the keys of q [rows, q_heads, latent + rotated].
+    latent: number of leading dimensions that are also the value; `forward` returns their weighted sums [rows, q_heads,
+        latent].
+    scale: factor on the stored numbers; 1 unless they are FP8 (`aerie.kernels.kv.stored_values`).
+    """
+
+    rows: Tensor
+    latent: int
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpandedKV:
+    """Keys and values expanded from latent rows, for all tokens that the chunks attend to, chunk by chunk.
+
+    kv: [tokens, heads, key_dim + value_dim], contiguous. k_pe: [tokens, rotated], the rotated part of keys, which heads
+        share; last stride 1. first: [C] int32, each chunk's first token.
+    """
+
+    kv: Tensor
+    k_pe: Tensor
+    first: Tensor
+    key_dim: int

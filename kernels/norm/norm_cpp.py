@@ -36,7 +36,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `aerie.kernels.norm.activation.silu_mul`."""
+    """See `aerie.kernels.norm.norm.silu_mul`."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=torch.float32)
     _functions()[1](gate_up.data_ptr(), rows, size, out.data_ptr(), torch.get_num_threads())

@@ -3,15 +3,32 @@
 
 With the few rows of a round, a kernel takes as long as its launch, 1 to 2 us in a graph; torch needs six launches for a
 norm, and two for an activation.
-"""
+
+The formula of `aerie.kernels.norm.head_norms.rms_norm`, for kernels that norm rows or heads.
+
+The kernel of `aerie.kernels.norm.norm.sigmoid_mul`. A program computes one head of a row, or part of one."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from aerie.kernels.norm.rms_norm_triton import inverse_rms, scaled_by
 from aerie.kernels.pdl import pdl_wait
+
+
+@triton.jit
+def inverse_rms(squares, size, eps):
+    """Return 1 / rms of rows of `size` numbers, from the sums of their squares."""
+    return tl.rsqrt(squares / size + eps)
+
+
+@triton.jit
+def scaled_by(x, inverse, weight, DTYPE: tl.constexpr):
+    """Return x * inverse * weight in float32. Rounded to DTYPE before a weight of DTYPE."""
+    scaled = x * inverse
+    if weight.dtype != tl.float32:
+        scaled = scaled.to(DTYPE).to(tl.float32)
+    return scaled * weight.to(tl.float32)
 
 
 @triton.jit
@@ -110,12 +127,12 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, has_residua
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`aerie.kernels.norm.activation.silu_mul`."""
+    """`aerie.kernels.norm.norm.silu_mul`."""
     return _gated(gate_up, gelu=False)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """`aerie.kernels.norm.activation.gelu_mul`."""
+    """`aerie.kernels.norm.norm.gelu_mul`."""
     return _gated(gate_up, gelu=True)
 
 
@@ -126,4 +143,116 @@ def _gated(gate_up: Tensor, gelu: bool) -> Tensor:
     _gated_mul[(rows, triton.cdiv(size, block))](
         gate_up, out, size, GELU=gelu, BLOCK=block, num_warps=4, **pdl_wait(out.device)
     )
+    return out
+
+
+@triton.jit
+def _head_input(
+    id_ptr,
+    table_ptr,
+    hidden_ptr,
+    table_weight_ptr,
+    hidden_weight_ptr,
+    out_ptr,
+    size,
+    eps,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, second = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    weight_ptr = table_weight_ptr if second == 0 else hidden_weight_ptr
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if PDL:
+        # only constants are read before the wait: see `aerie.kernels.pdl`
+
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    source = table_ptr + tl.load(id_ptr + row) * size
+    if second == 1:
+        source = hidden_ptr + row * size
+    x = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    out = normed(x, weight, size, eps, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (2 * row + second) * size + column, out, mask=inside)
+
+
+def head_input(
+    ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
+) -> Tensor:
+    """`aerie.kernels.norm.norm.head_input`."""
+    rows, size = hidden.shape
+    out = torch.empty((rows, 2 * size), dtype=hidden.dtype, device=hidden.device)
+    block = triton.next_power_of_2(size)
+    _head_input[(rows, 2)](
+        ids,
+        table,
+        hidden,
+        table_weight,
+        hidden_weight,
+        out,
+        size,
+        eps,
+        BLOCK=block,
+        num_warps=num_warps(block),
+        **pdl_wait(hidden.device),
+    )
+    return out
+
+
+_BLOCK = 1024
+
+
+@triton.jit
+def _sigmoid_mul(
+    x_ptr,
+    gate_ptr,
+    added_ptr,
+    out_ptr,
+    heads,
+    size,
+    gate_row_stride,
+    gate_head_stride,
+    GATE_STEP: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    pair = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    gate = gate_ptr + (pair // heads) * gate_row_stride + (pair % heads) * gate_head_stride
+    logit = tl.load(gate + column * GATE_STEP, mask=inside, other=0.0).to(tl.float32)
+    dtype = out_ptr.dtype.element_ty
+    factor = (1.0 / (1.0 + tl.exp(-logit))).to(dtype).to(tl.float32)
+    x = tl.load(x_ptr + pair * size + column, mask=inside, other=0.0).to(tl.float32)
+    gated = (x * factor).to(dtype)
+    if HAS_ADDED:
+        gated = gated.to(tl.float32) + tl.load(added_ptr + pair * size + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + pair * size + column, gated, mask=inside)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor, added: Tensor | None = None) -> Tensor:
+    """`aerie.kernels.norm.norm.sigmoid_mul`."""
+    rows, heads, size = x.shape
+    out, block = torch.empty_like(x), min(_BLOCK, triton.next_power_of_2(size))
+    if rows:
+        _sigmoid_mul[(rows * heads, triton.cdiv(size, block))](
+            x,
+            gate,
+            x if added is None else added,
+            out,
+            heads,
+            size,
+            gate.stride(0),
+            gate.stride(1),
+            GATE_STEP=int(gate.shape[2] > 1),
+            HAS_ADDED=added is not None,
+            BLOCK=block,
+            num_warps=max(1, min(4, block // 256)),
+            **pdl_wait(x.device),
+        )
     return out

@@ -2,11 +2,10 @@
 
 weight    `PackedWeight`: `pack` builds one from a checkpoint's codes, `dequantize` is the reference
 product   y = x W^T + b; cuda: int4 on Hopper; product_triton chooses a kernel by the number of rows:
-  stream_triton      up to 32 rows: streams the weight into tensor cores (stream_steps_triton,
-                     fragments_triton, decode_ptx, sums_triton)
-  blocks_triton      up to 512 rows: blocks of 64 outputs, by wgmma (block_weights_triton, order_rows_triton)
+  stream_triton      up to 32 rows: streams the weight into tensor cores (fragments_triton, decode_ptx, sums_triton)
+  blocks_triton      up to 512 rows: blocks of 64 outputs, by wgmma
   cuda/gated_mlp_cuda  an MLP of few rows in one launch
-  dequantize_triton  more rows (with cuda: more than 4,096): dequantises some outputs at a time for cuBLAS
+  product_triton     more rows (with cuda: more than 4,096): dequantises some outputs at a time for cuBLAS
 tiles     tile sizes, and the workspace
 experts   the weighted sum of each row's experts; cuda: one row with MXFP4 weights on Hopper; experts_triton chooses a
           kernel by the number of rows:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from aerie.kernels.capability import MULTIPROCESSORS
 from aerie.kernels.experts.weights import ExpertSizes
 from aerie.kernels.gemm.blocks import largest
-from aerie.kernels.packed.cuda.one_row_tiles import one_row_tiles
+from aerie.kernels.packed.cuda.gated_mlp_tiles import one_row_tiles
 from aerie.kernels.packed.weight import BITS, TILE, PackedWeight
 
 MAX_LISTED_ROWS = 1

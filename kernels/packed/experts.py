@@ -14,7 +14,7 @@ from aerie.kernels.experts.route import RouterLogits
 from aerie.kernels.experts.weights import ExpertSizes
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.operation import Implementation, on_gpu, operation
-from aerie.kernels.packed.cuda.one_row_tiles import GROUP, one_row_tiles
+from aerie.kernels.packed.cuda.gated_mlp_tiles import EXPERT_GROUP, one_row_tiles
 from aerie.kernels.packed.weight import TILE, PackedWeight, dequantize
 from aerie.kernels.span import Span
 
@@ -111,7 +111,7 @@ def _served_one_row(
     if not _served(x, router, weights, options) or x.shape[0] != 1 or options.deterministic or not weights.is_moved:
         return False
     is_aligned = x.is_contiguous() and x.data_ptr() % 16 == 0
-    if weights.gate_up.group != GROUP or not is_aligned or (out is not None and out.dtype != x.dtype):
+    if weights.gate_up.group != EXPERT_GROUP or not is_aligned or (out is not None and out.dtype != x.dtype):
         return False
     if weights.gate_up.row_scale is not None or weights.down.row_scale is not None:
         return False
@@ -142,7 +142,7 @@ def _check(
 @operation(
     Implementation(
         "cuda",
-        "aerie.kernels.packed.cuda.experts_cuda:packed_expert_products",
+        "aerie.kernels.packed.cuda.gated_mlp_cuda:packed_expert_products",
         lambda here: here.compiles_cuda,
         _served_one_row,
         "one row, MXFP4",

@@ -12,7 +12,7 @@ from aerie.kernels.cpp_library import compiles
 from aerie.kernels.gemm.host_cpp import multiply, rows_of
 from aerie.kernels.gemm.host_weight import HostWeight, packed
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.operation import Implementation, operation
 from aerie.kernels.packed.cuda.gated_mlp_tiles import GROUP, MAX_ROWS, gated_mlp_tiles
 from aerie.kernels.packed.cuda.tiles import STEP
@@ -93,7 +93,7 @@ def _fits_host(weight: PackedWeight, options: GEMMOptions) -> bool:
     ),
     Implementation(
         "cuda",
-        "aerie.kernels.packed.cuda.product_cuda:CudaPackedProduct.of",
+        "aerie.kernels.packed.cuda.kernels_cuda:CudaPackedProduct.of",
         lambda here: here.compiles_cuda,
         lambda weight, options: (
             options.workspace is not None

@@ -1,7 +1,7 @@
 """Rotary position embedding.
 
-rotation                  the angles of rows, and the rotation in torch
-rope_store                norms per head, RoPE of q and k, and the write of k and v to their pages
+rope_store                norms per head, RoPE of q and k, and the write of k and v to their pages; the angles of
+                          rows, and the rotation in torch
 rope_store_normed_triton  its kernel for layers with norms per head
 rope_store_triton         its kernel for other layers
 """

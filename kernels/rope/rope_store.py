@@ -1,16 +1,53 @@
-"""Norms per head, RoPE (arXiv 2104.09864, half-split layout), and the write of k and v to their pages: `rope_store`.
-`rope` is for q alone."""
+"""Norms per head, rotary position embedding (RoPE, arXiv 2104.09864) and the write of k and v to their pages:
+`rope_store`; `rope` for q alone. Angles of rows, and rotation in torch: half-split order, and DeepSeek's pairs."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from aerie.kernels.cpp_library import compiles
-from aerie.kernels.kv.fp8 import write_rows
-from aerie.kernels.kv.nan_values import without_nan
-from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.kv.batches import LayerKV
+from aerie.kernels.kv.stored_values import without_nan, write_rows
 from aerie.kernels.norm.head_norms import HeadNorms
 from aerie.kernels.operation import Implementation, on_gpu, operation
-from aerie.kernels.rope.rotation import Angles, rotate
+
+
+@dataclass(frozen=True)
+class Angles:
+    """RoPE angles of a pass's rows: row i is rotated by cos[index[i]] and sin[index[i]].
+
+    cos, sin: [positions, rotated dimensions / 2] float32, contiguous.
+    index: [rows] int64.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    index: Tensor
+
+    def of_rows(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of each row, [rows, rotated dimensions / 2] float32."""
+        return self.cos[self.index], self.sin[self.index]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first `rotated` dimensions of x [rows, heads, head_dim] by the angles of the rows.
+
+    cos, sin: [rows, rotated / 2] float32.
+    Returns x's shape and dtype.
+    """
+    rotated = 2 * cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x[..., :rotated].float().chunk(2, dim=-1)
+    out = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return out if rotated == x.shape[-1] else torch.cat((out, x[..., rotated:]), dim=-1)
+
+
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate adjacent pairs: dimensions 2 i and 2 i + 1 by angle i. Returns x's shape and dtype."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    first, second = x.float()[..., 0::2], x.float()[..., 1::2]
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 def _is_power_of_two(size: int) -> bool:
@@ -101,8 +138,8 @@ def rope_store(
                   May have 0 heads
     k, v          [rows, kv_heads, head_dim] of q's dtype, last stride 1, unchanged; may be the same tensor
     angles        of the rows; rotated is even and at most head_dim
-    kv            the layer's pages, written as `aerie.kernels.kv.fp8.stored`, after rounding to k's dtype; 0 instead of
-                  NaN in v, and NaN in the k of that head (`aerie.kernels.kv.nan_values`)
+    kv            the layer's pages, written as `aerie.kernels.kv.stored_values.stored`, after rounding to k's dtype; 0
+                  instead of NaN in v, and NaN in the k of that head (`aerie.kernels.kv.stored_values`)
     slot_mapping  [rows] int64, token indices; if rows share an index (padding), any of them is stored
     norms         of q and k, perhaps of v; None: none
     ->            as q; with norms contiguous

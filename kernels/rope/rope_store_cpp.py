@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.cpp_library import function
-from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.kv.batches import LayerKV
 from aerie.kernels.norm.head_norms import HeadNorms
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles
 
 
 @cache

@@ -6,11 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.kv.fp8_triton import as_stored
-from aerie.kernels.kv.nan_values_triton import nan_where, without_nan
-from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.kv.batches import LayerKV
+from aerie.kernels.kv.stored_values_triton import as_stored, nan_where, without_nan
 from aerie.kernels.pdl import pdl_wait
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles
 
 
 @triton.jit

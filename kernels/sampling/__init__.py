@@ -1,10 +1,8 @@
 """Sampling operations: from a step's logits to its tokens.
 
-masks         mask the tokens that a grammar forbids
-penalties     penalties, logit biases and min_tokens
+penalties     penalties, logit biases and min_tokens; mask the tokens that a grammar forbids
 filters       top-k, top-p and min-p limits
-gumbel        Gumbel noise from (seed, position, token)
-choose        samples a token: filters, temperature, noise, argmax
+choose        samples a token: filters, temperature, noise, argmax; Gumbel noise from (seed, position, token); log-
+              probabilities of the most likely tokens
 draft_scores  draft logits with the request's noise and filters
-logprobs      log-probabilities of the most likely tokens
 """

@@ -12,8 +12,8 @@ from torch import Tensor
 from aerie.kernels.attend.scores import LOG2_E
 from aerie.kernels.contracts import check_slots
 from aerie.kernels.operation import Implementation, on_gpu, operation
+from aerie.kernels.sampling.choose import Draws
 from aerie.kernels.sampling.filters import Filters, check_rows
-from aerie.kernels.sampling.gumbel import Draws
 
 LEVELS = 32  # from the best token down to 2^-31 of its probability
 DROPPED = 1024.0  # subtracted from the scores of filtered tokens; does not change their order

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from aerie.kernels.attend import scores
 from aerie.kernels.sampling import draft_scores
+from aerie.kernels.sampling.choose import Draws
 from aerie.kernels.sampling.filters import Filters
 from aerie.kernels.sampling.filters_triton import is_filtered
-from aerie.kernels.sampling.gumbel import Draws
 from aerie.kernels.sampling.gumbel_triton import draw_of_row, noisy
 
 LEVELS = tl.constexpr(draft_scores.LEVELS)

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Gumbel noise in Triton, for the kernels of this folder.
 
-The hash is that of `aerie.kernels.sampling.gumbel.gumbel_noise`. Logarithms are float32 here and float64 in the
+The hash is that of `aerie.kernels.sampling.choose.gumbel_noise`. Logarithms are float32 here and float64 in the
 reference, so results differ in the last bits. Every kernel adds this noise with the same fused multiply-add, so
 non-speculative decoding, verification and any batch sample the same tokens.
 """

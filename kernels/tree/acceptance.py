@@ -1,7 +1,7 @@
 """Acceptance: finds the drafted nodes that equal the target's choices, and commits them to the slots.
 
 The target chooses a token after every node of the tree: greedily, or by sampling with noise that depends only on seed
-and position (`aerie.workers.sampling.sampler`). A node is accepted if its parent is accepted and it equals the token
+and position (`aerie.workers.sampling`). A node is accepted if its parent is accepted and it equals the token
 chosen after its parent. So the emitted tokens are those of non-speculative decoding: a seed gives the same text with
 and without speculation, alone and in a batch. All ranks accept the same tokens without an exchange.
 
@@ -19,7 +19,7 @@ from aerie.kernels.contracts import check_slots
 from aerie.kernels.kv.mask_bits import MASK_BITS, MAX_NODES
 from aerie.kernels.kv.tree_masks import seen_columns
 from aerie.kernels.operation import Implementation, on_gpu, operation
-from aerie.kernels.sampling.gumbel import gumbel_noise
+from aerie.kernels.sampling.choose import gumbel_noise
 from aerie.kernels.slots.commit import Commit, CommitTables, commit
 from aerie.kernels.tree.nodes import NO_TOKEN, Tree
 

@@ -1,4 +1,11 @@
-"""Grows a draft tree level by level, and selects the nodes to verify (EAGLE-2, arXiv 2406.16858, section 4)."""
+"""Grows a draft tree level by level, and selects the nodes to verify (EAGLE-2, arXiv 2406.16858, section 4).
+
+Grows the best draft tree of a given number of nodes, level by level: exact best-first growth under a budget.
+
+A node's score never exceeds its parent's. So the best nodes of a tree can be found level by level: the children of the
+newest level's nodes compete with all nodes kept so far, and the best `width - 1` of both stay. A heap that expands one
+node after another finds the same tree (tests/speculative/tree/test_best_first.py). EAGLE-2 instead expands a fixed
+number of nodes a level (`aerie.kernels.tree.tree_growth`)."""
 
 import torch
 from torch import Tensor
@@ -124,3 +131,170 @@ def _ancestor_masks(parents: Tensor, max_depth: int) -> Tensor:
     for _ in range(max_depth):
         masks = own | masks.gather(1, parents)
     return masks
+
+
+MAX_COMPETING = 4096  # kept nodes and children of a level: the kernel holds a score of each in registers
+# A node's place in the order of drafting is one int64 in the kernel of a whole tree: its level, the ranks of its path's
+# nodes, and its parent.
+PARENT_BITS, MAX_PATH_BITS = 9, 49
+
+
+def level_rows(depth: int, num_steps: int, top_k: int, width: int) -> int:
+    """Return the largest number of nodes of a tree's level at `depth` that may have children among the best.
+
+    A node at `depth` has an ancestor on each level above, which also takes a place.
+    """
+    if depth == num_steps:
+        return 1  # the last level has no children
+    rows = 1
+    for above in range(1, depth + 1):
+        rows = max(1, min(rows * top_k, width - above))
+    return rows
+
+
+def _check(
+    pool: Candidates | None, above: Level | None, children: Children, depth: int, width: int, num_rows: int
+) -> None:
+    assert children.ids.shape == children.log_probabilities.shape and (pool is None) == (above is None)
+    assert children.ids.is_contiguous() and children.log_probabilities.is_contiguous() and num_rows >= 1
+    assert children.log_probabilities.dtype == torch.float32 and children.ids.dtype == torch.int64
+    if above is not None and pool is not None:
+        assert above.scores.is_contiguous() and above.candidate.is_contiguous()
+        assert children.ids.shape[0] in (above.scores.numel(), above.scores.shape[0])
+        for each in (pool.tokens, pool.scores, pool.parents, pool.depths):
+            assert each.shape == pool.tokens.shape and each.is_contiguous()
+
+
+def _competing(above: Level | None, pool: Candidates | None, top_k: int) -> int:
+    kept = 0 if pool is None else pool.tokens.shape[1]
+    return kept + top_k * (1 if above is None else above.tokens.shape[1])
+
+
+@operation(
+    Implementation(
+        "triton",
+        "aerie.kernels.tree.best_first_triton:grow_best",
+        on_gpu,
+        lambda pool, above, children, *_: _competing(above, pool, children.ids.shape[1]) <= MAX_COMPETING,
+        f"at most {MAX_COMPETING} kept nodes and children",
+    ),
+    contract=_check,
+)
+def grow_best(
+    pool: Candidates | None, above: Level | None, children: Children, depth: int, width: int, num_rows: int
+) -> tuple[Candidates, Level]:
+    """Let a level's children compete with the nodes kept so far. Return the nodes kept, and those that may have
+    children.
+
+    pool      [B, n] per field, contiguous: nodes kept so far, in the order of drafting; None before the first level
+    above     P nodes of the level above per request, contiguous; None: the root
+    children  [B * P, k], contiguous, or [B, k] if all nodes of a level have the same; NaN and plus infinity rank like
+              masked tokens
+    depth     depth of the children
+    width     nodes of a tree, its root included
+    num_rows  rows of the next level; further nodes get no children
+    ->        The best min(n + P * k, width - 1) nodes, in the order of drafting; among equal scores the one drafted
+              first stays. Their depths are [B, C].
+              The next level: the kept children in the order of drafting; rows beyond their number have score minus
+              infinity, parent row 0 and token 0. Its masks are None.
+    """
+    batch = children.ids.shape[0] if above is None else above.tokens.shape[0]
+    parents, top_k = 1 if above is None else above.tokens.shape[1], children.ids.shape[1]
+    device, of_all = children.ids.device, children.ids.shape[0] == batch
+    ids = children.ids if children.target_ids is None else children.target_ids[children.ids]
+    found = children.log_probabilities
+    found = torch.where(found < float("inf"), found, float("-inf"))
+    shape = (batch, 1 if of_all else parents, top_k)
+    tokens, scores = (each.view(shape).expand(-1, parents, -1) for each in (ids, found))
+    over = torch.full((batch, parents, top_k), -1, device=device)
+    if above is not None:
+        scores = scores + above.scores.unsqueeze(2)
+        over = above.candidate.unsqueeze(2).expand(-1, -1, top_k)
+    depths = torch.full_like(over, depth)
+    fields = [each.flatten(1) for each in (tokens, scores, over, depths)]
+    num_kept = 0
+    if pool is not None:
+        num_kept = pool.tokens.shape[1]
+        kept_before = (pool.tokens, pool.scores, pool.parents, pool.depths)
+        fields = [torch.cat(pair, dim=1) for pair in zip(kept_before, fields, strict=True)]
+    size = min(fields[0].shape[1], width - 1)
+    best = torch.sort(fields[1], dim=1, descending=True, stable=True).indices[:, :size].sort(1).values
+    place = torch.full_like(fields[0], -1).scatter(1, best, torch.arange(size, device=device).expand(batch, -1))
+    tokens, scores, over, depths = (each.gather(1, best) for each in fields)
+    over = torch.where(over < 0, over, place.gather(1, over.clamp_min(0)))
+    kept = Candidates(tokens, scores, over, depths, depth)
+
+    is_new = best >= num_kept
+    row = torch.where(is_new, is_new.cumsum(1) - 1, num_rows).clamp_max(num_rows)
+    first_row = torch.arange(batch, device=device).unsqueeze(1) * parents
+    row_above = first_row + torch.where(is_new, (best - num_kept) // top_k, 0)
+
+    def of_level(values: Tensor, other: Tensor | float) -> Tensor:
+        out = torch.empty((batch, num_rows + 1), dtype=values.dtype, device=device)
+        out[:] = other
+        return out.scatter(1, row, values)[:, :num_rows].contiguous()
+
+    candidate = of_level(torch.arange(size, device=device).expand(batch, -1), 0)
+    parent = of_level(row_above, first_row).flatten()
+    return kept, Level(of_level(tokens, 0), of_level(scores, float("-inf")), candidate, None, parent)
+
+
+def _check_block(children: Children, width: int) -> None:
+    assert children.ids.shape == children.log_probabilities.shape and children.ids.dim() == 3 and width >= 2
+    assert children.ids.is_contiguous() and children.log_probabilities.is_contiguous()
+    assert children.log_probabilities.dtype == torch.float32 and children.ids.dtype == torch.int64
+    assert width - 1 <= _num_nodes(children.ids.shape[1], children.ids.shape[2], width)
+
+
+def _num_nodes(num_steps: int, top_k: int, limit: int) -> int:
+    """Return the number of nodes of all paths, counted up to `limit` a level."""
+    nodes = level = 1
+    for _ in range(num_steps):
+        level = min(level * top_k, limit)
+        nodes += level
+    return nodes - 1
+
+
+def rank_bits(top_k: int) -> int:
+    """Return the bits of a child's rank among `top_k`."""
+    return max(1, (top_k - 1).bit_length())
+
+
+@operation(
+    Implementation(
+        "triton",
+        "aerie.kernels.tree.tree_growth_triton:grow_block",
+        on_gpu,
+        lambda children, width: children.ids.shape[1] * rank_bits(children.ids.shape[2]) <= MAX_PATH_BITS,
+        f"levels and children whose ranks fit into {MAX_PATH_BITS} bits a path",
+    ),
+    contract=_check_block,
+)
+def grow_block(children: Children, width: int) -> Candidates:
+    """Return the best nodes of trees in which all nodes of a level have the same children.
+
+    children  [B, num_steps, k], contiguous, the best child first; NaN, plus infinity, and what follows them in a row
+              rank like masked tokens
+    width     nodes of a tree, its root included; at most those of all paths
+    ->        `width` - 1 nodes, best first; among equal scores that of the lower depth, then in the order of drafting.
+              Their depths are [B, C].
+    """
+    batch, num_steps, top_k = children.ids.shape
+    scores = children.log_probabilities
+    is_broken = (~(scores < float("inf"))).cumsum(2) > 0
+    scores = scores.masked_fill(is_broken, float("-inf"))
+    pool, level = None, None
+    for depth in range(1, num_steps + 1):
+        of_depth = Children(scores[:, depth - 1].contiguous(), children.ids[:, depth - 1].contiguous(), None)
+        rows = level_rows(depth, num_steps, top_k, width)
+        pool, level = grow_best.reference(pool, level, of_depth, depth, width, rows)
+    assert pool is not None, "a tree has levels"
+    best = torch.sort(pool.scores, dim=1, descending=True, stable=True).indices
+    place = torch.empty_like(best).scatter(1, best, torch.arange(width - 1, device=best.device).expand(batch, -1))
+    tokens, sorted_scores, over, depths = (
+        each.gather(1, best) for each in (pool.tokens, pool.scores, pool.parents, pool.depths)
+    )
+    if children.target_ids is not None:
+        tokens = children.target_ids[tokens]
+    over = torch.where(over < 0, over, place.gather(1, over.clamp_min(0)))
+    return Candidates(tokens, sorted_scores, over, depths, num_steps)

@@ -1,5 +1,4 @@
 """Operations on the logits of a vocabulary shard.
 
-largest           the largest logit of each row, and its column
-topk_log_softmax  the k best log-probabilities of each row
+topk_log_softmax  the k best log-probabilities of each row; the largest logit of each row, and its column
 """

@@ -10,18 +10,20 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from aerie.kernels.norm.head_input import head_input
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.norm.norm import head_input
+from aerie.kernels.rope.rope_store import Angles
 from aerie.speculative.drafts.checkpoint_files import tensor_names
 from aerie.speculative.drafts.config import check_target, check_width
-from aerie.speculative.drafts.eagle3_checkpoint import captured_layers, count_layers, weight_names
+from aerie.speculative.drafts.drafter import DraftLayer, joined_input, projected
 from aerie.speculative.drafts.eagle3_config import (
     HeadFlags,
+    captured_layers,
+    count_layers,
     layers_config,
     read_flags,
     reads_captured_layers,
+    weight_names,
 )
-from aerie.speculative.drafts.layers import DraftLayer, joined_input, projected
 from aerie.speculative.drafts.method import DraftMethod, DraftModel
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer

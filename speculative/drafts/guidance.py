@@ -1,5 +1,5 @@
 """Drafts under grammars: tracks each request's state in its draft guide
-(`aerie.kernels.drafting.guide_table`). Used by `aerie.speculative.drafts.drafter` if a request has a
+(`aerie.kernels.drafting.guides`). Used by `aerie.speculative.drafts.drafter` if a request has a
 grammar."""
 
 from torch import Tensor

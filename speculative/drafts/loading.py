@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from aerie.kernels.capability import Capability
 from aerie.speculative.drafts.checkpoint_files import draft_tensors
-from aerie.speculative.drafts.eagle3_checkpoint import target_ids
+from aerie.speculative.drafts.eagle3_config import target_ids
 from aerie.speculative.drafts.method import DraftMethod, DraftModel
 from aerie.speculative.drafts.trimmed_head import FILE, gathered_rows, head_ids
 from aerie.workers.config import ModelSource
@@ -19,8 +19,7 @@ from aerie.workers.layers.linear import finish_weights
 from aerie.workers.layers.vocab import LMHead
 from aerie.workers.layers.weighted import WeightedModule, WeightKey
 from aerie.workers.models.decoder import TargetModel
-from aerie.workers.models.finite import check_finite
-from aerie.workers.models.loading import allocate, weight_names
+from aerie.workers.models.loading import allocate, check_finite, weight_names
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.weights import CheckpointTensor, checkpoint_tensors, fill_dummy, load_weights
 from aerie.workers.quantization.quant_method import QuantMethod, Unquantized

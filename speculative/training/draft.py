@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from aerie.speculative.config import BLOCK_METHODS
-from aerie.speculative.drafts.eagle3_checkpoint import offsets
+from aerie.speculative.drafts.eagle3_config import offsets
 from aerie.speculative.drafts.method import DraftMethod
 from aerie.speculative.training import TrainingError
 from aerie.speculative.training.samples import Batch, Sample

@@ -23,15 +23,15 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
+from aerie.speculative.drafts.drafter import joined_input, projected
 from aerie.speculative.drafts.eagle3 import Eagle3
-from aerie.speculative.drafts.eagle3_checkpoint import (
+from aerie.speculative.drafts.eagle3_config import (
     ARCHITECTURE,
     MIN_TARGET_LAYERS,
     default_capture,
     layer_ids,
     target_ids,
 )
-from aerie.speculative.drafts.layers import joined_input, projected
 from aerie.speculative.training import TrainingError
 from aerie.speculative.training.draft import (
     DraftKind,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.layouts import HeadsLayout
 from aerie.attention.kv_cache.pool import KVPool, bytes_per_page
-from aerie.kernels.kv.fp8 import FP8, KVScales, read_pages, stored, write_rows
+from aerie.kernels.kv.stored_values import FP8, KVScales, read_pages, stored, write_rows
 
 CPU = torch.device("cpu")
 NAN = float("nan")

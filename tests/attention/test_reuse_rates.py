@@ -6,7 +6,7 @@ import random
 import pytest
 
 from aerie.attention.kv_cache.radix_node import SnapshotKind
-from aerie.attention.kv_cache.reuse_rates import NUM_AGES, Group, ReuseRates, age_class
+from aerie.attention.kv_cache.snapshots import NUM_AGES, Group, ReuseRates, age_class
 
 LAST = Group(SnapshotKind.ANSWER, True)
 

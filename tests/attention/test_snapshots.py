@@ -9,8 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from aerie.attention.kv_cache.page_allocator import PageAllocator
 from aerie.attention.kv_cache.prefix_cache import PrefixCache
 from aerie.attention.kv_cache.radix_node import SnapshotKind
-from aerie.attention.kv_cache.reuse_rates import Group
-from aerie.attention.kv_cache.snapshots import Snapshots
+from aerie.attention.kv_cache.snapshots import Group, Snapshots
 from tests.support.simulation.integrity import check_pages, check_snapshots
 
 SIZE, NUM_PAGES, ROWS = 2, 24, range(5, 9)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from tests.bench.host.finding import Report
 from tests.bench.machine import BUSY_CORES, busy_cores, machine
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from aerie.deploy.bench.plot import COLOURS, line_element, text_element, ticks
+from aerie.deploy.bench.figures import COLOURS, line_element, text_element, ticks
 
 _COLOURS = (*COLOURS, "#0f766e", "#a16207")
 _WIDTH, _LEFT, _RIGHT, _TOP = 720, 90, 170, 40

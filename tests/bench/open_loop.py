@@ -27,9 +27,8 @@ import httpx
 import yaml
 
 from aerie.deploy.bench.arrivals import MIXES, Traffic
-from aerie.deploy.bench.figures import Rate, latency_plot, markdown
+from aerie.deploy.bench.figures import Point, Rate, latency_plot, line_plot, markdown
 from aerie.deploy.bench.load import Target, measure_rate, warm_up
-from aerie.deploy.bench.plot import Point, line_plot
 from tests.bench.machine import machine
 from tests.bench.served import running
 from tests.bench.served_model import add_options, label, prompt_ids, server_config

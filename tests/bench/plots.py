@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from aerie.deploy.bench.plot import Point, line_plot
+from aerie.deploy.bench.figures import Point, line_plot
 from tests.bench.bars import bar_plot
 from tests.bench.kernels.linear import BYTES, PRODUCTS
 from tests.bench.results import Figure

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from aerie.deploy.bench.figures import percentile
+from aerie.deploy.bench.figures import percentile, table
 from aerie.deploy.bench.stream_client import Answered, Pool, request_bytes
-from aerie.deploy.bench.table import table
 from tests.bench.served import ROOT, embedded_config
 from tests.e2e.serving import Server, engine_stats, ray_cluster, serving
 from tests.support.clients.closed_loop import closed_loop

@@ -29,7 +29,7 @@ from typing import Any, cast
 import torch
 
 from aerie.attention.config import CacheConfig, DraftAttention, TargetAttention
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import Method, SpeculativeConfig
 from aerie.speculative.drafts.recognition import method_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from tests.bench.__main__ import BENCHES, PARTS, main
 from tests.bench.host.finding import Finding
 from tests.bench.round import Setting, floor_ms

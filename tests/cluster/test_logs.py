@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aerie.cluster.http.engine_client import EngineRefused
-from aerie.cluster.logs import OURS, fields, request_id, use_logs
+from aerie.cluster.start_log import OURS, fields, request_id, use_logs
 from aerie.cluster.transport.messages import Refusal, TokenDelta
 from tests.support.edge_client import CHAT, HELLO, MODEL, in_process
 from tests.support.fake_engine import FakeEngine, says

@@ -15,21 +15,19 @@ CLUSTER = ROOT / "cluster"
 BELOW: dict[str, set[str]] = {
     "linux": set(),
     "environment": set(),
-    "logs": set(),
+    "start_log": {"linux"},
     "transport": {"linux"},
-    "http": {"linux", "logs", "transport"},
+    "http": {"linux", "start_log", "transport"},
     "learning": {"transport"},
     "coordinator": {"linux", "transport", "learning"},
     "parallel": set(),
     "config": {"http", "parallel", "learning"},
-    "start_log": {"linux", "logs"},
     "placement": {"config"},
     "plan": {"linux", "http", "learning", "parallel", "config", "placement"},
     "assembly": {"config", "plan"},
     "replica": {
         "linux",
         "environment",
-        "logs",
         "transport",
         "learning",
         "coordinator",
@@ -39,7 +37,7 @@ BELOW: dict[str, set[str]] = {
         "start_log",
         "assembly",
     },
-    "ingress": {"linux", "logs", "transport", "http", "plan", "start_log"},
+    "ingress": {"linux", "transport", "http", "plan", "start_log"},
 }
 
 

@@ -20,11 +20,10 @@ from transformers import AutoModelForCausalLM
 from aerie.attention.distribution import install_command
 from aerie.deploy.cli import main
 from aerie.deploy.quantize import checkpoint
-from aerie.deploy.quantize.calibration import Moments, Observed
+from aerie.deploy.quantize.calibration import Moments, Observed, mean_loss, reader
 from aerie.deploy.quantize.matrices import Layer
 from aerie.deploy.quantize.rounding import Scales, compensated, find_scales, packed, quantised, rounded
 from aerie.deploy.quantize.schemes import Scheme, scheme_of
-from aerie.deploy.quantize.texts import mean_loss, reader
 from tests.support import ROOT
 from tests.support.slow import slow
 from tests.support.tiny_models import make_target

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backends.triton_backend import TritonBackend
-from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.layouts import HeadsLayout
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
 from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
 from aerie.kernels.norm.norm_triton import rms_norm
+from aerie.kernels.rope.rope_store import Angles
 from aerie.kernels.rope.rope_store_triton import rope_store
-from aerie.kernels.rope.rotation import Angles
 from tests.support.kernels.attention_cases import uniform_pool, write_tokens
 
 GROUP, KV_HEADS, HEAD_DIM, PAGE = 4, 2, 64, 16

@@ -26,24 +26,23 @@ from aerie.kernels.attend import (  # noqa: E402
 )
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.attend.split_kv_triton import Items  # noqa: E402
-from aerie.kernels.collectives import one_shot_all_reduce_triton as one_shot_all_reduce  # noqa: E402
-from aerie.kernels.collectives import sum_in_order_triton  # noqa: E402
+from aerie.kernels.collectives import all_reduce_triton  # noqa: E402
 from aerie.kernels.drafting import block_head_triton  # noqa: E402
-from aerie.kernels.fp8 import norm_triton as fp8_norm  # noqa: E402
+from aerie.kernels.fp8 import rows_triton as fp8_norm  # noqa: E402
 from aerie.kernels.fp8 import rows_triton as fp8_rows  # noqa: E402
-from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask  # noqa: E402
-from aerie.kernels.kv.views import LayerKV  # noqa: E402
-from aerie.kernels.latent import head_products_triton as head_products  # noqa: E402
-from aerie.kernels.latent import normed_latents_triton as latent  # noqa: E402
-from aerie.kernels.lora import product_triton as lora_triton  # noqa: E402
-from aerie.kernels.norm import (  # noqa: E402
-    gate_triton,
-    head_input_triton,  # noqa: E402
-    norm_triton,
+from aerie.kernels.kv.batches import (  # noqa: E402
+    DecodeBatch,
+    LayerKV,  # noqa: E402
+    Mode,
+    causal_mask,
 )
-from aerie.kernels.packed import dequantize_triton, order_rows_triton, stream_triton  # noqa: E402
+from aerie.kernels.latent import head_products_triton as head_products  # noqa: E402
+from aerie.kernels.latent import latents_triton as latent  # noqa: E402
+from aerie.kernels.lora import product_triton as lora_triton  # noqa: E402
+from aerie.kernels.norm import norm_triton
+from aerie.kernels.packed import product_triton, stream_triton
 from aerie.kernels.rope import rope_store_normed_triton, rope_store_triton  # noqa: E402
-from aerie.kernels.rope.rotation import Angles  # noqa: E402
+from aerie.kernels.rope.rope_store import Angles  # noqa: E402
 from aerie.workers.layers.forward_context import ForwardContext  # noqa: E402
 from tests.kernels.attend.test_triton_compile import (  # noqa: E402
     ROPE,
@@ -166,7 +165,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     ),
     "silu_mul": (norm_triton._gated_mul, BF16 | {"gate_up_ptr": "bf16"}, SWIGLU, False, set()),
     "sigmoid_mul": (
-        gate_triton._sigmoid_mul,
+        norm_triton._sigmoid_mul,
         BF16 | {"gate_ptr": "bf16", "added_ptr": "bf16"},
         {"GATE_STEP": 1, "HAS_ADDED": False, "BLOCK": 256, "PDL": True},
         False,
@@ -180,7 +179,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         set(),
     ),
     "head_input": (
-        head_input_triton._head_input,
+        norm_triton._head_input,
         dict.fromkeys(("table_ptr", "hidden_ptr", "table_weight_ptr", "hidden_weight_ptr", "out_ptr"), "bf16")
         | {"id_ptr": "i64"},
         {"BLOCK": 4096, "PDL": True},
@@ -204,9 +203,9 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         set(),
     ),
     "one_shot_all_reduce": (
-        one_shot_all_reduce._one_shot_all_reduce,
+        all_reduce_triton._one_shot_all_reduce,
         {"inbox_ptr": "i64", "inboxes_ptr": "i64"},
-        {"WORLD": 4, "NORM": True, "HALF": one_shot_all_reduce.tl.bfloat16, "BLOCK": 2048, "PDL": True},
+        {"WORLD": 4, "NORM": True, "HALF": all_reduce_triton.tl.bfloat16, "BLOCK": 2048, "PDL": True},
         True,
         {"weight_ptr", "inboxes_ptr"},
     ),
@@ -215,7 +214,7 @@ CASES |= {
     "lora_shrink": (lora_triton._lora_shrink, LORA, lora_constants(8, 16, (0, 4096))[0], False, set()),
     "lora_expand": (lora_triton._lora_expand, LORA, lora_constants(8, 16, (0, 4096))[1], False, set()),
     "sum_in_order": (
-        sum_in_order_triton._sum_in_order,
+        all_reduce_triton._sum_in_order,
         {"parts_ptr": "bf16", "out_ptr": "bf16"},
         {"RANKS": 4, "BLOCK": 2048, "WIDE": tl.float32, "PDL": True},
         False,
@@ -223,14 +222,14 @@ CASES |= {
     ),
     "packed_stream": (stream_triton._packed_stream, *PACKED_STREAM, False, {"codes_ptr", "scales_ptr"}),
     "order_rows": (
-        order_rows_triton._order_rows,
+        product_triton._order_rows,
         {"x_ptr": "bf16", "out_ptr": "bf16"},
         {"K": 4096, "COLUMNS": 4096, "BLOCK": 1024, "PDL": True},
         False,
         set(),
     ),
     "dequantize": (
-        dequantize_triton._dequantize,
+        product_triton._dequantize,
         {"scales_ptr": "bf16", "zeros_ptr": "i16", "out_ptr": "bf16"},
         {"K": 4096, "CODE": "int4", "GROUP": 128, "TYPE": tl.bfloat16, "SCALE_TYPE": tl.bfloat16, "WARPS": 4}
         | {"PDL": True, "INTERPRETED": False},

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from aerie.deploy.bench.plot import ticks
+from aerie.deploy.bench.figures import ticks
 from tests.load.client import GOOD
 from tests.load.scenario import Scenario
 from tests.load.verdict import Figures, Observed, growth

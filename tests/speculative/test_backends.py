@@ -25,11 +25,10 @@ from aerie.workers.runner.backends import ModelShape, cpu_length_readers, target
 from aerie.workers.runner.batch import StepBatch, StepTensors
 from aerie.workers.runner.build import load_parts
 from aerie.workers.runner.decoding import DecodingStrategy
-from aerie.workers.runner.device_memory import device_memory
-from aerie.workers.runner.graphs.first_graphs import rounds_are_graphs
-from aerie.workers.runner.memory import RankMemory
+from aerie.workers.runner.graphs.warm_up import rounds_are_graphs
+from aerie.workers.runner.memory import RankMemory, device_memory
 from aerie.workers.runner.worker import Worker
-from aerie.workers.sampling.sampler import SamplingNeeds
+from aerie.workers.sampling import SamplingNeeds
 from aerie.workers.scheduling.plan import SamplingParams, TokenLogprobs
 from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.speculative.conftest import Pair

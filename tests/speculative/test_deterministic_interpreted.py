@@ -14,15 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
 from aerie.attention.config import CacheConfig  # noqa: E402
 from aerie.kernels.gemm.tiles import ordered_workspace_size  # noqa: E402
-from aerie.kernels.gemm.workspace import (
-    GEMMOptions,  # noqa: E402
-    Workspace,  # noqa: E402
-)
+from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from aerie.kernels.kv.batches import Mode  # noqa: E402
-from aerie.speculative.build import (
-    EngineSpec,  # noqa: E402
-    local_engine,  # noqa: E402
-)
+from aerie.speculative.build import EngineSpec, local_engine  # noqa: E402
 from aerie.speculative.config import SpeculativeConfig  # noqa: E402
 from aerie.workers.config import SchedulerConfig  # noqa: E402
 from aerie.workers.layers.linear import LinearBase  # noqa: E402

@@ -5,16 +5,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-import aerie.speculative.draft_backlog as backlog
+import aerie.speculative.step_parts as backlog
 from aerie.kernels.tree.acceptance import accept_commit
 from aerie.kernels.tree.nodes import Tree, root_only_trees
 from aerie.speculative.build import local_engine
 from aerie.speculative.drafts.drafter import DraftRunner
 from aerie.speculative.step_parts import Rounds
 from aerie.workers.config import RoundShapes
-from aerie.workers.sampling.sampler import Sampled
+from aerie.workers.sampling import Sampled
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 from tests.speculative.conftest import EOS, Pair
 from tests.support.slots import enter
 from tests.support.slow import slow

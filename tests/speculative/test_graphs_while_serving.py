@@ -17,8 +17,8 @@ from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.graphs.graph_keys import bucket_sizes
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
-from aerie.workers.scheduling.commands.capture_pacing import IDLE_S
 from aerie.workers.scheduling.commands.command import Command, CommandAnswer
+from aerie.workers.scheduling.commands.command_queue import IDLE_S
 from aerie.workers.scheduling.plan import SamplingParams, StepPlan
 from aerie.workers.scheduling.request import Request
 from tests.speculative.conftest import EOS, Pair

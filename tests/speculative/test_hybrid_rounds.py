@@ -200,7 +200,7 @@ def test_recorded_steps_answer_as_others(hybrid: Pair) -> None:
 @pytest.mark.parametrize("kind", ["plain", "tree"])
 def test_a_round_reads_nothing_on_the_host(hybrid: Pair, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the meta device; the operations' references, which may read, are left out."""
-    monkeypatch.setattr("aerie.attention.recurrent.batch.delta_rule_rounds", lambda *given: None)
+    monkeypatch.setattr("aerie.attention.recurrent.pool.delta_rule_rounds", lambda *given: None)
     monkeypatch.setattr("aerie.attention.recurrent.pool.commit_rows", lambda *given: None)
     backends_tests.test_a_round_reads_nothing_on_the_host(hybrid, kind, True)
 

@@ -10,8 +10,7 @@ from aerie.attention.config import CacheConfig
 from aerie.speculative.build import local_engine, plan_engine
 from aerie.workers.config import SchedulerConfig
 from aerie.workers.runner.build import build_rank
-from aerie.workers.runner.device_memory import HostMemory
-from aerie.workers.runner.memory import RankMemory
+from aerie.workers.runner.memory import HostMemory, RankMemory
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair
 from tests.support.tiny_models import VOCAB

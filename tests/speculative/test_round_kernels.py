@@ -6,9 +6,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from aerie.kernels.vocabulary.largest import NOT_FINITE  # noqa: E402
-from aerie.kernels.vocabulary.largest_triton import largest  # noqa: E402
-from aerie.kernels.vocabulary.topk_log_softmax_triton import topk_log_softmax  # noqa: E402
+from aerie.kernels.vocabulary.topk_log_softmax import NOT_FINITE  # noqa: E402
+from aerie.kernels.vocabulary.topk_log_softmax_triton import largest, topk_log_softmax  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
 pytestmark = MARKS

@@ -36,7 +36,7 @@ def forked_ranks() -> Iterator[None]:
     """The ranks of local engines start so too. For the conftest.py of folders whose tests have such engines."""
     forked = SimpleNamespace(get_context=lambda _: fresh_processes())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("aerie.workers.runner.rank_processes.multiprocessing", forked)
+        patch.setattr("aerie.workers.runner.local_engine.multiprocessing", forked)
         yield
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.kernels.tree.nodes import Tree
 from aerie.workers.runner.batch import StepBatch, StepTensors
-from aerie.workers.sampling.sampler import SamplingNeeds
+from aerie.workers.sampling import SamplingNeeds
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, StepPlan, pack_i32
 from tests.support.replica import MAX_TOKENS, NUM_FAVOURITES, Arm, Replica
 from tests.support.slots import apply_plan

@@ -20,7 +20,7 @@ from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, Wor
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.decoding import Autoregressive, DecodingStrategy
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 from tests.support.engine_plans import build_worker
 
 NUM_FAVOURITES = 8  # tokens that most choices fall on, so that a random draft guesses some of them

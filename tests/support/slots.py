@@ -1,8 +1,7 @@
 """Requests in slots, without a scheduler."""
 
 from aerie.workers.scheduling.plan import SlotInit, StepPlan
-from aerie.workers.slots.slot_table import SlotTable
-from aerie.workers.slots.upload import upload
+from aerie.workers.slots import SlotTable, upload
 
 
 def apply_plan(slots: SlotTable, plan: StepPlan) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from aerie.kernels.collectives.one_shot_all_reduce import one_shot_all_reduce
+from aerie.kernels.collectives.all_reduce import one_shot_all_reduce
 from aerie.workers.distributed.agreement import boot_id, gather_objects, problems_of_all
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 class Method(Enum):
     """A method of summing. ONE_SHOT and TWO_SHOT give the same bits on every rank.
 
-    ONE_SHOT: `aerie.kernels.collectives.one_shot_all_reduce`, which sums in float32 in rank order.
+    ONE_SHOT: `aerie.kernels.collectives.all_reduce`, which sums in float32 in rank order.
     TWO_SHOT: each rank sums its share of the elements and sends it to the others (symm_mem.two_shot_all_reduce).
     """
 

@@ -3,15 +3,14 @@ ranks and attention backends, but neither model configurations nor steps.
 
 linear           column- and row-parallel linear layers; `finish_weights`
 linear_method    `LinearMethod`: stores, loads and multiplies a linear layer's weight
-moe              mixture of experts: `routing` chooses experts, `experts` holds them, `experts_method` stores and
-                 multiplies their weights (`shared_experts`: joins shared experts to the routed ones)
+moe              the gated MLP, and mixture of experts; `experts_method` stores and multiplies the experts' weights
 weighted         `WeightedModule`: the interface between a layer and the weight loader; `WeightMethod`
 decoder_layer    the pre-norm block, and the interfaces of its attention and MLP
-attention, mlp   grouped-query attention; the gated MLP
+attention        grouped-query attention
 latent_attention multi-head latent attention (MLA), absorbed
 forward_context  the inputs that all layers of a pass share: positions, KV slots, attention batches
 gated_delta_net  a recurrent layer in place of attention
-rotary, norm     rotary angles; RMSNorm with the residual addition
-rope_override    RoPE settings in place of config.json's
+rotary           rotary angles; RoPE settings in place of config.json's
+norm             RMSNorm with the residual addition
 vocab            embedding, logits and reductions over vocabulary shards
 """

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from aerie.kernels.experts.norm_route import Norm
 from aerie.kernels.experts.route import TokenSlots
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.kernels.kv.views import LayerKV
-from aerie.kernels.layer.host_layer import HostLayer, HostProduct, PlacedLayer
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.host_layer import HostLayer, HostProduct, PlacedLayer
+from aerie.kernels.kv.batches import LayerKV
+from aerie.kernels.rope.rope_store import Angles
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.forward_context import ForwardContext
 from aerie.workers.layers.norm import RMSNorm

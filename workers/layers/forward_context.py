@@ -11,15 +11,15 @@ from torch import Tensor
 from aerie.attention.backend import AttentionBackend, Prepared
 from aerie.attention.expansion import ExpandedChunks
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.recurrent.batch import StateBatch
+from aerie.attention.recurrent.pool import StateBatch
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.delta_rule.tables import DeltaRows, DeltaWeights
 from aerie.kernels.experts.route import TokenSlots
+from aerie.kernels.host_layer import HostPass
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, RowInputs
 from aerie.kernels.kv.slot_mapping import map_rows
-from aerie.kernels.layer.host_layer import HostPass
 from aerie.kernels.norm.head_norms import HeadNorms
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles
 
 BatchT = TypeVar("BatchT", DecodeBatch, PrefillBatch)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from aerie.kernels.delta_rule.tables import TAPS, DeltaHeads, DeltaRows, DeltaWeights
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles
 from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import AttentionLayer

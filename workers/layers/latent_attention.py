@@ -10,17 +10,15 @@ from aerie.attention.expansion import ExpandedChunks
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.fp8.rows import GROUP, Fp8Inputs, Fp8Rows
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.kv.views import ExpandedKV
-from aerie.kernels.latent.expand_latents import expand_latents
-from aerie.kernels.latent.head_products import head_products
-from aerie.kernels.latent.latent_values import latent_values
-from aerie.kernels.latent.normed_latents import normed_latents
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.kv.batches import ExpandedKV
+from aerie.kernels.latent.head_products import head_products, latent_values
+from aerie.kernels.latent.latents import expand_latents, normed_latents
+from aerie.kernels.rope.rope_store import Angles
 from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.layers.attention import KVScaleWeights
 from aerie.workers.layers.decoder_layer import AttentionLayer
 from aerie.workers.layers.forward_context import ForwardContext
-from aerie.workers.layers.kv_scales import KVScaleWeights
 from aerie.workers.layers.linear import ColumnParallelLinear, RowParallelLinear, rank_span
 from aerie.workers.layers.linear_method import DenseLinearMethod
 from aerie.workers.layers.norm import RMSNorm

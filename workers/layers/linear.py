@@ -12,7 +12,7 @@ from aerie.kernels.fp8.tiles import fp8_workspace_size
 from aerie.kernels.gemm.blocks import largest
 from aerie.kernels.gemm.tiles import workspace_size
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.layer.host_layer import HostProduct
+from aerie.kernels.host_layer import HostProduct
 from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup, shard_size
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod

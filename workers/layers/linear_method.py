@@ -21,7 +21,7 @@ from aerie.kernels.gemm.host_cpp import HostGEMM
 from aerie.kernels.gemm.host_weight import HostWeight
 from aerie.kernels.gemm.tiles import INPUT_STEP
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.span import Span
 from aerie.workers.layers.weighted import WeightMethod, check_plain, check_shape
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from aerie.kernels.fp8.norm import fp8_rms_norm
+from aerie.kernels.fp8.product import fp8_rms_norm
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.norm.norm import add_rms_norm, rms_norm

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from aerie.kernels.gemm.choice import TorchGEMM
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.span import Span
-from aerie.kernels.vocabulary.largest import largest
-from aerie.kernels.vocabulary.topk_log_softmax import topk_log_softmax
+from aerie.kernels.vocabulary.topk_log_softmax import largest, topk_log_softmax
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.linear import LinearBase
 from aerie.workers.layers.linear_method import DenseLinearMethod, LinearMethod, LinearShape, Part

@@ -12,12 +12,12 @@ from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.gemm.host_weight import HostWeight
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.lora.product import RANK_STEP, LoraTables, add_lora
-from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.norm.norm import silu_mul
 from aerie.workers.layers.attention import Attention
 from aerie.workers.layers.forward_context import ForwardContext, RowIndex
 from aerie.workers.layers.linear import LinearBase, ReplicatedLinear
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
-from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.moe import GatedMLP
 
 
 class AdapterRows(RowIndex):

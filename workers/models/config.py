@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import torch
 
-from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.layouts import HeadsLayout
 from aerie.attention.recurrent.layout import StateGroup
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability

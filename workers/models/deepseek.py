@@ -6,15 +6,15 @@ from typing import Any, Self
 
 import torch
 
-from aerie.attention.kv_cache.latent import LatentLayout
 from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.layouts import LatentLayout
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
 from aerie.kernels.experts.route import Routing
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer, FeedForward
 from aerie.workers.layers.latent_attention import LatentAttention
-from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.moe import GatedMLP
 from aerie.workers.layers.rotary import RopeConfig, RotaryTable, yarn_magnitude
 from aerie.workers.models import llama
 from aerie.workers.models.config import ModelConfig, check_cuts, decoder_fields, mscale_of, rope_of, rope_scaling_of

@@ -1,26 +1,58 @@
 """Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ in three
-flags. EAGLE heads (`aerie.speculative.drafts`) use the same layers."""
+flags. EAGLE heads (`aerie.speculative.drafts`) use the same layers.
 
+Which layers of a Qwen2 or Qwen3 attend to a window. The adapter serves models with such layers, drafts with them are
+refused, and block drafts have such windows; all ask here. Without torch."""
+
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.layouts import HeadsLayout
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.attention import Attention
 from aerie.workers.layers.decoder_layer import DecoderLayer
-from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.moe import GatedMLP
 from aerie.workers.layers.norm import RMSNorm
 from aerie.workers.layers.rotary import RopeConfig, rotary_tables
 from aerie.workers.models.config import ROPE_KINDS, ModelConfig, check_cuts, decoder_fields, rope_of
-from aerie.workers.models.config_fields import flag_of, size_of
+from aerie.workers.models.config_fields import MAX_LAYERS, architecture_of, flag_of, size_of
 from aerie.workers.models.decoder import Decoder, in_default_dtype
 from aerie.workers.models.name_map import NameMap, decoder_names, text_part_names
-from aerie.workers.models.qwen.windows import layers_with_windows
 from aerie.workers.models.registry import ModelFamily
+
+_SLIDING = "sliding_attention"
+_FULL_LAYERS = 28  # transformers' default of max_window_layers
+_WITH_WINDOWS = re.compile("Qwen([23])(Moe)?For")  # no other architecture reads use_sliding_window
+
+
+def layers_with_windows(config: Mapping[str, Any]) -> frozenset[int]:
+    """Return the layers with a window, as in transformers' configurations and attention (5.x).
+
+    config: of a decoder, unchecked; fields of a wrong kind count as missing, and the families refuse them.
+    """
+    family = _WITH_WINDOWS.match(architecture_of(config))
+    layers = range(_number(config, "num_hidden_layers", 0))
+    if family is None or not config.get("use_sliding_window") or config.get("sliding_window", 1) is None:
+        return frozenset()
+    if family.groups() == ("3", "Moe"):
+        return frozenset(layers)
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return frozenset(i for i in layers if kinds[i : i + 1] == [_SLIDING])
+    bound = _number(config, "max_window_layers", _FULL_LAYERS)
+    if family[2]:  # Qwen2's experts: every other layer before the bound
+        return frozenset(layers[:bound:2])
+    return frozenset(layers[bound:])
+
+
+def _number(config: Mapping[str, Any], key: str, default: int) -> int:
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_LAYERS else default
 
 
 @dataclass(frozen=True, kw_only=True)

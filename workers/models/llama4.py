@@ -16,8 +16,7 @@ from aerie.kernels.fp8.rows import Fp8Rows
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer
-from aerie.workers.layers.mlp import GatedMLP
-from aerie.workers.layers.moe import MixtureOfExperts
+from aerie.workers.layers.moe import GatedMLP, MixtureOfExperts
 from aerie.workers.layers.norm import UnitRMSNorm
 from aerie.workers.layers.rotary import RopeConfig
 from aerie.workers.layers.weighted import WrongTensorError

@@ -1,8 +1,11 @@
-"""Loads a checkpoint folder as this rank's target: configuration, checks and weights."""
+"""Loads a checkpoint folder as this rank's target: configuration, checks and weights.
+
+Checks once, after loading, that weights are finite. A damaged or badly trained checkpoint would answer with noise:
+one NaN in a layer makes every token of every request NaN."""
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -13,29 +16,90 @@ import torch
 from torch import Tensor, nn
 
 from aerie.kernels.capability import Capability
+from aerie.kernels.kv.stored_values import FP8
 from aerie.workers.config import ModelSource
 from aerie.workers.device import resolve_dtype
 from aerie.workers.distributed.tp_group import TPGroup
-from aerie.workers.layers.experts import Experts
 from aerie.workers.layers.linear import LinearBase, finish_weights
-from aerie.workers.layers.rope_override import with_rope_scaling
+from aerie.workers.layers.moe import Experts
+from aerie.workers.layers.rotary import with_rope_scaling
+from aerie.workers.layers.weighted import WeightedModule
 from aerie.workers.models.config import ModelConfig, read_config_json
 from aerie.workers.models.decoder import TargetModel
-from aerie.workers.models.finite import check_finite
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.registry import family_for, family_of_config
-from aerie.workers.models.weight_bytes import weight_formats
 from aerie.workers.models.weights import (
     Advance,
+    CheckpointTensor,
     checkpoint_tensors,
     counted,
     fill_dummy,
+    first_names,
     load_weights,
     modules_with_weight,
     num_checkpoint_bytes,
+    wanted_tensors,
+    weight_formats,
+    weighted_modules,
 )
 from aerie.workers.quantization.kv_scheme import read_kv_scheme
 from aerie.workers.quantization.quant_method import QuantMethod
+
+_FP8_NAN = 0x7F  # NaN of float8_e4m3fn, which has no infinity; with the sign bit 0xFF
+
+
+def check_finite(
+    model: nn.Module,
+    read: Callable[[], Iterable[CheckpointTensor]],
+    names: NameMap,
+    source: str,
+    elsewhere: Set[str] = frozenset(),
+) -> None:
+    """Raise ValueError, naming file and tensor, if weights of `model` are NaN or infinite. Reads every weight once on
+    its device, without a copy, with one device sync. Skips modules that load no tensor, which `finish` fills later.
+
+    read: returns the checkpoint's tensors again; called only to name the wrong ones.
+    elsewhere, source: see `load_weights`.
+    """
+    modules = [
+        (path, module) for path, module in weighted_modules(model) if path not in elsewhere and module.weight_keys()
+    ]
+    bad = _not_finite(modules)
+    if not bad:
+        return
+    wanted = wanted_tensors(model, names, elsewhere)
+    found = []
+    for name, tensor, file in read():
+        modules_of = {wanted.get(piece, (None, None))[0] for piece, _ in names.pieces(name, tensor)}
+        if modules_of & bad.keys() and not bool(torch.isfinite(tensor.float()).all()):
+            found.append(f"{name} ({file})")
+    if not found:
+        dtype = next(model.parameters()).dtype
+        named = first_names(list(bad.values()))
+        raise ValueError(f"{source}: weights of {named} overflow {dtype}; set dtype: bfloat16")
+    raise ValueError(f"{source}: weights are NaN or infinite: {first_names(found)}; download the checkpoint again")
+
+
+def _not_finite(modules: list[tuple[str, WeightedModule]]) -> dict[WeightedModule, str]:
+    """Return the modules with a weight that is not finite, and their paths."""
+    owners, flags = [], []
+    for path, module in modules:
+        for parameter in module.parameters():
+            if parameter.numel() and parameter.is_floating_point():
+                owners.append((module, path))
+                flags.append(_is_finite(parameter.data))
+    finite = torch.stack(flags).tolist() if flags else []
+    return dict(owner for owner, is_finite in zip(owners, finite, strict=True) if not is_finite)
+
+
+def _is_finite(weight: Tensor) -> Tensor:
+    """Return one bool on the weight's device. Extrema need no memory; `torch.isfinite` allocates a mask."""
+    if weight.dtype == FP8:
+        as_signed, as_unsigned = weight.view(torch.int8).amax(), weight.view(torch.uint8).amax()
+        return (as_signed < _FP8_NAN) & (as_unsigned < _FP8_NAN + 0x80)
+    low, high = torch.aminmax(weight)  # both are NaN if any weight is
+    return torch.isfinite(low) & torch.isfinite(high)
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from aerie.workers.layers.weighted import WeightKey, WrongTensorError
 _KIND = ".{kind}"
 _HOLE = re.compile(r"\{(\w+)\}")
 # Names of FP8 KV scales. Exporters put them in attention (compressed-tensors), in a projection (ModelOpt), or in a
-# module inside attention (vLLM). Ours: `aerie.workers.layers.kv_scales`.
+# module inside attention (vLLM). Ours: `aerie.workers.layers.attention`.
 _KV_SCALE = re.compile(r"(?:\.[kv]_proj|\.qkv_proj|\.attn)?\.([kv]_scale)$")
 _UNUSED = ("*.q_scale",)  # queries are not quantised
 

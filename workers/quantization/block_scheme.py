@@ -1,7 +1,15 @@
 """`BlockQuant`: the quantised layers of a GGUF file. Types that are packed without loss stay packed, and others are
-dequantised when they are read (`block_types`). `aerie.workers.models.gguf.folder` writes the quantization_config."""
+dequantised when they are read (`block_types`). `aerie.workers.models.gguf.folder` writes the quantization_config.
 
-from collections.abc import Mapping, Sequence
+Block types of GGUF files: how the bytes of a block become codes, scales and offsets.
+
+    weight[i] = (code[i] - zero) * scale[i / group] + offset[i / group]
+
+in float32, with the order of operations of ggml's own dequantisation, so that results are equal bit for bit. Formats:
+ggml's `block_q4_0` to `block_q6_K`, and OCP Microscaling Formats 1.0 for MXFP4. `aerie.workers.models.gguf` reads the
+files; `aerie.workers.quantization.block_scheme` keeps some types packed."""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +20,164 @@ from aerie.kernels.packed.weight import Code
 from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part, UnquantizedLinearMethod
 from aerie.workers.layers.weighted import WrongTensorError, check_shape
-from aerie.workers.quantization.block_types import BLOCK_TYPES, BlockType
 from aerie.workers.quantization.integers.scheme import ModuleScheme, SchemeQuant
 from aerie.workers.quantization.packed_experts import PackedExperts
-from aerie.workers.quantization.packed_scheme import MatrixCodes, PackedScheme
+from aerie.workers.quantization.packed_linear import MatrixCodes, PackedScheme
 from aerie.workers.quantization.quant_method import QuantMethod
+
+_MAX_SCRATCH_VALUES = 1 << 24  # values dequantised at once
+_E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # OCP Microscaling Formats 1.0, table 4; bit 3 is the sign
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Decoded blocks.
+
+    codes: [blocks, values] uint8, or float32 if the type's values are no integers.
+    scales: [blocks, groups] float32.
+    offsets: [blocks, groups] float32, or None.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """values, num_bytes: of a block. zero: see the module. decode: [blocks, num_bytes] uint8 -> `Blocks`.
+
+    packed: the code in which `aerie.kernels.packed` multiplies this type without loss; None: none. Its groups have 32
+        values, symmetric codes and 16-bit scales.
+    """
+
+    values: int
+    num_bytes: int
+    zero: int
+    decode: Callable[[Tensor], Blocks]
+    packed: Code | None = None
+
+    def row_bytes(self, columns: int) -> int:
+        return columns // self.values * self.num_bytes
+
+    def dequantize(self, raw: Tensor) -> Tensor:
+        """Return float32 [rows, columns].
+
+        raw: [rows, bytes of a row] uint8.
+        """
+        rows, blocks = raw.shape[0], raw.shape[1] // self.num_bytes
+        out = torch.empty((rows, blocks * self.values), device=raw.device)
+        step = max(1, _MAX_SCRATCH_VALUES // max(1, out.shape[1]))
+        for first in range(0, rows, step):
+            part = raw[first : first + step].reshape(-1, self.num_bytes)
+            out[first : first + step] = self._values(self.decode(part)).view(-1, out.shape[1])
+        return out
+
+    def _values(self, blocks: Blocks) -> Tensor:
+        groups = blocks.scales.shape[1]
+        values = blocks.codes.float().view(-1, groups, self.values // groups) - self.zero
+        values *= blocks.scales[..., None]
+        return values if blocks.offsets is None else values.add_(blocks.offsets[..., None])
+
+
+def _half(raw: Tensor, first: int) -> Tensor:
+    """Return the float16 numbers at byte `first`: [blocks, 1] float32."""
+    return raw[:, first : first + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(raw: Tensor) -> Tensor:
+    """Return [blocks, 32]: the lower halves of 16 bytes, then the upper halves."""
+    return torch.cat((raw & 15, raw >> 4), 1)
+
+
+def _fifth_bits(raw: Tensor) -> Tensor:
+    """Return the bits of 4 bytes as 16: [blocks, 32]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=raw.device)
+    return ((raw[:, :, None] >> shifts & 1) << 4).flatten(1)
+
+
+def _planes(raw: Tensor, width: int, bits: int) -> Tensor:
+    """Return [blocks, values] of `bits` bits: `width` bytes have the lowest bits of `width` values, then the next bits
+    of the next values."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=raw.device)[:, None]
+    return (raw.view(raw.shape[0], -1, 1, width) >> shifts & ((1 << bits) - 1)).flatten(1)
+
+
+def _q4_0(raw: Tensor) -> Blocks:
+    return Blocks(_nibbles(raw[:, 2:]), _half(raw, 0))
+
+
+def _q4_1(raw: Tensor) -> Blocks:
+    return Blocks(_nibbles(raw[:, 4:]), _half(raw, 0), _half(raw, 2))
+
+
+def _q5_0(raw: Tensor) -> Blocks:
+    return Blocks((_nibbles(raw[:, 6:]) | _fifth_bits(raw[:, 2:6])) + 112, _half(raw, 0))  # 16 becomes 128
+
+
+def _q5_1(raw: Tensor) -> Blocks:
+    return Blocks(_nibbles(raw[:, 8:]) | _fifth_bits(raw[:, 4:8]), _half(raw, 0), _half(raw, 2))
+
+
+def _q8_0(raw: Tensor) -> Blocks:
+    return Blocks(raw[:, 2:] ^ 128, _half(raw, 0))
+
+
+def _q2_k(raw: Tensor) -> Blocks:
+    scales, minima = (raw[:, :16] & 15).float(), (raw[:, :16] >> 4).float()
+    return Blocks(_planes(raw[:, 16:80], 32, 2), _half(raw, 80) * scales, -(_half(raw, 82) * minima))
+
+
+def _q3_k(raw: Tensor) -> Blocks:
+    high, low, scales = _planes(raw[:, :32], 32, 1), _planes(raw[:, 32:96], 32, 2), raw[:, 96:108]
+    scales = _planes(scales[:, :8], 8, 4) | _planes(scales[:, 8:], 4, 2) << 4
+    return Blocks(low | high << 2, _half(raw, 108) * (scales.float() - 32))
+
+
+def _scales_and_minima(raw: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the 8 scales and 8 minima of 6 bits in 12 bytes."""
+    first, second, both = raw[:, :4], raw[:, 4:8], raw[:, 8:]
+    scales = torch.cat((first & 63, both & 15 | first >> 2 & 48), 1)
+    return scales.float(), torch.cat((second & 63, both >> 4 | second >> 2 & 48), 1).float()
+
+
+def _q4_k(raw: Tensor) -> Blocks:
+    scales, minima = _scales_and_minima(raw[:, 4:16])
+    return Blocks(_planes(raw[:, 16:], 32, 4), _half(raw, 0) * scales, -(_half(raw, 2) * minima))
+
+
+def _q5_k(raw: Tensor) -> Blocks:
+    scales, minima = _scales_and_minima(raw[:, 4:16])
+    codes = _planes(raw[:, 48:], 32, 4) | _planes(raw[:, 16:48], 32, 1) << 4
+    return Blocks(codes, _half(raw, 0) * scales, -(_half(raw, 2) * minima))
+
+
+def _q6_k(raw: Tensor) -> Blocks:
+    codes = _planes(raw[:, :128], 64, 4) | _planes(raw[:, 128:192], 32, 2) << 4
+    return Blocks(codes, _half(raw, 208) * raw[:, 192:208].contiguous().view(torch.int8).float())
+
+
+def _mxfp4(raw: Tensor) -> Blocks:
+    values = (*_E2M1_TWICE, *(-value for value in _E2M1_TWICE))
+    table = torch.tensor(values, dtype=torch.float32, device=raw.device)  # of integers, which have no negative zero
+    return Blocks(table[_nibbles(raw[:, 1:]).long()], torch.exp2(raw[:, :1].float() - 128))
+
+
+BLOCK_TYPES = {
+    "Q4_0": BlockType(32, 18, 8, _q4_0, "int4"),
+    "Q4_1": BlockType(32, 20, 0, _q4_1),
+    "Q5_0": BlockType(32, 22, 128, _q5_0, "int8"),
+    "Q5_1": BlockType(32, 24, 0, _q5_1),
+    "Q8_0": BlockType(32, 34, 128, _q8_0, "int8"),
+    "Q2_K": BlockType(256, 84, 0, _q2_k),
+    "Q3_K": BlockType(256, 110, 4, _q3_k),
+    "Q4_K": BlockType(256, 144, 0, _q4_k),
+    "Q5_K": BlockType(256, 176, 0, _q5_k),
+    "Q6_K": BlockType(256, 210, 32, _q6_k),
+    "MXFP4": BlockType(32, 17, 0, _mxfp4),
+}
+PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
 
 METHOD = "gguf"  # quantization_config.quant_method
 _CODE_DEVIATION = {"int4": 4.61, "int8": 73.9}  # standard deviation of uniformly distributed codes

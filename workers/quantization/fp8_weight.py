@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from aerie.kernels.capability import Capability
-from aerie.kernels.kv.fp8 import FP8, FP8_MAX
+from aerie.kernels.kv.stored_values import FP8, FP8_MAX
 from aerie.workers.layers.linear_method import Part
 from aerie.workers.layers.weighted import WrongTensorError, check_shape
 

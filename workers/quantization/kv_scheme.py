@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from aerie.attention.config import FP8_E4M3
-from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.kv.stored_values import FP8
 
 # Required values of quantization_config.kv_cache_scheme (compressed-tensors; ModelOpt's has fewer keys).
 _SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -17,7 +17,7 @@ from aerie.kernels.packed.weight import TILE, PackedWeight
 from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape
 from aerie.workers.layers.linear_method import Part
 from aerie.workers.layers.weighted import check_plain, check_shape
-from aerie.workers.quantization.packed_scheme import MatrixCodes, PackedScheme, packed_below, with_rows
+from aerie.workers.quantization.packed_linear import MatrixCodes, PackedScheme, packed_below, with_rows
 
 BIAS = "bias"
 

@@ -14,9 +14,7 @@ from aerie.workers.quantization.floats import (
     read_modelopt,
     read_mxfp4,
 )
-from aerie.workers.quantization.integers.auto_round import read_auto_round
-from aerie.workers.quantization.integers.awq import read_awq
-from aerie.workers.quantization.integers.gptq import read_gptq
+from aerie.workers.quantization.integers.methods import read_auto_round, read_awq, read_gptq
 from aerie.workers.quantization.integers.pack_quantized import read_pack_quantized
 from aerie.workers.quantization.quant_method import QuantMethod, Unquantized
 

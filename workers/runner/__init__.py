@@ -1,9 +1,8 @@
 """One rank: takes step plans, returns step results.
 
-worker          plan -> batch -> step -> result
+worker          plan -> batch -> step -> result; converts a step's output to a `StepResult`
 plan_batch      converts a plan to tensors; chunk_tensors: converts its prompt chunks
 batch           a step's tensors and the order of their rows
-step_result     converts a step's output to a `StepResult`
 decoding        `DecodingStrategy`, and non-speculative decoding
 graphs          CUDA graphs of any strategy's steps
 costs           measures step times at the start

@@ -9,8 +9,7 @@ import torch
 from aerie.attention import registry
 from aerie.attention.backend import AttentionBackend
 from aerie.attention.config import TargetAttention
-from aerie.attention.kv_cache.heads import HeadsLayout
-from aerie.attention.kv_cache.latent import LatentLayout
+from aerie.attention.kv_cache.layouts import HeadsLayout, LatentLayout
 from aerie.attention.limits import AttentionUse
 from aerie.attention.registry import Choice, choose_backends
 from aerie.kernels.capability import Capability

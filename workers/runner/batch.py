@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.kv.batches import PrefillBatch
-from aerie.workers.sampling.prompt_logprobs import PromptRanking
-from aerie.workers.sampling.sampler import Logprobs, SamplingNeeds
+from aerie.workers.sampling import Logprobs, PromptRanking, SamplingNeeds
 
 
 @dataclass(frozen=True)

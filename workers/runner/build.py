@@ -15,12 +15,12 @@ from aerie.attention.recurrent.pool import StatePool
 from aerie.attention.registry import Choice, choose_backends, deterministic_backend
 from aerie.kernels import contracts
 from aerie.kernels.capability import Capability
-from aerie.kernels.kv.fp8 import FP8, KVScales
+from aerie.kernels.kv.stored_values import FP8, KVScales
 from aerie.workers.config import WorkerConfig
 from aerie.workers.device import make_current, resolve_device
 from aerie.workers.distributed.tp_group import TPGroup, join_tp_group
 from aerie.workers.engine_layout import EngineLayout
-from aerie.workers.layers.kv_scales import kv_scales, warn_of_missing
+from aerie.workers.layers.attention import kv_scales, warn_of_missing
 from aerie.workers.models.loading import allocate_target, load_target, weight_names
 from aerie.workers.quantization.kv_scheme import kv_dtype
 from aerie.workers.runner.backends import (
@@ -35,22 +35,28 @@ from aerie.workers.runner.backends import (
 from aerie.workers.runner.costs.cost_probe import probe_costs
 from aerie.workers.runner.costs.timer import Timer
 from aerie.workers.runner.deterministic import checked_deterministic
-from aerie.workers.runner.device_memory import device_memory
-from aerie.workers.runner.graphs.compile_processes import CompileProcesses
-from aerie.workers.runner.graphs.first_graphs import compile_ahead, first_graphs, graphed_strategy, rounds_are_graphs
+from aerie.workers.runner.graphs.compile_jobs import CompileProcesses
 from aerie.workers.runner.graphs.graph_keys import GraphKey
 from aerie.workers.runner.graphs.kernel_compilation import report_compilations
-from aerie.workers.runner.graphs.recorder import CudaRecorder
-from aerie.workers.runner.graphs.warm_up import largest_steps, run, warm_up
+from aerie.workers.runner.graphs.step_capture import CudaRecorder
+from aerie.workers.runner.graphs.warm_up import (
+    compile_ahead,
+    first_graphs,
+    graphed_strategy,
+    largest_steps,
+    rounds_are_graphs,
+    run,
+    warm_up,
+)
 from aerie.workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot_table
-from aerie.workers.runner.memory import RankMemory, StepPeaks, must_fit
+from aerie.workers.runner.memory import RankMemory, StepPeaks, device_memory, must_fit
 from aerie.workers.runner.model_runner import TargetRunner
 from aerie.workers.runner.rank_adapters import RankAdapters
 from aerie.workers.runner.transfer.checksums import WeightChecker
 from aerie.workers.runner.transfer.session import WeightTransfer
 from aerie.workers.runner.weight_update import META, RunningModel, WeightUpdate
 from aerie.workers.runner.worker import Worker
-from aerie.workers.sampling.sampler import Sampler
+from aerie.workers.sampling import Sampler
 from aerie.workers.scheduling.commands.command import LoadWeights, SumWeights
 from aerie.workers.structured_output.mask_table import MaskTable
 from aerie.workers.structured_output.slot_grammars import SlotGrammars

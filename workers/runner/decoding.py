@@ -13,9 +13,8 @@ from aerie.workers.config import RoundShapes
 from aerie.workers.layers.vocab import LMHead
 from aerie.workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined, prompt_hidden
 from aerie.workers.runner.model_runner import TargetRunner
-from aerie.workers.sampling.prompt_logprobs import PromptRanking, rank_prompt
-from aerie.workers.sampling.sampler import Rows, Sampler, logprobs_of
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.sampling import PromptRanking, Rows, Sampler, logprobs_of, rank_prompt
+from aerie.workers.slots import SlotTable
 
 FillMasks = Callable[[], None]
 

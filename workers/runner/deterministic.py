@@ -6,7 +6,7 @@ bit. Each part computes a row with the same operations in the same order, whatev
 - GEMMs: `aerie.kernels.gemm.ordered_triton`, one order of additions per weight for any number of rows.
 - experts: `aerie.kernels.experts.many_rows_triton`, blocks of one expert's rows, even for few rows.
 - attention: `aerie.kernels.attend.fixed.spans_triton`, spans that depend on positions only.
-- sums over ranks: in rank order for every size (`aerie.workers.distributed.ordered_all_reduce`).
+- sums over ranks: in rank order for every size (`aerie.workers.distributed.tp_group`).
 
 Norms, RoPE, gates, sampling and the rounding of activations to FP8 are row-wise anyway. So neither the chunking of
 prompts, nor the kind of a row (prompt, non-speculative round, tree), nor other requests have an effect: a greedy or

@@ -7,16 +7,15 @@ from typing import Protocol
 
 import torch
 
-from aerie.attention.kv_cache.heads import HeadsLayout
-from aerie.attention.kv_cache.latent import has_latent_rows
 from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.layouts import HeadsLayout, has_latent_rows
 from aerie.attention.kv_cache.pool import KVPool, bytes_per_page
 from aerie.attention.recurrent.layout import chunk_bytes, saved_dtype, slot_bytes, snapshot_bytes
 from aerie.attention.recurrent.pool import StatePool
 from aerie.attention.registry import Choice
 from aerie.kernels.capability import Capability
 from aerie.kernels.kv.batches import Mode
-from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.kv.stored_values import FP8
 from aerie.workers.config import AUTO_SLOTS, RoundShapes, SchedulerConfig, WorkerConfig
 from aerie.workers.device import resolve_device, resolve_dtype
 from aerie.workers.distributed.tp_group import TPGroup
@@ -30,8 +29,8 @@ from aerie.workers.runner.model_runner import TargetRunner
 from aerie.workers.runner.rank_adapters import RankAdapters
 from aerie.workers.runner.weight_update import RunningModel
 from aerie.workers.runner.worker import LateCaptures, Worker
-from aerie.workers.sampling.sampler import Sampler
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.sampling import Sampler
+from aerie.workers.slots import SlotTable
 from aerie.workers.structured_output.mask_table import mask_bytes
 from aerie.workers.structured_output.slot_grammars import SlotGrammars
 from aerie.workers.vision.config import VisionConfig, vision_of
@@ -71,7 +70,7 @@ class Speculation(Protocol):
 
     def weight_bytes(self, tensor_parallel: int, dtype: torch.dtype, multiplies_fp8: bool) -> int:
         """Maximum bytes of the draft's weights on each rank. multiplies_fp8: as for
-        `aerie.workers.models.weight_bytes.weight_bytes`."""
+        `aerie.workers.models.weights.weight_bytes`."""
 
     def strategy(self, parts: "EngineParts", backends: Backends, done: PhaseDone) -> CuttableStrategy:
         """Load the draft, and return the strategy.

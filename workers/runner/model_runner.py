@@ -9,8 +9,7 @@ from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend
 from aerie.attention.kv_cache.pool import KVPool
-from aerie.attention.recurrent.batch import StateBatch
-from aerie.attention.recurrent.pool import StatePool
+from aerie.attention.recurrent.pool import StateBatch, StatePool
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch
 from aerie.workers.layers.forward_context import Attending, ForwardContext, RowIndex, make_context, through_windows
 from aerie.workers.models.decoder import DecoderOutput, TargetModel

@@ -16,10 +16,9 @@ from aerie.attention.recurrent.pool import StatePool
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.runner.batch import PromptChunks, StepBatch
 from aerie.workers.runner.chunk_tensors import chunk_columns, image_values, prompt_chunks, prompt_targets
-from aerie.workers.sampling.sampler import SamplingNeeds
+from aerie.workers.sampling import SamplingNeeds
 from aerie.workers.scheduling.plan import Failure, SamplingParams, StepPlan, unpack_i32
-from aerie.workers.slots.slot_table import SlotTable
-from aerie.workers.slots.upload import upload
+from aerie.workers.slots import SlotTable, upload
 from aerie.workers.structured_output.slot_grammars import SlotGrammars
 from aerie.workers.vision.tower import VisionTower
 

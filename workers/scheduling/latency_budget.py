@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from aerie.workers.config import SchedulerConfig
-from aerie.workers.scheduling.timing.step import Step
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import Step, StepTime
 
 MIN_SHARE = 0.25  # minimum time for prompts, as a share of the target, however long rounds are
 MAX_STRETCH = 3.0  # for "auto", a backlog extends a step to at most this multiple of the target

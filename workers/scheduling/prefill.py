@@ -9,15 +9,14 @@ from aerie.workers.scheduling.adapters import MAX_PASS_S
 from aerie.workers.scheduling.image_chunks import ImageChunks
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
 from aerie.workers.scheduling.plan import Chunk, pack_i32
-from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
+from aerie.workers.scheduling.prompt_order import AdmittedPrompts, SharedPrefixes, TenantTurns
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
 from aerie.workers.scheduling.queues.tenants import PRIORITY_S
+from aerie.workers.scheduling.queues.waiting_queue import GrammarQueue
 from aerie.workers.scheduling.sequence import PlanBuilder, Sequence
-from aerie.workers.scheduling.shared_prefixes import SharedPrefixes
 from aerie.workers.scheduling.slot_lengths import Slots
 from aerie.workers.scheduling.stats import SchedulerStats
-from aerie.workers.scheduling.tenant_turns import AdmittedPrompts, TenantTurns
-from aerie.workers.scheduling.timing.step import Prediction, Step
+from aerie.workers.scheduling.step_time import Prediction, Step
 
 MAX_PASSED = 64  # waiting requests that a step examines for admission
 MAX_ASKED = 8  # waiting requests whose common prefixes get saved states in a step of a hybrid model

@@ -11,7 +11,7 @@ from aerie.workers.scheduling.sequence import PlanBuilder
 from aerie.workers.scheduling.shapes.shape_choice import Load, Reason, ShapeChoice
 from aerie.workers.scheduling.shapes.shape_rates import verified_shape
 from aerie.workers.scheduling.slot_lengths import Int64s, Slots
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import StepTime
 
 
 class PlannedRounds(NamedTuple):

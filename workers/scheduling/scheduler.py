@@ -18,19 +18,22 @@ from aerie.workers.config import GraphCapture, LoraConfig, RoundShapes, Schedule
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.prompt_inputs import ImageSizes
 from aerie.workers.scheduling.adapters import Adapters
-from aerie.workers.scheduling.commands.capture_pacing import CapturePacing
 from aerie.workers.scheduling.commands.command import CaptureGraph, Command, CommandAnswer, LoadWeights, Work
-from aerie.workers.scheduling.commands.command_queue import CommandQueue, OnAnswered
-from aerie.workers.scheduling.commands.draft_check import DraftCheck
-from aerie.workers.scheduling.commands.weight_versions import WeightVersions
+from aerie.workers.scheduling.commands.command_queue import (
+    CapturePacing,
+    CommandQueue,
+    DraftCheck,
+    OnAnswered,
+    WeightVersions,
+)
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.image_chunks import ImageChunks
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepBudget, StepRounds
 from aerie.workers.scheduling.plan import StepPlan, StepResult, pack_i32, unpack_i32
 from aerie.workers.scheduling.prefill import PrefillPlanner
 from aerie.workers.scheduling.queues.admission import Admission
-from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
+from aerie.workers.scheduling.queues.waiting_queue import GrammarQueue
 from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput, UnfinishedError
 from aerie.workers.scheduling.rounds import PlannedRounds, RoundPlanner
 from aerie.workers.scheduling.sequence import InFlightStep, PlanBuilder
@@ -39,8 +42,7 @@ from aerie.workers.scheduling.slot_lengths import Slots
 from aerie.workers.scheduling.slot_pages import SlotPages
 from aerie.workers.scheduling.stats import SchedulerStats
 from aerie.workers.scheduling.step_results import StepResults
-from aerie.workers.scheduling.timing.step import Prediction, Step
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import Prediction, Step, StepTime
 
 UPDATE_EVERY = 128  # steps between updates of an "auto" ITL target
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from aerie.attention.kv_cache.prefix_digests import salt_of_adapter
+from aerie.attention.kv_cache.radix_node import salt_of_adapter
 from aerie.workers.scheduling.adapters import Adapter
 from aerie.workers.scheduling.plan import Chunk, SlotInit
 from aerie.workers.scheduling.queues.tenants import PRIORITY_TOKENS, Tenant
 from aerie.workers.scheduling.request import Request
-from aerie.workers.scheduling.timing.step import Prediction, Step
+from aerie.workers.scheduling.step_time import Prediction, Step
 
 Int64s = npt.NDArray[np.int64]
 

@@ -15,7 +15,7 @@ from aerie.workers.scheduling.request import FinishReason, RequestOutput
 from aerie.workers.scheduling.sequence import InFlightStep, Sequence
 from aerie.workers.scheduling.shapes.shape_choice import ShapeChoice
 from aerie.workers.scheduling.stats import SchedulerStats
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import StepTime
 
 TOO_LATE = Failure("its grammar's next mask was not there in time")
 NOT_ENTERED = Failure("its parameters failed on another rank")

@@ -15,10 +15,9 @@ import xgrammar
 from tokenizers import Tokenizer
 
 from aerie.workers.scheduling.plan import Grammar
-from aerie.workers.structured_output.faults import InvalidGrammarError, VocabularyError
+from aerie.workers.structured_output.mask_messages import InvalidGrammarError, VocabularyError
 from aerie.workers.structured_output.mask_process.token_texts import TokenTexts
-from aerie.workers.structured_output.token_bytes import TokenBytes
-from aerie.workers.structured_output.tokenizer_file import read_tokenizer
+from aerie.workers.structured_output.token_bytes import TokenBytes, read_tokenizer
 
 CACHE_BYTES = 256 << 20  # cache of compiled grammars; a large schema takes 10 MB with 128,256 tokens
 # Maximum spaces between the parts of JSON. Without a bound some models write spaces until max_tokens.

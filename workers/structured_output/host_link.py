@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from aerie.workers.structured_output.framing import receive, send
-from aerie.workers.structured_output.mask_messages import Begin, Deadline, Filled, Notice, Order
+from aerie.workers.structured_output.mask_messages import Begin, Deadline, Filled, Notice, Order, receive, send
 from aerie.workers.structured_output.mask_process.template_process import ForkedProcess, TemplateError, Work, template
 from aerie.workers.structured_output.mask_table import MaskTable
 

@@ -1,4 +1,11 @@
-"""Messages between a rank and the process that fills its masks."""
+"""Messages between a rank and the process that fills its masks.
+
+Sends msgpack messages over a stream socket, each after its length in four bytes.
+
+Errors of grammars. Imports nothing, for processes without the compiler."""
+
+import socket
+from typing import TypeVar
 
 import msgspec
 
@@ -108,3 +115,45 @@ class Notice(msgspec.Struct, frozen=True, array_like=True):
     ready: list[int] = []
     failures: dict[int, Failure] = {}
     prepared: list[int] = []
+
+
+T = TypeVar("T")
+
+
+def send(to: socket.socket, message: msgspec.Struct) -> None:
+    """Send one message. Raises OSError if the peer has closed or does not read."""
+    raw = msgspec.msgpack.encode(message)
+    to.sendall(len(raw).to_bytes(4, "little") + raw)
+
+
+def receive(of: socket.socket, kind: type[T]) -> T | None:
+    """Wait for one message; None if the peer has closed. Raises TimeoutError if the socket has a timeout and no message
+    has started."""
+    head = _read(of, 4)
+    raw = _read(of, int.from_bytes(head, "little")) if len(head) == 4 else b""
+    return msgspec.msgpack.decode(raw, type=kind) if raw else None
+
+
+def _read(of: socket.socket, count: int) -> bytes:
+    """Read `count` bytes, or fewer if the peer has closed."""
+    parts, left = list[bytes](), count
+    while left:
+        try:
+            part = of.recv(left)
+        except TimeoutError:
+            if parts:
+                continue
+            raise
+        if not part:
+            break
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+class InvalidGrammarError(ValueError):
+    """The grammar cannot be compiled, or allows no text. The message is for the client."""
+
+
+class VocabularyError(ValueError):
+    """The model has no tokenizer, so there are no texts to compare with a grammar."""

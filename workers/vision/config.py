@@ -11,7 +11,7 @@ from aerie.workers.config import ModelSource
 from aerie.workers.models.config_fields import architecture_of, section_of, size_of
 from aerie.workers.models.gguf.location import INDEX
 from aerie.workers.prompt_inputs import Placeholder
-from aerie.workers.structured_output.tokenizer_file import read_json
+from aerie.workers.structured_output.token_bytes import read_json
 
 CONFIG = "config.json"
 PREPROCESSOR = "preprocessor_config.json"

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aerie.workers.prompt_inputs import Placeholder, PreparedImage
-from aerie.workers.structured_output.framing import receive, send
+from aerie.workers.structured_output.mask_messages import receive, send
 from aerie.workers.vision.config import CHANNELS, image_settings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of PIL; others, such as SVG and EPS, may run programs

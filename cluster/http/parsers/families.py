@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aerie.cluster.http.config import OutputParserName
-from aerie.cluster.http.parsers.argument_types import ArgumentTypes
 from aerie.cluster.http.parsers.json_calls import Found, read_calls
 from aerie.cluster.http.parsers.literal_calls import (
     GEMMA_END,
@@ -23,6 +22,7 @@ from aerie.cluster.http.parsers.tool_calls import (
     KIMI_HEAD,
     MISTRAL_MARK,
     PYTHON_TAG,
+    ArgumentTypes,
     CallBody,
     MarkedCalls,
     named_call,

@@ -13,8 +13,8 @@ from aerie.cluster.http.answer import Piece
 from aerie.cluster.http.parsers.json_calls import Found, read_arguments
 from aerie.cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
 from aerie.cluster.http.parsers.source import SPACES, Reading, Running, Source
+from aerie.cluster.http.text.detokenizer import start_of_partial
 from aerie.cluster.http.text.harmony_prompt import MARKS
-from aerie.cluster.http.text.stop_strings import start_of_partial
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN = MARKS
 _CHANNEL = re.compile(r"<\|channel\|>\s*([\w-]*)")

@@ -2,12 +2,14 @@
 
 Every choice has a parser, in whole replies and streams. Chats take the configuration's (`ingress.output_parser`, by
 `aerie.cluster.http.parsers.table`), completions `text`. See docs/add-a-parser.md.
-"""
+
+Cuts streamed text at marks, for parsers of their own; readers of calls and reasoning use
+`aerie.cluster.http.parsers.source.Marks`."""
 
 import secrets
 import string
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -16,6 +18,7 @@ from aerie.cluster.http.answer import Piece
 from aerie.cluster.http.parsers.json_calls import CallPart
 from aerie.cluster.http.schema.completions import FunctionCall, FunctionDelta, ToolCall, ToolCallDelta
 from aerie.cluster.http.schema.response import FinishReason
+from aerie.cluster.http.text.detokenizer import start_of_partial
 
 
 class ReplyDelta(msgspec.Struct, frozen=True, gc=False):
@@ -130,3 +133,21 @@ class CallDeltas:
     def any(self) -> bool:
         """Return whether there was a call."""
         return self._num > 0
+
+
+class Cut(NamedTuple):
+    """Text cut at the first mark. after: the text after the mark; without a mark, the end that may start one."""
+
+    before: str
+    mark: str | None
+    after: str
+
+
+def cut(text: str, marks: tuple[str, ...]) -> Cut:
+    """Cut `text` at the earliest of `marks`, none of which is a prefix of another."""
+    found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+    if found:
+        at, mark = min(found)
+        return Cut(text[:at], mark, text[at + len(mark) :])
+    start = start_of_partial(text, marks)
+    return Cut(text[:start], None, text[start:])

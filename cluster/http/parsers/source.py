@@ -8,7 +8,7 @@ import re
 from collections.abc import Generator, Iterable
 from typing import TypeVar
 
-from aerie.cluster.http.text.stop_strings import start_of_partial
+from aerie.cluster.http.text.detokenizer import start_of_partial
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]

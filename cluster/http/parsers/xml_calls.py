@@ -9,7 +9,7 @@
     </tool_call>
 
 Other families have other tags, see `XmlForm`. A value is text or JSON, and only the tool's schema says which
-(`aerie.cluster.http.parsers.argument_types`). Text is streamed; other values are written whole, and left out if the
+(`aerie.cluster.http.parsers.tool_calls`). Text is streamed; other values are written whole, and left out if the
 answer ends in them.
 """
 
@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from aerie.cluster.http.parsers.argument_types import ArgumentTypes, json_value
 from aerie.cluster.http.parsers.json_calls import NAME, Found
 from aerie.cluster.http.parsers.json_copy import Write
 from aerie.cluster.http.parsers.source import SPACES, Marks, Reading, Source
-from aerie.cluster.http.parsers.tool_calls import CallBody
+from aerie.cluster.http.parsers.tool_calls import ArgumentTypes, CallBody, json_value
 
 
 @dataclass(frozen=True)

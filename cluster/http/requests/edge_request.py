@@ -1,18 +1,20 @@
 """Converts a validated body to the engine's request: prompts as tokens, and one `SamplingParams` per choice.
 
 Checks that depend on the model (length, vocabulary) or on several parameters are here, in `limits` and in `reasoning`.
-"""
+
+Joins requests of one prompt each to one request. Called by the routes."""
 
 import dataclasses
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from aerie.cluster.http.config import EdgeConfig, OutputParserName
-from aerie.cluster.http.errors import invalid, unsupported
+from aerie.cluster.http.errors import ApiError, invalid, unsupported
+from aerie.cluster.http.parsers.reasoning import ThinkingBudget
 from aerie.cluster.http.requests.image_prompt import encode_chat, images_of
 from aerie.cluster.http.requests.parameters import (
     answer_tokens,
@@ -27,21 +29,21 @@ from aerie.cluster.http.requests.parameters import (
     thinking_budget,
     truncation_of,
 )
-from aerie.cluster.http.requests.prompt_embeds import PLACEHOLDER, read_embeds
 from aerie.cluster.http.requests.prompts import (
+    PLACEHOLDER,
     chat_text,
     check_token_ids,
     content_text,
     encode_prompt,
     listed_prompts,
+    read_embeds,
     template_tool,
 )
 from aerie.cluster.http.requests.structured_output import GrammarMaker
 from aerie.cluster.http.requests.tools import ToolCalling, answer_grammar, template_variables, tool_calling
-from aerie.cluster.http.schema.request import ChatCompletionRequest, CompletionRequest, requested
+from aerie.cluster.http.schema.request import BatchRequest, ChatCompletionRequest, CompletionRequest, requested
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.text.user_text import ChatText
-from aerie.cluster.http.thinking_budget import ThinkingBudget
 from aerie.workers.prompt_inputs import PromptInputs
 from aerie.workers.scheduling.plan import Grammar, SamplingParams
 
@@ -332,4 +334,41 @@ def _request(
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
         output_parser=chat_parser(config) if chat else "text",
+    )
+
+
+async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
+    """Return the chats of a batch as one request with a prompt for each. Raises ApiError."""
+    if len(body.messages) > config.max_choices:
+        raise invalid("messages", f"{len(body.messages)} conversations are more than {config.max_choices}")
+    values = {name: getattr(body, name) for name in body.model_fields_set - {"messages", *(body.model_extra or ())}}
+    chats = []
+    for i, messages in enumerate(body.messages):
+        try:
+            one = ChatCompletionRequest.model_construct(messages=messages, **values)
+            chats.append(await chat_request(one, config, tokenizer))
+        except ApiError as error:
+            if error.param is not None and error.param.startswith("messages"):
+                error.param = error.param.replace("messages", f"messages[{i}]", 1)
+                error.message = error.message.replace("messages", f"messages[{i}]", 1)
+            raise
+    return joined_request(chats)
+
+
+def joined_request(requests: Sequence[EdgeRequest]) -> EdgeRequest:
+    """Join requests of one prompt each, which differ only in prompts, choices and echoes."""
+    return dataclasses.replace(
+        requests[0],
+        prompts=[request.prompts[0] for request in requests],
+        prompt_texts=tuple(text for request in requests for text in request.prompt_texts),
+        continued=tuple(text for request in requests for text in request.continued),
+        choices=[
+            dataclasses.replace(choice, prompt=i) for i, request in enumerate(requests) for choice in request.choices
+        ],
+        inputs=(
+            tuple((request.inputs or (PromptInputs(),))[0] for request in requests)
+            if any(request.inputs for request in requests)
+            else ()
+        ),
+        echo=[(request.echo or [""])[0] for request in requests] if any(request.echo for request in requests) else [],
     )

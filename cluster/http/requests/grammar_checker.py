@@ -17,8 +17,7 @@ import msgspec
 
 from aerie.cluster.http.errors import ApiError, invalid, overloaded, unsupported
 from aerie.workers.scheduling.plan import Grammar
-from aerie.workers.structured_output.faults import VocabularyError
-from aerie.workers.structured_output.framing import send
+from aerie.workers.structured_output.mask_messages import VocabularyError, send
 from aerie.workers.structured_output.mask_process.template_process import ForkedProcess, TemplateError, Work, template
 from aerie.workers.structured_output.mask_process.trial import WALK_LIMIT_S, Trial, TrialResult
 

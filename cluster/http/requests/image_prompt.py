@@ -8,9 +8,8 @@ from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.errors import invalid
 from aerie.cluster.http.requests.prompts import encode_prompt
 from aerie.cluster.http.schema.message import ImagePart, Message
-from aerie.cluster.http.text.long_text import Truncation
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
-from aerie.cluster.http.text.user_text import ChatText
+from aerie.cluster.http.text.user_text import ChatText, Truncation
 from aerie.workers.prompt_inputs import Image, PreparedImage, PromptInputs
 from aerie.workers.scheduling.plan import pack_i32
 from aerie.workers.vision.positions import mrope_positions

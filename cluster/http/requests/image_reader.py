@@ -17,10 +17,9 @@ from aerie.cluster.http.requests.image_fetch import Fetcher, data_of
 from aerie.cluster.http.schema.message import ImagePart, Message
 from aerie.workers.config import ModelSource
 from aerie.workers.prompt_inputs import PreparedImage
-from aerie.workers.structured_output.faults import VocabularyError
-from aerie.workers.structured_output.framing import send
+from aerie.workers.structured_output.mask_messages import VocabularyError, send
 from aerie.workers.structured_output.mask_process.template_process import ForkedProcess, TemplateError, Work, template
-from aerie.workers.structured_output.tokenizer_file import read_json
+from aerie.workers.structured_output.token_bytes import read_json
 from aerie.workers.vision.config import CONFIG, VisionConfig, read_vision, why_no_images
 from aerie.workers.vision.processor import ImageJob
 

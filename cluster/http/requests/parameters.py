@@ -10,10 +10,10 @@ from typing import Any
 from aerie.cluster.http.config import EdgeConfig, OutputParserName
 from aerie.cluster.http.errors import invalid, model_not_found, too_long, unsupported
 from aerie.cluster.http.parsers.families import FAMILIES
+from aerie.cluster.http.parsers.reasoning import ThinkingBudget
 from aerie.cluster.http.schema.request import ChatCompletionRequest, CompletionRequest, requested
-from aerie.cluster.http.text.long_text import Truncation
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
-from aerie.cluster.http.thinking_budget import ThinkingBudget
+from aerie.cluster.http.text.user_text import Truncation
 from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS, VALUES, Grammar, SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -1,19 +1,41 @@
 """vLLM's routes that load and unload LoRA adapters in running engines (docs/lora.md). They exist only for API keys that
-administer the server."""
+administer the server.
+
+Bodies of the routes for LoRA adapters."""
 
 import asyncio
 import time
+from typing import Annotated
 
+from pydantic import Field
 from starlette.requests import Request
 
 from aerie.cluster.http.endpoint import Endpoint, post
 from aerie.cluster.http.errors import ApiError, invalid, model_not_found, unavailable
 from aerie.cluster.http.requests.parameters import adapter_of
 from aerie.cluster.http.routes.weights import administer, check_administrator, errors_of
-from aerie.cluster.http.schema.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from aerie.cluster.http.schema.body import Schema
 from aerie.cluster.http.schema.response import AdapterReply
 from aerie.cluster.http.serving import Edge
 from aerie.cluster.transport.admin import LoadLora, UnloadLora
+
+AdapterName = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class LoadAdapterRequest(Schema):
+    """lora_name: the model's name for requests. lora_path: the adapter's folder, on the machines of the ranks.
+    load_inplace: whether an adapter of this name may be loaded already."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool = False
+
+
+class UnloadAdapterRequest(Schema):
+    """lora_name: as it was loaded."""
+
+    lora_name: AdapterName
+
 
 ACTIONS = ("v1/load_lora_adapter", "v1/unload_lora_adapter")
 _HEARD_LIMIT_S = 2.0  # engines tell this ingress of their adapters within 50 ms

@@ -8,7 +8,4 @@ completions        /v1/chat/completions and /v1/completions: documents and strea
 responses          /v1/responses: requests, documents and stream events
 messages           /v1/messages
 native             SGLang's /generate
-inference          vLLM's /inference/v1/generate
-adapters           bodies of the routes for LoRA adapters
-weights            bodies of /update_weights and the other routes for weights
 """

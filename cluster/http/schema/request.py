@@ -227,7 +227,7 @@ class ChatCompletionRequest(_SamplingRequest):
 
 class CompletionRequest(_SamplingRequest):
     """Continue a text. prompt_embeds: instead of a prompt, the embeddings of its tokens
-    (`aerie.cluster.http.requests.prompt_embeds`)."""
+    (`aerie.cluster.http.requests.prompts`)."""
 
     refused = TEXT_REFUSED
     ignored = IGNORED

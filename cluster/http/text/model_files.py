@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from aerie.cluster.http.config import SERVER_DEFAULTS
-from aerie.workers.structured_output.tokenizer_file import read_json
+from aerie.workers.structured_output.token_bytes import read_json
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

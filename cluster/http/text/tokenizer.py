@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from aerie.cluster.http.text import harmony_prompt, long_text, model_files
+from aerie.cluster.http.text import harmony_prompt, model_files, user_text
 from aerie.cluster.http.text.chat_template import (
     ChatTemplate,
     ChatTemplateError,
@@ -25,12 +25,10 @@ from aerie.cluster.http.text.chat_template import (
 )
 from aerie.cluster.http.text.detokenizer import ByteLevelDetokenizer, Detokenizer, PrefixDetokenizer
 from aerie.cluster.http.text.harmony_prompt import HarmonyPrompt
-from aerie.cluster.http.text.long_text import TooManyTokensError, Truncation
 from aerie.cluster.http.text.template_facts import Efforts
-from aerie.cluster.http.text.user_text import ChatText, ControlTokens, marked, unmarked
+from aerie.cluster.http.text.user_text import ChatText, ControlTokens, TooManyTokensError, Truncation, marked, unmarked
 from aerie.cluster.linux import trim_heap
-from aerie.workers.structured_output.token_bytes import BYTE_OF, TokenBytes
-from aerie.workers.structured_output.tokenizer_file import read_json, read_tokenizer
+from aerie.workers.structured_output.token_bytes import BYTE_OF, TokenBytes, read_json, read_tokenizer
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
 MAX_LONG_ENCODES = 2
@@ -263,13 +261,13 @@ class ChatTokenizer:
                 chat = chat.part(*kept.part(self._num_tokens, chat.text))
             elif (
                 max_tokens is not None
-                and len(chat) > max(long_text.PIECE_CHARS, max_tokens)
-                and long_text.exceeds(self._num_tokens, chat.text, 2 * max_tokens)
+                and len(chat) > max(user_text.PIECE_CHARS, max_tokens)
+                and user_text.exceeds(self._num_tokens, chat.text, 2 * max_tokens)
             ):
                 raise TooManyTokensError(2 * max_tokens)
             return self._encode(chat, add_special_tokens)
         finally:
-            if len(chat) > long_text.PIECE_CHARS:
+            if len(chat) > user_text.PIECE_CHARS:
                 trim_heap()
 
     def _decode_long(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
@@ -282,7 +280,7 @@ class ChatTokenizer:
             hidden, bytes_of = self._special if skip_special_tokens else frozenset(), self._bytes.of
             return b"".join([bytes_of(token) for token in tokens if token not in hidden]).decode(errors="replace")
         finally:
-            if len(tokens) > long_text.PIECE_CHARS:
+            if len(tokens) > user_text.PIECE_CHARS:
                 trim_heap()
 
     def _num_tokens(self, text: str) -> int:

@@ -1,5 +1,9 @@
-"""Products with int4 weights by `few_rows.cu` (up to 32 rows), `wide.cu` (17 to 32) and `many_rows.cu` (more)."""
+"""Products with int4 weights by `few_rows.cu` (up to 32 rows), `wide.cu` (17 to 32) and `many_rows.cu` (more).
 
+The implementation of `aerie.kernels.packed.product` by CUDA C++ kernels for Hopper (`kernels_cuda`). Triton
+kernels compute the other cases."""
+
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from aerie.kernels.packed.cuda.tiles import (
     WideTiles,
     cuda_tiles,
 )
+from aerie.kernels.packed.product_triton import TritonPackedProduct, aligned
 from aerie.kernels.packed.weight import TILE, PackedWeight
 
 _NAMES = {FewRowsTiles: "few_rows", WideTiles: "wide", ManyRowsTiles: "many_rows"}  # names of kernels and their files
@@ -103,3 +108,32 @@ def _compile_products(n: int, k: int, half: bool, zeros: bool, compute: tuple[in
 def _kernel(tiles: Tiles, device: int, gated: bool, half: bool, zeros: bool) -> Kernel:
     defines = tiles.defines(gated, half, zeros)
     return load(device, source_of(tiles, half), _NAMES[type(tiles)], defines, tiles.threads, tiles.shared_bytes(zeros))
+
+
+@dataclass(frozen=True)
+class CudaPackedProduct(TritonPackedProduct):
+    """Fields: see `TritonPackedProduct`."""
+
+    def __post_init__(self) -> None:
+        if not self.deterministic:
+            compile_products(self.weight)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        tiles = self._tiles(x, False)
+        if tiles is None or (bias is not None and bias.dtype != x.dtype):
+            return super().multiply(x, bias, out)
+        if out is None:
+            out = torch.empty((x.shape[0], self.weight.out_features), dtype=x.dtype, device=x.device)
+        return packed_cuda(aligned(x), self.weight, bias, self.workspace, tiles, out)
+
+    def multiply_gated(self, x: Tensor) -> Tensor:
+        tiles = self._tiles(x, True)
+        if tiles is None:
+            return super().multiply_gated(x)
+        out = torch.empty((x.shape[0], self.weight.out_features // 2), dtype=x.dtype, device=x.device)
+        return packed_cuda(aligned(x), self.weight, None, self.workspace, tiles, out, gated=True)
+
+    def _tiles(self, x: Tensor, gated: bool) -> Tiles | None:
+        if x.dtype != self.weight.scales.dtype or self.deterministic:
+            return None
+        return cuda_tiles(x.shape[0], self.weight.out_features, self.weight.in_features, gated)

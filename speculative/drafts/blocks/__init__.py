@@ -2,8 +2,7 @@
 
 config   the layout of a block, and config.json of published heads
 dflash   DFlash: method and model
-dspark   DSpark: a Markov head
-domino   Domino: a bias that depends on the whole path
+domino   Domino: a bias that depends on the whole path; DSpark: a Markov head
 dflash2  DFlash2: convolutions and a selector
 drafter  drafts chains and trees from one pass
 """

@@ -15,7 +15,7 @@ from aerie.speculative.drafts.recognition import draft_architecture
 from aerie.speculative.tree_shape import MAX_COLUMNS
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.config_fields import ids_of, number_of, section_of, size_of
-from aerie.workers.models.qwen.windows import layers_with_windows
+from aerie.workers.models.llama import layers_with_windows
 
 # Keys of `Scales`, which DFlash and DFlash2 have.
 SCALES = frozenset(("input_embedding_scale", "output_multiplier", "final_logit_softcapping"))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles
 from aerie.speculative.drafts.blocks.config import (
     SCALES,
     BlockForm,
@@ -20,7 +20,7 @@ from aerie.speculative.drafts.blocks.config import (
     read_scales,
 )
 from aerie.speculative.drafts.config import check_target, check_width
-from aerie.speculative.drafts.layers import IGNORED_WEIGHTS, layer_names, same_names
+from aerie.speculative.drafts.drafter import IGNORED_WEIGHTS, layer_names, same_names
 from aerie.speculative.drafts.method import DraftMethod, DraftModel
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer

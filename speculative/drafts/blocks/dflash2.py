@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aerie.kernels.drafting.block_head import convolve_blocks, score_candidates
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles
 from aerie.speculative.drafts.blocks.config import SCALES, all_keys
 from aerie.speculative.drafts.blocks.dflash import Block, DFlash, DFlashModel, RowCandidates
 from aerie.workers.distributed.tp_group import TPGroup

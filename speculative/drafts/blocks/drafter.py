@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
-from aerie.kernels.tree.best_first import grow_best, grow_block, level_rows
 from aerie.kernels.tree.nodes import Children, chain
-from aerie.kernels.vocabulary.largest import largest
-from aerie.kernels.vocabulary.topk_log_softmax import topk_log_softmax
+from aerie.kernels.tree.tree_growth import grow_best, grow_block, level_rows
+from aerie.kernels.vocabulary.topk_log_softmax import largest, topk_log_softmax
 from aerie.speculative.drafts.blocks.dflash import Block, DFlashModel
 from aerie.speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
 from aerie.speculative.tree_shape import TreeShape
 from aerie.speculative.tree_table import TreeTable
-from aerie.workers.sampling.sampler import Sampler
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.sampling import Sampler
+from aerie.workers.slots import SlotTable
 
 
 class BlockDrafter(Drafter):

@@ -14,7 +14,7 @@ from aerie.attention.registry import BACKENDS, limit
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
 from aerie.kernels.kv.batches import Mode
-from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.kv.stored_values import FP8
 from tests.support.kernels.attention_cases import WORKS, Shape, use_of
 
 PLACES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.attention.kv_cache.heads import HeadsLayout
+from aerie.attention.kv_cache.layouts import HeadsLayout
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.attention.registry import build_backend
 from aerie.kernels.attend.scores import ScoreRule

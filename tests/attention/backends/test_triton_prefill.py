@@ -16,7 +16,7 @@ from aerie.kernels.attend import prefill_plan_triton, references  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.kv.batches import Mode, PrefillBatch, RowInputs  # noqa: E402
 from aerie.kernels.kv.slot_mapping import map_rows  # noqa: E402
-from aerie.kernels.rope.rotation import Angles  # noqa: E402
+from aerie.kernels.rope.rope_store import Angles  # noqa: E402
 from tests.bench.kernels.gpu_time import captured  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
     HALF_TYPES,

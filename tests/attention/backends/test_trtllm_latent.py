@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from aerie.attention.backends import trtllm_latent
+from aerie.attention.backends import trtllm_backend
 from aerie.attention.backends.torch_backend import TorchBackend
 from aerie.attention.backends.trtllm_backend import TrtllmBackend
 from aerie.attention.limits import trtllm_refusal
@@ -51,7 +51,7 @@ def on_device(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> M
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.mla", module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(trtllm_latent, "num_multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(trtllm_backend, "num_multiprocessors", lambda device: MULTIPROCESSORS)
     return stand_in
 
 
@@ -139,7 +139,7 @@ def test_nothing_new_is_made_under_capture(monkeypatch: pytest.MonkeyPatch) -> N
     batch = filled(CHAINS[0], GEN, SHORT)
     kv, q = random_pool(GEN, num_pages(32, 1), CPU).layer(0), random_rows(batch.num_rows, GEN, CPU)
     backend.prepare(batch).forward(q, kv, ScoreRule(SCALE))
-    monkeypatch.setattr("aerie.attention.backends.trtllm_latent.assert_not_captured", not_captured)
+    monkeypatch.setattr("aerie.attention.backends.trtllm_backend.assert_not_captured", not_captured)
     backend.prepare(batch).forward(q, kv, ScoreRule(SCALE))  # of a shape that was there
     assert not asked
     with pytest.raises(NewUnderCaptureError):

@@ -10,18 +10,16 @@ from torch import Tensor
 
 from aerie.attention.backends.torch_backend import TorchBackend
 from aerie.attention.config import CacheConfig
-from aerie.attention.kv_cache.heads import HeadsLayout
-from aerie.attention.kv_cache.latent import LatentLayout
 from aerie.attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
+from aerie.attention.kv_cache.layouts import HeadsLayout, LatentLayout
 from aerie.attention.kv_cache.pool import KVPool, bytes_per_page
 from aerie.attention.registry import BACKENDS, limit
 from aerie.kernels.attend.scores import ScoreRule
-from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch
-from aerie.kernels.kv.fp8 import FP8, KVScales
+from aerie.kernels.kv.batches import DecodeBatch, LayerKV, Mode, PrefillBatch
 from aerie.kernels.kv.slot_mapping import map_decode_rows
-from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.kv.stored_values import FP8, KVScales
 from aerie.kernels.norm.head_norms import HeadNorms
-from aerie.kernels.rope.rotation import Angles, rotate
+from aerie.kernels.rope.rope_store import Angles, rotate
 from aerie.workers.config import RoundShapes, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout, pages_asked
 from aerie.workers.layers.forward_context import ForwardContext, make_context

@@ -7,7 +7,7 @@ import pytest
 
 from aerie.attention.kv_cache.page_allocator import PageAllocator
 from aerie.attention.kv_cache.prefix_cache import PrefixCache
-from aerie.attention.kv_cache.prefix_digests import prompt_digests
+from aerie.attention.kv_cache.radix_node import prompt_digests
 from tests.support.simulation.integrity import check_pages
 
 

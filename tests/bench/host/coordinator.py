@@ -22,7 +22,7 @@ from aerie.cluster.transport.channel import RankChannel, connect_engine
 from aerie.cluster.transport.encoding import decode_numbered, encode
 from aerie.cluster.transport.messages import GenerateRequest, TokenBatch
 from aerie.cluster.transport.sockets import Transport
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.kernels.slots.finish import FINISH_LENGTH
 from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from aerie.workers.scheduling.commands.command import Command, CommandAnswer

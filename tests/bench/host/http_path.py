@@ -21,8 +21,8 @@ from aerie.cluster.replica.worker_loop import run_worker_loop
 from aerie.cluster.transport.channel import RankChannel
 from aerie.cluster.transport.messages import GenerateRequest
 from aerie.cluster.transport.sockets import Transport
+from aerie.deploy.bench.figures import table
 from aerie.deploy.bench.stream_client import Answered, Pool, request_bytes
-from aerie.deploy.bench.table import table
 from aerie.workers.config import PLAIN, RoundShapes, SchedulerConfig
 from aerie.workers.scheduling.plan import SamplingParams, pack_i32
 from aerie.workers.scheduling.scheduler import Scheduler

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from aerie.cluster.transport.folders import temporary_folder
+from aerie.cluster.transport.sockets import temporary_folder
 from aerie.workers.scheduling.plan import StepPlan, StepResult, pack_i32
 from tests.bench.host.coordinator import InstantExecutor
 
@@ -58,10 +58,10 @@ def build(args: dict[str, Any]) -> object:
 
 
 def main() -> None:
-    from aerie.deploy.haproxy.process import ENDING
+    from aerie.deploy.haproxy import ENDING
     from aerie.deploy.serve.console import Console, show_ray_lines
-    from aerie.deploy.serve.drain import run_until_signal
     from aerie.deploy.serve.environment import silence_limit_s, use_haproxy
+    from aerie.deploy.serve.launch import run_until_signal
     from aerie.deploy.serve.ray_start import start_ray
     from aerie.deploy.serve.watches import StartWatch
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from tests.support import ROOT
 
 STREAMS, PROMPT, NEW_TOKENS, LONG = (1, 8), 8, 48, 1000

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.deploy.config.hub import model_folder
 from aerie.speculative.training.samples import answer_prompts
 from tests.bench.quality.real_heads import EVAL, questions
@@ -32,7 +32,7 @@ import torch
 threads, model, tokens, path, draft = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
 from aerie.deploy.config.hub import model_folder
-from aerie.deploy.config.published_model import DRAFT
+from aerie.deploy.config.hub import DRAFT
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig

@@ -4,7 +4,7 @@ import concurrent.futures
 
 import httpx
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from tests.bench.host.finding import Finding, Report
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 

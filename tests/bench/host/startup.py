@@ -21,7 +21,7 @@ from typing import Any
 
 import httpx
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from tests.bench.host.finding import Finding, Report
 from tests.bench.served import RunningServer, embedded_config, model_name, running
 from tests.bench.served_model import add_options, label, server_config

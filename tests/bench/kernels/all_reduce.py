@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, connect
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.norm import RMSNorm

@@ -24,11 +24,10 @@ from torch import Tensor
 from aerie.attention.backends import flashinfer_backend
 from aerie.attention.limits import AttentionUse
 from aerie.attention.registry import BACKENDS, build_backend, refusal
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
-from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch
-from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.kv.batches import DecodeBatch, LayerKV, Mode, PrefillBatch
 from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
 from tests.bench.machine import commit
 from tests.support.kernels.attention_cases import Work, mask_of, random_table

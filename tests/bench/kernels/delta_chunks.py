@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.kernels.delta_rule.chunks import delta_rule_chunks
 from aerie.kernels.delta_rule.tables import ChunkTables
 from tests.bench.kernels.delta_rule import MODELS, rows_of, states, weights_of

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.kernels.delta_rule.chunks import delta_rule_chunks
 from aerie.kernels.delta_rule.rounds import delta_rule_rounds
 from aerie.kernels.delta_rule.tables import (

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from aerie.attention.registry import build_backend
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.kernels.attend.scores import ScoreRule
-from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
-from aerie.kernels.kv.fp8 import FP8
-from aerie.kernels.kv.views import LatentKV, LayerKV
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV, Mode, PrefillBatch, causal_mask
+from aerie.kernels.kv.stored_values import FP8
 from tests.bench.kernels.attention import DIM, HEADS, KV_HEADS, MAX_PREFIX
 from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
 from tests.bench.kernels.latent_attention import LATENT, WIDTH

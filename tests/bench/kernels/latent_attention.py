@@ -18,8 +18,7 @@ from torch import Tensor
 
 from aerie.attention.registry import build_backend
 from aerie.kernels.attend.scores import ScoreRule
-from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
-from aerie.kernels.kv.views import LatentKV
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, Mode, causal_mask
 from tests.bench.kernels.attention import MAX_PREFIX
 from tests.bench.kernels.gpu_time import Clock, captured, hardware, random_memory
 from tests.bench.machine import commit

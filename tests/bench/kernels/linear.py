@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.span import Span
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, UnquantizedLinearMethod

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.kernels.gemm.choice import choose_gemm
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.lora.product import LoraTables, add_lora

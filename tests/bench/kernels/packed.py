@@ -22,13 +22,13 @@ from concurrent.futures import ProcessPoolExecutor
 import torch
 from torch import Tensor
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.kernels.gemm.blocks import cdiv, next_power_of_2
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
-from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.packed.blocks_triton import packed_blocks
-from aerie.kernels.packed.order_rows_triton import order_rows
 from aerie.kernels.packed.product import choose_product
+from aerie.kernels.packed.product_triton import order_rows
 from aerie.kernels.packed.tiles import BlockPlan, BlockTiles, packed_workspace_size
 from aerie.kernels.packed.weight import PackedWeight, dequantize, empty
 from tests.bench.kernels.gpu_time import Clock, captured, hardware

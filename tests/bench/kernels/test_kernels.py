@@ -18,7 +18,7 @@ from aerie.kernels.delta_rule.tables import DeltaHeads
 from aerie.kernels.experts.route import Routing
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.kv.batches import Mode
-from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.packed.weight import PackedWeight, dequantize
 from tests.bench.kernels import attention, delta_chunks, delta_rule, latent_attention, linear, packed, packed_experts
 

@@ -13,10 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from aerie.deploy.bench.table import table
-from aerie.kernels.tree.best_first import grow_best, grow_block, level_rows
+from aerie.deploy.bench.figures import table
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree
-from aerie.kernels.tree.tree_growth import write_best
+from aerie.kernels.tree.tree_growth import grow_best, grow_block, level_rows, write_best
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
 

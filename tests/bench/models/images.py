@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from aerie.attention.config import CacheConfig
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.prompt_inputs import Image, ImageSizes, PromptInputs

@@ -11,11 +11,11 @@ import torch
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import SOLO
-from aerie.workers.layers.experts import Experts
+from aerie.workers.layers.moe import Experts
 from aerie.workers.models.llama import LlamaConfig
 from aerie.workers.models.loading import allocate, read_target_config
 from aerie.workers.models.registry import family_of_config
-from aerie.workers.models.weight_bytes import META, weight_bytes
+from aerie.workers.models.weights import META, weight_bytes
 from tests.deploy.config.test_published_models import PUBLISHED
 
 # Name of the benchmark's model -> of the published configuration.

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.scheduling.plan import SamplingParams

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.deploy.train_draft import add_command
 from aerie.kernels.lazy_import import load
 from aerie.speculative.build import local_engine

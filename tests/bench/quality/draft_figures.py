@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from tests.bench.quality.draft_methods import Row, is_adaptive
 from tests.bench.results import FIGURES, Figure, figures
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.kernels.gpu_time import hardware

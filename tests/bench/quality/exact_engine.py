@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from aerie.attention.config import CacheConfig
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import SchedulerConfig

@@ -16,9 +16,9 @@ from pathlib import Path
 from aerie.attention.config import CacheConfig
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.deploy.arguments import parser as command_line
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
+from aerie.deploy.quantize.calibration import mean_loss, read_texts, reader
 from aerie.deploy.quantize.checkpoint import quantise
-from aerie.deploy.quantize.texts import mean_loss, read_texts, reader
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.training.rows import read_conversations

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aerie.kernels.tree.best_first import grow_best, level_rows
 from aerie.kernels.tree.nodes import Candidates, Children
-from aerie.speculative.drafts.blocks.dspark import CORRECTED
+from aerie.kernels.tree.tree_growth import grow_best, level_rows
+from aerie.speculative.drafts.blocks.domino import CORRECTED
 from aerie.speculative.training.block_kinds import DSparkHead
 from aerie.speculative.training.blocks import BlockHead
 from aerie.speculative.training.losses import run_target

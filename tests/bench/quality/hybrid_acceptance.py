@@ -10,7 +10,7 @@ import argparse
 import json
 from pathlib import Path
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.workers.scheduling.request import Request
 from tests.speculative.drafts.test_trained_mtp import CHAIN, TREE, answers
 from tests.support import ROOT

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.speculative.drafts.eagle3 import Eagle3
-from aerie.speculative.drafts.eagle3_checkpoint import ARCHITECTURE
+from aerie.speculative.drafts.eagle3_config import ARCHITECTURE
 from aerie.speculative.training.draft import read_head
 from aerie.speculative.training.eagle3 import Eagle3Head
 from aerie.workers.vision.processor import load_processor

@@ -27,7 +27,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from aerie.deploy.config.drafts import block_shape
-from aerie.deploy.config.gguf_files import gguf_folder
+from aerie.deploy.config.files import gguf_folder
 from aerie.deploy.train_draft import add_command
 from aerie.deploy.train_draft import run as train
 from aerie.speculative.build import local_engine

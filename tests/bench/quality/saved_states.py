@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from aerie.attention.config import CacheConfig
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.scheduling.plan import SamplingParams

@@ -19,7 +19,7 @@ import torch
 from msgspec.structs import replace
 from safetensors.torch import save_file
 
-from aerie.deploy.bench.table import table
+from aerie.deploy.bench.figures import table
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.workers.config import LoraConfig
 from aerie.workers.scheduling.plan import SamplingParams

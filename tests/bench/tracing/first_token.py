@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from aerie.deploy.bench.arrivals import Lengths, Mix
-from aerie.deploy.bench.figures import percentile
+from aerie.deploy.bench.figures import percentile, table
 from aerie.deploy.bench.load import WARM_UP, Target, run_rate
-from aerie.deploy.bench.table import table
 from tests.bench.machine import machine
 from tests.bench.open_loop import add_load_options, served, served_model, traffic_of
 from tests.bench.served_model import add_options, label, server_config

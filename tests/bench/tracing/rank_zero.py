@@ -1,6 +1,6 @@
 """A tensor-parallel engine whose rank 0 runs in this process, so that torch's profiler here sees that rank's kernels.
 
-Used by `tests.bench.profile_round`. Its other ranks are child processes, as in `aerie.workers.runner.rank_processes`.
+Used by `tests.bench.profile_round`. Its other ranks are child processes, as in `aerie.workers.runner.local_engine`.
 """
 
 import contextlib
@@ -15,8 +15,7 @@ import msgspec
 from aerie.speculative.build import EngineSpec, plan_engine
 from aerie.workers.distributed.ports import free_port
 from aerie.workers.runner.build import build_rank
-from aerie.workers.runner.local_engine import LocalEngine, engine_of
-from aerie.workers.runner.rank_processes import run_rank
+from aerie.workers.runner.local_engine import LocalEngine, engine_of, run_rank
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable

@@ -148,7 +148,7 @@ BORDERS = (
     Border("aerie.cluster.http.text.tokenizer:ChatTokenizer.encode", _of_traced, left="tokenized"),
     Border("aerie.cluster.http.serving:GenerationResponse.__init__", _reply, left="request_made"),
     Border("aerie.cluster.ingress.engine_links:EngineLinks.choose", _of_traced, entered="choice_begun", left="chosen"),
-    Border("aerie.cluster.transport.listener:Listener.send", _of_traced, entered="request_sent"),
+    Border("aerie.cluster.transport.channel:Listener.send", _of_traced, entered="request_sent"),
     Border(
         "aerie.cluster.coordinator.request_streams:RequestStreams._submit",
         _of_request,
@@ -159,7 +159,7 @@ BORDERS = (
     Border("aerie.workers.scheduling.scheduler:Scheduler.schedule", _of_contents, left="contents"),
     Border("aerie.cluster.coordinator.worker_links:WorkerLinks.send", _of_plan, entered="plan_sent"),
     Border("aerie.cluster.transport.channel:RankChannel.receive", _of_result, left="plan_received"),
-    Border("aerie.workers.slots.slot_table:SlotTable.enter", _of_plan, entered="plan_uploaded", left="slots_set"),
+    Border("aerie.workers.slots:SlotTable.enter", _of_plan, entered="plan_uploaded", left="slots_set"),
     Border("aerie.workers.runner.plan_batch:PlanBatches.of", _of_plan, left="batch_made"),
     Border("aerie.workers.runner.worker:Worker.submit", _of_plan, left="launched"),
     Border("aerie.workers.runner.worker:Worker.ready", _of_ready, left="step_done"),
@@ -172,8 +172,8 @@ BORDERS = (
         left="result_applied",
     ),
     Border("aerie.cluster.transport.channel:Inbox.send", _of_first_deltas, entered="published"),
-    Border("aerie.cluster.ingress.engine_link:EngineLink._deliver", _of_first_deltas, entered="tokens_received"),
-    Border("aerie.cluster.ingress.request_stream:RequestStream.take", _of_delta, left="tokens_taken"),
+    Border("aerie.cluster.ingress.engine_links:EngineLink._deliver", _of_first_deltas, entered="tokens_received"),
+    Border("aerie.cluster.ingress.attempts:RequestStream.take", _of_delta, left="tokens_taken"),
     Border("aerie.cluster.http.answer:Answer.push", _of_traced, left="text_made"),
     Border("aerie.cluster.http.serving:_body", _of_traced, left="event_made"),
 )

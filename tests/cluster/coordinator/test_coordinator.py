@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from aerie.cluster.coordinator import loop, state_publisher
-from aerie.cluster.coordinator.stream import Stream
+from aerie.cluster.coordinator.request_streams import Stream
 from aerie.cluster.http.metrics import declared_metrics
 from aerie.cluster.transport.encoding import BadMessageError
 from aerie.cluster.transport.messages import Abort, Subscribe

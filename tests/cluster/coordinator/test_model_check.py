@@ -4,7 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from aerie.cluster.coordinator.model_check import FAULT
+from aerie.cluster.coordinator.worker_links import FAULT
 from aerie.kernels.slots.finish import FINISH_NOT_FINITE
 from aerie.workers.scheduling.plan import NOT_FINITE, StepResult, pack_i32, unpack_i32
 from tests.support.cluster import Ranks, TestBed, until

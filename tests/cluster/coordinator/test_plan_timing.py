@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from aerie.cluster.coordinator.plan_timing import FIRST_MARGIN_S, LEAD_S, PlanTiming
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
-from aerie.workers.scheduling.timing.step import Prediction, Step
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import Prediction, Step, StepTime
 
 COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),), (0, 1), (64,), ((15.0,), (20.0,)))
 

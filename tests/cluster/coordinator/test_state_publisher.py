@@ -5,7 +5,7 @@ from typing import cast
 
 import numpy as np
 
-from aerie.attention.kv_cache.prefix_digests import prompt_digests, split_digests
+from aerie.attention.kv_cache.radix_node import prompt_digests, split_digests
 from aerie.cluster.coordinator import state_publisher
 from aerie.cluster.coordinator.state_publisher import PERIOD_S, StatePublisher
 from aerie.cluster.transport.channel import IngressLink

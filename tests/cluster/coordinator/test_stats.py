@@ -1,7 +1,7 @@
 """Counters of a coordinator that was lost go on in the next one."""
 
 from aerie.attention.config import CacheConfig
-from aerie.cluster.coordinator.stats import continue_counters, engine_stats
+from aerie.cluster.coordinator.state_publisher import continue_counters, engine_stats
 from aerie.cluster.transport.messages import EngineStats
 from aerie.workers.config import PLAIN, RoundShape, RoundShapes, SchedulerConfig
 from aerie.workers.scheduling.plan import SamplingParams

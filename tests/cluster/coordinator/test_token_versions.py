@@ -5,7 +5,7 @@ import time
 
 import msgspec
 
-from aerie.cluster.ingress.request_stream import RequestStream
+from aerie.cluster.ingress.attempts import RequestStream
 from aerie.cluster.transport.messages import TokenDelta
 from aerie.workers.runner.commands import CommandHandlers
 from aerie.workers.scheduling.commands.command import Folder, LoadedWeights, LoadWeights, first_error

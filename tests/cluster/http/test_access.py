@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 
 from aerie.cluster.http.app import build_app
 from aerie.cluster.http.errors import ApiError
-from aerie.cluster.http.origins import Origins
+from aerie.cluster.http.middleware import Origins
 from tests.support.edge_client import CHAT, HELLO, MODEL, PROMPT, TEXT, edge_config, in_process, served
 from tests.support.fake_engine import FakeEngine, chat_tokenizer, says
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from aerie.cluster.http.admission import Admission
-from aerie.cluster.http.replies.completions import ChatReply
 from aerie.cluster.http.requests.edge_request import chat_request
+from aerie.cluster.http.routes.generation import ChatReply
 from aerie.cluster.http.schema.request import ChatCompletionRequest
 from aerie.cluster.http.serving import Edge, GenerationResponse
 from aerie.cluster.http.tenants import Tenant

@@ -10,8 +10,8 @@ import yaml
 from aerie.cluster.config import ConfigError, IngressConfig, parse
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.keys import KeyConfig, digest, matches, named
+from aerie.deploy.cli import with_digests
 from aerie.deploy.config.files import starting_point
-from aerie.deploy.serve.private_arguments import with_digests
 from tests.support import MODELS
 from tests.support.embedded import read_config_file
 

@@ -10,8 +10,7 @@ import pytest
 from aerie.cluster.http.answer import PromptScores
 from aerie.cluster.http.parsers.output_parser import TextParser
 from aerie.cluster.http.replies.reply import ReplyContext
-from aerie.cluster.http.text.detokenizer import ByteLevelDetokenizer
-from aerie.cluster.http.text.stop_strings import StopMatcher
+from aerie.cluster.http.text.detokenizer import ByteLevelDetokenizer, StopMatcher
 from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, events, in_process
 from tests.support.fake_engine import FakeEngine, says
 

@@ -10,9 +10,9 @@ import httpx
 import msgspec
 import pytest
 
-from aerie.cluster.http import limits
+from aerie.cluster.http import tenants as tenants_module
 from aerie.cluster.http.keys import KeyConfig
-from aerie.cluster.logs import MarkedFormatter
+from aerie.cluster.start_log import MarkedFormatter
 from aerie.workers.scheduling.request import Owner
 from tests.support.edge_client import CHAT, HELLO, PROMPT, RESPONSES, TEXT, edge_config, in_process
 from tests.support.fake_engine import FakeEngine, says
@@ -163,8 +163,8 @@ class _Minute:
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Minute:
     """The clock of all limits."""
     found = _Minute()
-    make = limits.Bucket.__init__
-    monkeypatch.setattr(limits.Bucket, "__init__", lambda self, per_minute, _: make(self, per_minute, found))
+    make = tenants_module.Bucket.__init__
+    monkeypatch.setattr(tenants_module.Bucket, "__init__", lambda self, per_minute, _: make(self, per_minute, found))
     return found
 
 

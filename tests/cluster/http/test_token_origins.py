@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from aerie.cluster.ingress.request_stream import RequestStream
+from aerie.cluster.ingress.attempts import RequestStream
 from aerie.cluster.transport.messages import TokenDelta
 from tests.support.cluster import TestBed
 from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, events, in_process

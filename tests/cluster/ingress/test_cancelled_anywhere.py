@@ -9,9 +9,8 @@ import pytest
 from starlette.types import Message, Scope
 
 from aerie.cluster.http.app import build_app
-from aerie.cluster.ingress.attempts import EngineFailed
+from aerie.cluster.ingress.attempts import EngineFailed, RequestStream
 from aerie.cluster.ingress.remote_engines import RemoteEngines
-from aerie.cluster.ingress.request_stream import RequestStream
 from aerie.cluster.ingress.routing import Prompt
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, TokenDelta
 from aerie.workers.scheduling.plan import unpack_i32

@@ -11,11 +11,9 @@ import zmq
 
 from aerie.cluster.http.engine_client import EngineRefused
 from aerie.cluster.ingress import attempts, engine_links
-from aerie.cluster.ingress.attempts import EngineFailed
-from aerie.cluster.ingress.engine_link import EngineLink
-from aerie.cluster.ingress.engine_links import EngineLinks
+from aerie.cluster.ingress.attempts import EngineFailed, RequestStream
+from aerie.cluster.ingress.engine_links import EngineLink, EngineLinks
 from aerie.cluster.ingress.remote_engines import RemoteEngines
-from aerie.cluster.ingress.request_stream import RequestStream
 from aerie.cluster.ingress.routing import Prompt
 from aerie.cluster.transport.channel import Inbox, IngressLink
 from aerie.cluster.transport.encoding import decode

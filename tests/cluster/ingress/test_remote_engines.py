@@ -7,9 +7,8 @@ import pytest
 
 from aerie.cluster.http.engine_client import EngineRefused
 from aerie.cluster.ingress import remote_engines
-from aerie.cluster.ingress.attempts import EngineFailed
+from aerie.cluster.ingress.attempts import EngineFailed, RequestStream
 from aerie.cluster.ingress.remote_engines import RemoteEngines
-from aerie.cluster.ingress.request_stream import RequestStream
 from aerie.cluster.ingress.routing import Prompt
 from aerie.cluster.transport.messages import EngineStats, FlushOutcome, GenerateRequest, Probe, Refusal, TokenDelta
 from aerie.workers.scheduling.plan import PromptLogprobs, SamplingParams, unpack_i32

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from aerie.attention.kv_cache.prefix_digests import prompt_digests
+from aerie.attention.kv_cache.radix_node import prompt_digests
 from aerie.cluster.ingress.routing import PROMISE_S, SILENT_S, STUCK_S, EngineView, Prompt, choose, is_stuck
 from aerie.cluster.transport.messages import EngineState
 from tests.support.simulation.routing import RANDOM, by_first_token, by_load, shared, simulate

@@ -13,7 +13,7 @@ import ray
 from aerie.cluster.config import parse
 from aerie.cluster.placement import NodeResources
 from aerie.cluster.plan import ReplicaPlan, resolve
-from aerie.cluster.replica import refusals
+from aerie.cluster.replica import engine
 from aerie.cluster.replica.supervisor import GaveUpError, Supervisor
 from aerie.cluster.replica.worker_group import StartRefusedError, WorkerGroup, WorkerGroupError
 from aerie.deploy.serve import watches
@@ -82,8 +82,8 @@ def test_a_restart_that_is_refused_is_given_up_at_once(error: Exception, attempt
 def store(monkeypatch: pytest.MonkeyPatch) -> dict[bytes, bytes]:
     """Ray's key-value store."""
     kept: dict[bytes, bytes] = {}
-    monkeypatch.setattr(refusals, "_internal_kv_put", kept.__setitem__)
-    monkeypatch.setattr(refusals, "_internal_kv_get", kept.get)
+    monkeypatch.setattr(engine, "_internal_kv_put", kept.__setitem__)
+    monkeypatch.setattr(engine, "_internal_kv_get", kept.get)
     return kept
 
 
@@ -92,16 +92,16 @@ def test_a_refusal_is_remembered_for_the_same_start(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = plan_of({"model": {"path": str(tmp_path)}}, tmp_path)
-    assert refusals.remembered("aerie", config) == ""
-    refusals.remember("aerie", config, NAN)
-    assert refusals.remembered("aerie", config) == refusals.remembered("aerie") == NAN
-    assert refusals.remembered("another", config) == ""
+    assert engine.remembered("aerie", config) == ""
+    engine.remember("aerie", config, NAN)
+    assert engine.remembered("aerie", config) == engine.remembered("aerie") == NAN
+    assert engine.remembered("another", config) == ""
     other = plan_of({"model": {"path": str(tmp_path), "max_model_len": 64}}, tmp_path)
-    assert refusals.remembered("aerie", other) == ""
+    assert engine.remembered("aerie", other) == ""
     (tmp_path / "model.safetensors").write_text("mended")
-    assert refusals.remembered("aerie", config) == ""
-    monkeypatch.setattr(refusals, "FRESH_S", 0.0)
-    assert refusals.remembered("aerie") == ""
+    assert engine.remembered("aerie", config) == ""
+    monkeypatch.setattr(engine, "FRESH_S", 0.0)
+    assert engine.remembered("aerie") == ""
 
 
 def applications(status: str = "DEPLOYING", message: str = "") -> dict[str, Application]:
@@ -112,7 +112,7 @@ def test_the_command_sees_a_refusal_and_what_serve_gave_up(store: dict[bytes, by
     assert failure({}) == failure(applications()) == failure(applications("RUNNING")) == ""
     gave_up = failure(applications("DEPLOY_FAILED", message="Failed to update.\nOSError: No space left"))
     assert gave_up == "Serve gave up application aerie: OSError: No space left"
-    refusals.remember("aerie", plan_of(ARGS, MODELS), NAN)
+    engine.remember("aerie", plan_of(ARGS, MODELS), NAN)
     assert failure(applications()) == f"the engine could not start: {NAN}"
     assert failure(applications(), since=time.time() + 1) == "", "another command's start was refused"
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from aerie.cluster.replica.scaling import AIM, desired_replicas, engine_load, replicas_for
+from aerie.cluster.replica.engine import AIM, desired_replicas, engine_load, replicas_for
 
 
 @pytest.mark.parametrize(

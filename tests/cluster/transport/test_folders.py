@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from aerie.cluster.transport.folders import clear_abandoned, private_folder
+from aerie.cluster.transport.sockets import clear_abandoned, private_folder
 
 OWNER = """
 import sys, tempfile, time
 tempfile.tempdir = sys.argv[1]
-from aerie.cluster.transport.folders import private_folder
+from aerie.cluster.transport.sockets import private_folder
 print(private_folder(), flush=True)
 time.sleep(120)
 """

@@ -7,7 +7,7 @@ import threading
 import pytest
 import zmq
 
-from aerie.cluster.transport.listener import Listener
+from aerie.cluster.transport.channel import Listener
 from aerie.cluster.transport.sockets import open_socket
 
 WAIT_S = 10.0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
-from aerie.cluster.ingress.engine_link import EngineLink
+from aerie.cluster.ingress.engine_links import EngineLink
 from aerie.cluster.transport import sockets
 from aerie.cluster.transport.channel import _INGRESS_HIGH_WATER, _RANK_HIGH_WATER, Inbox, RankChannel, RankLink
 from aerie.cluster.transport.messages import Heartbeat, TokenBatch

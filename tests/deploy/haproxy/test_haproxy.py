@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from aerie.deploy.haproxy import process as haproxy
-from aerie.deploy.haproxy.config import RETRY_AFTER_S, rewritten, write_error_files
-from aerie.deploy.haproxy.process import start_arguments, write_script
+from aerie.deploy import haproxy
+from aerie.deploy.haproxy import RETRY_AFTER_S, rewritten, start_arguments, write_error_files, write_script
 from aerie.deploy.serve import watches
 from aerie.deploy.serve.watches import HaproxyWatch
 

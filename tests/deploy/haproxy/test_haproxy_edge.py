@@ -20,10 +20,8 @@ import psutil
 import pytest
 
 from aerie.cluster.http.config import EdgeConfig
-from aerie.deploy.haproxy import config as haproxy_config
-from aerie.deploy.haproxy import process as haproxy
-from aerie.deploy.haproxy.config import rewritten, write_error_files
-from aerie.deploy.haproxy.process import NUM_PORTS, write_script
+from aerie.deploy import haproxy
+from aerie.deploy.haproxy import NUM_PORTS, rewritten, write_error_files, write_script
 from aerie.deploy.serve.environment import HAPROXY_ENVIRONMENT, silence_limit_s
 from aerie.deploy.start import node_environment
 from aerie.workers.distributed.ports import free_ports
@@ -54,8 +52,8 @@ def _serve_config(folder: Path, host: str, port: int, backend_port: int | None) 
 @pytest.fixture
 def proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The port of a HAProxy in front of a backend that answers every request with its path."""
-    monkeypatch.setattr(haproxy_config, "HEADER_LIMIT_S", 2)
-    monkeypatch.setattr(haproxy_config, "AMPLE", 400)
+    monkeypatch.setattr(haproxy, "HEADER_LIMIT_S", 2)
+    monkeypatch.setattr(haproxy, "AMPLE", 400)
     with running(tmp_path, max_connections=400) as port:
         yield port
 
@@ -232,7 +230,7 @@ async def test_requests_above_the_limit_are_refused_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Streams of one address that all come at once, with as many connections as 1,024 open files allow."""
-    monkeypatch.setattr(haproxy_config, "HEADER_LIMIT_S", 60)  # this process may write them late
+    monkeypatch.setattr(haproxy, "HEADER_LIMIT_S", 60)  # this process may write them late
     most = 464
     raised = resource.getrlimit(resource.RLIMIT_NOFILE)
     if raised[1] < 2 * count + 500:
@@ -248,7 +246,7 @@ async def test_requests_above_the_limit_are_refused_in_words(
             assert (await client.get(f"http://127.0.0.1:{port}/health", timeout=10)).status_code == 200
     resource.setrlimit(resource.RLIMIT_NOFILE, raised)
     assert set(answers) == {b"200", b"503"}, answers
-    assert int(most * 0.7) <= answers[b"200"] <= int(most * haproxy_config.SOURCE_SHARE) + 1, answers
+    assert int(most * 0.7) <= answers[b"200"] <= int(most * haproxy.SOURCE_SHARE) + 1, answers
 
 
 async def _stream_begins(port: int, writers: list[asyncio.StreamWriter]) -> bytes:
@@ -269,13 +267,13 @@ async def _stream_begins(port: int, writers: list[asyncio.StreamWriter]) -> byte
 def test_an_ingress_that_cannot_be_reached_is_503_with_retry_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(haproxy_config, "NEXT_WAIT_S", 2)
+    monkeypatch.setattr(haproxy, "NEXT_WAIT_S", 2)
     with running(tmp_path, 400) as port:
         [backend] = [child for child in psutil.Process().children() if "http.server" in " ".join(child.cmdline())]
         backend.kill()
         backend.wait()
         reply = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=20)
-    assert reply.status_code == 503 and reply.headers["retry-after"] == str(haproxy_config.RETRY_AFTER_S)
+    assert reply.status_code == 503 and reply.headers["retry-after"] == str(haproxy.RETRY_AFTER_S)
     assert reply.json()["error"]["code"] == "service_unavailable"
 
 
@@ -325,7 +323,7 @@ async def test_ten_thousand_idle_and_dripping_connections_disturb_nobody(
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < 12_000:
         pytest.skip(f"this process may have {most} open files, and needs 12,000")
-    monkeypatch.setattr(haproxy_config, "HEADER_LIMIT_S", 8)
+    monkeypatch.setattr(haproxy, "HEADER_LIMIT_S", 8)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     connections: list[socket.socket] = []
     gaps: list[float] = []
@@ -461,7 +459,7 @@ def test_requests_wait_for_the_ingress_that_follows_the_last_one(
             began = time.monotonic()
             for path in ("/health", "/team/chat/health/ready"):
                 refused = httpx.get(f"{url}{path}")
-                assert time.monotonic() - began < haproxy_config.NEXT_WAIT_S / 2
+                assert time.monotonic() - began < haproxy.NEXT_WAIT_S / 2
                 assert refused.status_code == 503 and refused.headers["retry-after"] and refused.json()["error"]
             with _ingress() as second:
                 proxy.told(second)

@@ -21,7 +21,7 @@ from aerie.deploy.offline import sampling_params
 from aerie.deploy.offline.llm import LLM
 from aerie.deploy.offline.sampling_params import SamplingParams
 from aerie.workers.runner.executor import StepExecutor
-from aerie.workers.runner.rank_processes import RankProcesses
+from aerie.workers.runner.local_engine import RankProcesses
 from aerie.workers.scheduling.request import RequestTooLargeError
 from tests.support import MODELS
 from tests.support.slow import slow

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
 
-from aerie.cluster.logs import MARK
-from aerie.cluster.start_log import READY, Progress, StartLog, Step, read_line
+from aerie.cluster.start_log import MARK, READY, Progress, StartLog, Step, read_line
 from aerie.deploy.serve.console import Console, log_path, show_ray_lines
 
 # Prints as `aerie serve` does: steps of three processes, Ray's lines, and what a child and C code write to fd 1 and 2.

@@ -10,7 +10,7 @@ import pytest
 from aerie.cluster.config import ConfigError
 from aerie.deploy.arguments import parser
 from aerie.deploy.command_line import parsed
-from aerie.deploy.config.chosen import read_command_line
+from aerie.deploy.config.model import read_command_line
 from aerie.deploy.serve.launch import serve
 from aerie.workers.distributed.ports import free_port
 

@@ -13,7 +13,7 @@ import pytest
 
 from aerie.cluster.config import ConfigError
 from aerie.deploy import cli
-from aerie.deploy.access.ray_token import ensure_token
+from aerie.deploy.access import ensure_token
 from aerie.deploy.serve import launch
 from aerie.deploy.serve.console import log_path
 from aerie.deploy.serve.ray_start import can_be_written, do_without_home

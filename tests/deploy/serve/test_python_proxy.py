@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
-from aerie.cluster.logs import REQUEST_ID
+from aerie.cluster.start_log import REQUEST_ID
 from aerie.deploy.serve.python_proxy import ENVIRONMENT, middlewares
 from tests.support.edge_client import CHAT, HELLO, served
 from tests.support.fake_engine import FakeEngine, says

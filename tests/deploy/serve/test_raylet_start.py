@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from aerie.deploy.serve import raylet_start
-from aerie.deploy.serve.raylet_start import RayletEndedError, cause
+from aerie.deploy.serve import ray_start
+from aerie.deploy.serve.ray_start import RayletEndedError, cause
 from tests.support import ROOT
 
 # A line each of raylets of Ray 2.60 that ended.
@@ -92,11 +92,11 @@ def _persist(folder: str, node_id: str, name: str, port: int) -> None:
 def test_it_is_started_three_times_at_most(num_ends: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray._raylet.persist_port", _persist)
     node, said = Node(tmp_path, num_ends), list[str]()
-    if num_ends == raylet_start.TRIES:
+    if num_ends == ray_start.TRIES:
         with pytest.raises(RayletEndedError, match="ended 3 times while it started; the last time, it was killed"):
-            raylet_start.start_raylet(node, node.start, said.append)
+            ray_start.start_raylet(node, node.start, said.append)
     else:
-        raylet_start.start_raylet(node, node.start, said.append)
+        ray_start.start_raylet(node, node.start, said.append)
         assert set(node.all_processes) == {"raylet", "log_monitor"}
     assert len(node.ports) == min(num_ends + 1, 3) and len(said) == min(num_ends, 2)
     for number, line in enumerate(said):
@@ -105,12 +105,12 @@ def test_it_is_started_three_times_at_most(num_ends: int, tmp_path: Path, monkey
 
 def test_a_raylet_that_never_registers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray._raylet.persist_port", _persist)
-    monkeypatch.setattr(raylet_start, "START_LIMIT_S", 0.1)
+    monkeypatch.setattr(ray_start, "START_LIMIT_S", 0.1)
     node = Node(tmp_path, -1)
     node.node_id = "cd"
     monkeypatch.setattr(node, "start", lambda: None)
     with pytest.raises(RayletEndedError, match="had not registered after 0.1 s: the machine is too busy"):
-        raylet_start.start_raylet(node, node.start, lambda line: None)
+        ray_start.start_raylet(node, node.start, lambda line: None)
 
 
 # Kills the first raylet, and stops both agents of the second one for longer than Ray's raylet waits for them.

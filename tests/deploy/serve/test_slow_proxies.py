@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from aerie.deploy.serve.drain import past_slow_proxies
+from aerie.deploy.serve.launch import past_slow_proxies
 from aerie.workers.distributed.ports import free_port
 from tests.support import ROOT
 
@@ -14,7 +14,7 @@ import sys
 import ray
 from ray import serve
 from ray.serve._private import api
-from aerie.deploy.serve.drain import past_slow_proxies
+from aerie.deploy.serve.launch import past_slow_proxies
 
 api.HTTP_PROXY_TIMEOUT = 0.001  # as if the machine were so busy
 ray.init(num_cpus=1, include_dashboard=False, namespace="serve", log_to_driver=False)

@@ -10,7 +10,7 @@ import yaml
 
 from aerie.deploy.processes.server_record import VARIABLE, Record, begin
 from aerie.deploy.status import bundle
-from aerie.deploy.status.redaction import redacted, without_secrets
+from aerie.deploy.status.bundle import redacted, without_secrets
 
 HEX = "0123456789abcdef" * 4
 PLANTED = {

@@ -2,8 +2,7 @@
 
 import pytest
 
-from aerie.deploy.status.missing import NodeRoom, missing
-from aerie.deploy.status.report import waiting_groups
+from aerie.deploy.status.report import NodeRoom, missing, waiting_groups
 
 GPU_NODE = NodeRoom({"CPU": 16, "GPU": 4}, {"CPU": 12, "GPU": 1})
 FULL = NodeRoom({"CPU": 16, "GPU": 4}, {"CPU": 16, "GPU": 0})

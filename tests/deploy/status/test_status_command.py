@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from aerie.cluster.config import ConfigError
-from aerie.deploy.access.reach import find_ray
+from aerie.deploy.access import find_ray
 from aerie.deploy.cli import main
 from aerie.deploy.processes.server_record import VARIABLE, Record, begin
 from aerie.deploy.serve.applications import DeploymentStatus

@@ -15,7 +15,7 @@ from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.executor import StepExecutor
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.plan import StepPlan, unpack_i32
-from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.step_time import Step
 from tests.e2e.scripted_rank import Report, ScriptedRank
 from tests.support.scripted import ScriptedExecutor
 from tests.support.simulation.load import H200

@@ -16,7 +16,7 @@ from aerie.kernels.attend import decode_triton, references, split_kv_triton  # n
 from aerie.kernels.attend.fixed import spans_triton  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule  # noqa: E402
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
-from aerie.kernels.kv.fp8 import FP8  # noqa: E402
+from aerie.kernels.kv.stored_values import FP8  # noqa: E402
 from tests.attention.backends.test_triton_prefill import check_prefill  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
     assert_close,

@@ -11,12 +11,11 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
-from aerie.attention.kv_cache.heads import HeadsLayout  # noqa: E402
-from aerie.attention.kv_cache.latent import LatentLayout  # noqa: E402
+from aerie.attention.kv_cache.layouts import HeadsLayout, LatentLayout  # noqa: E402
 from aerie.kernels.attend import references  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch  # noqa: E402
-from aerie.kernels.kv.fp8 import FP8  # noqa: E402
+from aerie.kernels.kv.stored_values import FP8  # noqa: E402
 from tests.support.kernels.attention_cases import fill_randomly, uniform_pool  # noqa: E402
 from tests.support.kernels.triton_cases import assert_close, random_decode, random_table  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402

@@ -10,28 +10,27 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from aerie.attention.backends.torch_backend import TorchBackend  # noqa: E402
-from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
-from aerie.attention.backends.triton_expansion import TritonExpandedChunks  # noqa: E402
+from aerie.attention.backends.triton_backend import TritonBackend, TritonExpandedChunks  # noqa: E402
 from aerie.attention.config import LATENT_PAGE_SIZE  # noqa: E402
 from aerie.attention.expansion import ExpandedChunks  # noqa: E402
-from aerie.attention.kv_cache.latent import LatentLayout  # noqa: E402
+from aerie.attention.kv_cache.layouts import LatentLayout  # noqa: E402
 from aerie.kernels.attend import decode_plan_triton, expanded_prefill_triton, references  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.fp8.rows import Fp8Rows  # noqa: E402
 from aerie.kernels.fp8.rows_triton import quantize_rows  # noqa: E402
-from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
-from aerie.kernels.kv.views import (
+from aerie.kernels.kv.batches import (  # noqa: E402
+    DecodeBatch,
     ExpandedKV,  # noqa: E402
     LatentKV,  # noqa: E402
+    Mode,
+    PrefillBatch,
+    causal_mask,
 )
 from aerie.kernels.latent import head_products_triton as head_kernels  # noqa: E402
-from aerie.kernels.latent import normed_latents_triton as layer_kernels  # noqa: E402
-from aerie.kernels.latent.expand_latents_triton import expand_latents  # noqa: E402
-from aerie.kernels.latent.normed_latents import normed_latents  # noqa: E402
-from aerie.kernels.rope.rotation import (
-    Angles,  # noqa: E402
-    rotate_pairs,  # noqa: E402
-)
+from aerie.kernels.latent import latents_triton as layer_kernels  # noqa: E402
+from aerie.kernels.latent.latents import normed_latents  # noqa: E402
+from aerie.kernels.latent.latents_triton import expand_latents  # noqa: E402
+from aerie.kernels.rope.rope_store import Angles, rotate_pairs  # noqa: E402
 from aerie.workers.distributed.tp_group import SOLO  # noqa: E402
 from aerie.workers.layers.forward_context import ForwardContext, make_context  # noqa: E402
 from aerie.workers.layers.latent_attention import LatentAttention  # noqa: E402

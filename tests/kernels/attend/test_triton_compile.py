@@ -24,7 +24,7 @@ from aerie.kernels.attend import (  # noqa: E402
 )
 from aerie.kernels.attend.fixed import fixed_prefill_triton  # noqa: E402
 from aerie.kernels.kv import slot_mapping_triton  # noqa: E402
-from aerie.kernels.kv.fp8 import WEIGHT_UNIT  # noqa: E402
+from aerie.kernels.kv.stored_values import WEIGHT_UNIT  # noqa: E402
 from aerie.kernels.rope import rope_store_normed_triton, rope_store_triton  # noqa: E402
 from tests.support.kernels.cuobjdump import dumped  # noqa: E402
 from tests.support.slow import covering, slow  # noqa: E402

@@ -12,7 +12,7 @@ from aerie.kernels.gemm.choice import choose_gemm
 from aerie.kernels.gemm.host_cpp import HostGEMM, multiply, rows_of
 from aerie.kernels.gemm.host_weight import BFLOAT16, FLOAT32, INT4, INT8, HostWeight, packed, stored_exactly
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.norm.activation import silu_mul
+from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.packed.product import HostPackedProduct, choose_product
 from aerie.kernels.packed.weight import dequantize, pack
 

@@ -8,13 +8,10 @@ from aerie.kernels.attend import rounds_cpp as attention
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
 from aerie.kernels.cpp_library import compiles
-from aerie.kernels.kv.batches import DecodeBatch, Mode
-from aerie.kernels.kv.views import LayerKV
-from aerie.kernels.norm.activation import silu_mul
-from aerie.kernels.norm.norm import add_rms_norm, rms_norm
+from aerie.kernels.kv.batches import DecodeBatch, LayerKV, Mode
+from aerie.kernels.norm.norm import add_rms_norm, rms_norm, silu_mul
 from aerie.kernels.operation import Operation
-from aerie.kernels.rope.rope_store import rope_store
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles, rope_store
 
 pytestmark = pytest.mark.skipif(not compiles(Capability.of(torch.device("cpu"))), reason="no C++ compiler")
 

@@ -10,13 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from aerie.kernels.capability import MULTIPROCESSORS  # noqa: E402
-from aerie.kernels.delta_rule import (  # noqa: E402
-    chunks_triton,
-    commit_triton,
-    few_rows_triton,
-    rounds_triton,
-    step_triton,
-)
+from aerie.kernels.delta_rule import chunks_triton, few_rows_triton, rounds_triton, step_triton
 from aerie.kernels.delta_rule.tables import FEW_ROWS, MAX_ROWS, DeltaHeads  # noqa: E402
 from tests.kernels.attend.test_triton_compile import SHARED_PER_SM, built, compiled, shared_bytes  # noqa: E402
 from tests.kernels.ops.delta_rule_cases import PATH, QWEN, SMALL  # noqa: E402
@@ -147,9 +141,9 @@ def test_steps_fit_hopper(tmp_path: Path) -> None:
 
 def test_the_commit_fits_hopper(tmp_path: Path) -> None:
     constants = {"DEPTH": 5, "DEPTH_PADDED": 8, "PENDING": 8, "PATH": 5, "C": HEADS.channels, "R": HEADS.row_size}
-    constants["BLOCK"] = commit_triton.BLOCK
-    assert compiled(commit_triton._commit_rows, tmp_path, POINTERS, constants, 4, 1)[0] == 0
-    assert compiled(commit_triton._set_counts, tmp_path, POINTERS, {"BLOCK": 128}, 4, 1)[0] == 0
+    constants["BLOCK"] = rounds_triton.BLOCK
+    assert compiled(rounds_triton._commit_rows, tmp_path, POINTERS, constants, 4, 1)[0] == 0
+    assert compiled(rounds_triton._set_counts, tmp_path, POINTERS, {"BLOCK": 128}, 4, 1)[0] == 0
 
 
 def test_chunks_fit_hopper(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from aerie.kernels.gemm.choice import choose_gemm  # noqa: E402
 from aerie.kernels.gemm.gated_rows_cuda import GatedRowsGEMM, gated_rows  # noqa: E402
 from aerie.kernels.gemm.tiles import gated_width  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
-from aerie.kernels.norm.activation import silu_mul  # noqa: E402
+from aerie.kernels.norm.norm import silu_mul  # noqa: E402
 
 DEVICE = torch.device("cuda")
 HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")

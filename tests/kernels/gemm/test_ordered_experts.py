@@ -18,7 +18,7 @@ from aerie.kernels.experts.route import RouterLogits, Routing  # noqa: E402
 from aerie.kernels.experts.weights import ExpertWeights, workspace_size  # noqa: E402
 from aerie.kernels.fp8.rows import Fp8Rows  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
-from aerie.kernels.kv.fp8 import FP8  # noqa: E402
+from aerie.kernels.kv.stored_values import FP8  # noqa: E402
 from aerie.kernels.packed import experts_triton  # noqa: E402
 from aerie.kernels.packed.expert_tiles import packed_expert_workspace  # noqa: E402
 from aerie.kernels.packed.experts import PackedExpertWeights, raised  # noqa: E402

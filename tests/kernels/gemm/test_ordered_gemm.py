@@ -23,7 +23,7 @@ from aerie.kernels.gemm.tiles import (  # noqa: E402
     sum_order,
 )
 from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
-from aerie.kernels.norm.activation import silu_mul  # noqa: E402
+from aerie.kernels.norm.norm import silu_mul  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
 pytestmark = MARKS

@@ -6,9 +6,9 @@ import torch
 from aerie.kernels.tree.acceptance import accept_commit
 from aerie.kernels.tree.nodes import NO_TOKEN, Tree
 from aerie.kernels.tree.tree_growth import best_tree
-from aerie.kernels.vocabulary.largest import NOT_FINITE
+from aerie.kernels.vocabulary.topk_log_softmax import NOT_FINITE
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 from tests.kernels.ops.case import Case
 from tests.support.drafts.random_trees import random_candidates
 from tests.support.slots import enter

@@ -8,14 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
-from aerie.kernels.kv.fp8 import FP8
-from aerie.kernels.kv.move_path import move_path
-from aerie.kernels.kv.slot_mapping import map_decode_rows, map_prefill_rows
-from aerie.kernels.kv.views import LayerKV
+from aerie.kernels.kv.batches import DecodeBatch, LayerKV, Mode, PrefillBatch, causal_mask
+from aerie.kernels.kv.slot_mapping import map_decode_rows, map_prefill_rows, move_path
+from aerie.kernels.kv.stored_values import FP8
 from aerie.kernels.norm.head_norms import HeadNorms
-from aerie.kernels.rope.rope_store import rope, rope_store
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles, rope, rope_store
 from tests.kernels.ops.case import Case
 
 Arguments = Callable[[torch.device], tuple[Any, ...]]

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from aerie.kernels.fp8.norm import fp8_rms_norm
+from aerie.kernels.fp8.product import fp8_rms_norm
 from aerie.kernels.fp8.rows import GROUP, Fp8Inputs, dequantized_rows, quantize_rows
 from tests.kernels.ops.case import TYPES, Case
 from tests.kernels.ops.norm_cases import rows

@@ -4,7 +4,7 @@ are none; forced tokens among and beside the proposals; chains and levels of tre
 import torch
 
 from aerie.kernels.drafting import guides
-from aerie.kernels.drafting.guide_table import GuideTable, block_size
+from aerie.kernels.drafting.guides import GuideTable, block_size
 from aerie.kernels.tree.nodes import Level
 from aerie.workers.structured_output.mask_table import MaskTable
 from tests.kernels.ops.case import Case

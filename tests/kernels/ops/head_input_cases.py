@@ -1,8 +1,8 @@
-"""`aerie.kernels.norm.head_input`: one row, odd widths, rows of the same token."""
+"""`aerie.kernels.norm.norm`: one row, odd widths, rows of the same token."""
 
 import torch
 
-from aerie.kernels.norm.head_input import head_input
+from aerie.kernels.norm.norm import head_input
 from tests.kernels.ops.case import TYPES, Case
 from tests.kernels.ops.norm_cases import rows
 

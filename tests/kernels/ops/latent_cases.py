@@ -9,13 +9,11 @@ from torch import Tensor
 from aerie.kernels.experts.router_gemm import router_gemm
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows, dequantized_rows
 from aerie.kernels.gemm.workspace import Workspace
-from aerie.kernels.kv.fp8 import FP8, stored
-from aerie.kernels.kv.views import LatentKV
-from aerie.kernels.latent.expand_latents import expand_latents
-from aerie.kernels.latent.head_products import head_products
-from aerie.kernels.latent.latent_values import latent_values
-from aerie.kernels.latent.normed_latents import normed_latents
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.kv.batches import LatentKV
+from aerie.kernels.kv.stored_values import FP8, stored
+from aerie.kernels.latent.head_products import head_products, latent_values
+from aerie.kernels.latent.latents import expand_latents, normed_latents
+from aerie.kernels.rope.rope_store import Angles
 from tests.kernels.ops.case import TYPES, Case
 from tests.kernels.ops.norm_cases import rows
 

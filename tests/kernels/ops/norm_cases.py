@@ -1,4 +1,4 @@
-"""`aerie.kernels.norm.norm` and `aerie.kernels.norm.activation`: one row, odd widths, more rows than programs run at
+"""`aerie.kernels.norm.norm` and `aerie.kernels.norm.norm`: one row, odd widths, more rows than programs run at
 once."""
 
 from collections.abc import Callable
@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.kernels.norm.activation import gelu_mul, sigmoid_mul, silu_mul
-from aerie.kernels.norm.norm import add_rms_norm, rms_norm
+from aerie.kernels.norm.norm import add_rms_norm, gelu_mul, rms_norm, sigmoid_mul, silu_mul
 from tests.kernels.ops.case import TYPES, Case
 
 SIZES = ((1, 4096), (5, 896), (130, 512), (3, 72))

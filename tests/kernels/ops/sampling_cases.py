@@ -6,18 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.kernels.sampling.choose import choose
+from aerie.kernels.sampling.choose import Draws, choose, norms_and_top
 from aerie.kernels.sampling.draft_scores import count_levels, perturb
 from aerie.kernels.sampling.filters import Limits, find_limits, gaps
-from aerie.kernels.sampling.gumbel import Draws
-from aerie.kernels.sampling.logprobs import norms_and_top
-from aerie.kernels.sampling.masks import FREE, apply_masks
-from aerie.kernels.sampling.penalties import apply_penalties
+from aerie.kernels.sampling.penalties import FREE, apply_masks, apply_penalties
 from aerie.kernels.slots.commit import commit
-from aerie.kernels.vocabulary.largest import NOT_FINITE, largest
-from aerie.kernels.vocabulary.topk_log_softmax import topk_log_softmax
+from aerie.kernels.vocabulary.topk_log_softmax import NOT_FINITE, largest, topk_log_softmax
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 from tests.kernels.ops.case import Case
 from tests.kernels.ops.norm_cases import rows
 from tests.support.slots import enter

@@ -1,11 +1,11 @@
-"""`aerie.kernels.collectives.sum_in_order`: terms whose sum depends on the order, and odd lengths."""
+"""`aerie.kernels.collectives.all_reduce`: terms whose sum depends on the order, and odd lengths."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from aerie.kernels.collectives.sum_in_order import sum_in_order
+from aerie.kernels.collectives.all_reduce import sum_in_order
 from tests.kernels.ops.case import Case
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from aerie.kernels.__main__ import import_operations
 from aerie.kernels.capability import Capability
-from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.kv.stored_values import FP8
 from aerie.kernels.operation import OPERATIONS, Implementation
 from tests.kernels.ops.case import TOLERANCE, Case, quick_cases
 from tests.support import DOCS

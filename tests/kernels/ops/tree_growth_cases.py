@@ -6,9 +6,8 @@ from typing import TypeVar
 
 import torch
 
-from aerie.kernels.tree.best_first import grow_best, grow_block, level_rows
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree
-from aerie.kernels.tree.tree_growth import grow, write_best
+from aerie.kernels.tree.tree_growth import grow, grow_best, grow_block, level_rows, write_best
 from aerie.speculative.tree_shape import TreeShape
 from tests.kernels.ops.case import Case
 

@@ -32,7 +32,7 @@ from aerie.kernels.experts.weights import (  # noqa: E402
 from aerie.kernels.fp8.rows import Fp8Rows, dequantized_rows  # noqa: E402
 from aerie.kernels.fp8.rows_triton import quantize_rows  # noqa: E402
 from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
-from aerie.kernels.kv.fp8 import FP8  # noqa: E402
+from aerie.kernels.kv.stored_values import FP8  # noqa: E402
 from aerie.kernels.span import Span  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 

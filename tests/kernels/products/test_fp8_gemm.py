@@ -9,8 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from aerie.kernels.capability import MULTIPROCESSORS  # noqa: E402
 from aerie.kernels.fp8.gemm_ahead_triton import fp8_gemm_ahead  # noqa: E402
 from aerie.kernels.fp8.gemm_triton import fp8_gemm  # noqa: E402
-from aerie.kernels.fp8.gemm_wide_triton import fp8_gemm_wide  # noqa: E402
-from aerie.kernels.fp8.product_triton import TritonFp8Product  # noqa: E402
+from aerie.kernels.fp8.product_triton import TritonFp8Product, fp8_gemm_wide  # noqa: E402
 from aerie.kernels.fp8.rows import GROUP, dequantized_rows  # noqa: E402
 from aerie.kernels.fp8.rows_triton import quantize_rows  # noqa: E402
 from aerie.kernels.fp8.tiles import (  # noqa: E402
@@ -30,8 +29,8 @@ from aerie.kernels.fp8.tiles import (  # noqa: E402
 )
 from aerie.kernels.gemm.tiles import SHARED_BYTES  # noqa: E402
 from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
-from aerie.kernels.kv.fp8 import FP8  # noqa: E402
-from aerie.kernels.norm.activation import silu_mul  # noqa: E402
+from aerie.kernels.kv.stored_values import FP8  # noqa: E402
+from aerie.kernels.norm.norm import silu_mul  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
 pytestmark = MARKS

@@ -24,10 +24,14 @@ import triton.language as tl  # noqa: E402
 from aerie.attention.backend import NewUnderCaptureError  # noqa: E402
 from aerie.kernels.gemm import skinny_triton as skinny_gemm  # noqa: E402
 from aerie.kernels.norm import norm_triton  # noqa: E402
-from aerie.kernels.vocabulary import largest_triton as argmax  # noqa: E402
+from aerie.kernels.vocabulary import topk_log_softmax_triton as argmax  # noqa: E402
 from aerie.kernels.vocabulary import topk_log_softmax_triton as topk  # noqa: E402
-from aerie.workers.runner.graphs.compile_jobs import KernelJob, Outcome, compile_job  # noqa: E402
-from aerie.workers.runner.graphs.compile_processes import CompileProcesses  # noqa: E402
+from aerie.workers.runner.graphs.compile_jobs import (  # noqa: E402
+    CompileProcesses,  # noqa: E402
+    KernelJob,
+    Outcome,
+    compile_job,
+)
 from aerie.workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels, report_compilations  # noqa: E402
 from tests.support.kernels.triton_driver import Hopper  # noqa: E402
 
@@ -132,7 +136,7 @@ def launch_kernels() -> None:
     skinny_gemm.skinny_gemm(row, weight, None, workspace, tiles)
 
 
-KERNELS = (argmax._partial, argmax._combine, topk._partial, topk._combine, norm_triton._add_norm)
+KERNELS = (argmax._partial_largest, argmax._combine_largest, topk._partial, topk._combine, norm_triton._add_norm)
 NUM_KERNELS = len(KERNELS) + 1
 
 
@@ -202,7 +206,7 @@ def test_a_kernel_under_another_key_is_not_compiled(compiled_here: list[str], mo
         compiled_ahead(ended(), launch_two_kernels)
     assert len(jobs) == 2
     assert "its cache key differs" in compile_job(replace(jobs[0], key=jobs[1].key)).error
-    script = "import pickle, sys; from aerie.workers.runner.graphs.compile_processes import CompileProcesses"
+    script = "import pickle, sys; from aerie.workers.runner.graphs.compile_jobs import CompileProcesses"
     script += "; from aerie.workers.runner.graphs.compile_jobs import import_compiler"
     script += "; import_compiler(); jobs = pickle.load(sys.stdin.buffer); processes = CompileProcesses.fork(2)"
     script += "; print([processes.compile(job).error for job in jobs])"

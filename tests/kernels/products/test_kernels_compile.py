@@ -15,30 +15,20 @@ from aerie.kernels.drafting import guides_triton  # noqa: E402
 from aerie.kernels.experts.router_gemm_triton import router_tiles  # noqa: E402
 from aerie.kernels.fp8 import gemm_ahead_triton as fp8_gemm_ahead  # noqa: E402
 from aerie.kernels.fp8 import gemm_triton as fp8_gemm  # noqa: E402
-from aerie.kernels.fp8 import gemm_wide_triton as fp8_gemm_wide  # noqa: E402
-from aerie.kernels.fp8 import norm_triton as fp8_norm  # noqa: E402
+from aerie.kernels.fp8 import product_triton as fp8_gemm_wide  # noqa: E402
+from aerie.kernels.fp8 import rows_triton as fp8_norm  # noqa: E402
 from aerie.kernels.fp8 import tiles as fp8_tiles  # noqa: E402
 from aerie.kernels.gemm import ordered_triton as ordered_gemm  # noqa: E402
 from aerie.kernels.gemm import skinny_triton as skinny_gemm  # noqa: E402
 from aerie.kernels.gemm.tiles import OrderedTiles, _ordered_choices, sum_order  # noqa: E402
-from aerie.kernels.kv import move_path_triton  # noqa: E402
-from aerie.kernels.latent import expand_latents_triton as latent_expansion  # noqa: E402
+from aerie.kernels.kv import slot_mapping_triton  # noqa: E402
 from aerie.kernels.latent import head_products_triton as head_products  # noqa: E402
-from aerie.kernels.latent import latent_values_triton as latent_values  # noqa: E402
-from aerie.kernels.latent import normed_latents_triton as latent  # noqa: E402
-from aerie.kernels.norm import (
-    head_input_triton,  # noqa: E402
-    norm_triton,  # noqa: E402
-)
+from aerie.kernels.latent import head_products_triton as latent_values  # noqa: E402
+from aerie.kernels.latent import latents_triton as latent  # noqa: E402
+from aerie.kernels.norm import norm_triton
 from aerie.kernels.slots import commit_triton as commit  # noqa: E402
-from aerie.kernels.tree import (  # noqa: E402
-    acceptance_triton,
-    best_first_triton,
-    block_growth_triton,
-    tree_growth_triton,
-    tree_read_triton,
-)
-from aerie.kernels.vocabulary import largest_triton as argmax  # noqa: E402
+from aerie.kernels.tree import acceptance_triton, best_first_triton, tree_growth_triton, tree_read_triton
+from aerie.kernels.vocabulary import topk_log_softmax_triton as argmax  # noqa: E402
 from aerie.kernels.vocabulary import topk_log_softmax_triton as topk  # noqa: E402
 from tests.kernels.attend.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from tests.support.slow import slow  # noqa: E402
@@ -409,7 +399,7 @@ def test_latent_rows_are_expanded_by_the_matrix_unit(tmp_path: Path) -> None:
     pointers = dict.fromkeys(("rows_ptr", "kv_ptr", "k_pe_ptr"), "bf16") | {"token_ptr": "i64"}
     constants = {"N": 4096, "LATENT": 512, "ROTATED": 64, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}
     constants |= {"UPCAST": False}
-    kernel, blocks = latent_expansion._expand_latents, {"w_desc": (128, 64)}
+    kernel, blocks = latent._expand_latents, {"w_desc": (128, 64)}
     spills, shared, ptx = compiled(kernel, tmp_path, pointers, constants, 8, 3, descriptors=blocks)
     assert spills == 0 and 2 * shared <= SHARED_PER_SM
     assert "wgmma.mma_async" in ptx and "cp.async.cg" in ptx and "cp.async.bulk.tensor" in ptx
@@ -433,7 +423,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         name: (norm_triton._gated_mul, BF16 | {"gate_up_ptr": "bf16"}, {"BLOCK": 1024, "PDL": True, "GELU": gelu}, 4)
         for name, gelu in (("swiglu", False), ("geglu", True))
     },
-    "argmax": (argmax._partial, BF16 | {"value_ptr": "fp32"}, {"BLOCK": argmax.BLOCK}, 8),
+    "argmax": (argmax._partial_largest, BF16 | {"value_ptr": "fp32"}, {"BLOCK": argmax.BLOCK}, 8),
     "topk": (
         topk._partial,
         BF16 | dict.fromkeys(("value_ptr", "top_ptr", "total_ptr"), "fp32"),
@@ -597,7 +587,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         best_first_triton.level_warps(1024),
     ),
     "tree of a block grown": (
-        block_growth_triton._grow_block,
+        tree_growth_triton._grow_block,
         dict.fromkeys(("score_ptr", "clean_ptr", "kept_score_ptr"), "fp32")
         | dict.fromkeys(("id_ptr", "map_ptr", "token_ptr", "parent_ptr", "depth_ptr"), "i64"),
         {"STEPS": 15, "K": 7, "RANK_BITS": 3, "STEPS_PADDED": 16, "K_PADDED": 8, "PLACES": 256},
@@ -623,14 +613,14 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         2,
     ),
     "head input": (
-        head_input_triton._head_input,
+        norm_triton._head_input,
         dict.fromkeys(("table_ptr", "hidden_ptr", "table_weight_ptr", "hidden_weight_ptr", "out_ptr"), "bf16")
         | {"id_ptr": "i64"},
         {"BLOCK": 4096, "PDL": True},
         16,
     ),
     "path moved": (
-        move_path_triton._move_path,
+        slot_mapping_triton._move_path,
         {"k_ptr": "bf16", "v_ptr": "bf16", "path_ptr": "i64"},
         {"PAGE": 16, "TOKEN": 1024, "ROWS": 6, "ROWS_PADDED": 8, "BLOCK": 1024, "TWO": True},
         4,

@@ -14,8 +14,8 @@ from aerie.kernels.experts.route import RouterLogits, Routing, TokenSlots  # noq
 from aerie.kernels.gemm.choice import choose_gemm  # noqa: E402
 from aerie.kernels.gemm.one_row_cuda import OneRowGEMM, one_row  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
-from aerie.kernels.packed.cuda.experts_cuda import packed_expert_products as by_cuda  # noqa: E402
-from aerie.kernels.packed.cuda.one_row_tiles import one_row_tiles  # noqa: E402
+from aerie.kernels.packed.cuda.gated_mlp_cuda import packed_expert_products as by_cuda  # noqa: E402
+from aerie.kernels.packed.cuda.gated_mlp_tiles import one_row_tiles  # noqa: E402
 from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, raised  # noqa: E402
 from aerie.kernels.packed.weight import dequantize  # noqa: E402
 from aerie.kernels.span import Span  # noqa: E402

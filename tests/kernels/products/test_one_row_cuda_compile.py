@@ -16,7 +16,7 @@ from aerie.kernels.gemm import choice
 from aerie.kernels.gemm.tiles import SHARED_BYTES, one_row_bytes
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.packed import experts as packed_experts
-from aerie.kernels.packed.cuda.one_row_tiles import one_row_tiles
+from aerie.kernels.packed.cuda.gated_mlp_tiles import one_row_tiles
 from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products
 from aerie.kernels.packed.weight import empty
 from tests.kernels.delta_rule.test_few_rows_cuda import HOPPER, nvrtc_here
@@ -104,7 +104,7 @@ def test_kernels_of_one_row_fit_hopper(kernel: str, tmp_path: Path, monkeypatch:
     reads by pointers that are `const __restrict__` before it."""
     pytest.importorskip("triton", reason="triton's kernels choose the experts")
     from aerie.kernels.gemm import one_row_cuda
-    from aerie.kernels.packed.cuda import experts_cuda
+    from aerie.kernels.packed.cuda import gated_mlp_cuda
 
     monkeypatch.setattr(cuda_source, "nvrtc_path", nvrtc_here)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -113,7 +113,7 @@ def test_kernels_of_one_row_fit_hopper(kernel: str, tmp_path: Path, monkeypatch:
     else:
         tiles = one_row_tiles(sizes(2880, 2880), BLOCKS)
         assert tiles is not None
-        source, macros = experts_cuda.source(), tiles.defines(GPT_OSS)
+        source, macros = gated_mlp_cuda.experts_source(), tiles.defines(GPT_OSS)
     sass = dumped(cuda_source.compiled(source, macros, HOPPER), tmp_path)
     assert not re.search(r"\b(LDL|STL)\b", sass)
     before, _, after = sass.partition("ACQBULK")

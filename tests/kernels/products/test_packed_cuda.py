@@ -9,9 +9,8 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.kernels.capability import Capability  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
-from aerie.kernels.norm.activation import silu_mul  # noqa: E402
-from aerie.kernels.packed.cuda.kernels_cuda import packed_cuda  # noqa: E402
-from aerie.kernels.packed.cuda.product_cuda import CudaPackedProduct  # noqa: E402
+from aerie.kernels.norm.norm import silu_mul  # noqa: E402
+from aerie.kernels.packed.cuda.kernels_cuda import CudaPackedProduct, packed_cuda  # noqa: E402
 from aerie.kernels.packed.cuda.tiles import SHARED_SUMS, FewRowsTiles, ManyRowsTiles, Tiles, WideTiles  # noqa: E402
 from aerie.kernels.packed.product import choose_product  # noqa: E402
 from aerie.kernels.packed.tiles import packed_workspace_size  # noqa: E402

@@ -18,7 +18,7 @@ from aerie.kernels.packed.experts import PackedExpertWeights, raised  # noqa: E4
 from aerie.kernels.packed.weight import Code, PackedWeight, dequantize, pack  # noqa: E402
 from aerie.kernels.span import Span  # noqa: E402
 from aerie.workers.distributed.tp_group import TPGroup  # noqa: E402
-from aerie.workers.layers.experts import Experts  # noqa: E402
+from aerie.workers.layers.moe import Experts  # noqa: E402
 from aerie.workers.quantization.floats import GPT_OSS_MXFP4  # noqa: E402
 from aerie.workers.quantization.packed_experts import PackedExperts  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402

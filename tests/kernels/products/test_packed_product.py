@@ -10,10 +10,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
-from aerie.kernels.norm.activation import silu_mul  # noqa: E402
+from aerie.kernels.norm.norm import silu_mul  # noqa: E402
 from aerie.kernels.packed import product_triton, tiles  # noqa: E402
-from aerie.kernels.packed.dequantize_triton import dequantize_rows  # noqa: E402
-from aerie.kernels.packed.product_triton import TritonPackedProduct  # noqa: E402
+from aerie.kernels.packed.product_triton import TritonPackedProduct, dequantize_rows  # noqa: E402
 from aerie.kernels.packed.tiles import FIXED_ROWS, MAX_STREAM_ROWS, BlockPlan, packed_workspace_size  # noqa: E402
 from aerie.kernels.packed.weight import BITS, Code, PackedWeight, dequantize, pack  # noqa: E402
 from tests.bench.kernels.packed import VARIANTS  # noqa: E402

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from aerie.kernels.gemm.skinny_triton import skinny_gemm, skinny_gemm_gated  # noqa: E402
 from aerie.kernels.gemm.tiles import MAX_ROWS, fills_tile, gated_tiles, skinny_gemm_tiles  # noqa: E402
 from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
-from aerie.kernels.norm.activation import silu_mul  # noqa: E402
+from aerie.kernels.norm.norm import silu_mul  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
 pytestmark = MARKS

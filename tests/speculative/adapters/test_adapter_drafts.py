@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from aerie.speculative.build import local_engine
 from aerie.workers.config import LoraConfig
 from aerie.workers.runner.local_engine import LocalEngine
-from aerie.workers.scheduling.commands.draft_check import FEW_ROUNDS
+from aerie.workers.scheduling.commands.command_queue import FEW_ROUNDS
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request
 from aerie.workers.scheduling.shapes.draft_fit import PROBE_EVERY, DraftFit

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from aerie.cluster.coordinator.transfer_calls import TransferCalls
+from aerie.cluster.coordinator.coordinator import TransferCalls
 from aerie.cluster.transport.admin import FinishUpdate, JoinTrainer, TransferCall
 from aerie.workers.distributed.ports import free_port
 from aerie.workers.distributed.weight_transfer.sender import WeightSender, announcement

@@ -14,12 +14,12 @@ from aerie.kernels.experts.route import TokenSlots
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import Method, SpeculativeConfig
-from aerie.speculative.drafts.layers import DraftLayer
+from aerie.speculative.drafts.drafter import DraftLayer
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.layers.decoder_layer import DecoderLayer
 from aerie.workers.layers.forward_context import Attending
-from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.moe import GatedMLP
 from aerie.workers.models.decoder import Decoder
 from aerie.workers.models.loading import load_target, read_target_config
 from aerie.workers.runner.model_runner import TargetRunner

@@ -59,7 +59,7 @@ def test_answers_are_as_if_nothing_had_been_measured(speculative: SpeculativeCon
 
 @pytest.mark.gpu(2)
 def test_two_ranks_measure_one_table() -> None:
-    """`aerie.workers.runner.rank_processes` compares theirs."""
+    """`aerie.workers.runner.local_engine` compares theirs."""
     with local_engine(on_gpu(CHAIN, tensor_parallel=2)) as engine:
         assert engine.executor.costs is not None
         assert len(engine.generate(tokenized(held_out_prompts(8)), SamplingParams(8, 0.0))) == 8

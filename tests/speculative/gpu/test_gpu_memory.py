@@ -13,7 +13,7 @@ from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import GraphCapture, SchedulerConfig
 from aerie.workers.runner.build import build_rank
 from aerie.workers.runner.graphs.warm_up import largest_steps, run
-from aerie.workers.sampling.sampler import MAX_LOGPROBS
+from aerie.workers.sampling import MAX_LOGPROBS
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 

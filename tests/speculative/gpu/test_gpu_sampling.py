@@ -13,7 +13,7 @@ from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.graphs.graph_keys import is_always_captured
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
-from aerie.workers.sampling.sampler import CAPTURED_NEEDS
+from aerie.workers.sampling import CAPTURED_NEEDS
 from aerie.workers.scheduling.plan import SamplingParams, StepPlan, TokenLogprobs
 from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.speculative.gpu.test_gpu import on_gpu

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-import aerie.workers.runner.step_result as step_result
+import aerie.workers.runner.worker as step_result
 from aerie.speculative.build import local_engine
+from aerie.workers import slots
 from aerie.workers.config import WorkerConfig
-from aerie.workers.runner import rank_processes
+from aerie.workers.runner import local_engine as local_engine_module
 from aerie.workers.runner.layout import EnginePlan
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.plan import SamplingParams, StepResult, unpack_i32
 from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput
-from aerie.workers.slots import slot_table
 from tests.speculative.conftest import Pair
 from tests.support.simulation.integrity import check_queues
 from tests.support.slow import slow
@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[Any, str, Any, str]] = {
         "its prompt's log-probabilities failed",
     ),
     "penalties": (
-        slot_table,
+        slots,
         "_shaping_columns",
         lambda init: init.sampling.logprobs == 7,
         "its parameters failed",
@@ -87,7 +87,7 @@ _IS_GUEST = {
     "scores of a prompt": lambda chunk, *_: chunk.logprobs == 6,
     "penalties": lambda init: init.sampling.min_tokens == 7,
 }
-_run_rank = rank_processes.run_rank
+_run_rank = local_engine_module.run_rank
 
 
 def _faulty_rank(
@@ -124,7 +124,7 @@ def test_a_fault_on_one_of_two_ranks_ends_that_request_alone(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, faulty: int
 ) -> None:
     """Only rank 0's log-probabilities are used; what a rank does with parameters decides what it computes."""
-    monkeypatch.setattr(rank_processes, "run_rank", functools.partial(_faulty_rank, faulty))
+    monkeypatch.setattr(local_engine_module, "run_rank", functools.partial(_faulty_rank, faulty))
     with local_engine(pair.spec(pair.chain(adaptive=False), tensor_parallel=2)) as engine:
 
         def run(guests: dict[int, SamplingParams]) -> dict[int, RequestOutput]:

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.kernels.drafting.guide_table import NOWHERE
-from aerie.kernels.sampling.masks import FREE
+from aerie.kernels.drafting.guides import NOWHERE
+from aerie.kernels.sampling.penalties import FREE
 from aerie.speculative.build import local_engine
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.plan import Grammar, SamplingParams
 from aerie.workers.scheduling.request import FinishReason, Request, RequestOutput
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 from aerie.workers.structured_output.host_link import HostLink
 from aerie.workers.structured_output.mask_messages import Filled, Order
 from aerie.workers.structured_output.mask_table import HELD, MaskTable
@@ -166,7 +166,7 @@ def test_a_step_that_the_process_does_not_answer_in_time_delays_its_requests_alo
 def test_a_mask_that_never_comes_on_another_rank_ends_its_request_alone(
     engine: LocalEngine, others: Late, monkeypatch: pytest.MonkeyPatch, undisturbed: list[list[int]]
 ) -> None:
-    monkeypatch.setattr("aerie.workers.scheduling.queues.grammar_queue.LATE_LIMIT_S", 2.0)
+    monkeypatch.setattr("aerie.workers.scheduling.queues.waiting_queue.LATE_LIMIT_S", 2.0)
     disturbed = _asked()
     others(lambda grammar, times: grammar == 1)
     ends = _ends(engine, disturbed)

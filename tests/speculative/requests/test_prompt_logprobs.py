@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 from aerie.attention.config import CacheConfig
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import SpeculativeConfig
+from aerie.workers import sampling as sampling_module
 from aerie.workers.config import SchedulerConfig
 from aerie.workers.layers.vocab import LMHead
 from aerie.workers.runner.local_engine import LocalEngine
-from aerie.workers.sampling import prompt_logprobs
 from aerie.workers.scheduling.plan import PromptLogprobs, SamplingParams, unpack_i32
 from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.speculative.conftest import Pair
@@ -119,7 +119,7 @@ def test_chunks_of_any_size_make_whole_prompts(
         blocks.append(hidden.shape[0])
         return forward(self, hidden)
 
-    monkeypatch.setattr(prompt_logprobs, "BLOCK_BYTES", 2 * 4 * 96)
+    monkeypatch.setattr(sampling_module, "BLOCK_BYTES", 2 * 4 * 96)
     monkeypatch.setattr(LMHead, "forward", watched)
     with local_engine(pair.spec(None, scheduler=SchedulerConfig(1, chunk))) as engine:
         check(collect(engine, requests_of(pair.prompts[:4]), 1), expected[:4])

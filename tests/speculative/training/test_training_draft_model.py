@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from aerie.kernels.rope.rotation import rotate
+from aerie.kernels.rope.rope_store import rotate
 from aerie.speculative.drafts.eagle3 import Eagle3
 from aerie.speculative.training import TrainingError
 from aerie.speculative.training.draft import DraftVocabulary

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.kernels.tree.best_first import grow_best, grow_block, level_rows
 from aerie.kernels.tree.nodes import Children, Tree
-from aerie.kernels.tree.tree_growth import best_tree
+from aerie.kernels.tree.tree_growth import best_tree, grow_best, grow_block, level_rows
 
 Path = tuple[int, ...]
 

@@ -14,7 +14,7 @@ from aerie.speculative.tree_shape import TreeShape
 from aerie.speculative.tree_table import TreeTable
 from aerie.workers.config import PLAIN
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 from tests.support.drafts.random_trees import random_candidates
 from tests.support.kernels.num_operations import num_operations
 from tests.support.slots import enter

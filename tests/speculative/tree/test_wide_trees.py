@@ -7,9 +7,8 @@ from torch import Tensor
 from aerie.attention.registry import build_backend
 from aerie.kernels.attend import references
 from aerie.kernels.attend.scores import ScoreRule
-from aerie.kernels.kv.batches import DecodeBatch, Mode, newest_columns
+from aerie.kernels.kv.batches import DecodeBatch, LayerKV, Mode, newest_columns
 from aerie.kernels.kv.tree_masks import chain_spans, seen_columns, span_masks
-from aerie.kernels.kv.views import LayerKV
 from aerie.kernels.tree.acceptance import accept, accept_synthetic
 from aerie.kernels.tree.nodes import NO_TOKEN, Tree, chain
 from aerie.kernels.tree.tree_growth import best_tree

@@ -32,7 +32,7 @@ from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.build import build_rank
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
-from aerie.workers.runner.graphs.first_graphs import graphed_strategy
+from aerie.workers.runner.graphs.warm_up import graphed_strategy
 from aerie.workers.runner.layout import EnginePlan
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
@@ -197,7 +197,7 @@ class WatchedRank:
 
 
 def _num_waiting(worker: Worker, slot: int) -> int:
-    """Rows of the draft's KV that plain rounds have not written yet (`aerie.speculative.draft_backlog`)."""
+    """Rows of the draft's KV that plain rounds have not written yet (`aerie.speculative.step_parts`)."""
     strategy = worker._strategy
     backlog = strategy._backlog if isinstance(strategy, SpeculativeDecoding) else None
     if backlog is None or backlog._slots is None or slot not in backlog._slots.tolist():

@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.attention.kv_cache.heads import HeadsLayout
-from aerie.attention.kv_cache.latent import LatentLayout
 from aerie.attention.kv_cache.layout import KVLayout, LayerGroup
+from aerie.attention.kv_cache.layouts import HeadsLayout, LatentLayout
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.attention.limits import AttentionUse
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
-from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask
-from aerie.kernels.kv.fp8 import FP8, KVScales, stored
-from aerie.kernels.kv.views import LatentKV, LayerKV
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV, Mode, PrefillBatch, causal_mask
+from aerie.kernels.kv.stored_values import FP8, KVScales, stored
 
 NUM_KV_HEADS = 2
 ROWS = 6  # of a verified tree or an accepted path

@@ -254,7 +254,7 @@ class Rank:
         from aerie.workers.config import GraphCapture
         from aerie.workers.runner.costs import cost_points, cost_probe
         from aerie.workers.runner.costs.timer import Timer
-        from aerie.workers.runner.graphs import first_graphs, warm_up
+        from aerie.workers.runner.graphs import warm_up
         from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
         from tests.support.kernels.eager_graphs import EagerRecorder
 
@@ -274,10 +274,10 @@ class Rank:
 
         for _, plan in warm_up.largest_steps(layout):
             warm_up.run(worker, plan)
-        worker._strategy = graphed = first_graphs.graphed_strategy(
+        worker._strategy = graphed = warm_up.graphed_strategy(
             worker._strategy, slots, layout, Recorder(), with_chunks=not self.deterministic
         )
-        first = first_graphs.first_graphs(graphed, layout, self.page_size, gpu)
+        first = warm_up.first_graphs(graphed, layout, self.page_size, gpu)
         roomy, timer = layout.with_pages(MANY_PAGES), Timer(torch.device("cpu"))
         extent = cost_probe.probe_extent(roomy, self.page_size, graphed.wanted_token_buckets, gpu)
         probe = cost_probe.CostProbe(graphed, slots, worker._group, roomy, self.page_size, timer)

@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aerie.kernels.delta_rule.chunks import delta_rule_chunks
-from aerie.kernels.delta_rule.commit import commit_rows
-from aerie.kernels.delta_rule.rounds import delta_rule_rounds
+from aerie.kernels.delta_rule.rounds import commit_rows, delta_rule_rounds
 from aerie.kernels.delta_rule.tables import (
     ChunkTables,
     DeltaHeads,

@@ -12,8 +12,8 @@ T = TypeVar("T")
 
 
 class EagerRecorder:
-    """A `aerie.workers.runner.graphs.recorder.Recorder`. A recording runs the function, where a graph's would not: what
-    runs must bear it. bytes_each: memory that each recording takes."""
+    """A `aerie.workers.runner.graphs.step_capture.Recorder`. A recording runs the function, where a graph's would not:
+    what runs must bear it. bytes_each: memory that each recording takes."""
 
     def __init__(self, bytes_each: int = 0) -> None:
         self.num_recorded = self.num_dry_runs = self.num_run_apart = 0

@@ -22,7 +22,7 @@ from aerie.workers.scheduling.plan import GraphCount, SamplingParams, StepPlan, 
 from aerie.workers.scheduling.request import Request
 from aerie.workers.scheduling.scheduler import Scheduler
 from aerie.workers.scheduling.shapes.shape_choice import Load
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import StepTime
 from tests.support.simulation.scheduler import Clock
 from tests.support.simulation.shapes import CHAIN, TREE, chances_of, misread
 

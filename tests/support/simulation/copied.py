@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from aerie.speculative.tree_shape import suffix_shapes
 from aerie.workers.scheduling.shapes.shape_choice import Load, ShapeChoice
-from aerie.workers.scheduling.timing.step import Step
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import Step, StepTime
 from tests.support.simulation.shapes import CHAIN_MS, CPU_PLAIN_MS, PLAIN_MS, between, table
 
 SHAPES = suffix_shapes(15, adaptive=True)

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array, vstack
 
-from aerie.attention.kv_cache.prefix_digests import prompt_digests
+from aerie.attention.kv_cache.radix_node import prompt_digests
 from aerie.deploy.bench.arrivals import MIXES, Traffic
 from tests.support.simulation.load import Arrival, lognormal_length
 

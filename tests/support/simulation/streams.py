@@ -17,8 +17,7 @@ from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.shapes.shape_choice import Load, ShapeChoice
 from aerie.workers.scheduling.shapes.shape_rates import verified_shape
-from aerie.workers.scheduling.timing.step import Step
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import Step, StepTime
 from tests.support.simulation.texts import Answer
 
 Floats, Int32s, Int64s = npt.NDArray[np.float64], npt.NDArray[np.int32], npt.NDArray[np.int64]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from aerie.deploy.config.gguf_files import gguf_folder
-from aerie.deploy.config.published_model import SMOLLM2, NotFetchedError, fetched_file
+from aerie.deploy.config.files import gguf_folder
+from aerie.deploy.config.hub import SMOLLM2, NotFetchedError, fetched_file
 
 
 @functools.cache

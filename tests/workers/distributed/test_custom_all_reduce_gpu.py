@@ -50,7 +50,7 @@ def assert_is_sum(got: Tensor, parts: Sequence[Tensor], what: str) -> None:
 
 def check_sums(rank: int, size: int, address: str, width: int) -> list[str]:
     """The methods that were used, in order."""
-    from aerie.kernels.collectives.one_shot_all_reduce import reference
+    from aerie.kernels.collectives.all_reduce import reference
 
     group, peers, device = joined(rank, size, address)
     used = []

@@ -11,8 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from aerie.kernels.collectives import one_shot_all_reduce_triton as kernels  # noqa: E402
-from aerie.kernels.collectives.one_shot_all_reduce import reference  # noqa: E402
+from aerie.kernels.collectives import all_reduce_triton as kernels  # noqa: E402
+from aerie.kernels.collectives.all_reduce import reference  # noqa: E402
 from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, Limits, Method, region_bytes  # noqa: E402
 from tests.support.kernels.triton_interpreter import INTERPRETED  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402

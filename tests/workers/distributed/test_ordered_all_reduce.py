@@ -6,8 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from aerie.workers.distributed.custom_all_reduce import ORDERED_LIMITS, Method, choose
-from aerie.workers.distributed.ordered_all_reduce import GATHERED_BYTES, ordered_all_reduce
-from aerie.workers.distributed.tp_group import TPGroup
+from aerie.workers.distributed.tp_group import GATHERED_BYTES, TPGroup, ordered_all_reduce
 from tests.support.ranks import run_ranks
 from tests.support.slow import slow
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.kv.stored_values import FP8
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.quantization.floats import FloatQuant, block_scheme, read_fp8
 from tests.support.slow import slow

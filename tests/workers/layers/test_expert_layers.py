@@ -6,20 +6,15 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.kernels.experts.route import Routing  # noqa: E402
-from aerie.kernels.fp8.norm_triton import fp8_rms_norm  # noqa: E402
+from aerie.kernels.fp8.rows_triton import fp8_rms_norm  # noqa: E402
 from aerie.kernels.fp8.tiles import MAX_ROWS, fp8_workspace_size  # noqa: E402
-from aerie.kernels.gemm.workspace import (
-    GEMMOptions,  # noqa: E402
-    Workspace,  # noqa: E402
-)
-from aerie.kernels.kv.fp8 import FP8  # noqa: E402
+from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
+from aerie.kernels.kv.stored_values import FP8  # noqa: E402
 from aerie.workers.distributed.tp_group import SOLO, TPGroup  # noqa: E402
-from aerie.workers.layers.experts import Experts  # noqa: E402
 from aerie.workers.layers.linear import LinearBase  # noqa: E402
-from aerie.workers.layers.moe import MixtureOfExperts  # noqa: E402
+from aerie.workers.layers.moe import Experts, MixtureOfExperts  # noqa: E402
 from aerie.workers.layers.weighted import WeightedModule  # noqa: E402
-from aerie.workers.quantization.fp8_experts import Fp8Experts  # noqa: E402
-from aerie.workers.quantization.fp8_linear import Fp8Linear  # noqa: E402
+from aerie.workers.quantization.fp8_linear import Fp8Experts, Fp8Linear  # noqa: E402
 from aerie.workers.quantization.fp8_weight import Fp8Scheme  # noqa: E402
 from tests.kernels.products.test_expert_kernels import HALF, SMALL, token_slots  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402

@@ -16,8 +16,8 @@ from aerie.kernels.experts.route import RouterLogits, Routing
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
-from aerie.workers.layers.experts import Experts
 from aerie.workers.layers.linear_method import LinearShape
+from aerie.workers.layers.moe import Experts
 from aerie.workers.models.moe import interleaved_experts
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.weights import CheckpointTensor, load_weights

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
-from aerie.attention.kv_cache.latent import LatentLayout  # noqa: E402
+from aerie.attention.kv_cache.layouts import LatentLayout  # noqa: E402
 from aerie.kernels.fp8.gemm_triton import fp8_gemm  # noqa: E402
-from aerie.kernels.fp8.norm_triton import fp8_rms_norm  # noqa: E402
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows, dequantized_rows
-from aerie.kernels.fp8.rows_triton import quantize_rows  # noqa: E402
+from aerie.kernels.fp8.rows_triton import fp8_rms_norm, quantize_rows  # noqa: E402
 from aerie.kernels.fp8.tiles import (  # noqa: E402
     MAX_ROWS,
     Fp8Matrix,
@@ -25,23 +24,19 @@ from aerie.kernels.fp8.tiles import (  # noqa: E402
     fp8_workspace_size,
     rounding_columns,
 )
-from aerie.kernels.gemm.workspace import (
-    GEMMOptions,  # noqa: E402
-    Workspace,  # noqa: E402
-)
-from aerie.kernels.kv.batches import Mode  # noqa: E402
-from aerie.kernels.kv.views import LatentKV  # noqa: E402
-from aerie.kernels.latent.normed_latents_triton import normed_latents  # noqa: E402
-from aerie.kernels.norm.activation import silu_mul  # noqa: E402
+from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
+from aerie.kernels.kv.batches import LatentKV, Mode  # noqa: E402
+from aerie.kernels.latent.latents_triton import normed_latents  # noqa: E402
+from aerie.kernels.norm.norm import silu_mul  # noqa: E402
 from aerie.kernels.norm.norm_triton import add_rms_norm, rms_norm  # noqa: E402
-from aerie.kernels.rope.rotation import Angles  # noqa: E402
+from aerie.kernels.rope.rope_store import Angles  # noqa: E402
 from aerie.kernels.span import Span  # noqa: E402
 from aerie.workers.distributed.tp_group import SOLO  # noqa: E402
 from aerie.workers.layers.forward_context import make_context  # noqa: E402
 from aerie.workers.layers.latent_attention import LatentAttention  # noqa: E402
 from aerie.workers.layers.linear import LinearBase  # noqa: E402
 from aerie.workers.layers.linear_method import LinearShape, UnquantizedLinearMethod  # noqa: E402
-from aerie.workers.layers.mlp import GatedMLP  # noqa: E402
+from aerie.workers.layers.moe import GatedMLP  # noqa: E402
 from aerie.workers.layers.norm import RMSNorm  # noqa: E402
 from aerie.workers.quantization.floats import CHANNEL, FloatQuant, block_scheme  # noqa: E402
 from aerie.workers.quantization.fp8_linear import Fp8Linear  # noqa: E402

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backends.torch_backend import TorchBackend
-from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.layouts import HeadsLayout
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.kernels.capability import Capability
 from aerie.kernels.experts.grouped import experts_one_by_one, grouped_experts

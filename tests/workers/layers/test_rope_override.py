@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aerie.workers.config import ModelSource
-from aerie.workers.layers.rope_override import with_rope_scaling
+from aerie.workers.layers.rotary import with_rope_scaling
 from aerie.workers.models.loading import read_target_config
 from tests.support import MODELS
 

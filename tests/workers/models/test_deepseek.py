@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from aerie.attention.backends.torch_backend import TorchBackend
-from aerie.attention.kv_cache.latent import LatentLayout
 from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.layouts import LatentLayout
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.attention.limits import AttentionUse
 from aerie.attention.registry import BACKENDS, Choice, choose_backends, limit
@@ -19,11 +19,10 @@ from aerie.kernels.kv.batches import Mode, PrefillBatch
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.decoder_layer import DecoderLayer
-from aerie.workers.layers.experts import Experts
-from aerie.workers.layers.experts_method import UnquantizedExperts
+from aerie.workers.layers.experts_method import UnquantizedExperts, with_room
 from aerie.workers.layers.forward_context import make_context
+from aerie.workers.layers.moe import Experts
 from aerie.workers.layers.rotary import RotaryTable
-from aerie.workers.layers.shared_experts import with_room
 from aerie.workers.models.deepseek import DeepseekConfig
 from aerie.workers.models.loading import read_target_config
 from aerie.workers.models.registry import family_of

@@ -11,8 +11,7 @@ from torch import Tensor
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.models.decoder import TargetModel
-from aerie.workers.models.finite import _is_finite
-from aerie.workers.models.loading import _memory_for, load_target, read_target_config
+from aerie.workers.models.loading import _is_finite, _memory_for, load_target, read_target_config
 from tests.support.tiny_models import FAMILY_SETTINGS, VOCAB, make_target
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aerie.attention.config import CacheConfig
-from aerie.kernels.kv.fp8 import FP8, KVScales
+from aerie.kernels.kv.stored_values import FP8, KVScales
 from aerie.workers.config import ModelSource, WorkerConfig
 from aerie.workers.distributed.tp_group import SOLO
-from aerie.workers.layers.kv_scales import kv_scales, warn_of_missing
+from aerie.workers.layers.attention import kv_scales, warn_of_missing
 from aerie.workers.models.loading import load_target, read_target_config
 from aerie.workers.runner.layout import EnginePlan, plan_engine
 from tests.support.tiny_models import LAYERS, make_target

@@ -7,8 +7,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from aerie.kernels.packed.weight import dequantize, pack
-from aerie.workers.quantization.block_scheme import BlockScheme
-from aerie.workers.quantization.block_types import BLOCK_TYPES
+from aerie.workers.quantization.block_scheme import BLOCK_TYPES, BlockScheme
 
 
 def random_blocks(name: str, rows: int, blocks: int, seed: int = 3) -> np.ndarray:

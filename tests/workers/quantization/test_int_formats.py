@@ -10,7 +10,7 @@ from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.span import Span
 from aerie.workers.layers.linear_method import LinearShape
 from aerie.workers.layers.weighted import WrongTensorError
-from aerie.workers.quantization.integers.input_order import input_order
+from aerie.workers.quantization.integers.packing import input_order
 from aerie.workers.quantization.packed_linear import PackedLinear
 from aerie.workers.quantization.table import read_quant_method
 from tests.support.int_checkpoints import Quantised, Recipe, awq, gptq, int_quantized, pack_quantized

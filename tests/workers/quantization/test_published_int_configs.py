@@ -11,7 +11,7 @@ from aerie.deploy.cli import main
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.models.loading import allocate
 from aerie.workers.models.registry import family_of
-from aerie.workers.models.weight_bytes import META, weight_bytes, weight_formats
+from aerie.workers.models.weights import META, weight_bytes, weight_formats
 from aerie.workers.quantization.integers.scheme import SchemeQuant
 from aerie.workers.quantization.table import read_quant_method
 from tests.support import MODELS

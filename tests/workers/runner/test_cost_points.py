@@ -3,8 +3,7 @@
 import pytest
 
 from aerie.workers.config import PLAIN, RoundShape, RoundShapes
-from aerie.workers.runner.costs.cost_points import Point, ProbeExtent, wanted
-from aerie.workers.runner.costs.measured_table import table_of
+from aerie.workers.runner.costs.cost_points import Point, ProbeExtent, table_of, wanted
 from aerie.workers.runner.graphs.graph_keys import (
     CHUNK_NEEDS,
     TOKEN_BUCKETS,
@@ -13,7 +12,7 @@ from aerie.workers.runner.graphs.graph_keys import (
     buckets_of,
     token_buckets,
 )
-from aerie.workers.sampling.sampler import CAPTURED_NEEDS
+from aerie.workers.sampling import CAPTURED_NEEDS
 
 CHAIN = RoundShape(name="3/1/4", width=4, max_new_tokens=4, draft_tokens=2)
 SHAPES = RoundShapes((PLAIN, CHAIN), default=1)

@@ -24,8 +24,8 @@ from aerie.workers.runner.graphs.graph_keys import (
 )
 from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
 from aerie.workers.runner.graphs.step_capture import BrokenStepError
-from aerie.workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.sampling import CAPTURED_NEEDS, SamplingNeeds
+from aerie.workers.slots import SlotTable
 from tests.support.kernels.eager_graphs import EagerRecorder
 from tests.support.thread_group import on_ranks
 

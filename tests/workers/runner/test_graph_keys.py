@@ -13,7 +13,7 @@ from aerie.workers.runner.graphs.graph_keys import (
     bucket_sizes,
     serves,
 )
-from aerie.workers.sampling.sampler import SamplingNeeds
+from aerie.workers.sampling import SamplingNeeds
 
 CHAIN, TREE = RoundShape("3/1/4", 4, 4, 3), RoundShape("5/4/16", 16, 6, 20)
 SHAPES = {

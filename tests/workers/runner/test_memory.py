@@ -17,9 +17,8 @@ from aerie.speculative.build import EngineSpec, plan_engine
 from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.engine_layout import EngineLayout, snapshot_share
-from aerie.workers.runner.device_memory import HostMemory
 from aerie.workers.runner.graphs.warm_up import largest_steps
-from aerie.workers.runner.memory import GRAPH_BYTES, RankMemory, StepPeaks, slots_for, wait_until_free
+from aerie.workers.runner.memory import GRAPH_BYTES, HostMemory, RankMemory, StepPeaks, slots_for, wait_until_free
 from aerie.workers.scheduling.plan import GraphCount, StepPlan, unpack_i32
 from tests.bench.models.configured import write_config
 from tests.support.embedded import TREE, embedded_spec

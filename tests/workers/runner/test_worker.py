@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from aerie.workers import slots as slots_module
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.runner.batch import StepBatch, StepTensors
 from aerie.workers.runner.decoding import FillMasks
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
-from aerie.workers.slots import upload
-from aerie.workers.slots.slot_table import SlotTable
-from aerie.workers.slots.upload import upload as upload_columns
+from aerie.workers.slots import SlotTable
+from aerie.workers.slots import upload as upload_columns
 from tests.support.kernels import strict_device
 from tests.support.slots import apply_plan
 
@@ -105,7 +105,7 @@ def test_slots_that_stay_the_same_are_the_same_tensor() -> None:
 
 def test_a_plan_is_one_copy_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, strategy, _ = worker(strict_device.DEVICE)
-    with strict_device.strict_device(monkeypatch, upload) as copied:
+    with strict_device.strict_device(monkeypatch, slots_module) as copied:
         rank._batches.of(first_plan(), (4,), {})
         assert len(copied) == 1
         rank._batches.of(later_plan(1), (4,), {})
@@ -117,7 +117,7 @@ def test_a_plan_is_one_copy_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("device", [CPU, torch.device("cuda")], ids=str)
 def test_columns_keep_shape_type_and_alignment(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is sent to a GPU, looked at on its way there; on a CPU the same without a copy."""
-    monkeypatch.setattr(upload, "to_device", lambda host, device: host)
+    monkeypatch.setattr(slots_module, "to_device", lambda host, device: host)
     columns = {
         "none": np.zeros(0, np.int32),
         "flags": np.array([True, False, True]),
@@ -136,7 +136,7 @@ def test_columns_keep_shape_type_and_alignment(device: torch.device, monkeypatch
 
 def test_nothing_to_send_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, _, slots = worker(strict_device.DEVICE)
-    with strict_device.strict_device(monkeypatch, upload) as copied:
+    with strict_device.strict_device(monkeypatch, slots_module) as copied:
         apply_plan(slots, StepPlan(0, 0, b"", 0, 0))
     assert copied == [] and rank.num_pending == 0
 

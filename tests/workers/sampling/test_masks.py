@@ -4,12 +4,12 @@ over ranks, with all that a choice may need besides."""
 import pytest
 import torch
 
-from aerie.kernels.sampling.masks import FREE
+from aerie.kernels.sampling.penalties import FREE
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.vocab import VocabShard
-from aerie.workers.sampling.sampler import CAPTURED_NEEDS, Rows, Sampler, SamplingNeeds
+from aerie.workers.sampling import CAPTURED_NEEDS, Rows, Sampler, SamplingNeeds
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 from aerie.workers.structured_output.mask_table import MaskTable
 from tests.support.slots import enter
 from tests.support.thread_group import on_ranks

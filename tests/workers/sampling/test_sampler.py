@@ -7,13 +7,13 @@ import pytest
 import torch
 from scipy import stats
 
+from aerie.kernels.sampling.choose import gumbel_noise
 from aerie.kernels.sampling.draft_scores import DROPPED
 from aerie.kernels.sampling.filters import MAX_GAP, find_limits, gap_limits, gaps
-from aerie.kernels.sampling.gumbel import gumbel_noise
 from aerie.kernels.sampling.penalties import apply_penalties
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.layers.vocab import VocabShard
-from aerie.workers.sampling.sampler import (
+from aerie.workers.sampling import (
     CAPTURED_NEEDS,
     MAX_LOGPROBS,
     Rows,
@@ -22,7 +22,7 @@ from aerie.workers.sampling.sampler import (
     logprobs_of,
 )
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, pack_i32
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 from tests.support.slots import enter
 
 VOCAB = 23

@@ -9,13 +9,13 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from aerie.kernels.sampling import choose_triton as choose  # noqa: E402
+from aerie.kernels.sampling import choose_triton as logprobs  # noqa: E402
 from aerie.kernels.sampling import draft_scores_triton as draft_scores  # noqa: E402
 from aerie.kernels.sampling import filters_triton as filters  # noqa: E402
-from aerie.kernels.sampling import logprobs_triton as logprobs  # noqa: E402
-from aerie.kernels.sampling import masks_triton as masks  # noqa: E402
+from aerie.kernels.sampling import penalties_triton as masks  # noqa: E402
 from aerie.kernels.sampling import penalties_triton as penalties  # noqa: E402
-from aerie.kernels.vocabulary import largest_triton as largest  # noqa: E402
-from aerie.kernels.vocabulary.largest import NOT_FINITE  # noqa: E402
+from aerie.kernels.vocabulary import topk_log_softmax_triton as largest  # noqa: E402
+from aerie.kernels.vocabulary.topk_log_softmax import NOT_FINITE  # noqa: E402
 from tests.kernels.attend import test_triton_compile as compiling  # noqa: E402
 from tests.support.slow import slow  # noqa: E402
 
@@ -57,11 +57,11 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (draft_scores._perturb, {"FILTERED": False, "PARTS": 1, "BLOCK": draft_scores.BLOCK}, 4),
     (draft_scores._perturb, {"FILTERED": True, "PARTS": 8, "BLOCK": draft_scores.BLOCK}, 4),
     (draft_scores._perturb, {"FILTERED": True, "PARTS": 64, "BLOCK": draft_scores.BLOCK}, 4),
-    (masks._apply_masks, {"FREE": -1, "BLOCK": masks.BLOCK}, 4),
+    (masks._apply_masks, {"FREE": -1, "BLOCK": masks.MASK_BLOCK}, 4),
     (penalties._apply_penalties, {"STOPS": 64, "BLOCK": penalties.BLOCK}, 4),
     (logprobs._summarize, {"PART": logprobs.PART, "BLOCK": logprobs.BLOCK}, 4),
-    (largest._partial, {"BLOCK": largest.BLOCK}, 8),
-    (largest._combine, {"BROKEN": NOT_FINITE, "PARTS": 128}, 1),
+    (largest._partial_largest, {"BLOCK": largest.BLOCK}, 8),
+    (largest._combine_largest, {"BROKEN": NOT_FINITE, "PARTS": 128}, 1),
 ]
 
 

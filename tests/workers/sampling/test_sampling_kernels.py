@@ -10,18 +10,17 @@ from torch import Tensor
 pytest.importorskip("triton", reason="triton is not installed here")
 
 
-from aerie.kernels.sampling.choose_triton import choose  # noqa: E402
+from aerie.kernels.sampling.choose import Draws  # noqa: E402
+from aerie.kernels.sampling.choose_triton import choose, norms_and_top  # noqa: E402
 from aerie.kernels.sampling.draft_scores import DROPPED, lowest_kept, scaled_logits  # noqa: E402
 from aerie.kernels.sampling.draft_scores import count_levels as count_levels_operation  # noqa: E402
 from aerie.kernels.sampling.draft_scores_triton import count_levels, perturb  # noqa: E402
 from aerie.kernels.sampling.filters import MAX_GAP, Limits, gap_limits, gaps  # noqa: E402
 from aerie.kernels.sampling.filters_triton import find_limits  # noqa: E402
-from aerie.kernels.sampling.gumbel import Draws  # noqa: E402
-from aerie.kernels.sampling.logprobs_triton import norms_and_top  # noqa: E402
-from aerie.kernels.vocabulary.largest import NOT_FINITE  # noqa: E402
+from aerie.kernels.vocabulary.topk_log_softmax import NOT_FINITE  # noqa: E402
 from aerie.kernels.vocabulary.topk_log_softmax_triton import topk_log_softmax  # noqa: E402
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit  # noqa: E402
-from aerie.workers.slots.slot_table import SlotTable  # noqa: E402
+from aerie.workers.slots import SlotTable  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 from tests.support.slots import enter
 

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.layers.vocab import VocabShard
-from aerie.workers.sampling.sampler import Rows, Sampler, SamplingNeeds
+from aerie.workers.sampling import Rows, Sampler, SamplingNeeds
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 from tests.support.slots import enter
 from tests.support.thread_group import on_ranks
 

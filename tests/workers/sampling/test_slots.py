@@ -7,15 +7,15 @@ import torch
 from msgspec.structs import replace
 
 from aerie.attention.config import CacheConfig
-from aerie.attention.kv_cache.heads import HeadsLayout
 from aerie.attention.kv_cache.layout import LayerGroup
+from aerie.attention.kv_cache.layouts import HeadsLayout
 from aerie.attention.kv_cache.pool import bytes_per_page
 from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_STOP
+from aerie.workers import slots as slots_module
 from aerie.workers.config import RoundShapes, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout, PageCounts, pages_asked
 from aerie.workers.scheduling.plan import SamplingParams, SlotInit, StepPlan, pack_i32
-from aerie.workers.slots import upload
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 from tests.support.kernels import strict_device
 from tests.support.kernels.gpu_waits import refuse_gpu_waits
 from tests.support.slots import apply_plan, enter
@@ -104,7 +104,7 @@ def test_requests_that_need_counts_are_admitted_without_waiting(monkeypatch: pyt
     slots = SlotTable(4, 8, vocab, strict_device.DEVICE)
     inits = tuple(counted_init(slot, list(range(100)), [5] * 40) for slot in range(3))
     plan = StepPlan(0, 0, b"", 0, 0, page_updates=pack_i32([0, 1, 7, 1, 0, 3]), inits=inits)
-    with strict_device.strict_device(monkeypatch, upload) as copied:
+    with strict_device.strict_device(monkeypatch, slots_module) as copied:
         apply_plan(slots, plan)
     assert len(copied) == 1 and copied[0] < 3 * 4096
 

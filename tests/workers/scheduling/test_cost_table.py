@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts, default_itl_target_ms
-from aerie.workers.scheduling.timing.step import Step
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import Step, StepTime
 from tests.support.slow import slow
 
 PLAIN = RoundCosts(num_requests=(1, 8, 32), ms=(4.0, 4.4, 5.2), ms_per_kv_token=(1e-4, 1e-4, 2e-4))

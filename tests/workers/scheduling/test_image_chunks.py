@@ -10,7 +10,7 @@ from aerie.workers.scheduling.plan import Chunk, SamplingParams
 from aerie.workers.scheduling.queues.tenants import Tenants
 from aerie.workers.scheduling.request import Owner, Request
 from aerie.workers.scheduling.sequence import Sequence
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import StepTime
 from tests.support.simulation.states import COSTS
 
 SIZES = ImageSizes(2, 1, 1 << 20, 4, 1 << 20, 0, 3)

@@ -14,8 +14,7 @@ from aerie.workers.scheduling.latency_budget import LatencyBudget, StepBudget, S
 from aerie.workers.scheduling.plan import StepPlan, unpack_i32
 from aerie.workers.scheduling.request import Request, RequestState
 from aerie.workers.scheduling.sequence import Sequence
-from aerie.workers.scheduling.timing.step import Step
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import Step, StepTime
 from tests.support.simulation.integrity import check_queues
 from tests.support.simulation.scheduler import Simulation
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from aerie.workers.scheduling import shared_prefixes
+from aerie.workers.scheduling import prompt_order
 from aerie.workers.scheduling.plan import StepPlan
 from aerie.workers.scheduling.prefill import MAX_PASSED
+from aerie.workers.scheduling.prompt_order import SharedPrefixes
 from aerie.workers.scheduling.request import Request, RequestState
 from aerie.workers.scheduling.sequence import Sequence
-from aerie.workers.scheduling.shared_prefixes import SharedPrefixes
 from tests.support.simulation.load import Arrival, Policy, simulate
 from tests.support.simulation.scheduler import Simulation
 
@@ -148,7 +148,7 @@ def test_a_burst_of_one_prefix_compares_each_prompt_a_few_times(monkeypatch: pyt
     num_requests, counts = 2000, Counter[str]()
     prefix = tuple(range(2048))
     load = [Arrival(0.0, 2048 + 30, 4, (*prefix, *(number * 7 % 5000 + 10**6,) * 30)) for number in range(num_requests)]
-    compare, key = shared_prefixes._common, SharedPrefixes._key
+    compare, key = prompt_order._common, SharedPrefixes._key
 
     def common(*prompts: Sequence) -> int:
         counts["prompts"] += 1
@@ -158,7 +158,7 @@ def test_a_burst_of_one_prefix_compares_each_prompt_a_few_times(monkeypatch: pyt
         counts["pages"] += 1
         return key(self, *page)
 
-    monkeypatch.setattr(shared_prefixes, "_common", common)
+    monkeypatch.setattr(prompt_order, "_common", common)
     monkeypatch.setattr(SharedPrefixes, "_key", page_key)
     served = simulate(load, Policy(config=replace(Policy.config, max_step_tokens=512))).served
     assert all(len(request.times_s) > 0 for request in served)

@@ -12,13 +12,12 @@ from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.latency_budget import LatencyBudget
 from aerie.workers.scheduling.plan import SamplingParams, StepResult
 from aerie.workers.scheduling.queues.admission import MAX_RETRY_AFTER_S, UNKNOWN_S
-from aerie.workers.scheduling.queues.answer_lengths import AnswerLengths
+from aerie.workers.scheduling.queues.expected_wait import AnswerLengths
 from aerie.workers.scheduling.queues.tenants import Tenant
 from aerie.workers.scheduling.queues.wait_forecast import QueueSimulation, StepForecast, Work
 from aerie.workers.scheduling.request import Request, RequestOutput
 from aerie.workers.scheduling.scheduler import Scheduler
-from aerie.workers.scheduling.timing.step import Step
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import Step, StepTime
 from tests.support.simulation.bursts import ENGINES, Answers, burst
 from tests.support.simulation.load import H200, Policy, poisson_load, replace_struct, simulate
 from tests.support.simulation.scheduler import Clock

@@ -11,7 +11,7 @@ import xgrammar
 
 from aerie.workers.scheduling.plan import Grammar
 from aerie.workers.structured_output.compiler import MAX_FAULT_CHARS, GrammarCompiler, Vocabulary
-from aerie.workers.structured_output.faults import InvalidGrammarError
+from aerie.workers.structured_output.mask_messages import InvalidGrammarError
 from aerie.workers.structured_output.mask_process.matcher import Matcher
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids

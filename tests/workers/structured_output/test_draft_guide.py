@@ -7,15 +7,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from aerie.kernels.drafting.guide_table import MAX_STATES, GuideTable
-from aerie.kernels.drafting.guides import begin, follow, forced_or
+from aerie.kernels.drafting.guides import MAX_STATES, GuideTable, begin, follow, forced_or
 from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from aerie.workers.structured_output.guide_block import GuideBlock
 from aerie.workers.structured_output.mask_process.draft_guide import Endings, MaskRows, TreeWalk
 from aerie.workers.structured_output.mask_process.matcher import Matcher
 from aerie.workers.structured_output.mask_process.request_grammar import Tree
 from aerie.workers.structured_output.mask_process.token_texts import TokenTexts
-from aerie.workers.structured_output.mask_table import NUM_SPARE, MaskTable
+from aerie.workers.structured_output.mask_table import NUM_SPARE, GuideBlock, MaskTable
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids
 from tests.support.structured_output.sampled import grammar_of

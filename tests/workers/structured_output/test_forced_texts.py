@@ -16,14 +16,13 @@ import torch
 from aerie.kernels.drafting.guides import begin, forced_or
 from aerie.workers.scheduling.plan import Grammar
 from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from aerie.workers.structured_output.guide_block import GuideBlock
 from aerie.workers.structured_output.mask_process import draft_guide
 from aerie.workers.structured_output.mask_process.draft_guide import MAX_SEARCHES, MaskRows
 from aerie.workers.structured_output.mask_process.grammar_cache import CachedGrammar
 from aerie.workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S
 from aerie.workers.structured_output.mask_process.matcher import Matcher
 from aerie.workers.structured_output.mask_process.request_grammar import RequestGrammar
-from aerie.workers.structured_output.mask_table import NUM_SPARE, MaskTable
+from aerie.workers.structured_output.mask_table import NUM_SPARE, GuideBlock, MaskTable
 from aerie.workers.structured_output.slot_grammars import MIN_GUIDED_NODES
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from aerie.workers.scheduling.plan import Grammar
 from aerie.workers.structured_output import schema_patterns
 from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
-from aerie.workers.structured_output.faults import InvalidGrammarError
 from aerie.workers.structured_output.json_schema import checked_schema
+from aerie.workers.structured_output.mask_messages import InvalidGrammarError
 from aerie.workers.structured_output.mask_process.trial import try_grammar
 from aerie.workers.structured_output.schema_keywords import UnsupportedSchemaError
 from tests.support import MODELS, ROOT

@@ -14,12 +14,21 @@ import torch
 
 from aerie.workers.scheduling.plan import Grammar, pack_i32
 from aerie.workers.structured_output.compiler import Vocabulary
-from aerie.workers.structured_output.framing import receive, send
-from aerie.workers.structured_output.mask_messages import LATE, Advanced, Deadline, Entered, Fill, Filled, Notice, Order
+from aerie.workers.structured_output.mask_messages import (
+    LATE,
+    Advanced,
+    Deadline,
+    Entered,
+    Fill,
+    Filled,
+    Notice,
+    Order,
+    receive,
+    send,
+)
 from aerie.workers.structured_output.mask_process import mask_jobs
-from aerie.workers.structured_output.mask_process.mask_host import MaskHost
+from aerie.workers.structured_output.mask_process.mask_host import MaskHost, SharedTable
 from aerie.workers.structured_output.mask_process.request_grammar import RequestGrammar
-from aerie.workers.structured_output.mask_process.shared_table import SharedTable
 from aerie.workers.structured_output.mask_table import MaskTable
 from tests.support import MODELS
 from tests.support.embedded import eos_token_ids

@@ -18,17 +18,21 @@ from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
 from aerie.kernels.lazy_import import load
 from aerie.workers.models.adapter.names import (
+    Group,
     TransformersNames,
+    check_class,
+    check_layers,
+    check_model,
     conversions,
     expert_names,
+    groups_of,
     part_names,
     prefixes_of,
+    record_linear_calls,
     renamings,
     stacked_experts_of,
     unused_tensors,
 )
-from aerie.workers.models.adapter.refusals import check_class, check_layers, check_model
-from aerie.workers.models.adapter.siblings import Group, groups_of, record_linear_calls
 from aerie.workers.models.adapter.streams import path_of_layers, record_shapes
 from aerie.workers.models.adapter.survey import (
     LENGTH_DEPENDENT,
@@ -60,7 +64,7 @@ class AdapterConfig(ModelConfig):
     experts_per_token: experts that routers choose for a row; 1 without experts.
     renamed, experts, parts, unused, prefixes: see `aerie.workers.models.adapter.names`.
     stacked: see `aerie.workers.models.adapter.names.stacked_experts_of`; empty if checkpoints have a tensor for each
-    expert. siblings: paths of linear layers with the same input (`aerie.workers.models.adapter.siblings`).
+    expert. siblings: paths of linear layers with the same input (`aerie.workers.models.adapter.names`).
     layers: path of the list of layers that drafts can read (`aerie.workers.models.adapter.streams`); None if they
     cannot.
     """

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.experts.route import TokenSlots
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.rope.rotation import Angles
+from aerie.kernels.rope.rope_store import Angles
 from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.forward_context import ForwardContext

@@ -1,5 +1,5 @@
 """Finds modules of a transformers model that Aerie's fused operations can replace, by comparing results on random
-inputs, never by class names alone. `aerie.workers.models.adapter.fused` has the replacements."""
+inputs, never by class names alone. `aerie.workers.models.adapter.replace` has the replacements."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from aerie.kernels.experts.gated import GATED, GatedActivation
-from aerie.kernels.norm.activation import ACTIVATIONS
-from aerie.kernels.norm.norm import rms_norm
+from aerie.kernels.norm.norm import ACTIVATIONS, rms_norm
 from aerie.workers.layers.norm import FullPrecisionRMSNorm, RMSNorm, ZeroCentredRMSNorm
 
 _ROWS, _WIDE, _NARROW = 7, 24, 16  # rows of random inputs, and widths of a small copy of an MLP
@@ -41,7 +40,7 @@ class MLPMatch:
 
     gates: names of the gate and up projections, or of the one projection that has both, gate first.
     down: name of the down projection.
-    activation: one of `aerie.kernels.norm.activation.ACTIVATIONS`.
+    activation: one of `aerie.kernels.norm.norm.ACTIVATIONS`.
     """
 
     gates: tuple[str, ...]
@@ -134,7 +133,7 @@ def _is_gated(
 
 def match_experts(module: nn.Module) -> GatedActivation | None:
     """Return the activation of stacked experts without biases, whose gate rows are above their up rows; None for other
-    modules. `aerie.workers.models.adapter.experts.GivenExperts` can replace them."""
+    modules. `aerie.workers.models.adapter.routers.GivenExperts` can replace them."""
     if not gathers_experts(module) or any(getattr(module, name, None) is not value for name, value in _STACKED.items()):
         return None
     with torch.device("cpu"), torch.no_grad():

@@ -9,8 +9,8 @@ from torch import Tensor
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.linear import LinearBase, kv_head_span, rank_span
 from aerie.workers.models.adapter.config import AdapterConfig
-from aerie.workers.models.adapter.experts import GivenExperts
 from aerie.workers.models.adapter.model import TransformersModel
+from aerie.workers.models.adapter.routers import GivenExperts
 from aerie.workers.models.adapter.survey import NUM_ROWS, AttentionCall, decoder, keep_angles, reason_of
 
 

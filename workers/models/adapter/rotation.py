@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aerie.kernels.rope.rotation import rotate
+from aerie.kernels.rope.rope_store import rotate
 from aerie.workers.models.adapter.matching import RandomNumbers, result_of
 
 _WORD = "rotary"  # in the names of transformers' RoPE functions
@@ -128,7 +128,7 @@ def _has_equal_halves(angles: _Angles) -> bool:
 
 
 def _rotates_alike(call: _Rotation) -> bool:
-    """Return whether the function rotates random heads like `aerie.kernels.rope.rotation.rotate`."""
+    """Return whether the function rotates random heads like `aerie.kernels.rope.rope_store.rotate`."""
     q, k, cos, sin = call.given[:4]
     if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)) or (q.dim(), cos.dim(), sin.dim()) != (4, 3, 3):
         return False

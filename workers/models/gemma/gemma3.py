@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from aerie.kernels.attend.scores import ScoreRule
-from aerie.kernels.norm.activation import ACTIVATIONS
+from aerie.kernels.norm.norm import ACTIVATIONS
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.decoder_layer import SandwichLayer
-from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.moe import GatedMLP
 from aerie.workers.layers.norm import ZeroCentredRMSNorm
 from aerie.workers.layers.rotary import RopeConfig
 from aerie.workers.models import llama

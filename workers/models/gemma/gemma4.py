@@ -1,23 +1,162 @@
 """Gemma 4 (text). Its layers may have two head sizes, keys that are also values, the KV of an earlier layer, an
-embedding each, and experts in parallel with the MLP."""
+embedding each, and experts in parallel with the MLP.
+
+Parts of a layer of Gemma 4: experts in parallel with the MLP, the tail that changes the residual stream after them,
+and the embedding of each layer (per-layer embedding, PLE). Built by `aerie.workers.models.gemma.gemma4`."""
 
 from dataclasses import replace
 
 import torch
+from torch import Tensor, nn
 
-from aerie.kernels.experts.gated import GATED
+from aerie.kernels.experts.gated import GATED, GatedActivation
+from aerie.kernels.experts.route import Routing, TokenSlots
+from aerie.kernels.fp8.rows import Fp8Rows
+from aerie.kernels.norm.norm import ACTIVATIONS
+from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.attention import Attention
-from aerie.workers.layers.mlp import GatedMLP
+from aerie.workers.layers.decoder_layer import AttentionLayer, FeedForward, LayerInputs, LayerTail, SandwichLayer
+from aerie.workers.layers.linear import ReplicatedLinear
+from aerie.workers.layers.moe import Experts, GatedMLP
 from aerie.workers.layers.norm import FullPrecisionRMSNorm
 from aerie.workers.layers.rotary import RotaryTable
+from aerie.workers.layers.routing import Router
+from aerie.workers.layers.vocab import VocabEmbedding
+from aerie.workers.layers.weighted import Vector, WeightKey
 from aerie.workers.models import llama
 from aerie.workers.models.decoder import Decoder, in_default_dtype
 from aerie.workers.models.gemma.gemma4_config import Gemma4Config, read_config
-from aerie.workers.models.gemma.gemma4_layer import ExpertsBeside, Gemma4Layer, Gemma4Tail, PerLayerEmbedding
 from aerie.workers.models.moe import stacked_experts
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.registry import ModelFamily
+
+
+class Gemma4Layer(SandwichLayer):
+    """A layer with experts in parallel with its MLP (None: without), and its `Gemma4Tail`."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        rms_eps: float,
+        attention: AttentionLayer,
+        mlp: FeedForward,
+        group: TPGroup,
+        experts: "ExpertsBeside | None",
+        tail: "Gemma4Tail",
+    ) -> None:
+        super().__init__(hidden_size, rms_eps, attention, mlp, group, FullPrecisionRMSNorm)
+        self.experts = experts
+        self.post_feedforward_layernorm_1 = None if experts is None else FullPrecisionRMSNorm(hidden_size, rms_eps)
+        self.tail = tail
+
+    def _feed_forward(self, normed: Tensor | Fp8Rows, residual: Tensor, live: TokenSlots) -> Tensor:
+        out: Tensor = super()._feed_forward(normed, residual, live)
+        if self.experts is None or self.post_feedforward_layernorm_1 is None:
+            return out
+        out = self.post_feedforward_layernorm_1(out)  # before the experts' all-reduce reuses its buffer
+        beside: Tensor = self.experts(residual, live)
+        return out + beside
+
+
+class RouterNorm(FullPrecisionRMSNorm):
+    """The norm of a router's inputs. Its weight is the checkpoint's `scale` / sqrt(hidden_size)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps)
+        self.kind = "scale"
+
+    def load(self, key: WeightKey, full: Tensor) -> None:
+        super().load(key, full)
+        self.weight.data.mul_(full.numel() ** -0.5)
+
+
+class ExpertsBeside(nn.Module):
+    """norm(experts(norm(x))) for the residual stream x before the MLP's norm. The router has a norm of its own.
+
+    width: intermediate size of an expert. whole: see `aerie.workers.layers.moe.MixtureOfExperts`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        width: int,
+        routing: Routing,
+        rms_eps: float,
+        group: TPGroup,
+        activation: GatedActivation,
+        whole: bool,
+    ) -> None:
+        super().__init__()
+        self.group = group
+        self.router_norm = RouterNorm(hidden_size, rms_eps)
+        self.router = Router(hidden_size, routing)
+        self.pre_norm = FullPrecisionRMSNorm(hidden_size, rms_eps)
+        self.matrices = Experts(
+            routing.num_experts,
+            hidden_size,
+            width,
+            group,
+            routing.experts_per_token,
+            whole=whole and group.size > 1,
+            activation=activation,
+        )
+        self.post_norm = FullPrecisionRMSNorm(hidden_size, rms_eps)
+
+    def forward(self, x: Tensor, live: TokenSlots) -> Tensor:
+        """Return the output, summed over ranks, [rows, hidden_size] for x [rows, hidden_size]."""
+        router = self.router(self.router_norm(x), live)
+        buffer = self.group.all_reduce_buffer(x.shape[0], x.shape[1], x.dtype)
+        part = self.matrices.method.multiply(self.pre_norm(x), router, buffer)
+        out: Tensor = self.post_norm(self.group.all_reduce(part))
+        return out
+
+
+class Gemma4Tail(LayerTail):
+    """(x + norm(W (activation(G x) * input))) * layer_scalar, or x * layer_scalar without a layer's input.
+
+    input_size: size of the layer's input; 0: none.
+    """
+
+    def __init__(self, hidden_size: int, input_size: int, rms_eps: float, activation: str) -> None:
+        super().__init__()
+        self.scalar = Vector("layer_scalar", Span.whole(1))
+        self.activation = ACTIVATIONS[activation]
+        self.gate = ReplicatedLinear(hidden_size, input_size) if input_size else None
+        self.projection = ReplicatedLinear(input_size, hidden_size) if input_size else None
+        self.norm = FullPrecisionRMSNorm(hidden_size, rms_eps) if input_size else None
+
+    def forward(self, stream: Tensor, layer_input: Tensor | None) -> Tensor:
+        if layer_input is not None:
+            assert self.gate is not None and self.projection is not None and self.norm is not None
+            gated = self.activation(torch.cat((self.gate(stream), layer_input), dim=-1))
+            stream = stream.add_(self.norm(self.projection(gated)))
+        return stream.mul_(self.scalar.weight)
+
+
+class PerLayerEmbedding(LayerInputs):
+    """(E * sqrt(size) + norm(P x / sqrt(hidden_size))) / sqrt(2), where E is each layer's own embedding of the token,
+    and x the model's embedding.
+
+    size: size of a layer's input.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, num_layers: int, size: int, rms_eps: float, group: TPGroup
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.embedding = VocabEmbedding(vocab_size, num_layers * size, group)
+        self.embedding_scale = in_default_dtype(size**0.5)
+        self.projection = ReplicatedLinear(hidden_size, num_layers * size)
+        self.projection_scale = hidden_size**-0.5
+        self.norm = FullPrecisionRMSNorm(size, rms_eps)
+
+    def forward(self, ids: Tensor, embedded: Tensor) -> Tensor:
+        own = self.embedding(ids) * self.embedding_scale
+        projected = (self.projection(embedded) * self.projection_scale).unflatten(1, (-1, self.size))
+        inputs: Tensor = (self.norm(projected) + own.view_as(projected)) * 2.0**-0.5
+        return inputs.transpose(0, 1)
 
 
 def make_layer(config: Gemma4Config, layer: int, group: TPGroup) -> Gemma4Layer:

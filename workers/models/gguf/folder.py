@@ -16,8 +16,7 @@ from aerie.workers.models.gguf.header import FileTensor, GgufFile, read_gguf
 from aerie.workers.models.gguf.location import INDEX, Location, location_of
 from aerie.workers.models.gguf.tensors import Weights
 from aerie.workers.models.gguf.vocabulary import Vocabulary, write_vocabulary
-from aerie.workers.quantization.block_scheme import METHOD
-from aerie.workers.quantization.block_types import BLOCK_TYPES
+from aerie.workers.quantization.block_scheme import BLOCK_TYPES, METHOD
 
 
 def checkpoint_folder(path: Path, cache: Path, tokenizer: Path | None = None) -> Path:

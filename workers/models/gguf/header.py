@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from aerie.workers.quantization.block_types import BLOCK_TYPES, PLAIN_TYPES
+from aerie.workers.quantization.block_scheme import BLOCK_TYPES, PLAIN_TYPES
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -14,7 +14,7 @@ from torch import Tensor
 from aerie.kernels.capability import Capability
 from aerie.workers.models.gguf.families import StoredTensor
 from aerie.workers.models.gguf.location import INDEX
-from aerie.workers.quantization.block_types import BLOCK_TYPES, PLAIN_TYPES
+from aerie.workers.quantization.block_scheme import BLOCK_TYPES, PLAIN_TYPES
 
 _MXFP4 = "MXFP4"
 

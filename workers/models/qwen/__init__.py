@@ -3,5 +3,4 @@
 qwen3_moe  Qwen2's and Qwen3's mixtures of experts
 hybrid     hybrids of recurrent layers and attention: what the families `qwen3_next` and `qwen3_5` share
 qwen_vl    text parts of vision models
-windows    which layers of Qwen2 and Qwen3 have a window
 """

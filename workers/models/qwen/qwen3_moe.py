@@ -8,6 +8,7 @@ from typing import Any
 from aerie.kernels.experts.route import Routing
 from aerie.workers.models import llama
 from aerie.workers.models.config_fields import architecture_of, flag_of, ids_of, size_of
+from aerie.workers.models.llama import layers_with_windows
 from aerie.workers.models.moe import (
     ExpertLayers,
     LlamaMoeConfig,
@@ -17,7 +18,6 @@ from aerie.workers.models.moe import (
     num_experts_of,
 )
 from aerie.workers.models.name_map import NameMap, decoder_names
-from aerie.workers.models.qwen.windows import layers_with_windows
 from aerie.workers.models.registry import ModelFamily
 
 _SHARED = "shared_expert_intermediate_size"

@@ -5,6 +5,6 @@ readers of quantization_config
 scheme          `IntScheme`: gives layers their methods; `SchemeQuant`: a scheme per module
     experts
 format          `IntFormat`: the tensors of each layout; shards and reads them
-stored          a matrix's tensors until they are packed
-packing         packs for `aerie.kernels.packed`, in the order of `input_order`
+packing         packs for `aerie.kernels.packed`, in the order of `input_order`; a matrix's tensors until they are
+                packed
 """

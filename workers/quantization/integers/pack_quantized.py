@@ -10,8 +10,16 @@ import torch
 
 from aerie.workers.quantization.integers.format import Layout
 from aerie.workers.quantization.integers.scheme import IntScheme, SchemeQuant
-from aerie.workers.quantization.module_lists import bits_of, check_pattern, flag_in, group_of, matches, refuse
-from aerie.workers.quantization.quant_method import QuantMethod, list_of_names
+from aerie.workers.quantization.quant_method import (
+    QuantMethod,
+    bits_of,
+    check_pattern,
+    flag_in,
+    group_of,
+    list_of_names,
+    matches,
+    refuse,
+)
 
 _PACKED: Layout = "pack-quantized"
 _W8A8: Layout = "int-quantized"

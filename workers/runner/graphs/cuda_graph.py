@@ -2,7 +2,7 @@
 
 The state of requests is in device tensors, by slot. A captured round therefore has only two inputs, the slots that run
 and the slots that draft. Each replay writes the same output tensors. A start captures some graphs; commands request the
-others (`aerie.workers.scheduling.commands.capture_pacing`). A step whose graph is not captured yet is padded to a
+others (`aerie.workers.scheduling.commands.command_queue`). A step whose graph is not captured yet is padded to a
 larger graph. A step runs eagerly if there is no larger graph, and in these cases:
 
 - more prompt tokens or chunks than any graph has;
@@ -26,11 +26,10 @@ from aerie.workers.runner.decoding import CuttableStrategy, FillMasks
 from aerie.workers.runner.graphs.capture_queue import CaptureCost, CaptureQueue
 from aerie.workers.runner.graphs.graph_keys import GraphKey, GraphKeys, is_always_captured
 from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
-from aerie.workers.runner.graphs.recorder import Recorder
-from aerie.workers.runner.graphs.step_capture import BrokenStepError, CapturedStep, StepCapture, on_any_rank
-from aerie.workers.sampling.sampler import Logprobs
+from aerie.workers.runner.graphs.step_capture import BrokenStepError, CapturedStep, Recorder, StepCapture, on_any_rank
+from aerie.workers.sampling import Logprobs
 from aerie.workers.scheduling.plan import GraphCount
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.slots import SlotTable
 
 logger = logging.getLogger(__name__)
 

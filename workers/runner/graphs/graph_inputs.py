@@ -8,8 +8,8 @@ from torch import Tensor
 
 from aerie.kernels.kv.batches import PrefillBatch
 from aerie.workers.runner.batch import PromptChunks, StepBatch
-from aerie.workers.sampling.sampler import SamplingNeeds
-from aerie.workers.slots.slot_table import SlotTable
+from aerie.workers.sampling import SamplingNeeds
+from aerie.workers.slots import SlotTable
 
 MAX_CHUNKS = 8  # prompt chunks of a captured step; each adds a row to the vocabulary head and to every draft step
 

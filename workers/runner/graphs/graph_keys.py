@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from aerie.workers.config import FEW_REQUESTS, RoundShapes
 from aerie.workers.runner.batch import StepBatch
 from aerie.workers.runner.graphs.graph_inputs import MAX_CHUNKS
-from aerie.workers.sampling.sampler import CAPTURED_NEEDS, SamplingNeeds
+from aerie.workers.sampling import CAPTURED_NEEDS, SamplingNeeds
 
 TOKEN_BUCKETS = (16, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)  # prompt tokens; see `token_buckets`
 # Minimum prompt tokens of graphs with expansion, from which on it is estimated to be faster (in a prompt's first chunk,

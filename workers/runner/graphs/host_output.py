@@ -9,8 +9,7 @@ from torch import Tensor
 
 from aerie.kernels.capability import Capability
 from aerie.workers.runner.batch import StepTensors
-from aerie.workers.sampling.prompt_logprobs import PromptRanking
-from aerie.workers.sampling.sampler import Logprobs
+from aerie.workers.sampling import Logprobs, PromptRanking
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Compiles kernels before their first launch, and forbids compilation during a capture. Used by
-`aerie.workers.runner.graphs.recorder`.
+`aerie.workers.runner.graphs.step_capture`.
 
 If an asynchronous mode is set (`triton.runtime._async_compile`), Triton (3.6) passes it each kernel that this process
 has not loaded. Otherwise Triton compiles or loads the kernel at its launch.
@@ -15,8 +15,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any, Protocol
 
 from aerie.attention.backend import NewUnderCaptureError
-from aerie.workers.runner.graphs.compile_jobs import KernelJob, is_cached, job_of
-from aerie.workers.runner.graphs.compile_processes import MAX_AT_ONCE, CompileProcesses, processes_of
+from aerie.workers.runner.graphs.compile_jobs import (
+    MAX_AT_ONCE,
+    CompileProcesses,
+    KernelJob,
+    is_cached,
+    job_of,
+    processes_of,
+)
 
 logger = logging.getLogger(__name__)
 

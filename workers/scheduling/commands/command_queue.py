@@ -1,10 +1,39 @@
 """Commands that wait until no step is in flight. Used by `aerie.workers.scheduling.scheduler`, which plans no step
-while a command waits or runs. Pure."""
+while a command waits or runs. Pure.
 
+Watches the draft's acceptance after an update of weights, and names a draft that no longer fits its target. Pure;
+used by `aerie.workers.scheduling.scheduler`.
+
+A draft that an update has broken, or left behind, changes no text: it only wastes rounds, and nothing else says so. The
+adaptive choice of shapes stops using it by itself (`aerie.workers.scheduling.shapes.shape_choice`).
+
+The weights that an engine's ranks have: updates, their number in the keys of the prefix cache, and what restores
+them on new ranks. Used by `aerie.workers.scheduling.scheduler`. Pure.
+
+Decides when a serving engine captures another CUDA graph. Pure; used by `aerie.workers.scheduling.scheduler`.
+
+A capture blocks the ranks for 30 to 200 ms. So it waits for 0.5 s without requests, after which it rarely delays one.
+If requests never pause, it runs once steps have lost as much time to padding, because of the missing graph, as the
+capture takes. So captures never cost more than they could have saved."""
+
+import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from aerie.workers.scheduling.commands.command import Command, CommandAnswer, Work
+from aerie.workers.scheduling.commands.command import (
+    Captured,
+    Command,
+    CommandAnswer,
+    Folder,
+    LoadedWeights,
+    LoadWeights,
+    WeightSource,
+    Work,
+    first_error,
+)
+from aerie.workers.scheduling.plan import GraphCount
+from aerie.workers.scheduling.slot_pages import SlotPages
 
 OnAnswered = Callable[[Sequence[CommandAnswer]], None]  # called with the answers of all ranks
 
@@ -57,3 +86,198 @@ class CommandQueue:
         self.is_empty = True
         for on_answered in ended:
             on_answered((CommandAnswer(-1, -1, -1, error=reason),))
+
+
+logger = logging.getLogger(__name__)
+
+# Rounds after an update, and what names the draft. A draft that accepts 0.5 tokens a round, which is little, is named
+# wrongly with a probability of exp(-8) = 0.0003 by the first rule and below 1e-7 by the second (Poisson).
+NONE_ROUNDS = 16  # none of which accepted a draft token
+FEW_ROUNDS = 64
+FEW_ACCEPTED = 0.1  # tokens per round: an acceptance length of 1.1
+HALF_ROUNDS = 256  # with less than half of the acceptance before the update; also the rounds that it takes to know it
+
+
+class DraftCheck:
+    """Acceptance since the last update.
+
+    histogram: returns, for each k, the rounds so far that accepted k draft tokens.
+    fault: why the draft counts as dead, or "".
+    is_open: whether more rounds are needed to know it. Always false without an update.
+    num_updates: calls of `updated`.
+    """
+
+    def __init__(self, histogram: Callable[[], Sequence[int]]) -> None:
+        self.fault = ""
+        self._histogram = histogram
+        self._since = list(histogram())
+        self._usual: float | None = None  # accepted tokens per round before the last update; None: unknown
+        self._version = ""
+        self.is_open = False
+        self.num_updates = 0
+
+    def updated(self, version: str) -> None:
+        """Start again after an update of weights. version: its name."""
+        rounds, accepted = self._seen()
+        self.num_updates += 1
+        if rounds >= HALF_ROUNDS and not self.fault:
+            self._usual = accepted / rounds
+        self.fault, self._version, self._since, self.is_open = "", version, list(self._histogram()), True
+
+    def observe(self) -> None:
+        """Check, after a step's results."""
+        if not self.is_open:
+            return
+        rounds, accepted = self._seen()
+        if rounds < NONE_ROUNDS:
+            return
+        per_round = accepted / rounds
+        is_dead = accepted == 0 or (rounds >= FEW_ROUNDS and per_round < FEW_ACCEPTED)
+        is_half = self._usual is not None and rounds >= HALF_ROUNDS and per_round < self._usual / 2
+        if is_dead or is_half:
+            before = "" if self._usual is None else f", {self._usual:.2f} before"
+            self.fault = (
+                f"since weights {self._version}, {rounds} rounds accepted {per_round:.2f} draft tokens each{before}: "
+                "the draft does not fit the target; send its weights, too"
+            )
+            logger.warning("%s", self.fault)
+        self.is_open = not self.fault and rounds < HALF_ROUNDS
+
+    def _seen(self) -> tuple[int, int]:
+        """Return rounds since the last update, and the draft tokens that they accepted."""
+        counts = [now - then for now, then in zip(self._histogram(), self._since, strict=False)]
+        return sum(counts), sum(k * count for k, count in enumerate(counts))
+
+
+class WeightVersions:
+    """Loads weights again while requests run, and keeps what new ranks need to get the same ones.
+
+    epoch: number of successful updates since the engine's start; 0: the weights of its checkpoints. Also counts
+        restorations, because new ranks have no cached pages of the earlier ones.
+    version: name of the last update, "" at the start: given by its sender, or `epoch`.
+    num_updates: successful ones, without drafts that have learned.
+    draft: names a draft that an update has broken.
+    fault: why the ranks' weights are not those of the last update, or "". Requests should not run then.
+    """
+
+    def __init__(self, commands: CommandQueue, slot_pages: SlotPages, draft: DraftCheck) -> None:
+        self.fault = ""
+        self.version = ""
+        self.num_updates = 0
+        self.draft = draft
+        self._commands = commands
+        self._slot_pages = slot_pages
+        self._sources: dict[str, list[WeightSource]] = {}  # by model, from the last one that had all names on
+
+    @property
+    def epoch(self) -> int:
+        return self._slot_pages.weight_epoch
+
+    def load(self, work: LoadWeights, on_answered: OnAnswered) -> None:
+        """Queue an update. Running requests continue with the new weights. If it succeeds, prompts that are computed
+        from then on find only cached pages of the new weights."""
+
+        def answered(answers: Sequence[CommandAnswer]) -> None:
+            if not first_error(answers):
+                self._succeeded(work, answers)
+            on_answered(answers)
+
+        self._commands.add(work, answered)
+
+    def _succeeded(self, work: LoadWeights, answers: Sequence[CommandAnswer]) -> None:
+        if not work.is_learned:
+            self._slot_pages.weight_epoch += 1
+            self.version = work.version or str(self.epoch)
+            self.num_updates += 1
+        self.draft.updated(work.version or self.version)
+        result = answers[0].result
+        assert isinstance(result, LoadedWeights)
+        for model, source in work.sources.items():
+            is_whole = work.is_learned or not result.missing[model]
+            self._sources[model] = [source] if is_whole else [*self._sources.get(model, []), source]
+        if self._lacks_nothing(work, result):
+            self.fault = ""
+
+    def _lacks_nothing(self, work: LoadWeights, result: LoadedWeights) -> bool:
+        return all(model in work.sources and not result.missing[model] for model in self._sources)
+
+    def restore(self) -> None:
+        """Queue the updates so far for new ranks, which have the weights of the engine's start. Sets `fault` if that is
+        impossible, or once it fails."""
+        self.fault = ""
+        if not self._sources:
+            return
+        self._slot_pages.weight_epoch += 1
+        for model, sources in self._sources.items():
+            if not all(isinstance(source, Folder) for source in sources):
+                self.fault = (
+                    f"the {model}'s weights came in messages or from a trainer, and are lost with the ranks that had "
+                    "them; load all of them again"
+                )
+                return
+        for model, sources in self._sources.items():
+            for source in sources:
+                work = LoadWeights(source) if model == "target" else LoadWeights(draft=source)
+                self._commands.add(work, self._restored)
+
+    def _restored(self, answers: Sequence[CommandAnswer]) -> None:
+        if answers[0].rank >= 0 and (error := first_error(answers)):  # else further ranks follow
+            self.fault = f"the weights of the last update cannot be restored: {error}"
+
+
+IDLE_S = 0.5  # after the last request
+
+
+class CapturePacing:
+    """Paces captures.
+
+    busy_interval_s: minimum seconds between captures while requests run; 0: capture everything before the next step.
+    clock: returns seconds.
+    graphs: the ranks' last report.
+    is_pending: a capture is queued, and has no answer yet.
+    row_ms: milliseconds that a row adds to a step; None if unknown: then any padding justifies a capture.
+    """
+
+    def __init__(self, busy_interval_s: float, clock: Callable[[], float]) -> None:
+        self._interval_s = busy_interval_s
+        self._clock = clock
+        self._last_request_s = -math.inf
+        self.row_ms: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again with new ranks."""
+        self.graphs = GraphCount()
+        self.is_pending = False
+        self._has_failed = False
+        self._since_s = self._clock()
+
+    def is_due(self, is_idle: bool) -> bool:
+        """Return whether to queue a capture now. is_idle: whether there are no requests."""
+        now_s = self._clock()
+        if not is_idle:
+            self._last_request_s = now_s
+        if self.graphs.num_waiting == 0 or self.is_pending or self._has_failed:
+            return False
+        if now_s >= self._last_request_s + IDLE_S:
+            return True
+        return now_s >= self._since_s + self._interval_s and (self._interval_s == 0.0 or self._is_missed)
+
+    @property
+    def _is_missed(self) -> bool:
+        """Return whether padding has cost as much time as capturing the next graph."""
+        graphs, row_ms = self.graphs, self.row_ms
+        return graphs.missed_rows > 0 and (row_ms is None or graphs.missed_rows * row_ms >= graphs.capture_ms)
+
+    def answered(self, answers: Sequence[CommandAnswer]) -> None:
+        """Store the graph counts after a capture. After an error there are no further captures with these ranks."""
+        self.is_pending = False
+        self._since_s = self._clock()
+        if error := first_error(answers):
+            self._has_failed = True
+            if answers[0].rank >= 0:
+                logger.warning("no further CUDA graphs are captured, because a capture failed: %s", error)
+            return
+        result = answers[0].result
+        assert isinstance(result, Captured)
+        self.graphs = result.graphs

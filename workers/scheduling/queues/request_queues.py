@@ -6,9 +6,8 @@ from aerie.attention.kv_cache.prefix_cache import Match
 from aerie.workers.prompt_inputs import InputKeys
 from aerie.workers.scheduling.adapters import Adapter, Adapters
 from aerie.workers.scheduling.plan import SlotInit, pack_i32
-from aerie.workers.scheduling.queues.grammar_queue import GrammarQueue
 from aerie.workers.scheduling.queues.tenants import Tenants
-from aerie.workers.scheduling.queues.waiting_queue import WaitingQueue
+from aerie.workers.scheduling.queues.waiting_queue import GrammarQueue, WaitingQueue
 from aerie.workers.scheduling.request import FinishReason, Request, RequestState
 from aerie.workers.scheduling.sequence import PlanBuilder, Sequence
 from aerie.workers.scheduling.slot_pages import SlotPages

@@ -1,4 +1,4 @@
-"""Shares of slots and pages among tenants, computed from the queues. Used by `aerie.workers.scheduling.tenant_turns`
+"""Shares of slots and pages among tenants, computed from the queues. Used by `aerie.workers.scheduling.prompt_order`
 and `aerie.workers.scheduling.queues.expected_wait`."""
 
 from collections.abc import Callable

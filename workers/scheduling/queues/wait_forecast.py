@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.latency_budget import LatencyBudget, StepRounds
-from aerie.workers.scheduling.timing.step import Step
+from aerie.workers.scheduling.step_time import Step
 
 # Rounds in which a finished request keeps its slot: half a round for tokens beyond its end, and the round that was
 # planned before its last result.

@@ -4,7 +4,7 @@ One shape serves all requests of a step, so an adapter whose drafts are wrong wo
 neighbours (`aerie.workers.scheduling.shapes.acceptance`). Its requests stop drafting alone.
 """
 
-from aerie.workers.scheduling.commands.draft_check import FEW_ACCEPTED, FEW_ROUNDS
+from aerie.workers.scheduling.commands.command_queue import FEW_ACCEPTED, FEW_ROUNDS
 
 PROBE_EVERY = 16  # requests, of which one drafts although the draft has failed
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.shapes.acceptance import UPPER_ERRORS, Acceptance, Bools, Ints
-from aerie.workers.scheduling.timing.step import Step
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import Step, StepTime
 
 # Share of drafting in a round, measured with the embedded pair on a CPU: 0.2 for EAGLE-3's trees, 0.3 for block drafts.
 DRAFTING_SHARE = 1 / 4

@@ -1,7 +1,7 @@
 """Fills the masks of a draft tree, and writes the guide for the drafts after it.
 
 The device drafts the next tree right after acceptance, before the host knows the accepted tokens. So the host writes a
-guide in advance (`aerie.kernels.drafting.guide_table`), with a state for every node at which acceptance may
+guide in advance (`aerie.kernels.drafting.guides`), with a state for every node at which acceptance may
 end. There are two kinds of states:
 
 - In a text that the grammar forces, a state has the next token.
@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from aerie.kernels.drafting.guide_table import NOWHERE
+from aerie.kernels.drafting.guides import NOWHERE
 from aerie.workers.scheduling.plan import Grammar
-from aerie.workers.structured_output.guide_block import GuideBlock
 from aerie.workers.structured_output.mask_process.token_texts import TextStates, TokenTexts
+from aerie.workers.structured_output.mask_table import GuideBlock
 
 if TYPE_CHECKING:
     from aerie.workers.structured_output.mask_process.matcher import Matcher

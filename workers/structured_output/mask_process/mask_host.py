@@ -5,7 +5,8 @@ request is late, another thread becomes the leader, and the previous leader comp
 grammar delays other requests by at most the rank's limit. A mask that takes `MASK_LIMIT_S` of CPU time ends its
 request. The compiler's calls cannot be interrupted, so the process exits once no request needs their result, and the
 rank starts another process.
-"""
+
+Masks and guides of a step in the process that fills them, in memory shared with the rank."""
 
 import logging
 import mmap
@@ -18,24 +19,89 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from aerie.workers.scheduling.plan import Failure
-from aerie.workers.structured_output.framing import receive, send
-from aerie.workers.structured_output.mask_messages import LATE, Begin, Deadline, Fill, Filled, Notice, Order
+from aerie.workers.structured_output.mask_messages import (
+    LATE,
+    Begin,
+    Deadline,
+    Fill,
+    Filled,
+    Notice,
+    Order,
+    receive,
+    send,
+)
 from aerie.workers.structured_output.mask_process.draft_guide import MaskRows, StepClosedError
 from aerie.workers.structured_output.mask_process.grammar_cache import GrammarCache
-from aerie.workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S, Job, Step
+from aerie.workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S, Job, Step, Thread
 from aerie.workers.structured_output.mask_process.request_grammar import (
     RequestGrammar,
     RequestGrammars,
     failure_of,
     scratch_of,
 )
-from aerie.workers.structured_output.mask_process.shared_table import FillBuffers, SharedTable
-from aerie.workers.structured_output.mask_table import NUM_SPARE, TableShape
+from aerie.workers.structured_output.mask_table import MAX_RUNNING, NUM_SPARE, GuideBlock, TableShape
 
 if TYPE_CHECKING:
     from aerie.workers.structured_output.compiler import Vocabulary
+
+
+class SharedTable:
+    """The shared memory of a `MaskTable`. masks: [rows, w] int32."""
+
+    def __init__(self, memory: mmap.mmap, shape: TableShape) -> None:
+        _, guides, words = shape.parts(torch.from_numpy(np.frombuffer(memory, np.int32, shape.size)))
+        self.masks: npt.NDArray[np.int32] = words.numpy()
+        self.num_words = self.masks.shape[1]
+        self.num_rows = self.masks.shape[0] // shape.num_slots  # rows of one request
+        self._blocks = None if guides is None else guides.blocks.numpy()
+        self._running = np.frombuffer(memory, np.int64, MAX_RUNNING, shape.running_offset)
+        self._free = list(range(MAX_RUNNING))
+        self._places: dict[int, int] = {}  # index in `_running`, by request
+
+    def new_guide(self) -> GuideBlock | None:
+        """Allocate a guide; None in an engine without drafts."""
+        return None if self._blocks is None else GuideBlock(np.empty(self._blocks.shape[1], np.int32))
+
+    def set_guide(self, number: int, guide: GuideBlock) -> None:
+        """Copy a request's guide to its index in the step."""
+        assert self._blocks is not None
+        self._blocks[number] = guide.block
+
+    def began(self, number: int) -> None:
+        """Record that a request's mask is being filled."""
+        if self._free and number not in self._places:
+            self._places[number] = self._free.pop()
+            self._running[self._places[number]] = number
+
+    def ended(self, number: int) -> None:
+        """Remove the record of `began`."""
+        place = self._places.pop(number, None)
+        if place is not None:
+            self._running[place] = -1
+            self._free.append(place)
+
+
+class FillBuffers:
+    """Buffers of the leader for one request, copied to the shared table once complete.
+
+    words: [rows, w] int32, masks of the request's tree nodes and of the positions after the tree.
+    masks: the same memory, for numpy.
+    scratch: [1, w] int32.
+    guide: None in an engine without drafts.
+    """
+
+    def __init__(self, table: SharedTable) -> None:
+        self.thread = Thread()
+        self.words = torch.zeros((table.num_rows, table.num_words), dtype=torch.int32)
+        self.masks: npt.NDArray[np.int32] = self.words.numpy()
+        self.scratch = scratch_of(table.num_words)
+        self.guide = table.new_guide()
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from aerie.workers.scheduling.plan import Failure, unpack_i32
-from aerie.workers.structured_output.faults import InvalidGrammarError
-from aerie.workers.structured_output.guide_block import GuideBlock
-from aerie.workers.structured_output.mask_messages import Advanced, Entered
+from aerie.workers.structured_output.mask_messages import Advanced, Entered, InvalidGrammarError
 from aerie.workers.structured_output.mask_process.draft_guide import MAX_SEARCHES, MaskRows, TreeWalk, may_jump
 from aerie.workers.structured_output.mask_process.grammar_cache import CachedGrammar, GrammarCache
 from aerie.workers.structured_output.mask_process.token_texts import TokenTexts
+from aerie.workers.structured_output.mask_table import GuideBlock
 
 if TYPE_CHECKING:
     from aerie.workers.structured_output.mask_process.matcher import Matcher

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
-from aerie.workers.structured_output.faults import VocabularyError
+from aerie.workers.structured_output.mask_messages import VocabularyError
 
 if TYPE_CHECKING:
     from aerie.workers.structured_output.compiler import Vocabulary

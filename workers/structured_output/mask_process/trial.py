@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from aerie.workers.scheduling.plan import Grammar
-from aerie.workers.structured_output.faults import InvalidGrammarError, VocabularyError
-from aerie.workers.structured_output.framing import receive, send
+from aerie.workers.structured_output.mask_messages import InvalidGrammarError, VocabularyError, receive, send
 
 if TYPE_CHECKING:
     import numpy as np

@@ -37,7 +37,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 - {name: RAY_raylet_start_wait_time_s, value: "120"}
 - {name: RAY_gcs_server_port_wait_time_s, value: "120"}
 - {name: RAY_agent_register_timeout_ms, value: "120000"}
-- {name: RAY_START_HOOK, value: aerie.deploy.serve.raylet_start.hook}
+- {name: RAY_START_HOOK, value: aerie.deploy.serve.ray_start.hook}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 {{- end }}
 

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer
 
 from aerie.cluster.http.answer import Answer
 from aerie.cluster.http.config import OutputParserName
-from aerie.cluster.http.text.detokenizer import PrefixDetokenizer
+from aerie.cluster.http.text.detokenizer import PrefixDetokenizer, StopMatcher
 from aerie.cluster.http.text.json_text import nesting, parsed, parsed_repaired, repaired
-from aerie.cluster.http.text.stop_strings import StopMatcher
 from aerie.cluster.http.text.user_text import ControlTexts
 from aerie.cluster.transport.messages import TokenDelta
 from tests.fuzz_calls import MAX_RATIO, Repeated, case, check, check_time, ratio, repeated

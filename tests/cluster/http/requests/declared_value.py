@@ -59,7 +59,7 @@ def on_device(sampling: Any) -> dict[str, Any]:
     from aerie.cluster.transport.encoding import decode, encode
     from aerie.cluster.transport.messages import GenerateRequest
     from aerie.workers.scheduling.plan import SlotInit, StepPlan, pack_i32
-    from aerie.workers.slots.slot_table import SlotTable
+    from aerie.workers.slots import SlotTable
     from tests.support.slots import apply_plan
 
     @dataclass

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aerie.cluster.http.text import long_text
-from aerie.cluster.http.text.long_text import TooManyTokensError, Truncation
-from aerie.cluster.http.text.user_text import ChatText
+from aerie.cluster.http.text import user_text
+from aerie.cluster.http.text.user_text import ChatText, TooManyTokensError, Truncation
 from tests.support.edge_client import CHAT, MODEL, TEXT, in_process
 from tests.support.fake_engine import EOS, FakeEngine, chat_tokenizer, says
 
@@ -65,7 +64,7 @@ def _text(num_words: int, seed: int = 0) -> str:
 
 @pytest.mark.parametrize("at_end", [True, False])
 async def test_the_kept_part_of_a_long_text_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, at_end: bool) -> None:
-    monkeypatch.setattr(long_text, "PIECE_CHARS", 1000)
+    monkeypatch.setattr(user_text, "PIECE_CHARS", 1000)
     text = _text(30_000)
     whole = EDGE._encode(ChatText(text), False)
     for keep in (1, 7, 1000, 20_000, len(whole), len(whole) + 5):
@@ -73,11 +72,11 @@ async def test_the_kept_part_of_a_long_text_is_that_of_the_whole(monkeypatch: py
         tokens = await EDGE.encode(text, False, kept=kept)
         assert kept.of(tokens) == kept.of(whole)
         if keep < 10_000:
-            assert len(tokens) < keep + 4 * long_text.SLACK_TOKENS, "and hardly more is encoded"
+            assert len(tokens) < keep + 4 * user_text.SLACK_TOKENS, "and hardly more is encoded"
 
 
 async def test_marks_of_a_chat_stay_in_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_text, "PIECE_CHARS", 1000)
+    monkeypatch.setattr(user_text, "PIECE_CHARS", 1000)
     chat = EDGE.render([{"role": "user", "content": _text(5000) + EOS}])
     kept = await EDGE.encode(chat, False, kept=Truncation(50))
     assert kept[-50:].count(EDGE.eos_token_ids[0]) == 1
@@ -87,8 +86,8 @@ async def test_marks_of_a_chat_stay_in_its_end(monkeypatch: pytest.MonkeyPatch) 
 @given(text=st.text(alphabet="ab \n\u00e9\u5317", max_size=400), keep=st.integers(1, 60))
 def test_parts_hold_the_tokens_that_are_wanted_of_them(text: str, keep: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(long_text, "PIECE_CHARS", 20)
-        patch.setattr(long_text, "SLACK_TOKENS", 8)
+        patch.setattr(user_text, "PIECE_CHARS", 20)
+        patch.setattr(user_text, "SLACK_TOKENS", 8)
         whole = EDGE._encode(ChatText(text), False)
         for kept in (Truncation(keep), Truncation(keep, at_end=False)):
             start, end = kept.part(EDGE._num_tokens, text)
@@ -97,7 +96,7 @@ def test_parts_hold_the_tokens_that_are_wanted_of_them(text: str, keep: int) -> 
 
 async def test_a_text_that_fits_is_never_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one whose cuts make many tokens of few."""
-    monkeypatch.setattr(long_text, "PIECE_CHARS", 50)
+    monkeypatch.setattr(user_text, "PIECE_CHARS", 50)
     text = " world" * 4000
     assert len(await EDGE.encode(text, False, max_tokens=4000)) == 4000
     with pytest.raises(TooManyTokensError, match="more than 200 tokens"):

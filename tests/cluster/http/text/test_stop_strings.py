@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aerie.cluster.http.answer import Answer, EngineFailedError, Piece, joined
-from aerie.cluster.http.text.stop_strings import StopMatch, StopMatcher
+from aerie.cluster.http.text.detokenizer import StopMatch, StopMatcher
 from aerie.cluster.transport.messages import TokenDelta
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.support.fake_engine import EOS, chat_tokenizer, logprobs_of, small_tokenizer

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from aerie.cluster.http.text import template_limits
+from aerie.cluster.http.text import template_facts
 from aerie.cluster.http.text.chat_template import ChatTemplate, ChatTemplateError, SlowTemplateError
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from tests.support.edge_client import CHAT, MODEL, in_process
@@ -50,7 +50,7 @@ def test_a_template_that_takes_long_is_ended(source: str) -> None:
     ids=["repeated", "repeated list", "joined", "added", "block", "output"],
 )
 def test_a_template_that_makes_much_is_ended(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "MAX_CHARS", 100_000)
+    monkeypatch.setattr(template_facts, "MAX_CHARS", 100_000)
     with pytest.raises(ChatTemplateError, match="makes more than 100000 characters of these messages; send fewer"):
         ChatTemplate(source, {}).render(HELLO, limit_s=30.0)
 

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.kernels.norm.activation import gelu_mul, sigmoid_mul, silu_mul
-from aerie.kernels.norm.norm import add_rms_norm, rms_norm
+from aerie.kernels.norm.norm import add_rms_norm, gelu_mul, rms_norm, sigmoid_mul, silu_mul
 from aerie.kernels.packed.product import PackedProduct
 from aerie.kernels.packed.weight import pack
-from aerie.kernels.sampling.logprobs import norms_and_top
-from aerie.kernels.sampling.masks import apply_masks
-from aerie.kernels.vocabulary.largest import largest
-from aerie.kernels.vocabulary.topk_log_softmax import topk_log_softmax
+from aerie.kernels.sampling.choose import norms_and_top
+from aerie.kernels.sampling.penalties import apply_masks
+from aerie.kernels.vocabulary.topk_log_softmax import largest, topk_log_softmax
 from aerie.workers.distributed.tp_group import SOLO
 from tests.kernels.ops.test_implementations import CASES
 

@@ -10,21 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.kernels.collectives.one_shot_all_reduce import ONE_SHOT, one_shot_all_reduce
+from aerie.kernels.collectives.all_reduce import ONE_SHOT, one_shot_all_reduce
 from aerie.kernels.experts.grouped import check_experts
 from aerie.kernels.experts.route import MAX_LISTED, Routed, RouterLogits, Routing, TokenSlots
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows, quantize_rows
 from aerie.kernels.gemm.choice import TorchGEMM, choose_gemm
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
-from aerie.kernels.kv.fp8 import FP8
+from aerie.kernels.kv.stored_values import FP8
 from aerie.kernels.packed.experts import packed_expert_products
 from aerie.kernels.span import Span
 from aerie.workers.distributed.custom_all_reduce import CustomAllReduce, Limits, region_bytes
 from aerie.workers.layers.experts_method import DenseExperts, ExpertsShape, UnquantizedExperts
 from aerie.workers.layers.linear_method import DenseLinearMethod, LinearShape, UnquantizedLinearMethod
 from aerie.workers.quantization.floats import CHANNEL, TENSOR, block_scheme
-from aerie.workers.quantization.fp8_experts import Fp8Experts
-from aerie.workers.quantization.fp8_linear import Fp8Linear
+from aerie.workers.quantization.fp8_linear import Fp8Experts, Fp8Linear
 from tests.kernels.ops.contracts.test_contracts import strided
 from tests.kernels.ops.packed_cases import arguments as packed_arguments
 

@@ -18,7 +18,7 @@ from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import ModelSource, WorkerConfig
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.vocab import VocabShard
-from aerie.workers.models.adapter.experts import logits_of
+from aerie.workers.models.adapter.routers import logits_of
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.loading import read_target_config
 from tests.support.int_checkpoints import pack_quantized, quantise

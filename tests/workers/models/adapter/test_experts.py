@@ -12,9 +12,9 @@ from transformers.models.granitemoe_swa.modeling_granitemoe_swa import GraniteMo
 
 from aerie.kernels.capability import Capability
 from aerie.kernels.experts.gated import GELU_TANH, GPT_OSS, SWIGLU, GatedActivation
-from aerie.workers.models.adapter import experts
-from aerie.workers.models.adapter.experts import GatheringExperts, GivenExperts
+from aerie.workers.models.adapter import routers
 from aerie.workers.models.adapter.matching import match_experts
+from aerie.workers.models.adapter.routers import GatheringExperts, GivenExperts
 from aerie.workers.models.adapter.survey import make_model
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
@@ -81,7 +81,7 @@ def test_experts_of_other_kinds_of_checkpoints_are_not_gathered(
 def test_rows_of_gathering_experts_are_computed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part has 4 rows, each of 2 experts, whose 3 matrices have 64 x 96 float32 numbers."""
     monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})
-    monkeypatch.setattr(experts, "_MAX_GATHERED_BYTES", 4 * 2 * 3 * 64 * 96 * 4)
+    monkeypatch.setattr(routers, "_MAX_GATHERED_BYTES", 4 * 2 * 3 * 64 * 96 * 4)
     target = make_known(tmp_path, "granitemoe_swa", hidden_act="gelu")
     rows: list[int] = []
     apply_gate: Any = GraniteMoeSWAExperts._apply_gate

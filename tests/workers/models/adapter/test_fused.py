@@ -17,11 +17,10 @@ from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.layers.linear import finish_weights
 from aerie.workers.layers.norm import FullPrecisionRMSNorm, RMSNorm, ZeroCentredRMSNorm
-from aerie.workers.models.adapter.blocks import match_block
 from aerie.workers.models.adapter.config import AdapterConfig
-from aerie.workers.models.adapter.fused import GatedMLP, Merged, Part, can_merge
 from aerie.workers.models.adapter.matching import match_gated_mlp, match_norm
-from aerie.workers.models.adapter.model import TransformersModel
+from aerie.workers.models.adapter.model import TransformersModel, match_block
+from aerie.workers.models.adapter.replace import GatedMLP, Merged, Part, can_merge
 from aerie.workers.models.adapter.rotation import RotationRecorder
 from aerie.workers.models.decoder import Decoder
 from aerie.workers.models.loading import _default_dtype as default_dtype

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from aerie.workers.models import llama
-from aerie.workers.models.qwen.windows import layers_with_windows
+from aerie.workers.models.llama import layers_with_windows
 from aerie.workers.models.registry import family_for, family_of
 from tests.support import ROOT
 

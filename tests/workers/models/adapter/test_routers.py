@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from aerie.kernels.experts.route import RouterLogits, Routing
 from aerie.workers.layers.experts_method import UnquantizedExperts
-from aerie.workers.models.adapter.experts import GivenExperts
-from aerie.workers.models.adapter.routers import MatchedRouter, RouterMatch, find_router, match_router
+from aerie.workers.models.adapter.routers import GivenExperts, MatchedRouter, RouterMatch, find_router, match_router
 from aerie.workers.models.adapter.survey import make_model
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow

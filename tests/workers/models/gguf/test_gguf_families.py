@@ -12,7 +12,7 @@ from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import SOLO
 from aerie.workers.models.gguf.folder import checkpoint_folder
 from aerie.workers.models.loading import load_target, read_target_config
-from aerie.workers.models.weight_bytes import weight_formats
+from aerie.workers.models.weights import weight_formats
 from tests.support.slow import slow
 from tests.support.targets.gguf_files import TypeOf, plain, write_gguf
 from tests.support.tiny_models import make_eagle, make_target

@@ -2,8 +2,8 @@
 
 import pytest
 
-from aerie.workers.scheduling.commands.capture_pacing import IDLE_S, CapturePacing
 from aerie.workers.scheduling.commands.command import Captured, CaptureGraph, CommandAnswer
+from aerie.workers.scheduling.commands.command_queue import IDLE_S, CapturePacing
 from aerie.workers.scheduling.plan import GraphCount
 from tests.support.simulation.scheduler import Simulation
 

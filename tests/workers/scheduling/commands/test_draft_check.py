@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from aerie.workers.scheduling.commands.draft_check import FEW_ROUNDS, HALF_ROUNDS, NONE_ROUNDS, DraftCheck
+from aerie.workers.scheduling.commands.command_queue import FEW_ROUNDS, HALF_ROUNDS, NONE_ROUNDS, DraftCheck
 
 
 class Rounds:

@@ -17,7 +17,7 @@ from aerie.workers.scheduling.latency_budget import LatencyBudget
 from aerie.workers.scheduling.queues.tenants import PRIORITY_TOKENS, RECENT_S, Tenants
 from aerie.workers.scheduling.request import FinishReason, Owner, QueueFullError, Request
 from aerie.workers.scheduling.scheduler import Scheduler
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import StepTime
 from tests.support.simulation.bursts import ENGINES
 from tests.support.simulation.load import Arrival, LoadFigures, simulate
 from tests.support.simulation.scheduler import Simulation, random_history, random_prompt

@@ -11,7 +11,7 @@ import pytest
 
 from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.shapes.shape_choice import Load, Reason, ShapeChoice
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import StepTime
 from tests.support.simulation.shapes import CHAIN, GPU, TREE, Engine, Ints, chances_of
 
 BATCHES = (1, 4, 16, 32, 64, 128, 256)

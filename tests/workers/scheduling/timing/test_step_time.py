@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from aerie.workers.scheduling.timing.step import Step
-from aerie.workers.scheduling.timing.step_time import StepTime
+from aerie.workers.scheduling.step_time import Step, StepTime
 from tests.support.simulation.shapes import CPU, GPU, TREE
 from tests.support.slow import slow
 

@@ -1,4 +1,0 @@
-"""A decoder layer as one kernel.
-
-host_layer  on CPUs, in C++
-"""
