@@ -1,6 +1,6 @@
 """Which embedding a draft should get for the placeholders of a picture.
 
-    python -m tests.bench image_drafts [--steps 400] [--seeds 3] [--model FOLDER]
+    python -m tests.bench image_drafts [--steps 100] [--seeds 3] [--model FOLDER]
 
 Trains EAGLE-3 heads for the small model that reads digits in pictures (`tests.support.targets.trained_pictures`), with
 each of these as the embedding of a picture's tokens: that of the placeholder's id, as the engine has it; the vision
@@ -122,20 +122,18 @@ def main() -> None:
     from transformers import AutoModelForImageTextToText
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", type=Path, default=CHECKPOINT)
     arguments = parser.parse_args()
     target = AutoModelForImageTextToText.from_pretrained(arguments.model, dtype=torch.float32).eval()
     target.requires_grad_(False)
-    processor, found = load_processor(str(arguments.model)), {}
-    for kind in KINDS:
-        own = []
-        for seed in range(arguments.seeds):
+    processor, found = load_processor(str(arguments.model)), {kind: list[float]() for kind in KINDS}
+    for seed in range(arguments.seeds):
+        for kind, own in found.items():
             head = train(target, processor, kind, arguments.steps, seed)
             own.append(round(tokens_per_round(target, processor, head, kind), 4))
             print(kind, seed, own[-1], flush=True)
-        found[kind] = own
     rows = [(kind, round(statistics.mean(own), 3), min(own), max(own)) for kind, own in found.items()]
     print(*table(["embedding of pictures", "tokens a round", "least", "most"], rows), sep="\n")
     print(json.dumps({"bench": "image_drafts", "machine": machine(), "steps": arguments.steps, "found": found}))

@@ -21,6 +21,7 @@ def make_assistant(
     import transformers
 
     raw = json.loads((target / "config.json").read_text())
+    raw = raw.get("text_config", {}) | raw
     settings = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN if copying else 32,

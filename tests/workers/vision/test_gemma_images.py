@@ -12,6 +12,7 @@ from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.models.loading import read_target_config
 from aerie.workers.runner.deterministic import refusal
+from tests.support.drafts.gemma4_assistant import make_assistant
 from tests.support.slow import slow
 from tests.support.target_answers import CHAIN, TREE, head_for
 from tests.support.targets.image_models import MAX_TOKENS, ImagePrompts, make_image_model, picture
@@ -65,6 +66,19 @@ def test_drafts_and_ranks_change_no_token(tmp_path: Path, kind: str, shape: tupl
                 engine.run(requests, 4)
                 assert [request.output for request in requests] == expected
             assert sum(request.num_draft_tokens for request in requests) > 0
+
+
+def test_an_assistant_changes_no_token(tmp_path: Path) -> None:
+    """Gemma 4's own draft, over the target's KV of images, on two ranks."""
+    target = tmp_path / "target"
+    expected, one = answers(target, "gemma4"), worker(target, "gemma4", ranks=2)
+    assistant = make_assistant(tmp_path / "assistant", target)
+    with local_engine(EngineSpec(one, SpeculativeConfig(str(assistant), "mtp", *TREE))) as engine:
+        for turn in range(2):
+            requests = requests_of(target, prompts(), turn)
+            engine.run(requests, 4)
+            assert [request.output for request in requests] == expected
+        assert sum(request.num_draft_tokens for request in requests) > 0
 
 
 def test_a_prefix_that_ends_within_an_image_is_continued(tmp_path: Path) -> None:
