@@ -138,7 +138,9 @@ class PublishedDrafts:
         if self._watch is None or self._is_loading or is_original or self._scheduler.weights.num_updates:
             return
         has_fallen = self._watch.has_fallen(sum(new), sum(k * count for k, count in enumerate(new)))
-        why = self._scheduler.weights.draft.fault or ("its acceptance has fallen" if has_fallen else "")
+        why = "its acceptance has fallen" if has_fallen else ""
+        if not self._watch.is_known:
+            why = self._scheduler.weights.draft.fault
         if why:
             former = [each.name for each in self.versions if each.state == "former"] or [ORIGINAL]
             try:

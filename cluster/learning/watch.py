@@ -14,11 +14,15 @@ MIN_ROUNDS = 256  # from which the usual acceptance is known
 
 
 class AcceptanceWatch:
-    """Rounds since a draft was published. usual: [k] rounds before it that accepted k draft tokens."""
+    """Rounds since a draft was published.
+
+    usual: [k] rounds before it that accepted k draft tokens.
+    is_known: whether these are enough to compare with.
+    """
 
     def __init__(self, usual: Sequence[int]) -> None:
         count = sum(usual)
-        self._is_known = count >= MIN_ROUNDS
+        self.is_known = count >= MIN_ROUNDS
         mean = sum(k * n for k, n in enumerate(usual)) / max(1, count)
         variance = sum((k - mean) ** 2 * n for k, n in enumerate(usual)) / max(1, count)
         tolerance = _TOLERANCE * (1 + mean)
@@ -28,7 +32,7 @@ class AcceptanceWatch:
 
     def has_fallen(self, rounds: int, accepted: int) -> bool:
         """Add rounds, and return whether the acceptance has fallen."""
-        if not self._is_known:
+        if not self.is_known:
             return False
         self._sum = max(0.0, self._sum + self._expected * rounds - accepted)
         return self._sum > self._limit
