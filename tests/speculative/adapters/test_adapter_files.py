@@ -215,6 +215,9 @@ def test_scales_are_those_of_peft(adapted: Adapted) -> None:
     assert middle.scale_of("model.layers.0.self_attn.q_proj") == pytest.approx(16 / 8**0.5)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The following .* keys did not match", "ignore:Setting `save_embedding_layers`"
+)  # peft
 @pytest.mark.parametrize(
     ("architecture", "settings", "modules"),
     [
