@@ -14,6 +14,7 @@ distributed        communication between the ranks of an engine
 config, device, memory_use   configuration of an engine; its device and dtype; its memory use
 request_values     declarations of numbers that requests may set
 prompt_inputs      inputs of a prompt besides its token ids
+timer              milliseconds of work on a device
 interrupt          delays Ctrl-C to the end of a step
 
 Rooms import downwards in this order: runner, lora, models, quantization, layers, distributed.

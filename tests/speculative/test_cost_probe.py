@@ -14,13 +14,13 @@ from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.batch import StepBatch, StepTensors
 from aerie.workers.runner.costs.cost_points import expected_ms, table_of, wanted
 from aerie.workers.runner.costs.cost_probe import LIMIT_S, CostProbe, probe_costs, probe_extent
-from aerie.workers.runner.costs.timer import Timer
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.graphs.graph_keys import token_buckets
 from aerie.workers.runner.layout import slot_table
 from aerie.workers.scheduling.cost_table import CostTable, default_itl_target_ms
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.slots import SlotTable
+from aerie.workers.timer import Timer
 from tests.speculative.conftest import Pair
 from tests.support.drafts.oracle import capture
 from tests.support.engine_plans import build_worker

@@ -33,7 +33,6 @@ from aerie.workers.runner.backends import (
     target_choices,
 )
 from aerie.workers.runner.costs.cost_probe import probe_costs
-from aerie.workers.runner.costs.timer import Timer
 from aerie.workers.runner.deterministic import checked_deterministic
 from aerie.workers.runner.graphs.compile_jobs import CompileProcesses
 from aerie.workers.runner.graphs.graph_keys import GraphKey
@@ -60,6 +59,7 @@ from aerie.workers.sampling import Sampler
 from aerie.workers.scheduling.commands.command import LoadWeights, SumWeights
 from aerie.workers.structured_output.mask_table import MaskTable
 from aerie.workers.structured_output.slot_grammars import SlotGrammars
+from aerie.workers.timer import Timer
 from aerie.workers.vision.tower import VisionTower
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.llama import LlamaConfig
 from aerie.workers.models.weights import checkpoint_tensors, first_names
 from aerie.workers.prompt_inputs import Encoding, Image, ImageSizes
-from aerie.workers.runner.costs.timer import Timer
 from aerie.workers.scheduling.encoded_images import EncodedImages
+from aerie.workers.timer import Timer
 from aerie.workers.vision.config import CHANNELS, VisionConfig
 from aerie.workers.vision.encoders import ImageEncoder, build_encoder
 from aerie.workers.vision.piecewise import PiecewiseForward

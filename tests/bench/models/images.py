@@ -26,11 +26,11 @@ from aerie.deploy.bench.figures import table
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.prompt_inputs import Image, ImageSizes, PromptInputs
-from aerie.workers.runner.costs.timer import Timer
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.plan import SamplingParams, pack_i32
 from aerie.workers.scheduling.request import Request
+from aerie.workers.timer import Timer
 from aerie.workers.vision.config import VisionConfig, vision_of
 from aerie.workers.vision.positions import mrope_positions
 from aerie.workers.vision.tower import VisionTower

@@ -253,9 +253,9 @@ class Rank:
         the warm-up, and the steps whose costs are measured. From then on steps run as they are captured."""
         from aerie.workers.config import GraphCapture
         from aerie.workers.runner.costs import cost_points, cost_probe
-        from aerie.workers.runner.costs.timer import Timer
         from aerie.workers.runner.graphs import warm_up
         from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
+        from aerie.workers.timer import Timer
         from tests.support.kernels.eager_graphs import EagerRecorder
 
         worker, layout, slots, gpu = self.worker, self.layout, self.worker._slots, torch.device("cuda")

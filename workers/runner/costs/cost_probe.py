@@ -18,11 +18,11 @@ from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.batch import PromptChunks, StepBatch
 from aerie.workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, expected_ms, table_of, wanted
-from aerie.workers.runner.costs.timer import Timer
 from aerie.workers.runner.decoding import DecodingStrategy
 from aerie.workers.sampling import SamplingNeeds
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.slots import SlotTable
+from aerie.workers.timer import Timer
 
 LIMIT_S = {"cuda": 2.0, "cpu": 0.6}  # time of all measurements
 GROWTH = {"cuda": 2, "cpu": 8}  # factor between measured batch sizes
