@@ -11,6 +11,7 @@ MAY_ASK = {
     "cluster/http/tracing.py": "a trace's times",
     "cluster/http/routes/models.py": "`created` of a model",
     "cluster/http/serving.py": "`created` of a reply",
+    "cluster/ingress/adapter_changes.py": "stamps of adapter changes that ingresses compare",
     "cluster/http/routes/responses.py": "`created_at` of a reply",
     "cluster/start_log.py": "the steps of a start, by one clock of all processes",
     "cluster/replica/rank_process.py": "the steps of a start",

@@ -84,7 +84,9 @@ async def test_chunk_of_four_tokens_costs_little(extra: dict[str, Any], record_p
     for _ in range(3):
         sent.clear()
         start = time.process_time()
-        await GenerationResponse(edge, request, ChatReply, "chatcmpl-0", "cost", Tenant())({"state": {}}, receive, send)
+        await GenerationResponse(edge, request, ChatReply, "chatcmpl-0", Owner("cost"), Tenant())(
+            {"state": {}}, receive, send
+        )
         costs.append((time.process_time() - start) / NUM_CHUNKS * 1e6)
         assert len(sent) == NUM_CHUNKS + 3
     record_property("us_per_chunk", min(costs))
