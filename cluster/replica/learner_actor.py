@@ -36,9 +36,11 @@ class DraftLearner:
         try:
             self._run(coordinator)
         except ray.exceptions.RayError as error:
-            logger.info("the coordinator has ended: %s", str(error).partition("\n")[0])
+            logger.warning("the coordinator has ended: %s", str(error).partition("\n")[0])
         except ValueError as error:  # `TrainingError` is one
             logger.error("the draft does not learn: %s", error)
+        except Exception:  # Ray keeps it in a result that no process reads
+            logger.exception("the draft does not learn")
 
     def _run(self, coordinator: Any) -> None:
         rank, config = self._plan.rank, self._plan.learning
@@ -51,7 +53,13 @@ class DraftLearner:
         learner = load(_LEARNER)(Path(rank.worker.model.path), draft, *of_head)
         learning, num_rollbacks = DraftLearning(learner, config, draft, self._folder), 0
         while True:
-            news = msgspec.msgpack.decode(ray.get(coordinator.learner_news.remote()), type=News)
+            try:
+                raw = ray.get(coordinator.learner_news.remote())
+            except ray.exceptions.RayTaskError as busy:  # its loop was busy; if it has ended, so does this actor
+                logger.warning("no texts from the coordinator: %s", str(busy).rstrip().rpartition("\n")[2])
+                time.sleep(POLL_S)
+                continue
+            news = msgspec.msgpack.decode(raw, type=News)
             learning.serve(Path(news.served), news.num_rollbacks > num_rollbacks)
             num_rollbacks = news.num_rollbacks
             for text in news.texts:
