@@ -16,7 +16,6 @@ request_values     declarations of numbers that requests may set
 prompt_inputs      inputs of a prompt besides its token ids
 timer              milliseconds of work on a device
 interrupt          delays Ctrl-C to the end of a step
-timer              milliseconds of work on a device
 
 Rooms import downwards in this order: runner, lora, models, quantization, layers, distributed.
 """

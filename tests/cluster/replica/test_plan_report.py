@@ -33,5 +33,5 @@ def test_costs_are_one_line_with_the_target_and_where_it_is_from() -> None:
 def test_layouts_need_no_torch() -> None:
     """They travel to the coordinator, which would wait seconds for it."""
     room = "aerie.cluster.replica"
-    code = f"import sys, {room}.worker_actor, {room}.coordinator_actor; sys.exit('torch' in sys.modules)"
+    code = f"import sys, {room}.worker_actor, {room}.supervisor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -460,6 +460,7 @@ def test_latent_attention_in_fixed_spans_adds_no_floats_in_an_order_of_the_compi
         (6, 256, "bf16", {}),
         (8, 512, "bf16", {}),
         (4, 128, "fp32", {}),
+        (2, 256, "bf16", {"WINDOW": 1024, "reach_ptr": ...}),
         *((*RULES[name][:2], "bf16", RULES[name][2]) for name in ("gpt-oss", "all")),
         *slow((1, 128, "bf16", {}), (7, 64, "bf16", {})),
         *slow(*((*RULES[name][:2], "bf16", RULES[name][2]) for name in RULES if name not in ("gpt-oss", "all"))),
@@ -469,7 +470,7 @@ def test_chunk_attention_fits_hopper(
     group: int, head_dim: int, dtype: str, rule: dict[str, Any], tmp_path: Path
 ) -> None:
     tiles = prefill_triton.prefill_tiles(group, head_dim, DTYPES[dtype])
-    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype) | {"sinks_ptr": "fp32"}
+    pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype) | {"sinks_ptr": "fp32", "reach_ptr": "i32"}
     constants = {
         "GROUP": group,
         "KV_HEADS": 8,
@@ -480,6 +481,7 @@ def test_chunk_attention_fits_hopper(
         "WINDOW": 0,
         "SOFT_CAP": None,
         "sinks_ptr": None,
+        "reach_ptr": None,
         "UPCAST": False,
         "UNIT": 1.0,
         **rule,

@@ -222,7 +222,7 @@ def test_the_plan_counts_neither_kv_nor_the_targets_embedding(made: tuple[Path, 
         choice.use.mode: choice.use for choice in engine.speculation.attention(4, torch.float32, Capability("cpu"))
     }
     assert set(choices) == {Mode.PREFILL, Mode.DRAFT_EXTEND, Mode.DRAFT_DECODE}
-    assert choices[Mode.DRAFT_DECODE].scores == (ScoreRule(1.0, window=11), ScoreRule(1.0))
+    assert choices[Mode.DRAFT_DECODE].scores == (ScoreRule(1.0, window=11, within_images=True), ScoreRule(1.0))
 
 
 @pytest.mark.parametrize(

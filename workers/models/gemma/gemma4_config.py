@@ -31,7 +31,11 @@ _COMMON: dict[str, Any] = {
 }
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma4": {"max_position_embeddings": 131072, "sliding_window": 512, "hidden_size_per_layer_input": 256},
-    "Gemma4Unified": {"max_position_embeddings": 262144, "sliding_window": 1024},
+    "Gemma4Unified": {
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "use_bidirectional_attention": "vision",
+    },
 }
 _ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},

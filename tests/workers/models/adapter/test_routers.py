@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from aerie.kernels.experts.route import RouterLogits, Routing
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.workers.layers.experts_method import UnquantizedExperts
 from aerie.workers.models.adapter.routers import GivenExperts, MatchedRouter, RouterMatch, find_router, match_router
 from aerie.workers.models.adapter.survey import make_model
@@ -131,5 +132,5 @@ def test_unquantised_experts_are_finished_only_where_a_router_is_ours(
         assert len(experts) == 4 and len(routers) == (4 if kind == "mixtral" else 0)
         for module in experts:
             monkeypatch.setattr(module.method, "finish", lambda options, kind=kind: finished.append(kind))
-            module.finish(None)  # type: ignore[arg-type]
+            module.finish(GEMMOptions())
     assert finished == ["mixtral"] * 4
