@@ -10,11 +10,11 @@ Partial results are merged in one of two ways:
   every FAN items merges these items, and the last group to finish merges all groups.
 
 In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on the positions of its
-ancestors in a tree, and are those of `fixed_prefill_triton`. Tiles have one shape and items are spans that depend on
-positions only (`spans_triton`), which a second kernel folds in order. In trees (PATHS), tiles with nodes are read for
-each row with that row's path in chain order: in small batches by programs for single rows (ROWS_APART), else row after
-row by the item's program. Masked columns leave a row's sums bitwise unchanged (weight 2^-inf = 0, factor 2^0 = 1), and
-so does an empty partial in a merge (1 * part / 1).
+ancestors in a tree, and are those of `fixed_prefill_triton`. Tiles have one number of columns, and items are spans that
+depend on positions only (`spans_triton`), which a second kernel folds in order. In trees (PATHS), tiles with nodes are
+read for each row with that row's path in chain order: in small batches by programs for single rows (ROWS_APART), else
+row after row by the item's program. Masked columns leave a row's sums bitwise unchanged (weight 2^-inf = 0, factor
+2^0 = 1), and so does an empty partial in a merge (1 * part / 1).
 
 `latent_decode_triton` shares plan, merging and softmax. Its loop differs: K and V are one tile, which is read once and
 multiplied in either orientation.

@@ -26,7 +26,7 @@ from aerie.workers.scheduling.shapes.draft_fit import DraftFit
 
 OnLoaded = Callable[[str], None]  # called with why an adapter could not be loaded, or ""
 MAX_PASS_S = 1.0  # time for which requests with adapters may pass one whose adapter has no place
-_MAX_UNLOADED = 256  # names of unloaded adapters that are told to engines which missed it
+_MAX_UNLOADED = 256  # unloaded adapters that are remembered, for engines that were not there when they were unloaded
 _FIRST_POLL_S, _MAX_POLL_S = 0.005, 0.1  # a poll drains the steps in flight: once in 20 steps of 5 ms
 _NONE = "this engine has no adapters; start it with enable_lora"
 

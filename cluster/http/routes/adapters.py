@@ -13,7 +13,7 @@ from starlette.requests import Request
 from aerie.cluster.http.endpoint import Endpoint, post
 from aerie.cluster.http.errors import ApiError, invalid, model_not_found, unavailable
 from aerie.cluster.http.requests.parameters import adapter_of
-from aerie.cluster.http.routes.weights import administer, check_administrator, errors_of
+from aerie.cluster.http.routes.administration import administer, check_administrator, errors_of
 from aerie.cluster.http.schema.body import Schema
 from aerie.cluster.http.schema.response import AdapterReply
 from aerie.cluster.http.serving import Edge

@@ -1,19 +1,17 @@
 """Routes of vLLM that change the weights of running engines, and pause them meanwhile (docs/weight-updates.md). They
-exist only for API keys that administer the server.
-
-Bodies of the routes for weights."""
+exist only for API keys that administer the server."""
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field
 from starlette.requests import Request
 
-from aerie.cluster.http.calls import CALLER
 from aerie.cluster.http.endpoint import Endpoint, command, get, post
-from aerie.cluster.http.errors import conflict, forbidden, invalid, unavailable
+from aerie.cluster.http.errors import conflict, invalid
+from aerie.cluster.http.routes.administration import administer, errors_of
 from aerie.cluster.http.schema.body import Schema
 from aerie.cluster.http.schema.response import (
     AbortedReply,
@@ -31,7 +29,6 @@ from aerie.cluster.http.schema.response import (
     WorldSizeReply,
 )
 from aerie.cluster.http.serving import Edge
-from aerie.cluster.http.tenants import tenant_of
 from aerie.cluster.transport.admin import (
     AbortRequests,
     AdminCall,
@@ -145,29 +142,7 @@ ACTIONS = (
 )
 
 
-def check_administrator(http: Request) -> None:
-    """Raise ApiError unless the request's key administers the server."""
-    tenant = tenant_of(http.scope)
-    is_of_cluster = http.scope["state"].get(CALLER) == ""  # programs of the cluster need no key
-    if not ((tenant.name or is_of_cluster) and tenant.is_admin):
-        raise forbidden(tenant.name)
-
-
-async def administer(edge: Edge, http: Request, call: AdminCall) -> Sequence[AdminOutcome]:
-    """Let every engine do what an administrator asks; outcomes may have errors. Raises ApiError."""
-    check_administrator(http)
-    outcomes = await edge.engine.administer(call)
-    if not outcomes:
-        raise unavailable("No engine is known yet", edge.config.retry_after_s)
-    lost = [f"{each.engine_id}: {each.fault}" for each in outcomes if each.fault]
-    if lost and not errors_of(outcomes) and not isinstance(call, Inspect):
-        raise unavailable("; ".join(lost), edge.config.retry_after_s)
-    return outcomes
-
-
-def errors_of(outcomes: Sequence[AdminOutcome]) -> str:
-    """Return the errors of all engines; "" without one."""
-    return "; ".join(f"{each.engine_id}: {each.error}" for each in outcomes if each.error)
+Ask = Callable[[Request, AdminCall], Awaitable[Sequence[AdminOutcome]]]
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -178,6 +153,12 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         if failed := errors_of(outcomes):
             raise conflict(failed)
         return outcomes
+
+    return [*_pausing(ask), *_drafting(ask), *_updating(ask)]
+
+
+def _pausing(ask: Ask) -> list[Endpoint]:
+    """Return the endpoints that pause engines, and end requests."""
 
     async def pause(http: Request) -> PauseReply:
         """Runs no steps until /resume. `mode`: abort ends running requests, wait lets them end, keep keeps them where
@@ -226,6 +207,20 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         outcomes = await ask(http, AbortRequests(tuple(body.request_ids)))
         return AbortedReply(sum(outcome.num_aborted for outcome in outcomes))
 
+    return [
+        command("/pause", pause, PauseReply, True),
+        command("/resume", resume, PauseReply, True),
+        get("/is_paused", is_paused, PausedReply),
+        command("/sleep", sleep, SleepReply, True),
+        command("/wake_up", wake_up, AwakeReply, True),
+        get("/is_sleeping", is_sleeping, SleepingReply),
+        post("/abort_requests", abort_requests, AbortRequestsRequest, AbortedReply),
+    ]
+
+
+def _drafting(ask: Ask) -> list[Endpoint]:
+    """Return the endpoints for drafts that learn."""
+
     async def draft_versions(http: Request) -> DraftsReply:
         """The drafts that engines have learned."""
         return _drafts(await ask(http, InspectDrafts()))
@@ -234,10 +229,23 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         """Goes back to an earlier draft of every engine."""
         return _drafts(await ask(http, RollBackDraft(body.version)))
 
+    return [
+        get("/draft/versions", draft_versions, DraftsReply),
+        post("/draft/rollback", roll_back, RollBackRequest, DraftsReply),
+    ]
+
+
+def _updating(ask: Ask) -> list[Endpoint]:
+    """Return the endpoints that load weights, from folders or from a trainer."""
+
     async def update_weights(http: Request, body: UpdateWeightsRequest) -> WeightsReply:
         """Loads weights from folders that every rank can read, between two steps of every engine; running requests
         continue with them. Or, within a session, receives tensors from the trainer, beside the steps."""
         return _weights(await ask(http, _update(body.update_info)))
+
+    async def weight_info(http: Request) -> WeightsReply:
+        """The number of each engine's weights."""
+        return _weights(await ask(http, Inspect()))
 
     async def init_transfer(http: Request, body: InitTransferRequest) -> WeightsReply:
         """Joins the trainer's group with the ranks of all engines; call it while the trainer joins. Ends an earlier
@@ -272,20 +280,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         """Number of ranks of all engines."""
         return WorldSizeReply(sum(outcome.num_ranks for outcome in await ask(http, Inspect())))
 
-    async def weight_info(http: Request) -> WeightsReply:
-        """The number of each engine's weights."""
-        return _weights(await ask(http, Inspect()))
-
     return [
-        command("/pause", pause, PauseReply, True),
-        command("/resume", resume, PauseReply, True),
-        get("/is_paused", is_paused, PausedReply),
-        command("/sleep", sleep, SleepReply, True),
-        command("/wake_up", wake_up, AwakeReply, True),
-        get("/is_sleeping", is_sleeping, SleepingReply),
-        get("/draft/versions", draft_versions, DraftsReply),
-        post("/draft/rollback", roll_back, RollBackRequest, DraftsReply),
-        post("/abort_requests", abort_requests, AbortRequestsRequest, AbortedReply),
         post("/update_weights", update_weights, UpdateWeightsRequest, WeightsReply),
         get("/weight_info", weight_info, WeightsReply),
         post("/init_weight_transfer_engine", init_transfer, InitTransferRequest, WeightsReply),

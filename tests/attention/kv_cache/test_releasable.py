@@ -16,7 +16,7 @@ SIZE = (32 << 20) + 5
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Return the bytes of physical memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -27,7 +27,8 @@ pytestmark = [
 ]
 DEEPSEEK_V3 = ExpertSizes(256, 1, 8, 7168, 256, step=128)
 QWEN3 = ExpertSizes(128, 0, 8, 2048, 768, step=64)
-# Of deterministic engines: a rank of gpt-oss-20b in bf16, with biases and its activation, and of Qwen3-30B-A3B
+# Only deterministic engines multiply these by our kernels. RAGGED: one of two ranks of gpt-oss-20b in bf16, with biases
+# and its activation. NARROW: one of four ranks of Qwen3-30B-A3B.
 RAGGED, NARROW = ExpertSizes(32, 0, 4, 2880, 1440, step=64), ExpertSizes(128, 0, 8, 2048, 192, step=64)
 POINTERS = dict.fromkeys(
     ("x_scales_ptr", "w_scales_ptr", "factor_ptr", "hidden_scales_ptr", "weight_ptr", "logit_ptr", "bias_ptr"), "fp32"
