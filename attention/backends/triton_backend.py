@@ -8,9 +8,8 @@ used on one stream at a time, because all its layers and passes share the worksp
 The number of items that a request is split into depends on the other lengths in the batch, so the last bits of a row's
 result may, too. Equal batches give equal bits. In a backend with a `span`, results depend on the row's own path only:
 it splits all contexts at the same positions (`aerie.kernels.attend.fixed.spans_triton`). The results of spans are added
-in order, in rounds and for prompt chunks. Prompt chunks over latent rows are computed by the kernel of rounds, in
-pieces of few rows. A token's KV then has the same bits whether the token was part of a prompt, decoded or verified in a
-tree.
+in order, in rounds and for prompt chunks. A token's KV then has the same bits whether the token was part of a prompt,
+decoded or verified in a tree.
 
 Attention of prompt chunks over keys and values computed from latent rows, by our Triton kernel."""
 
@@ -24,25 +23,13 @@ from aerie.attention.backends.triton_kernels import FIXED_TILES, LayerShape, att
 from aerie.attention.expansion import ExpandedChunks
 from aerie.kernels.attend.decode_plan_triton import MAX_SPLITS, DecodePlan, DecodeTiles, DecodeWorkspace, partial_rows
 from aerie.kernels.attend.expanded_prefill_triton import attend_expanded, expanded_tiles
-from aerie.kernels.attend.fixed.fixed_prefill_triton import attend_fixed_prefill
-from aerie.kernels.attend.fixed.spans_triton import num_spans
 from aerie.kernels.attend.prefill_plan_triton import plan_tiles
 from aerie.kernels.attend.prefill_triton import PrefillTiles
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.attend.split_kv_triton import plan_items, plan_spans
 from aerie.kernels.capability import Capability, num_multiprocessors
-from aerie.kernels.kv.batches import (
-    DecodeBatch,
-    ExpandedKV,
-    LatentKV,
-    LayerKV,
-    Mode,
-    PrefillBatch,
-    causal_mask,
-    newest_columns,
-)
+from aerie.kernels.kv.batches import DecodeBatch, ExpandedKV, LatentKV, LayerKV, PrefillBatch, newest_columns
 from aerie.kernels.rope.rope_store import Angles
-from aerie.kernels.to_device import to_device
 
 
 class TritonExpandedChunks(ExpandedChunks):
@@ -63,8 +50,6 @@ MERGED_AT_ONCE = 8  # partial results that a merging program loads at a time; me
 LATENT_MERGED_AT_ONCE = 16  # the same over latent rows: a request of up to 1,024 tokens is merged in one step
 
 FIXED_SPAN = 128  # base size of spans in tokens: short contexts, too, are read by several programs
-MAX_PIECE_ROWS = 32  # rows of a prompt chunk per piece
-MAX_PIECE_PARTIALS = 256  # maximum partial results of the pieces in one launch
 
 
 def deterministic() -> "TritonBackend":
@@ -88,9 +73,9 @@ class TritonBackend(AttentionBackend):
         self._outgrown: list[DecodeWorkspace] = []  # captured graphs hold their addresses
 
     def prepare(self, batch: DecodeBatch | PrefillBatch) -> Prepared:
-        if self.span is not None and isinstance(batch, PrefillBatch):
-            return _PreparedSpans(batch, self)
-        return _PreparedDecode(batch, self) if isinstance(batch, DecodeBatch) else _PreparedPrefill(batch)
+        if isinstance(batch, DecodeBatch):
+            return _PreparedDecode(batch, self)
+        return _PreparedPrefill(batch, self.span)
 
     def expand(self, batch: PrefillBatch, page_size: int) -> ExpandedChunks | None:
         return None if self.span is not None else TritonExpandedChunks.of(batch, page_size)
@@ -195,9 +180,14 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _PreparedPrefill(Prepared):
-    """A pass of prompt chunks. plans: by shape of layers, built by the first such layer. Windows do not affect them."""
+    """A pass of prompt chunks.
+
+    span: of the backend.
+    plans: by shape of layers, built by the first such layer. Windows do not affect them.
+    """
 
     batch: PrefillBatch
+    span: int | None
     plans: dict[LayerShape, tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
 
     def plan(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule) -> bool:
@@ -208,94 +198,10 @@ class _PreparedPrefill(Prepared):
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         tiles, tile_list = self._plan(LayerShape.of(q, kv))
-        return attend_chunks(q, kv, self.batch.through(rule.window), tile_list, tiles, rule, sinks)
+        return attend_chunks(q, kv, self.batch.through(rule.window), tile_list, tiles, rule, sinks, self.span)
 
     def _plan(self, shape: LayerShape) -> tuple[PrefillTiles, Tensor]:
         if shape not in self.plans:
-            tiles = shape.prefill_tiles
+            tiles = shape.prefill_tiles if self.span is None else shape.fixed_prefill_tiles
             self.plans[shape] = (tiles, plan_tiles(self.batch, shape.rows_of_prefill_tile(tiles)))
         return self.plans[shape]
-
-
-@dataclass(frozen=True)
-class _PreparedSpans(Prepared):
-    """Prompt chunks of a backend with a span.
-
-    plans: as of `_PreparedPrefill`.
-    pieces: chunks over latent rows as decode batches, by shape of layers, built by the first such layer. Each is a list
-        of batches with their rows of q.
-    """
-
-    batch: PrefillBatch
-    backend: TritonBackend
-    plans: dict[LayerShape, tuple[PrefillTiles, Tensor]] = field(default_factory=dict)
-    pieces: dict[LayerShape, list[tuple[_PreparedDecode, Tensor]]] = field(default_factory=dict)
-
-    def plan(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule) -> bool:
-        shape = LayerShape.of(q, kv)
-        is_new = shape not in (self.plans if shape.rotated is None else self.pieces)
-        if shape.rotated is None:
-            self._plan(shape)
-            return is_new
-        if is_new:
-            rows = max(1, min(MAX_PIECE_ROWS, shape.fixed_tiles(1).block_m // shape.group))
-            self.pieces[shape] = [prepared for size in sorted({rows, 1}) for prepared in self._prepare(size, rows)]
-        for pieces, _ in self.pieces[shape]:
-            is_new |= pieces.plan(q, kv, rule)
-        return is_new
-
-    def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
-        shape, span = LayerShape.of(q, kv), self.backend.span
-        if not isinstance(kv, LatentKV):
-            assert span is not None
-            tiles, tile_list = self._plan(shape)
-            return attend_fixed_prefill(q, kv, self.batch.through(rule.window), tile_list, tiles, span, rule, sinks)
-        self.plan(q, kv, rule)
-        make = torch.zeros if self.batch.is_padded else torch.empty
-        out = make((*q.shape[:2], shape.dim), dtype=q.dtype, device=q.device)
-        for pieces, places in self.pieces[shape]:
-            out[places] = pieces.forward(q[places], kv, rule, sinks)
-        return out
-
-    def _plan(self, shape: LayerShape) -> tuple[PrefillTiles, Tensor]:
-        if shape not in self.plans:
-            tiles = shape.fixed_prefill_tiles
-            self.plans[shape] = (tiles, plan_tiles(self.batch, shape.rows_of_prefill_tile(tiles)))
-        return self.plans[shape]
-
-    def _prepare(self, size: int, largest: int) -> list[tuple[_PreparedDecode, Tensor]]:
-        """Return the pieces of `size` rows as batches, each as large as the memory for partials allows."""
-        assert self.backend.span is not None
-        pieces = [piece for piece in list_pieces(self.batch, largest) if piece[3] == size]
-        longest = max((start + size for _, _, start, _ in pieces), default=1)
-        at_once = max(1, MAX_PIECE_PARTIALS // num_spans(longest, self.backend.span))
-        device, prepared = self.batch.page_table.device, []
-        for first in range(0, len(pieces), at_once):
-            columns = torch.tensor(pieces[first : first + at_once], dtype=torch.int64).unbind(1)
-            chunk, row, start, _ = (to_device(column.contiguous(), device) for column in columns)
-            decode = DecodeBatch(
-                Mode.DRAFT_EXTEND,
-                size,
-                size,
-                start.int(),
-                causal_mask(len(start), size, device),
-                self.batch.page_table[chunk],
-                longest,
-                window=self.batch.window,
-            )
-            places = (row.unsqueeze(1) + torch.arange(size, device=device)).flatten()
-            prepared.append((_PreparedDecode(decode, self.backend), places))
-        return prepared
-
-
-def list_pieces(batch: PrefillBatch, rows: int) -> list[tuple[int, int, int, int]]:
-    """Return the chunks' rows in pieces of `rows` rows, as (chunk, first row, its position, rows). The last piece of a
-    chunk may overlap the previous one. A chunk of fewer rows is one piece."""
-    pieces, end, chunks = [], 0, batch.known
-    for chunk, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
-        first, end = end, end + count
-        size = rows if end - first >= rows else 1
-        for row in range(first, end, size):
-            row = min(row, end - size)
-            pieces.append((chunk, row, start + row - first, size))
-    return pieces

@@ -15,6 +15,7 @@ from aerie.kernels.attend.decode_plan_triton import (
     latent_tiles,
 )
 from aerie.kernels.attend.decode_triton import attend_decode
+from aerie.kernels.attend.fixed.fixed_prefill_triton import attend_fixed_prefill
 from aerie.kernels.attend.latent_decode_triton import attend_latent
 from aerie.kernels.attend.latent_prefill_triton import attend_latent_prefill, heads_of_tile, latent_prefill_tiles
 from aerie.kernels.attend.prefill_triton import PrefillTiles, attend_prefill, prefill_tiles
@@ -84,8 +85,11 @@ class LayerShape:
 
     @property
     def fixed_prefill_tiles(self) -> PrefillTiles:
-        """Tiles of prompt chunks with the columns of `fixed_tiles`, for K/V heads."""
-        block_n, group = self.fixed_tiles(1).block_n, self.group
+        """Tiles of prompt chunks with the columns of `fixed_tiles`."""
+        tiles, group = self.fixed_tiles(1), self.group
+        block_n = tiles.block_n
+        if self.rotated is not None:
+            return PrefillTiles(tiles.block_m, block_n, tiles.warps, tiles.stages)
         if INTERPRETED:
             return PrefillTiles(max(16, triton.next_power_of_2(group)), block_n, 1, 1)
         if self.dim <= 128:
@@ -131,9 +135,13 @@ def attend_chunks(
     tiles: PrefillTiles,
     rule: ScoreRule,
     sinks: Tensor | None,
+    span: int | None = None,
 ) -> Tensor:
-    """Run `attend_prefill` or `attend_latent_prefill`. batch: cut to the rule's window."""
+    """Run the kernel of prompt chunks for this kind of view; the one with spans if there is a `span`. batch: cut to the
+    rule's window."""
     if isinstance(kv, LatentKV):
         assert rule.soft_cap is None and not rule.has_sinks, "refused by `aerie.attention.limits`"
-        return attend_latent_prefill(q, kv, batch, tile_list, tiles, rule.scale)
+        return attend_latent_prefill(q, kv, batch, tile_list, tiles, rule.scale, span)
+    if span is not None:
+        return attend_fixed_prefill(q, kv, batch, tile_list, tiles, span, rule, sinks)
     return attend_prefill(q, kv, batch, tile_list, tiles, rule, sinks)

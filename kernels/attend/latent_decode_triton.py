@@ -21,6 +21,7 @@ from aerie.kernels.attend.latent_tile_triton import (
     load_latent_rows,
     load_latent_tile,
     load_queries,
+    log_sum,
     no_state,
     pages_of_rows,
     score_latent_pairs,
@@ -177,8 +178,7 @@ def _attend_latent(
         if part_ptr.dtype.element_ty == tl.float16:
             acc = tl.clamp(acc, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(tl.expand_dims(part_ptr + part_row.to(tl.int64) * D, TOKENS) + d, acc, mask=stored)
-        lse = tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))
-        tl.store(lse_ptr + part_row, lse, mask=live)
+        tl.store(lse_ptr + part_row, log_sum(total, top), mask=live)
         if not APART:
             merge_by_the_last(
                 part_ptr,

@@ -1,18 +1,23 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """Causal attention of prompt chunks over paged latent rows. A program computes all heads, or a block of them if there
-are many, of a tile of adjacent rows from `prefill_plan_triton`."""
+are many, of a tile of adjacent rows from `prefill_plan_triton`.
+
+With spans (FIXED), a row has the bits that `latent_decode_triton` computes for it in a fixed plan: the columns of a
+tile and the operations on them are the same, and so are the spans, which are folded in order (`spans_triton`)."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from aerie.kernels.attend.fixed.spans_triton import fold, folded, span_of, span_start
 from aerie.kernels.attend.latent_tile_triton import (
     accumulate_latent,
     finish_latent,
     latent_maps,
     load_latent_tile,
     load_queries,
+    log_sum,
     no_state,
     score_latent_tile,
 )
@@ -24,7 +29,7 @@ from aerie.kernels.kv.batches import LatentKV, PrefillBatch
 from aerie.kernels.kv.stored_values import FP8, weight_unit
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "span"])
 def _attend_latent_prefill(
     q_ptr,
     rows_ptr,
@@ -38,6 +43,7 @@ def _attend_latent_prefill(
     q_row_stride,
     q_head_stride,
     table_stride,
+    span,
     HEADS: tl.constexpr,
     HEADS_OF_TILE: tl.constexpr,
     D: tl.constexpr,
@@ -46,6 +52,7 @@ def _attend_latent_prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    FIXED: tl.constexpr,
     UPCAST: tl.constexpr,
     UNIT: tl.constexpr,
 ):
@@ -68,7 +75,16 @@ def _attend_latent_prefill(
     if WINDOW:
         low = tl.maximum(start_position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
+    if FIXED:
+        mean, weight, largest = acc, total, top  # of earlier spans
+        end_of_span = span_start(span_of(low, span) + 1, span)
     for start in range(low, last + 1, BLOCK_N):
+        if FIXED:  # noqa: SIM102 - a constant: the variables exist with it only
+            if start == end_of_span:
+                total, acc = finish_latent(total, acc, 1)
+                mean, weight, largest = fold(mean, weight, largest, acc * value_scale, log_sum(total, top))
+                top, total, acc = no_state(BLOCK_M, BLOCK_N, D, 1)
+                end_of_span = span_start(span_of(start, span) + 1, span)
         column = start + n
         latent, rotated = load_latent_tile(rows_ptr, latent_desc, rotated_desc, page, start, BLOCK_N, PAGE, D, ROTATED)
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
@@ -77,10 +93,14 @@ def _attend_latent_prefill(
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
         if WINDOW:
             scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        top, total, acc = accumulate_latent(scores, latent, top, total, acc, 1, False, UNIT)
+        top, total, acc = accumulate_latent(scores, latent, top, total, acc, 1, FIXED, UNIT)
     total, acc = finish_latent(total, acc, 1)
+    acc = acc * value_scale
+    if FIXED:
+        mean, weight, largest = fold(mean, weight, largest, acc, log_sum(total, top))
+        acc = folded(mean, weight)
     out = out_ptr + ((row * HEADS + head) * D)[:, None] + d[None, :]
-    tl.store(out, (acc * value_scale).to(out_ptr.dtype.element_ty), mask=live[:, None])
+    tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
 
 
 def latent_prefill_tiles(itemsize: int) -> PrefillTiles:
@@ -96,17 +116,25 @@ def heads_of_tile(num_heads: int, tiles: PrefillTiles) -> int:
 
 
 def attend_latent_prefill(
-    q: Tensor, kv: LatentKV, batch: PrefillBatch, tile_list: Tensor, tiles: PrefillTiles, scale: float
+    q: Tensor,
+    kv: LatentKV,
+    batch: PrefillBatch,
+    tile_list: Tensor,
+    tiles: PrefillTiles,
+    scale: float,
+    span: int | None = None,
 ) -> Tensor:
     """Return attention of q, [rows, heads, latent] in q's dtype; zeros for padding rows.
 
     q: [rows, heads, latent + rotated], any row and head strides.
     tile_list: [num_tiles, TILE_FIELDS] int32, from `plan_tiles` with block_m // `heads_of_tile` rows each.
     scale: positive.
+    span: base size of spans in tokens, a multiple of block_n, which is that of rounds. None: without spans.
     """
     page_table, heads, latent = batch.page_table, q.shape[1], kv.latent
     assert q.stride(2) == 1 and kv.rows.dtype in (q.dtype, FP8) and kv.rows.is_contiguous() and scale > 0
     assert page_table.stride(1) == 1 and tile_list.is_contiguous() and q.shape[2] == kv.rows.shape[2]
+    assert span is None or span % tiles.block_n == 0
     # Padding rows pass through the model and write KV to page 0. Masked reads of page 0 must give finite values.
     make = torch.zeros if batch.is_padded else torch.empty
     out = make((q.shape[0], heads, latent), dtype=q.dtype, device=q.device)
@@ -123,6 +151,7 @@ def attend_latent_prefill(
         q.stride(0),
         q.stride(1),
         page_table.stride(0),
+        span or 0,
         HEADS=heads,
         HEADS_OF_TILE=together,
         D=latent,
@@ -131,9 +160,11 @@ def attend_latent_prefill(
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         WINDOW=batch.window or 0,
+        FIXED=span is not None,
         UPCAST=INTERPRETED,
         UNIT=unit,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        enable_fp_fusion=span is None,
     )
     return out

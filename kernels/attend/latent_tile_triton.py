@@ -238,3 +238,9 @@ def finish_latent(total, acc, TOKENS: tl.constexpr):
     if TOKENS == 0:
         total = tl.sum(total, 0)
     return total, acc / tl.expand_dims(tl.where(total == 0.0, 1.0, total), TOKENS)
+
+
+@triton.jit
+def log_sum(total, top):
+    """Return log2 of a softmax state's sum of weights [M]; -inf for fully masked rows. total: of `finish_latent`."""
+    return tl.where(total == 0.0, float("-inf"), top + tl.log2(tl.where(total == 0.0, 1.0, total)))

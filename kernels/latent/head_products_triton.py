@@ -23,7 +23,7 @@ from aerie.kernels.rope.rope_store import Angles
 FEW_ROWS = 16  # maximum rows for narrower tiles, which give more programs
 BATCH_ROWS = 512  # maximum rows (of verified batches) for tiles of 64 rows, which give more programs
 MAX_BYTES_AHEAD = 128 << 10  # bytes of a weight read before the wait, in registers, then in shared memory
-FIXED_ROWS = 64  # with `fixed`, the tiles for this number of rows are always used
+FIXED_ROWS = 64  # with `fixed`, fewer rows use the tiles of this number
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -166,7 +166,8 @@ def head_products(
     scales = None if isinstance(out, Tensor) else out.scales
     values = out if isinstance(out, Tensor) else out.values.view(rows, heads, out_features)
     choose = product_blocks if scales is None else rounded_blocks
-    blocks = choose(FIXED_ROWS if fixed else rows, in_features, x.itemsize)
+    # Tiles add the products of an element in the same order, whatever their size (H200).
+    blocks = choose(max(rows, FIXED_ROWS) if fixed else rows, in_features, x.itemsize)
     _head_products[(triton.cdiv(out_features, blocks.n) + (rotated > 0), heads, triton.cdiv(rows, blocks.m))](
         x,
         weight,
@@ -195,6 +196,7 @@ def head_products(
         UPCAST=INTERPRETED,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        enable_fp_fusion=not fixed,
         **pdl_wait(x.device),
     )
 

@@ -14,13 +14,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+LATENT = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+
+
 @pytest.mark.parametrize(
     "experts",
     [
         {"architecture": "Qwen3Moe", "moe_intermediate_size": 128, "num_experts": 4},
         {"architecture": "GptOss", "intermediate_size": 72, "num_local_experts": 4, "attention_bias": False},
+        {"architecture": "DeepseekV3", "moe_intermediate_size": 128, **LATENT},
     ],
-    ids=["Qwen3", "gpt-oss"],
+    ids=["Qwen3", "gpt-oss", "V3"],
 )
 def test_neither_speculation_nor_company_changes_a_token(tmp_path: Path, experts: dict[str, object]) -> None:
     """In their kernels for many rows, which take a second for each pass here."""

@@ -56,13 +56,6 @@ class ModelShape:
         )
 
 
-def has_latents(config: ModelConfig) -> bool:
-    """Return whether layers cache latent rows. A deterministic backend lists pieces of their prompt chunks on the
-    host."""
-    groups = config.kv_groups(1, torch.bfloat16)
-    return any(isinstance(group.layout, LatentLayout) for group in groups)
-
-
 def target_choices(names: TargetAttention, shape: ModelShape, verified: Mapping[Mode, bool]) -> list[Choice]:
     """Return the configured backends of the target. Verification uses the backend of decode. verified:
     `aerie.workers.runner.layout.Speculation.verified_modes`."""

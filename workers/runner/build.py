@@ -28,7 +28,6 @@ from aerie.workers.runner.backends import (
     ModelShape,
     chunks_on_device,
     cpu_length_readers,
-    has_latents,
     target_backends,
     target_choices,
 )
@@ -111,7 +110,7 @@ def build_rank(
     eager = parts.worker_of(strategy)
     graphed, first = None, frozenset[GraphKey]()
     if rounds_are_graphs(worker, here, cpu_length_readers(backends, others), rank):
-        with_chunks = chunks_on_device(backends, others) and not (deterministic and has_latents(engine.target))
+        with_chunks = chunks_on_device(backends, others)
         graphed = graphed_strategy(strategy, parts.slots, parts.layout, CudaRecorder(), with_chunks)
         first = first_graphs(graphed, parts.layout, worker.cache.page_size, device)
         phases.done(compile_ahead(graphed, first, group, compilers))

@@ -10,14 +10,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
-from aerie.attention.backends.triton_backend import FIXED_SPAN, TritonBackend, list_pieces  # noqa: E402
+from aerie.attention.backends.triton_backend import FIXED_SPAN, TritonBackend  # noqa: E402
+from aerie.attention.config import LATENT_PAGE_SIZE  # noqa: E402
+from aerie.attention.kv_cache.layouts import HeadsLayout, LatentLayout  # noqa: E402
 from aerie.attention.kv_cache.pool import KVPool  # noqa: E402
 from aerie.kernels.attend import decode_triton, references, split_kv_triton  # noqa: E402
 from aerie.kernels.attend.fixed import spans_triton  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule  # noqa: E402
-from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch, causal_mask  # noqa: E402
+from aerie.kernels.kv.batches import DecodeBatch, LatentKV, Mode, PrefillBatch, causal_mask  # noqa: E402
 from aerie.kernels.kv.stored_values import FP8  # noqa: E402
 from tests.attention.backends.test_triton_prefill import check_prefill  # noqa: E402
+from tests.support.kernels.attention_cases import fill_randomly, uniform_pool  # noqa: E402
 from tests.support.kernels.triton_cases import (  # noqa: E402
     assert_close,
     random_decode,
@@ -33,6 +36,7 @@ SPAN = 128 if INTERPRETED else FIXED_SPAN
 RULED = "plain", "narrow, sinks", "window, cap, sinks"
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 GROUP, KV_HEADS, HEAD_DIM, PAGE = (4, 1, 16, 16) if INTERPRETED else (4, 8, 128, 16)
+LATENT_HEADS, LATENT, ROTATED = (5, 32, 16) if INTERPRETED else (16, 512, 64)
 SCALE = HEAD_DIM**-0.5
 PLAIN = ScoreRule(SCALE)
 # The second hides columns of a suffix's own path.
@@ -44,12 +48,18 @@ PREFIXES = [0, 1, 57, SPAN - 3, SPAN + 60] if INTERPRETED else [0, 1, 61, 640, 1
 class Text:
     """One request's pages and queries, of which any rows may be computed: `q` [length, heads, head_dim]."""
 
-    def __init__(self, length: int, rule: ScoreRule = PLAIN, kv_dtype: torch.dtype = DTYPE) -> None:
-        self.rule = rule
-        num_pages = -(-length // PAGE) + 5
-        self.pool = random_pool(num_pages, PAGE, KV_HEADS, HEAD_DIM, kv_dtype)
-        self.table = random_table([length], PAGE, num_pages)
-        self.q = random_rows(length, GROUP * KV_HEADS, HEAD_DIM, DTYPE)
+    def __init__(
+        self, length: int, rule: ScoreRule | None = PLAIN, kv_dtype: torch.dtype = DTYPE, page_size: int = PAGE
+    ) -> None:
+        """rule: None for latent rows."""
+        self.rule, self.page_size = rule or PLAIN, page_size
+        num_pages = -(-length // page_size) + 5
+        latent, heads = LatentLayout(LATENT, ROTATED, kv_dtype), HeadsLayout(KV_HEADS, HEAD_DIM, kv_dtype)
+        self.pool = uniform_pool(1, num_pages, page_size, latent if rule is None else heads, DEVICE)
+        fill_randomly(self.pool)
+        self.table = random_table([length], page_size, num_pages)
+        shape = (LATENT_HEADS, LATENT + ROTATED) if rule is None else (GROUP * KV_HEADS, HEAD_DIM)
+        self.q = random_rows(length, *shape, DTYPE)
 
     def plain(self, position: int) -> Tensor:
         """The row at `position`, in a pass of its own."""
@@ -131,21 +141,22 @@ def test_attention_is_right(rows: int, suffix_len: int, mode: Mode, window: int 
     assert_close(attend(pool, batch, q), references.decode(q, pool.layer(0), batch, ScoreRule(SCALE)), DTYPE)
 
 
+@pytest.mark.parametrize("rule", [PLAIN, None], ids=["heads", "latent"])
 @pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("rows", [4] if INTERPRETED else [2, 4, 8])
-def test_rows_of_a_chain_equal_rows_of_their_own(rows: int, declared: bool) -> None:
+def test_rows_of_a_chain_equal_rows_of_their_own(rows: int, declared: bool, rule: ScoreRule | None) -> None:
     """declared: the batch says that its rows are a chain; otherwise the kernel computes them as a tree."""
     torch.manual_seed(7)
     for prefix in PREFIXES:
-        text = Text(prefix + rows)
+        text = Text(prefix + rows, rule)
         together = text.chain(prefix, rows, declared)
         for row in range(rows):
             assert torch.equal(together[row], text.plain(prefix + row)[0]), (prefix, row)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=RULED)
+@pytest.mark.parametrize("rule", [*RULES, None], ids=[*RULED, "latent"])
 @pytest.mark.usefixtures("rows_by")
-def test_rows_of_a_tree_equal_those_of_their_path(rule: ScoreRule) -> None:
+def test_rows_of_a_tree_equal_those_of_their_path(rule: ScoreRule | None) -> None:
     """Path 0, 2, 3, 7 of a tree of 9 nodes, the others being something else."""
     torch.manual_seed(8)
     path, width = [0, 2, 3, 7], 9
@@ -155,8 +166,12 @@ def test_rows_of_a_tree_equal_those_of_their_path(rule: ScoreRule) -> None:
         length = torch.tensor([prefix], dtype=torch.int32, device=DEVICE)
         mask = torch.tensor([masks], device=DEVICE)
         batch = DecodeBatch(Mode.VERIFY, width, width, length, mask, text.table, prefix + width)
-        tree = attend(text.pool, batch, text.q[prefix:], rule=rule)
-        expected = references.decode(text.q[prefix:], text.pool.layer(0), batch, rule, sinks_of(rule))
+        tree = attend(text.pool, batch, text.q[prefix:], rule=text.rule)
+        layer, q = text.pool.layer(0), text.q[prefix:]
+        if isinstance(layer, LatentKV):
+            expected = references.latent_decode(q, layer, batch, text.rule)
+        else:
+            expected = references.decode(q, layer, batch, text.rule, sinks_of(text.rule))
         assert_close(tree, expected, DTYPE)
         for depth, node in enumerate(path):  # what a commit does, and the queries too
             place, source = (token_place(text.table, prefix + column) for column in (depth, node))
@@ -198,12 +213,18 @@ def test_rows_do_not_depend_on_the_other_requests(rows: int) -> None:
             assert torch.equal(out, expected[chosen]), chosen
 
 
-@pytest.mark.parametrize("rule", RULES, ids=RULED)
+@pytest.mark.parametrize(
+    "rule,page_size",
+    [*((rule, PAGE) for rule in (*RULES, None)), (None, LATENT_PAGE_SIZE)],
+    ids=[*RULED, "latent", "latent, tiles by tensor maps"],
+)
 @pytest.mark.parametrize("kv_dtype", [DTYPE, FP8], ids=["16 bits", "FP8"])
-def test_prompts_equal_decoding_however_they_are_cut(rule: ScoreRule, kv_dtype: torch.dtype) -> None:
+def test_prompts_equal_decoding_however_they_are_cut(
+    rule: ScoreRule | None, kv_dtype: torch.dtype, page_size: int
+) -> None:
     torch.manual_seed(10)
     length = SPAN + 90 if INTERPRETED else 17 * SPAN + 90
-    text = Text(length, rule, kv_dtype)
+    text = Text(length, rule, kv_dtype, page_size)
     whole = text.chunks([0, length])
     cuts_of_text = [[0, 1, 20, length], [0, 64, SPAN + 1, length], [0, 31, 32, 64, SPAN - 5, length]]
     for cuts in cuts_of_text[2:] if INTERPRETED else cuts_of_text:
@@ -212,25 +233,17 @@ def test_prompts_equal_decoding_however_they_are_cut(rule: ScoreRule, kv_dtype: 
         assert torch.equal(text.plain(position)[0], whole[position]), position
 
 
-def test_a_padded_step_gives_the_same_bits() -> None:
+@pytest.mark.parametrize("rule", [PLAIN, None], ids=["heads", "latent"])
+def test_a_padded_step_gives_the_same_bits(rule: ScoreRule | None) -> None:
     """Whose chunks only the device knows, as in a captured step."""
     torch.manual_seed(11)
-    text = Text(SPAN + 40)
+    text = Text(SPAN + 40, rule)
     whole = text.chunks([0, 70, SPAN + 40])
     table = text.table.expand(3, -1).contiguous()
     batch = PrefillBatch.from_lists([0, 70], [70, SPAN - 30], table, SPAN + 60)
     q = torch.cat([text.q, text.q[:20]])
     found = attend(text.pool, dataclasses.replace(batch, lists=None), q)
     assert torch.equal(found[: SPAN + 40], whole) and not found[SPAN + 40 :].any()
-
-
-def test_pieces_cover_every_row() -> None:
-    table = torch.zeros((3, 8), dtype=torch.int32, device=DEVICE)
-    batch = PrefillBatch.from_lists([9, 0, 100], [3, 40, 16], table)
-    pieces = list_pieces(batch, 16)
-    assert [p for p in pieces if p[0] == 0] == [(0, 0, 9, 1), (0, 1, 10, 1), (0, 2, 11, 1)]
-    assert [p for p in pieces if p[0] == 1] == [(1, 3, 0, 16), (1, 19, 16, 16), (1, 27, 24, 16)]
-    assert [p for p in pieces if p[0] == 2] == [(2, 43, 100, 16)]
 
 
 @pytest.mark.parametrize("window", [None, 70])

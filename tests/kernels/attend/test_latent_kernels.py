@@ -286,22 +286,29 @@ def test_values_in_fp8_are_those_that_rounding_after_them_gives(rows: int, monke
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("turned", [True, *slow(False)])
-def test_products_in_fixed_tiles_depend_on_their_row_alone(turned: bool) -> None:
-    """With DeepSeek-V3's sizes."""
+@pytest.mark.parametrize("kind", ["keys", *slow("values", "FP8 values")])
+def test_products_in_fixed_tiles_depend_on_their_row_alone(kind: str) -> None:
+    """With DeepSeek-V3's sizes, and the tiles of few, some and many rows."""
     both = torch.randn((16, 256, 512), device=DEVICE).to(torch.bfloat16)
-    weight = both[:, :128] if turned else both[:, 128:].transpose(1, 2)
-    k, n, rotated = *weight.shape[1:], 64 if turned else 0
-    x = torch.randn((300, 16, k + rotated), device=DEVICE).to(torch.bfloat16)
-    angles = random_angles(300, 64) if turned else None
-    whole = torch.zeros((300, 16, n + rotated), dtype=x.dtype, device=DEVICE)
-    head_kernels.head_products(x, weight, whole, angles, fixed=True)
-    for first, count in ((7, 1), (3, 16), (20, 40), (100, 130)):
-        rows = slice(first, first + count)
-        mine = None if angles is None else Angles(angles.cos, angles.sin, angles.index[rows])
-        part = torch.zeros_like(whole[rows])
-        head_kernels.head_products(x[rows], weight, part, mine, fixed=True)
-        assert torch.equal(part, whole[rows])
+    keys, count = kind == "keys", 1100
+    weight = both[:, :128] if keys else both[:, 128:].transpose(1, 2)
+    x = torch.randn((count, 16, weight.shape[1] + 64 * keys), device=DEVICE).to(torch.bfloat16)
+    angles = random_angles(count, 64) if keys else None
+
+    def products(first: int, rows: int) -> Tensor:
+        mine = None if angles is None else dataclasses.replace(angles, index=angles.index[first : first + rows])
+        if kind == "FP8 values":
+            rounded = Fp8Rows.empty(rows, 16 * 128, True, False, DEVICE)
+            head_kernels.head_products(x[first : first + rows], weight, rounded, fixed=True)
+            values = rounded.values.view(torch.uint8).view(rows, 16, 128)
+            return torch.cat([values, rounded.scales.view(torch.uint8).view(rows, 16, 4)], 2)
+        out = torch.zeros((rows, 16, weight.shape[2] + 64 * keys), dtype=x.dtype, device=DEVICE)
+        head_kernels.head_products(x[first : first + rows], weight, out, mine, fixed=True)
+        return out
+
+    whole = products(0, count)
+    for first, rows in ((7, 1), (3, 16), (20, 40), (100, 130), (300, 600)):
+        assert torch.equal(products(first, rows), whole[first : first + rows])
 
 
 def random_attention(q_rank: int | None) -> LatentAttention:
