@@ -9,6 +9,8 @@ from torch import Tensor
 from aerie.kernels.operation import Implementation, on_gpu, on_host, operation
 
 RANK_STEP = 16  # ranks of tables are multiples, for the shapes that tensor cores multiply
+ROW_LIMITS = (64, 512)  # maximum rows of the kernels' small and middle tiles
+VARIANT_ROWS = (1, *(limit + 1 for limit in ROW_LIMITS))  # launch all variants of the kernels for a layer's tables
 
 
 @dataclass(frozen=True)

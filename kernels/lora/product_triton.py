@@ -4,6 +4,9 @@
 A program computes a block of rows for one or several of the adapters that these rows have, with the other rows zeroed.
 Rows of a request are neighbours, so most blocks have one adapter. Blocks without adapters end at once. The second
 launch adds the first one's partial sums in order, so equal inputs give equal bits.
+
+What follows the number of rows or adapters is a runtime argument, or one of three sizes of tiles. So a layer has three
+variants of each kernel, and `VARIANT_ROWS` launches all.
 """
 
 from dataclasses import dataclass
@@ -15,12 +18,11 @@ from torch import Tensor
 
 from aerie.kernels.capability import MULTIPROCESSORS
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.lora.product import LoraTables
+from aerie.kernels.lora.product import ROW_LIMITS, LoraTables
 from aerie.kernels.pdl import pdl_wait
 
 _NONE = tl.constexpr(1 << 30)  # beyond all places
-_FEW_ROWS = 64  # up to here, blocks of 16 rows
-_MAX_SPLITS = 16
+_MAX_SPLITS = (16, 4, 1)  # by the class of rows: partial sums of many rows take memory and time
 _MAX_PROGRAMS = 16 * MULTIPROCESSORS  # of a launch, where lanes are added
 SHRINK_STAGES = 3
 EXPAND_STAGES = 1  # more would copy partial sums to shared memory
@@ -32,18 +34,18 @@ def _next_place(places, place):
     return tl.min(tl.where(places > place, places, _NONE))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "lanes"])
 def _lora_shrink(
     x_ptr,
     down_ptr,
     place_ptr,
     part_ptr,
     rows,
+    lanes,
     x_stride,
     K: tl.constexpr,
     INNER: tl.constexpr,
     SPAN: tl.constexpr,
-    LANES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -51,13 +53,13 @@ def _lora_shrink(
     UPCAST: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(1)
-    block, lane = tl.program_id(2) // LANES, tl.program_id(2) % LANES
+    block, lane = tl.program_id(2) // lanes, tl.program_id(2) % lanes
     m, n = block * BLOCK_M + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     places = tl.load(place_ptr + m, mask=m < rows, other=-1)
-    places = tl.where(places % LANES == lane, places, -1)  # -1 too if it has none
+    places = tl.where(places % lanes == lane, places, -1)  # -1 too if it has none
     part = part_ptr + (split * rows + m).to(tl.int64)[:, None] * INNER + n[None, :]
     place = _next_place(places, -1)
     while place < _NONE:
@@ -78,33 +80,33 @@ def _lora_shrink(
         place = _next_place(places, place)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "lanes"])
 def _lora_expand(
     part_ptr,
     up_ptr,
     place_ptr,
     y_ptr,
     rows,
+    lanes,
     y_stride,
     N: tl.constexpr,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
-    LANES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    tile, block, lane = tl.program_id(0), tl.program_id(1) // LANES, tl.program_id(1) % LANES
+    tile, block, lane = tl.program_id(0), tl.program_id(1) // lanes, tl.program_id(1) % lanes
     m, n, r = block * BLOCK_M + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     INNER: tl.constexpr = (len(PARTS) - 1) * RANK
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     places = tl.load(place_ptr + m, mask=m < rows, other=-1)
-    places = tl.where(places % LANES == lane, places, -1)  # -1 too if it has none
+    places = tl.where(places % lanes == lane, places, -1)  # -1 too if it has none
     out = y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :]
     place = _next_place(places, -1)
     while place < _NONE:
@@ -130,11 +132,10 @@ def _lora_expand(
 
 @dataclass(frozen=True)
 class LoraTiles:
-    """Tiles of both launches.
+    """Tiles of both launches for a layer, with a class of rows.
 
-    block_m: rows. block_r: ranks. block_k: inputs at once. block_n: outputs.
+    warps: of the second launch. block_m: rows. block_r: ranks. block_k: inputs at once. block_n: outputs.
     splits: programs over the inputs; span: inputs of each.
-    shrink_lanes, expand_lanes: programs of a block of rows, each for every LANES-th place.
     """
 
     block_m: int
@@ -143,32 +144,28 @@ class LoraTiles:
     block_n: int
     splits: int
     span: int
-    shrink_lanes: int
-    expand_lanes: int
+    warps: int
 
 
-def lora_tiles(rows: int, inputs: int, outputs: int, num_parts: int, rank: int, places: int) -> LoraTiles:
-    """Return the tiles. Programs whose lane has no adapter end at once, but many of them take time to start."""
-    few = rows <= _FEW_ROWS
-    block_m, block_k = (16, 128) if few else (64, 64)
+def lora_tiles(rows: int, inputs: int, outputs: int, num_parts: int, rank: int) -> LoraTiles:
+    """Return the tiles, the same for all numbers of rows between two of ROW_LIMITS."""
+    size = sum(rows > limit for limit in ROW_LIMITS)
     block_r = next(size for size in (64, 32, 16) if rank % size == 0)
-    blocks, steps = triton.cdiv(rows, block_m), triton.cdiv(inputs, block_k)
-    tiles = blocks * (num_parts * rank // block_r)
-    splits = max(1, min(_MAX_SPLITS, MULTIPROCESSORS // tiles))
-    span = triton.cdiv(steps, splits) * block_k
-    block_n = 128 if blocks * triton.cdiv(outputs, 128) >= MULTIPROCESSORS // 2 else 64
-    splits = triton.cdiv(inputs, span)
-    lanes = min(places, block_m if few else 4, rows)
+    chunks = num_parts * rank // block_r
+    block_m, block_k = (16, 128) if size == 0 else (64, 64)
+    wide = size == 2 or (size == 0 and 2 * triton.cdiv(outputs, 128) >= MULTIPROCESSORS)
+    splits = max(1, min(_MAX_SPLITS[size], MULTIPROCESSORS // (chunks * (4 if size else 1))))
+    span = triton.cdiv(triton.cdiv(inputs, block_k), splits) * block_k
     return LoraTiles(
-        block_m,
-        block_r,
-        block_k,
-        block_n,
-        splits,
-        span,
-        min(lanes, max(1, _MAX_PROGRAMS // (tiles * splits))),
-        min(lanes, max(1, _MAX_PROGRAMS // (blocks * triton.cdiv(outputs, block_n)))),
+        block_m, block_r, block_k, 128 if wide else 64, triton.cdiv(inputs, span), span, warps=8 if size else 4
     )
+
+
+def _lanes(tables: LoraTables, rows: int, block_m: int, programs: int) -> int:
+    """Return the programs of each block of rows; program i has each lanes-th place from i on. Programs without an
+    adapter end at once, but many of them take time to start. programs: of the launch with one lane."""
+    most = min(tables.num_places, block_m if block_m == 16 else 4, rows)
+    return min(most, max(1, _MAX_PROGRAMS // programs))
 
 
 def shrink(x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
@@ -176,18 +173,19 @@ def shrink(x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
     uninitialised."""
     (rows, inputs), inner, tiles = x.shape, tables.down.shape[1], _tiles(x, tables)
     part = torch.empty((tiles.splits, rows, inner), dtype=torch.float32, device=x.device)
-    blocks = triton.cdiv(rows, tiles.block_m)
-    _lora_shrink[(inner // tiles.block_r, tiles.splits, blocks * tiles.shrink_lanes)](
+    blocks, chunks = triton.cdiv(rows, tiles.block_m), inner // tiles.block_r
+    lanes = _lanes(tables, rows, tiles.block_m, blocks * chunks * tiles.splits)
+    _lora_shrink[(chunks, tiles.splits, blocks * lanes)](
         x,
         tables.down,
         row_places,
         part,
         rows,
+        lanes,
         x.stride(0),
         K=inputs,
         INNER=inner,
         SPAN=tiles.span,
-        LANES=tiles.shrink_lanes,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_r,
         BLOCK_K=tiles.block_k,
@@ -202,24 +200,25 @@ def shrink(x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
 def expand(y: Tensor, x: Tensor, part: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
     """Add B of the sums of `shrink`'s parts to y; return y."""
     (rows, outputs), tiles = y.shape, _tiles(x, tables)
-    blocks = triton.cdiv(rows, tiles.block_m)
-    _lora_expand[(triton.cdiv(outputs, tiles.block_n), blocks * tiles.expand_lanes)](
+    blocks, columns = triton.cdiv(rows, tiles.block_m), triton.cdiv(outputs, tiles.block_n)
+    lanes = _lanes(tables, rows, tiles.block_m, blocks * columns)
+    _lora_expand[(columns, blocks * lanes)](
         part,
         tables.up,
         row_places,
         y,
         rows,
+        lanes,
         y.stride(0),
         N=outputs,
         RANK=tables.max_rank,
         PARTS=tuple(tables.parts),
         SPLITS=tiles.splits,
-        LANES=tiles.expand_lanes,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_R=tiles.block_r,
         UPCAST=INTERPRETED,
-        num_warps=4,
+        num_warps=tiles.warps,
         num_stages=EXPAND_STAGES,
         **pdl_wait(x.device),
     )
@@ -227,8 +226,8 @@ def expand(y: Tensor, x: Tensor, part: Tensor, tables: LoraTables, row_places: T
 
 
 def _tiles(x: Tensor, tables: LoraTables) -> LoraTiles:
-    (rows, inputs), (places, outputs, rank) = x.shape, tables.up.shape
-    return lora_tiles(rows, inputs, outputs, len(tables.parts) - 1, rank, places)
+    _, outputs, rank = tables.up.shape
+    return lora_tiles(x.shape[0], x.shape[1], outputs, len(tables.parts) - 1, rank)
 
 
 def add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:

@@ -113,7 +113,8 @@ def build_rank(
         with_chunks = chunks_on_device(backends, others)
         graphed = graphed_strategy(strategy, parts.slots, parts.layout, CudaRecorder(), with_chunks)
         first = first_graphs(graphed, parts.layout, worker.cache.page_size, device)
-        phases.done(compile_ahead(graphed, first, group, compilers))
+        launch = () if parts.adapters is None else (parts.adapters.launch_kernels,)
+        phases.done(compile_ahead(graphed, first, group, compilers, *launch))
     parts = _with_pages(parts, memory, eager, 0 if graphed is None else graphed.num_always_captured, phases.done)
     phases.done("KV cache allocated")
     if graphed is not None:
@@ -135,6 +136,7 @@ def build_rank(
     built.handlers.add(LoadWeights, WeightUpdate(parts.models, group, device, transfer))
     if parts.adapters is not None:
         parts.adapters.register(built.handlers)
+        parts.adapters.launch_kernels()
     warm_up(built, parts.layout, None if parts.tower is None else parts.tower.small())
     if parts.tower is not None:
         parts.tower.clear()  # the scheduler knows nothing of that image

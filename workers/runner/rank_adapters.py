@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from aerie.kernels.lora.product import LoraTables
+from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables, add_lora
 from aerie.kernels.to_device import pinned
 from aerie.workers.config import LoraConfig
 from aerie.workers.layers.linear import LinearBase
@@ -75,6 +76,16 @@ class RankAdapters:
             tables = allocate_tables(layer.shape, self._config.max_loras, rank, layer.method.dtype, self._device)
             layer.method = AdaptedMethod(layer.method, tables, rows)
             self._tables[path] = tables
+
+    @torch.inference_mode()
+    def launch_kernels(self) -> None:
+        """Launch all variants of the layers' kernels, with rows that have no adapter. A start calls it, so that no step
+        compiles one; adapters loaded later use the same variants, whatever their rank."""
+        distinct = {(each.down.shape, each.up.shape, each.parts, each.up.dtype): each for each in self._tables.values()}
+        for tables in distinct.values():
+            for rows in VARIANT_ROWS:
+                x, y = (tables.up.new_zeros(rows, size) for size in (tables.down.shape[2], tables.up.shape[1]))
+                add_lora(y, x, tables, torch.full((rows,), -1, dtype=torch.int32, device=x.device))
 
     def register(self, handlers: CommandHandlers) -> None:
         """Carry out the commands of adapters."""

@@ -4,7 +4,7 @@ whose memory `aerie.workers.runner.memory` measures.
 Chooses the graphs that a start captures, and compiles their kernels ahead. Used by `aerie.workers.runner.build`."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -180,13 +180,19 @@ def first_graphs(
 
 
 def compile_ahead(
-    graphed: GraphedDecoding, first: frozenset[GraphKey], group: TPGroup, compilers: CompileProcesses | None
+    graphed: GraphedDecoding,
+    first: frozenset[GraphKey],
+    group: TPGroup,
+    compilers: CompileProcesses | None,
+    launch_others: Callable[[], None] = lambda: None,
 ) -> str:
     """Compile the kernels of the graphs `first` in parallel, instead of one by one at their launch. Return a line for
-    the log."""
+    the log. launch_others: launches kernels of other steps."""
     report_compilations(False)  # a previous engine in this process may have turned it on
     ahead = CompileAhead(processes=compilers)
     try:
+        with ahead.dry_run():
+            launch_others()
         graphed.dry_run(first, ahead, group)
     except Exception as error:  # a compiler may raise any exception; Triton's are not RuntimeErrors
         logger.warning("could not compile kernels ahead; they are compiled at their first launch: %s", error)

@@ -1,0 +1,80 @@
+"""What is compiled for adapters: three variants of each kernel for a layer, whatever its rows and adapters."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
+
+from aerie.kernels.lora import product_triton  # noqa: E402
+from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables  # noqa: E402
+
+LAYERS = (  # inputs, and borders of the stacked matrices' outputs: Llama-3.1-8B's, small and odd ones
+    (4096, (0, 4096, 5120, 6144)),
+    (4096, (0, 4096)),
+    (4096, (0, 14336, 28672)),
+    (14336, (0, 4096)),
+    (64, (0, 64, 96, 128)),
+    (136, (0, 72)),
+)
+ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 66, 100, 128, 129, 200, 256, 500, 512, 777, 1024)
+MANY_ROWS = (1500, 2048, 4095, 4096, 8192)
+
+
+class Recorded:
+    """Stands in for a kernel: notes what Triton would compile a variant for."""
+
+    def __init__(self, kernel: Any, variants: set[tuple[Any, ...]]) -> None:
+        self._kernel, self._variants = kernel, variants
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        assert all(0 < size < 1 << 16 for size in grid[1:]) and grid[0] > 0
+
+        def launch(*arguments: Any, **options: Any) -> None:
+            params = self._kernel.params
+            given = dict(zip((p.name for p in params), arguments, strict=False)) | options
+            key: list[Any] = [self._kernel.fn.__name__]
+            for param in params:
+                value = given.pop(param.name)
+                if param.is_constexpr:
+                    key.append((param.name, value))
+                elif isinstance(value, torch.Tensor):
+                    key.append((param.name, value.dtype, value.data_ptr() % 16 == 0))
+                elif not param.do_not_specialize:
+                    key.append((param.name, value == 1, value % 16 == 0))
+                assert param.is_constexpr or isinstance(value, torch.Tensor) or abs(value) < 1 << 31
+            self._variants.add((*key, *sorted(given.items())))
+
+        return launch
+
+
+def variants_of(rows: int, inputs: int, parts: tuple[int, ...], rank: int, places: int) -> set[tuple[Any, ...]]:
+    """Return what launching the kernels compiles. Rows are those of a wider tensor for an odd number."""
+    found: set[tuple[Any, ...]] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_lora_shrink", "_lora_expand"):
+            patch.setattr(product_triton, name, Recorded(getattr(product_triton, name), found))
+        down = torch.empty(places, (len(parts) - 1) * rank, inputs, dtype=torch.bfloat16)
+        tables = LoraTables(down, torch.empty(places, parts[-1], rank, dtype=torch.bfloat16), parts)
+        x = torch.empty(rows, inputs, dtype=torch.bfloat16)
+        y = torch.empty(rows, parts[-1], dtype=torch.bfloat16)
+        product_triton.add_lora(y, x, tables, torch.empty(rows, dtype=torch.int32))
+    return found
+
+
+@pytest.mark.parametrize(("inputs", "parts"), LAYERS)
+@pytest.mark.parametrize("rank", [16, 48, 64, 256])
+def test_a_step_compiles_nothing_that_the_start_has_not(inputs: int, parts: tuple[int, ...], rank: int) -> None:
+    """The tables have the engine's places and its maximum rank: loading an adapter changes neither."""
+    for places in (1, 2, 4, 8, 32):
+        ahead = set().union(*(variants_of(rows, inputs, parts, rank, places) for rows in VARIANT_ROWS))
+        counts = ROWS if places > 4 else (*ROWS, *MANY_ROWS)
+        for rows in counts:
+            assert variants_of(rows, inputs, parts, rank, places) <= ahead, (rows, places)
+
+
+def test_all_numbers_of_places_share_the_kernels() -> None:
+    for (inputs, parts), rows in itertools.product(LAYERS, VARIANT_ROWS):
+        assert len({frozenset(variants_of(rows, inputs, parts, 16, places)) for places in (1, 3, 4, 32)}) == 1
