@@ -252,7 +252,7 @@ def _commit_rows(
         tl.store(committed_ptr + j[:, None] * R + column[None, :], rows, mask=moved)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _set_counts(count_ptr, slots_ptr, counts_ptr, batch, padding_slot, BLOCK: tl.constexpr):
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + request, mask=request < batch, other=padding_slot)

@@ -11,7 +11,7 @@ from aerie.kernels.kv.tree_masks import ALONE
 from aerie.kernels.tree.nodes import NO_TOKEN, RoundRows, Tree
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["field_size"])
 def _read_trees(
     slot_ptr,
     token_ptr,

@@ -3,6 +3,7 @@
 import importlib
 import os
 import pkgutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,3 +35,28 @@ def test_arguments_that_kernels_are_not_specialised_for_exist() -> None:
     for name, kernel in found.items():
         unknown = set(kernel.do_not_specialize or ()) - set(kernel.arg_names)
         assert not unknown, f"{name}: {sorted(unknown)}"
+
+
+# Integers that are the same in every step of an engine, or of a shape of its rounds, and floats. Kernels may be
+# specialised for them. Others, such as numbers of rows and requests, would compile a kernel in the middle of a step.
+# fmt: off
+FIXED = {
+    "alpha", "capacity", "certain", "channels", "cubic", "end", "eps", "first", "first_bit", "first_column",
+    "group_step", "groups", "head_step", "heads", "inverse_scale", "k", "k_inverse_scale", "level", "limit", "n",
+    "num_candidates", "num_words", "padding_slot", "page_size", "part_step", "parts", "q_group_step", "q_row_step",
+    "rank", "row_step", "scale", "scale_eps", "scale_log2", "share", "shift", "shortest", "size", "table_width",
+    "v_inverse_scale", "v_scale", "value_scale", "vocab_size", "x_words",
+}
+# fmt: on
+
+
+def test_kernels_are_not_specialised_for_numbers_that_change_between_steps() -> None:
+    for name, kernel in kernels().items():
+        source = Path(kernel.fn.__code__.co_filename).read_text()
+        if f"{kernel.fn.__name__}[" not in source.replace(f"def {kernel.fn.__name__}", ""):
+            continue  # a function of kernels, or launched elsewhere
+        fixed = {p.name for p in kernel.params if p.is_constexpr} | set(kernel.do_not_specialize or ()) | FIXED
+        unknown = [
+            p for p in kernel.arg_names if p not in fixed and not p.endswith(("_ptr", "_desc")) and "stride" not in p
+        ]
+        assert not unknown, f"{name}: {unknown}: name it in do_not_specialize, or in FIXED if no step changes it"

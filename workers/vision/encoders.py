@@ -7,11 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 
+from aerie.kernels.capability import Capability
 from aerie.workers.vision.config import CHANNELS, VisionConfig
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 _WINDOW = 112  # pixels of Qwen2.5-VL's windows, if config.json does not say
+_SPANS = "aerie_flash_spans"  # transformers passes bounds of spans to functions with "flash" in their name
 
 
 class ImageEncoder(nn.Module):
@@ -52,13 +55,19 @@ class QwenEncoder(ImageEncoder):
         self._config = config
         self.tower = _built(config, config.family.config, config.family.tower)
         self._vision_utils = _vision_utils()
+        weight = next(self.tower.parameters())
+        if Capability.of(weight.device).has_streams and weight.dtype.itemsize == 2 and self._vision_utils is not None:
+            self.use_spans()
+
+    def use_spans(self) -> None:
+        """Attend in one launch a layer, instead of one a window. Needs a GPU and 16 bits."""
+        importlib.import_module("transformers").AttentionInterface.register(_SPANS, attend_spans)
+        self.tower.config._attn_implementation = _SPANS
 
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         rows = pixels.unsqueeze(2).expand(-1, -1, self._config.frames, -1).reshape(pixels.shape[0], -1)
         dtype, device = next(self.tower.parameters()).dtype, pixels.device
-        out = self.tower(
-            rows.to(dtype), grid_thw=torch.tensor([grid], device=device), **self._spans(grid, device, pixels.shape[0])
-        )
+        out = self.tower(rows.to(dtype), grid_thw=torch.tensor([grid], device=device), **self._layout(grid, device))
         return torch.cat((out.pooler_output, *(getattr(out, "deepstack_features", None) or ())), dim=1)
 
     @property
@@ -66,20 +75,52 @@ class QwenEncoder(ImageEncoder):
         blocks: nn.ModuleList = self.tower.blocks
         return blocks
 
-    def _spans(self, grid: Grid, device: torch.device, num_patches: int) -> dict[str, Tensor]:
-        """Return the bounds of the patches that attend to each other, on the host: every layer reads them there, and
-        would wait for the device. Empty for a transformers that computes them itself."""
-        if self._vision_utils is None:
+    def _layout(self, grid: Grid, device: torch.device) -> dict[str, Any]:
+        """Return where patches lie and the bounds of those that attend to each other, computed on the host: the tower
+        would wait for the device several times. Empty for a transformers that computes them itself."""
+        utils, config = self._vision_utils, self._config
+        if utils is None:
             return {}
-        config = self._config
-        spans = {"cu_seqlens": torch.tensor([0, num_patches], dtype=torch.int32, device="cpu")}
-        window = config.tower.get("window_size", _WINDOW) if config.family.package == "qwen2_5_vl" else None
-        if window is not None:
-            on_host = torch.tensor([grid], device="cpu")
-            sizes = (config.merge_size, window, config.patch_size)
-            index, spans["cu_window_seqlens"] = self._vision_utils.get_vision_window_index(on_host, *sizes)
-            spans["window_index"] = index.to(device)
-        return spans
+        in_one_launch = self.tower.config._attn_implementation == _SPANS
+        on_host, merged = torch.tensor([grid], device="cpu"), config.merge_size
+        layout: dict[str, Any] = {"position_ids": utils.get_vision_position_ids(on_host, merged)}
+        spans = {"cu_seqlens": torch.tensor([0, grid[0] * grid[1] * grid[2]], dtype=torch.int32, device="cpu")}
+        if config.family.package == "qwen2_5_vl":
+            window = config.tower.get("window_size", _WINDOW)
+            layout["window_index"], spans["cu_window_seqlens"] = utils.get_vision_window_index(
+                on_host, merged, window, config.patch_size
+            )
+        if in_one_launch:
+            longest = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
+            lengths = {longest[name]: int(bounds.diff().max()) for name, bounds in spans.items()}
+            return _on_device(layout | spans, device) | lengths
+        return _on_device(layout, device) | spans  # each layer reads the bounds on the host
+
+
+def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+
+
+def attend_spans(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    **_: object,
+) -> tuple[Tensor, None]:
+    """Attend within spans of rows, with an interface of transformers' `AttentionInterface`.
+
+    query, key, value: [1, heads, rows, dim], 16 bits, on a GPU. cu_seq_lens_q: int32 [spans + 1], there too. Returns
+    [1, rows, heads, dim].
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    assert isinstance(out, Tensor)
+    return out.unsqueeze(0), None
 
 
 class Gemma3Encoder(ImageEncoder):
