@@ -21,6 +21,7 @@ ITEM_FIELDS = tl.constexpr(8)  # six are used; with eight an item does not cross
 IDLE = tl.constexpr(-1)
 CHUNK = tl.constexpr(16)
 SPANS = tl.constexpr(8)  # candidate spans: 1 to 2.75 times the minimum, with smaller steps between short ones
+SPANS_BLOCK = 64  # spans of a program of the fixed planner; the longest request must not choose the kernel
 
 
 @triton.jit
@@ -98,8 +99,8 @@ def _plan_items(
 
 
 @triton.jit(do_not_specialize=["suffix_len", "span", "each"])
-def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, EACH: tl.constexpr, WINDOW: tl.constexpr):
-    request, i = tl.program_id(0), tl.arange(0, EACH)
+def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    request, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(prefix_ptr + request) + suffix_len
     place, total = i, span_of(length - 1, span) + 1
     if WINDOW:
@@ -194,14 +195,14 @@ def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int, 
         each = min(each, triton.cdiv(window + suffix_len, span) + 1)
     items = torch.empty((num_requests * each, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
-    _plan_spans[(num_requests,)](
+    _plan_spans[(num_requests, triton.cdiv(each, SPANS_BLOCK))](
         prefix_len,
         items,
         requests,
         suffix_len,
         span,
         each,
-        EACH=triton.next_power_of_2(each),
+        BLOCK=SPANS_BLOCK,
         WINDOW=window or 0,
         num_warps=1,
     )
