@@ -9,8 +9,8 @@ and tree run one shape, adaptive chooses among those of the tree. Each arm runs 
 and the second one counts.
 
 A table: seconds of the batch, times as fast as without a draft, and the least of that over the batch: at every
-twentieth of the tokens, how much sooner the arm had written as many. Then one JSON line. Needs a GPU for figures that
-mean anything; `--tiny` tries it on a CPU.
+twentieth of the tokens, how much sooner the arm had written as many. Then one JSON line, with the steps by shape up to
+each twentieth. Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU.
 """
 
 import argparse
@@ -18,7 +18,9 @@ import json
 import math
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -65,30 +67,39 @@ def engine_spec(folder: Path, arm: str, longest: int, arguments: argparse.Namesp
     return EngineSpec(worker, draft)
 
 
-def progress(spec: EngineSpec, prompts: Sequence[list[int]], answers: Sequence[int]) -> list[float]:
-    """Return the seconds after which each twentieth of the tokens was written. prompts: of two batches."""
+@dataclass
+class Progress:
+    """Seconds after which each twentieth of the tokens was written, and the steps of each shape until then."""
+
+    seconds: list[float] = field(default_factory=list)
+    steps: list[dict[str, int]] = field(default_factory=list)
+
+
+def progress(spec: EngineSpec, prompts: Sequence[list[int]], answers: Sequence[int]) -> Progress:
+    """prompts: of two batches."""
     half = len(prompts) // 2
     with local_engine(spec) as engine:
-        _stamps(engine, prompts[:half], answers)
-        return _stamps(engine, prompts[half:], answers)
+        _progress(engine, prompts[:half], answers)
+        return _progress(engine, prompts[half:], answers)
 
 
-def _stamps(engine: LocalEngine, prompts: Sequence[list[int]], answers: Sequence[int]) -> list[float]:
-    stamps: list[float] = []
+def _progress(engine: LocalEngine, prompts: Sequence[list[int]], answers: Sequence[int]) -> Progress:
+    reached, before = Progress(), Counter(engine.scheduler.stats.steps_by_shape)
     written, total = 0, sum(answers)
 
     def listen(output: RequestOutput) -> None:
         nonlocal written
         written += len(output.tokens)
-        while len(stamps) < PARTS and written * PARTS >= total * (len(stamps) + 1):
-            stamps.append(time.perf_counter() - started_s)
+        while len(reached.seconds) < PARTS and written * PARTS >= total * (len(reached.seconds) + 1):
+            reached.seconds.append(time.perf_counter() - started_s)
+            reached.steps.append(dict(Counter(engine.scheduler.stats.steps_by_shape) - before))
 
     requests = [
         Request(f"r{i}", prompts[i // GROUP], SamplingParams(length, 1.0, seed=i)) for i, length in enumerate(answers)
     ]
     started_s = time.perf_counter()
     engine.run(requests, len(requests), listen)
-    return stamps
+    return reached
 
 
 def main() -> None:
@@ -109,23 +120,29 @@ def main() -> None:
         arguments.model, arguments.requests, arguments.prompt_tokens = "tiny", 16, 24
         arguments.median, arguments.longest, arguments.max_running, arguments.pool_tokens = 12, 96, 8, 4096
     answers = lengths(arguments.requests, arguments.median, arguments.spread, arguments.longest)
-    rows, found = [], {}
+    rows, reached = [], dict[str, Progress]()
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
         write_checkpoints(folder, arguments.model)
         for arm in arguments.arms:
             spec = engine_spec(folder, arm, arguments.prompt_tokens + max(answers), arguments)
             prompts = random_prompts(spec.worker.model, 2 * -(-len(answers) // GROUP), arguments.prompt_tokens)
-            found[arm] = progress(spec, prompts, answers)
-            base = found.get("none", found[arm])
-            gains = [without / having for without, having in zip(base, found[arm], strict=True)]
-            rows.append((arm, round(found[arm][-1], 2), round(gains[-1], 3), round(min(gains), 3)))
+            reached[arm] = progress(spec, prompts, answers)
+            base, own = reached.get("none", reached[arm]).seconds, reached[arm].seconds
+            gains = [without / having for without, having in zip(base, own, strict=True)]
+            rows.append((arm, round(own[-1], 2), round(gains[-1], 3), round(min(gains), 3)))
             print(*rows[-1], flush=True)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
     print(*table(["arm", "seconds", "times as fast", "least"], rows), sep="\n")
     of = {"bench": "rollouts", "hardware": hardware(), "commit": commit(), "model": arguments.model}
-    print(json.dumps(of | {"requests": len(answers), "tokens": sum(answers), "seconds": found}))
+    print(
+        json.dumps(
+            of
+            | {"requests": len(answers), "tokens": sum(answers)}
+            | {"arms": {k: asdict(v) for k, v in reached.items()}}
+        )
+    )
 
 
 if __name__ == "__main__":
