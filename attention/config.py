@@ -37,6 +37,9 @@ class CacheConfig:
     state_interval: tokens of an answer between saved states, a multiple of `page_size`; the next turn recomputes at
         most this many tokens.
     releasable: let `/sleep` free the memory of KV on GPUs; on CPUs it always can.
+    routed_experts: store beside each token's KV which experts of each layer the router chose for it, so that requests
+        may ask for them (`return_routed_experts` of /inference/v1/generate). Takes 1 byte a choice, 2 with more than
+        256 experts, in all layers.
     """
 
     page_size: int = 16
@@ -65,6 +68,7 @@ class CacheConfig:
     releasable: Annotated[
         bool, Setting("--enable-sleep-mode --enable-memory-saver", note="/sleep frees the KV cache; weights stay")
     ] = False
+    routed_experts: Annotated[bool, Setting("--enable-return-routed-experts")] = False
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:

@@ -168,6 +168,7 @@ def resolve(config: AerieConfig, max_model_len: int, nodes: Sequence[NodeResourc
         served_model_name=config.served_model_name,
         max_model_len=config.ingress.max_model_len or max_model_len,
         serves_adapters=config.lora is not None,
+        records_experts=config.cache.routed_experts,
     )
     same = identity(config, max_model_len)
     return Plan(

@@ -123,7 +123,8 @@ class SpeculativeDecoding(CuttableStrategy):
         delays = shapes.eager and Capability.of(slots.device).shares_host_memory
         has_kv = draft is not None and not draft.model.reads_target_kv
         self._backlog = DraftBacklog(draft, slots) if draft is not None and has_kv and delays else None
-        self._every_row = draft is not None and draft.model.reads_last_layer  # also of prompt chunks
+        # also of prompt chunks
+        self._every_row = target.records_experts or (draft is not None and draft.model.reads_last_layer)
 
     @property
     def shapes(self) -> RoundShapes:

@@ -1,6 +1,8 @@
 """`LatentLayout`: one row for all heads, equal on every rank, for multi-head latent attention (DeepSeek-V2, arXiv
 2405.04434, section 2.1).
 
+`ExpertIds`: the experts that a layer's router chose for a token.
+
 The layout of multi-head and grouped-query attention: rotated keys, and values, per KV head."""
 
 from collections.abc import Iterable
@@ -103,3 +105,38 @@ class HeadsLayout(KVLayout[LayerKV]):
 
     def rotate(self, q: Tensor, angles: Angles, norms: HeadNorms | None = None) -> Tensor:
         return rope(q, angles, norms)
+
+
+@dataclass(frozen=True)
+class ExpertIds(KVLayout[Tensor]):
+    """The routed experts of each token in a layer, cached as its KV is: pages that requests share, paths that are
+    accepted, and preempted requests need nothing else. Written by `aerie.workers.layers.moe`; attention has no part in
+    it.
+
+    num_experts: of the layer.
+    per_row: routed experts of a token.
+    """
+
+    num_experts: int
+    per_row: int
+
+    kind: ClassVar[str] = "expert ids"
+
+    @property
+    def per_token(self) -> tuple[PerToken, ...]:
+        return (PerToken((self.per_row,), torch.uint8 if self.num_experts <= 256 else torch.int16),)
+
+    def view(self, tensors: tuple[Tensor, ...], scales: KVScales) -> Tensor:
+        """Return [num_pages + 1, page_size, per_row]."""
+        return tensors[0]
+
+    def store(
+        self,
+        view: Tensor,
+        q: Tensor,
+        rows: tuple[Tensor, ...],
+        angles: Angles,
+        slot_mapping: Tensor,
+        norms: HeadNorms | None = None,
+    ) -> Tensor:
+        raise NotImplementedError("no attention layer has expert ids")

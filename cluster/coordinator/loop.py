@@ -11,6 +11,7 @@ from typing import Literal
 import zmq
 
 from aerie.cluster.coordinator.draft_canary import DraftCanary
+from aerie.cluster.coordinator.expert_reads import ExpertReads
 from aerie.cluster.coordinator.plan_timing import PlanTiming
 from aerie.cluster.coordinator.request_streams import RequestStreams
 from aerie.cluster.coordinator.state_publisher import engine_stats
@@ -96,6 +97,7 @@ class CoordinatorLoop:
         if settings.learning_draft:
             self.drafts = PublishedDrafts(scheduler, settings.learning_draft, self.carry_out)
         self._outputs: list[RequestOutput] = []
+        self._expert_reads = ExpertReads(scheduler, self._outputs_ready)
         self._worker_group: WorkerLinks | None = None
         self._last_epoch = 0
         self._on_idle: list[Callable[[], None]] = []
@@ -174,6 +176,7 @@ class CoordinatorLoop:
         self._tell_state()
         self._model_check.reset()
         self._canary.reset()
+        self._expert_reads.reset()
         max_resumes = self._settings.max_resumes if self._settings.on_worker_loss == "resume" else 0
         blamed = self._scheduler.blamed()
         lost = self._scheduler.requeue_all(self._scheduler.epoch)
@@ -330,9 +333,12 @@ class CoordinatorLoop:
     def _take_result(self, result: StepResult) -> None:
         if result.epoch == self._scheduler.epoch:
             self._plan_timing.answered(self._clock(), result.elapsed_s)
-        self._outputs += self._scheduler.apply(result)
+        self._outputs += self._expert_reads.take(self._scheduler.apply(result))
         self.streams.states.changed()
         self._last_step_s = self._clock()
+
+    def _outputs_ready(self, outputs: list[RequestOutput]) -> None:
+        self._outputs += outputs
 
     def _take_answers(self, answers: Sequence[CommandAnswer]) -> None:
         self._publish()  # tokens of earlier steps were written by the weights before

@@ -105,6 +105,8 @@ def token_delta(
             ),
             timings=RequestTimings(request.queue_s, num_resumes),
         )
+    if output.routed_experts:
+        delta = msgspec.structs.replace(delta, routed_experts=output.routed_experts)
     if token_origins:
         drafted = tuple(position < output.num_drafted for position in range(len(output.tokens)))
         delta = msgspec.structs.replace(delta, drafted=drafted)
@@ -177,7 +179,8 @@ class RequestStreams:
                 continue  # ended since the step
             stream.queued_s = math.inf
             try:
-                stream.put(output, self._num_draft_tokens, self._scheduler.weights.version)
+                version = self._scheduler.weights.version if output.version is None else output.version
+                stream.put(output, self._num_draft_tokens, version)
                 if output.finish_reason is not None:
                     del self._streams[request.request_id]
             except Exception as error:  # a bug in one request must not end all others

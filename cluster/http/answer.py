@@ -58,6 +58,7 @@ class Answer:
     prompt_scores: log-probabilities of the prompt, if requested; complete with the first token.
     num_reasoning_tokens: tokens whose text is reasoning; counted by the answer's driver, which has a parser.
     versions: `TokenDelta.weight_versions` of all tokens, those dropped after a stop string included.
+    routed_experts: `TokenDelta.routed_experts`.
     matched_stop: the stop string, or the id of the token that ended the answer, end of sequence included.
 
     The text of a stop token is not shown. Accepted tokens after a stop string are dropped from text, tokens, logprobs
@@ -87,6 +88,7 @@ class Answer:
         self.prompt_scores = PromptScores()
         self.num_reasoning_tokens = 0
         self.versions: list[tuple[str, int]] = []
+        self.routed_experts = b""
 
     def push(self, delta: TokenDelta) -> Piece:
         """Return the next piece. Raises EngineFailedError or RequestInvalidError if the delta reports such a
@@ -102,6 +104,7 @@ class Answer:
             self.speculation = delta.speculation
         if delta.tokens:
             add_versions(self.versions, delta)
+        self.routed_experts = delta.routed_experts
         for part in delta.prompt_logprobs:
             self.prompt_scores.push(part)
         shown: list[str] = []

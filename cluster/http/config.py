@@ -60,6 +60,7 @@ class EdgeConfig:
     served_model_name: name of the model for clients; "": that of its folder.
     model_aliases: further names that requests may use; replies have `served_model_name`.
     serves_adapters: whether requests may name LoRA adapters; filled in by `lora`.
+    records_experts: whether requests may ask for routed experts; filled in by `cache.routed_experts`.
     max_model_len: tokens of prompt and answer together; 0: the engine's limit.
     max_concurrent_requests: generations in flight per ingress, more get 429; none: three quarters of the process's
         limit of open files.
@@ -109,6 +110,7 @@ class EdgeConfig:
     served_model_name: str = ""
     model_aliases: tuple[str, ...] = ()
     serves_adapters: bool = False
+    records_experts: bool = False
     max_model_len: Annotated[int, Setting(ge=0, rule="at least 1, or 0 for the engine's")] = 0
     max_concurrent_requests: Annotated[int | None, Setting(ge=1)] = None
     max_pending_bytes: Annotated[int, Setting(ge=1)] = 2**30

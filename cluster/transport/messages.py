@@ -89,6 +89,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_crashes: steps with the request that hung or crashed; in a delta of its own, after each.
     weight_versions: which weights wrote the tokens: pairs of a version and a number of tokens, in their order. Empty:
         those of the engine's start.
+    routed_experts: file of `RoutedExperts`, in the last delta, if requested.
     """
 
     request_id: str
@@ -104,6 +105,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, gc=False):
     drafted: tuple[bool, ...] = ()
     num_crashes: int = 0
     weight_versions: tuple[tuple[str, int], ...] = ()
+    routed_experts: bytes = b""
 
 
 def add_versions(versions: list[tuple[str, int]], delta: TokenDelta) -> None:

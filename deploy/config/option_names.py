@@ -180,7 +180,7 @@ REFUSED: dict[str, Names] = {
     "replies have what a request asks for: return_token_ids, logprobs, stream_options (docs/http-api.md)": Names(
         flags="""
         enable-force-include-usage enable-return-aux-hidden-states enable-return-hidden-states
-        enable-return-indexer-topk enable-return-routed-experts incremental-streaming-output return-input-ids
+        enable-return-indexer-topk incremental-streaming-output return-input-ids
         return-output-ids return-sampling-mask return-tokens-as-token-ids stream-response-default-include-usage
         tokens-only
         """,

@@ -1,6 +1,6 @@
 """The router of a mixture of experts: scores every expert for every row."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,10 @@ class Router(WeightedModule):
     bias: [num_logits] added to the logits; None without.
     e_score_correction_bias: [num_experts] float32; None without.
     scales: a factor on each expert's weights; None without.
+    recorded: returns where each token's chosen experts are stored (`ExpertIds`); None: nowhere.
     """
+
+    recorded: Callable[[], Tensor] | None = None
 
     def __init__(self, hidden_size: int, routing: Routing) -> None:
         super().__init__()
@@ -44,10 +47,15 @@ class Router(WeightedModule):
         )
 
     def forward(self, x: Tensor, live: TokenSlots | None = None) -> RouterLogits:
-        """Return the router logits of x [rows, hidden_size]."""
+        """Return the router logits of x [rows, hidden_size]. live: KV slots of the rows."""
         logits = router_gemm(x, self.weight, self.bias, self._workspace, self._deterministic)
         scales = None if self.scales is None else self.scales.weight
-        return RouterLogits(logits, self.e_score_correction_bias, self.routing, live, scales)
+        router = RouterLogits(logits, self.e_score_correction_bias, self.routing, live, scales)
+        if self.recorded is not None:
+            assert live is not None, "passes of a target mark their rows"
+            ids = self.recorded()
+            ids.view(-1, ids.shape[-1]).index_copy_(0, live.slots, router.choose()[0].to(ids.dtype))
+        return router
 
     def weights(self, num_shared: int) -> RouterWeights:
         """num_shared: shared experts joined to the routed ones."""
@@ -56,9 +64,10 @@ class Router(WeightedModule):
 
     @property
     def workspace(self) -> Workspace | None:
-        """Scratch for the router's GEMM. None without kernels for the device, and in deterministic engines, where a
-        row's sums must not depend on the number of rows."""
-        return None if self._deterministic else self._workspace
+        """Scratch for the router's GEMM fused with the norm before it. None without kernels for the device, in
+        deterministic engines, where a row's sums must not depend on the number of rows, and where choices are
+        recorded, because the fused kernel numbers experts differently."""
+        return None if self._deterministic or self.recorded is not None else self._workspace
 
     def workspace_size(self) -> tuple[int, int]:
         return cells_of(self.routing.num_logits), 1

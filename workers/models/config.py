@@ -15,6 +15,7 @@ from aerie.attention.kv_cache.layouts import HeadsLayout
 from aerie.attention.recurrent.layout import StateGroup
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
+from aerie.kernels.experts.route import Routing
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.linear import kv_head_span
 from aerie.workers.layers.rotary import RopeConfig, yarn_magnitude
@@ -70,6 +71,11 @@ class ModelConfig(ABC):
         """Return the configuration with `whole_experts`. Raises ValueError, naming `source`, if the model has no
         experts."""
         raise ValueError(f"expert_parallel=true: {source} has no experts; leave it out")
+
+    @property
+    def recorded_routing(self) -> Routing | None:
+        """Return the routing of layers whose chosen experts can be recorded; None without such layers."""
+        return None
 
     @abstractmethod
     def check_shards(self, tensor_parallel: int, source: str) -> None:

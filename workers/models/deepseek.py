@@ -68,6 +68,10 @@ class DeepseekConfig(ModelConfig):
     def _has_mlps(self) -> bool:
         return not self.experts.layers.issuperset(range(self.num_layers))
 
+    @property
+    def recorded_routing(self) -> Routing | None:
+        return self.experts.routing
+
     def with_whole_experts(self, source: str) -> Self:
         return replace(self, whole_experts=True)
 

@@ -79,6 +79,10 @@ class LlamaMoeConfig(LlamaConfig):
         return self.experts is None or not self.experts.layers.issuperset(range(self.num_layers))
 
     @property
+    def recorded_routing(self) -> Routing | None:
+        return None if self.experts is None else self.experts.routing
+
+    @property
     def cut_sizes(self) -> dict[str, int]:
         dense = super().cut_sizes if self.has_mlps else {}
         return dense if self.experts is None else dense | self.experts.cut_sizes(self.whole_experts)

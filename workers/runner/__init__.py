@@ -14,6 +14,7 @@ build           builds a rank from a configuration
 memory          divides a rank's memory; device_memory: measures it
 weight_update   loads weights of running models again; transfer: receives them from a trainer, beside steps
 rank_adapters   a rank's LoRA adapters, in host memory and in the layers' tables
+routed_experts  the experts that routers chose for each token, stored in pages
 executor        the interface of a rank to the sender of plans
 local_engine    an engine without transport, for tests, benchmarks and offline use; rank_processes: its child processes
 """

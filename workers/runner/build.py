@@ -50,6 +50,7 @@ from aerie.workers.runner.layout import EngineParts, EnginePlan, PhaseDone, slot
 from aerie.workers.runner.memory import RankMemory, StepPeaks, device_memory, must_fit
 from aerie.workers.runner.model_runner import TargetRunner
 from aerie.workers.runner.rank_adapters import RankAdapters
+from aerie.workers.runner.routed_experts import ExpertRecord
 from aerie.workers.runner.transfer.checksums import WeightChecker
 from aerie.workers.runner.transfer.session import WeightTransfer
 from aerie.workers.runner.weight_update import META, RunningModel, WeightUpdate
@@ -137,6 +138,8 @@ def build_rank(
     if parts.adapters is not None:
         parts.adapters.register(built.handlers)
         parts.adapters.launch_kernels()
+    if parts.experts is not None:
+        parts.experts.register(built.handlers)
     warm_up(built, parts.layout, None if parts.tower is None else parts.tower.small())
     if parts.tower is not None:
         parts.tower.clear()  # the scheduler knows nothing of that image
@@ -217,7 +220,9 @@ def load_parts(
         with memory.counting_weights(), must_fit("the tables of adapters", remedy):
             adapters = RankAdapters(model, names, worker.lora, slots.values["adapter"], name)
         done(f"{len(worker.lora.modules)} adapters loaded")
-    target = TargetRunner(model, pool, backends, states, None if adapters is None else adapters.row_index)
+    row_index = None if adapters is None else adapters.row_index
+    target = TargetRunner(model, pool, backends, states, row_index, worker.cache.routed_experts)
+    experts = ExpertRecord(model, pool, group.rank) if worker.cache.routed_experts else None
     sampler = Sampler(slots, model.lm_head.shard, masks)
     tolerates_violations = engine.speculation.has_synthetic_acceptance
     grammars = SlotGrammars(worker.model.path, engine.target.vocab_size, masks, tolerates_violations)
@@ -230,7 +235,9 @@ def load_parts(
         ),
     )
     models = {"target": running}
-    return EngineParts(worker, layout, group, target, draft_pool, slots, sampler, grammars, models, tower, adapters)
+    return EngineParts(
+        worker, layout, group, target, draft_pool, slots, sampler, grammars, models, tower, adapters, experts
+    )
 
 
 def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int, done: PhaseDone) -> EngineParts:

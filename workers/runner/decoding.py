@@ -91,7 +91,7 @@ class Autoregressive(CuttableStrategy):
         if chunks is not None:
             begin_finals(slots, chunks)
         ids = joined((slots.bonus[batch.slots], chunks.ids if chunks else None))
-        every_row = batch.prompt_targets is not None
+        every_row = batch.prompt_targets is not None or self._target.records_experts
         out = self._target.forward(ids, rounds, positions, chunks.batch if chunks else None, every_row, batch.adapted)
         return Passed(batch.rows(width=1).with_finals(out.hidden, every_row), prompt_hidden(batch, out.hidden, 1))
 

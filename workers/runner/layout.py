@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
+from aerie.attention.config import CacheConfig
 from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.kv_cache.layouts import HeadsLayout, has_latent_rows
+from aerie.attention.kv_cache.layouts import ExpertIds, HeadsLayout, has_latent_rows
 from aerie.attention.kv_cache.pool import KVPool, bytes_per_page
 from aerie.attention.recurrent.layout import chunk_bytes, saved_dtype, slot_bytes, snapshot_bytes
 from aerie.attention.recurrent.pool import StatePool
@@ -27,6 +28,7 @@ from aerie.workers.runner.backends import Backends
 from aerie.workers.runner.decoding import Autoregressive, CuttableStrategy, DecodingStrategy
 from aerie.workers.runner.model_runner import TargetRunner
 from aerie.workers.runner.rank_adapters import RankAdapters
+from aerie.workers.runner.routed_experts import ExpertRecord
 from aerie.workers.runner.weight_update import RunningModel
 from aerie.workers.runner.worker import LateCaptures, Worker
 from aerie.workers.sampling import Sampler
@@ -98,7 +100,8 @@ class EnginePlan:
 
     def target_groups(self, tensor_parallel: int) -> tuple[LayerGroup, ...]:
         """Return the layer groups of the target's KV on a rank. Windowed layers have separate groups."""
-        return split_windows(self.target, self.target.kv_groups(tensor_parallel, self.kv_dtype), self.layout.window)
+        groups = split_windows(self.target, self.target.kv_groups(tensor_parallel, self.kv_dtype), self.layout.window)
+        return groups + expert_groups(self.target, self.layout.cache)
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class EngineParts:
     models: models whose weights can be loaded again; `Speculation.strategy` adds "draft".
     tower: encodes images; None in an engine that takes none.
     adapters: None in engines without adapters.
+    experts: None in engines that do not record them.
     """
 
     worker: WorkerConfig
@@ -122,6 +126,7 @@ class EngineParts:
     models: dict[str, RunningModel]
     tower: VisionTower | None = None
     adapters: RankAdapters | None = None
+    experts: ExpertRecord | None = None
 
     @property
     def pools(self) -> tuple[KVPool, KVPool]:
@@ -196,7 +201,7 @@ def plan_engine(
     max_model_len = worker.model.max_model_len or target.max_position
     of_target = target.kv_groups(worker.tensor_parallel, of_kv)
     window = None if recurrent else longest_window(target, of_target, max_model_len)
-    of_target = split_windows(target, of_target, window)
+    of_target = split_windows(target, of_target, window) + expert_groups(target, worker.cache)
     shapes = replace(speculation.shapes, eager=not device.captures_graphs or not worker.cuda_graphs)
     # two rounds in flight may write after max_model_len
     max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)
@@ -248,6 +253,20 @@ def _image_sizes(
             "attend to each other; raise it, or set model.images=off"
         )
     return sizes
+
+
+def expert_groups(target: ModelConfig, cache: CacheConfig) -> tuple[LayerGroup, ...]:
+    """Return the group that stores routed experts, whose layer numbers follow those of the layers; () if they are not
+    recorded. Raises ValueError if they cannot be."""
+    if not cache.routed_experts:
+        return ()
+    routing = target.recorded_routing
+    if routing is None:
+        raise ValueError(
+            f"cache.routed_experts=true: {target.architecture} has no routers of Aerie's own layers; leave it out"
+        )
+    layers = tuple(range(target.num_layers, 2 * target.num_layers))
+    return (LayerGroup(layers, ExpertIds(routing.num_experts, routing.experts_per_token)),)
 
 
 def longest_window(target: ModelConfig, groups: Sequence[LayerGroup], max_model_len: int) -> int | None:

@@ -42,10 +42,12 @@ class TargetRunner(ModelRunner[TargetModel]):
 
     states: states of its recurrent layers; None without such layers.
     row_index: of layers that depend on their rows' requests; None without such layers.
+    records_experts: whether routers record their choices, so that all layers compute every row.
     """
 
     states: StatePool | None = None
     row_index: RowIndex | None = None
+    records_experts: bool = False
 
     def forward(
         self,

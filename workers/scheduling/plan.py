@@ -96,6 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: like logprobs, for the prompt's tokens after the first. Unless -1, the prompt does not use the
         prefix cache.
     adapter: name of the adapter that changes the target's layers; "": none.
+    routed_experts: whether the last output has the experts of each token (`ReadRoutedExperts`).
     """
 
     max_tokens: int
@@ -116,6 +117,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: bytes = b""
     prompt_logprobs: int = -1
     adapter: str = ""
+    routed_experts: bool = False
 
     @property
     def is_random(self) -> bool:

@@ -88,16 +88,25 @@ class StepResults:
                     adapter.draft.count(num_accepted)
                     if self._shapes.learns_acceptance and adapter.draft.judge():
                         self._queues.stop_drafting(adapter)
-            reason = None
+            reason, pages = None, tuple[int, ...]()
             if index >= num_rounds:
                 self._prompt_ended(sequence, now)
             if finish_code != FINISH_NONE:
                 reason = _FINISH[finish_code]
+                if request.sampling.routed_experts and sequence.slot >= 0:
+                    pages = tuple(self._slot_pages.pages[sequence.slot])
                 self._admission.expected.ended(len(request.output), reason is FinishReason.STOP)
                 self._queues.finish(sequence, reason, committed_before[index], now)
             drafted = min(num_accepted, count) if num_accepted > 0 else 0  # fewer if a stop ended the round
             outputs.append(
-                RequestOutput(request, new, logprobs.get(index) if logprobs else None, reason, num_drafted=drafted)
+                RequestOutput(
+                    request,
+                    new,
+                    logprobs.get(index) if logprobs else None,
+                    reason,
+                    num_drafted=drafted,
+                    pages=pages,
+                )
             )
         if self._shapes.model_free:  # count only verified drafts, because without a match nothing is copied
             self._stats.num_draft_tokens += sum(num_drafted)

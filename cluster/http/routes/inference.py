@@ -6,11 +6,13 @@ Converts requests for vLLM's /inference/v1/generate into completion requests.
 
 Bodies and replies of vLLM's /inference/v1/generate: token ids in and out."""
 
+import base64
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +20,7 @@ from starlette.responses import Response
 from aerie.cluster.http.answer import Piece
 from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.endpoint import Endpoint, post
-from aerie.cluster.http.errors import ApiError
+from aerie.cluster.http.errors import ApiError, invalid
 from aerie.cluster.http.parsers.output_parser import ReplyDelta
 from aerie.cluster.http.replies.logprobs import finite
 from aerie.cluster.http.replies.reply import Reply, WholeAnswer
@@ -59,12 +61,11 @@ class InferenceSampling(CommonSampling):
 
 
 class InferenceRequest(Schema):
-    """Continue the tokens of a prompt."""
+    """Continue the tokens of a prompt. return_routed_experts: needs a server with `cache.routed_experts: true`."""
 
     refused = {
         "features": ("prompts are token ids", ()),
         "kv_transfer_params": REFUSED["kv_transfer_params"],
-        "return_routed_experts": REFUSED["return_routed_experts"],
     }
 
     token_ids: TokenIds
@@ -75,6 +76,7 @@ class InferenceRequest(Schema):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = None
     priority: int | None = None
     request_id: RequestId | None = None
+    return_routed_experts: bool | None = None
 
 
 class IdLogprob(Struct):
@@ -101,6 +103,8 @@ class InferenceChoice(Struct):
     """An answer; in a stream's event, its further tokens.
 
     weight_versions: which weights wrote the answer's tokens; with its last tokens.
+    routed_experts: with the last tokens, the experts of each token of prompt and answer but the last: base64 of an .npy
+        file with an array [tokens - 1, layers, experts of a token] of uint8, or of uint16 with more than 256 experts.
     """
 
     index: int
@@ -109,6 +113,7 @@ class InferenceChoice(Struct):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: str | int | None
     weight_versions: list[WeightVersion] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
 
 
 class InferenceReply(Struct):
@@ -131,9 +136,21 @@ async def inference_request(body: InferenceRequest, config: EdgeConfig, tokenize
         values = sampling.model_dump(exclude_none=True, include=set(_OF_SAMPLING - {"detokenize"}))
         values |= body.model_dump(exclude_none=True, include=_SAME)
         values |= {"prompt": body.token_ids, "return_token_ids": True, "return_weight_versions": True}
-        return await text_request(validated(values, CompletionRequest), config, tokenizer)
+        request = await text_request(validated(values, CompletionRequest), config, tokenizer)
+        return _with_experts(request, config) if body.return_routed_experts else request
     except ApiError as error:
         raise _renamed(error) from None
+
+
+def _with_experts(request: EdgeRequest, config: EdgeConfig) -> EdgeRequest:
+    """Return the request so that each choice has its routed experts. Raises ApiError."""
+    name = "return_routed_experts"
+    if not config.records_experts:
+        raise invalid(name, f"{name}: this server does not record them; start it with cache.routed_experts: true")
+    if request.choices[0].form.stops:
+        raise invalid(name, f"{name}: the engine does not know stop strings; use stop_token_ids")
+    choices = [replace(each, sampling=structs.replace(each.sampling, routed_experts=True)) for each in request.choices]
+    return replace(request, choices=choices)
 
 
 def _renamed(error: ApiError) -> ApiError:
@@ -173,7 +190,10 @@ class TokensReply(Reply):
     def _choice(self, index: int, piece: Piece) -> InferenceChoice:
         logprobs = self._logprobs(piece) if self._context.request.logprobs >= 0 else None
         versions = self._context.weight_versions(index) if piece.finish is not None else UNSET
-        return InferenceChoice(index, piece.tokens, logprobs, piece.finish, piece.stop_reason, versions)
+        choice = InferenceChoice(index, piece.tokens, logprobs, piece.finish, piece.stop_reason, versions)
+        if piece.finish is not None and (file := self._context.answers[index].routed_experts):
+            choice.routed_experts = base64.b64encode(file).decode()
+        return choice
 
     def _logprobs(self, piece: Piece) -> InferenceLogprobs:
         num_top = self._context.request.logprobs

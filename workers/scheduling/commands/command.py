@@ -214,6 +214,27 @@ class WeightSums(msgspec.Struct, frozen=True, array_like=True, tag=True):
     sums: dict[str, str]
 
 
+class ReadRoutedExperts(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Read the experts that routers chose for the tokens of requests that have ended. -> `ExpertRecord`
+
+    pages: of each request, in order. No plan may have been made since they were freed.
+    num_tokens: of each request: those with KV.
+    """
+
+    extra_s: ClassVar[float] = 10.0
+
+    pages: tuple[tuple[int, ...], ...]
+    num_tokens: tuple[int, ...]
+
+
+class RoutedExperts(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """The result of `ReadRoutedExperts`, of rank 0; other ranks return none. files: of each request, an .npy file with
+    an array [tokens, layers, experts of a token] of uint8, or of uint16 with more than 256 experts. Layers without
+    experts have zeros."""
+
+    files: tuple[bytes, ...] = ()
+
+
 class ReleasePages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Give the memory of all KV pages back. No request may run until `RestorePages`. -> `Worker`"""
 
@@ -233,9 +254,9 @@ class ReleasedPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Transfer = OpenTransfer | StartUpdate | ReceiveWeights | CloseTransfer | InspectTransfer
-PagesWork = ReleasePages | RestorePages
+PagesWork = ReleasePages | RestorePages | ReadRoutedExperts
 Work = CaptureGraph | LoadWeights | Transfer | SumWeights | LoadAdapter | InspectAdapters | UnloadAdapter | PagesWork
-Result = Captured | LoadedWeights | TransferState | WeightSums | AdapterReads | ReleasedPages
+Result = Captured | LoadedWeights | TransferState | WeightSums | AdapterReads | ReleasedPages | RoutedExperts
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from aerie.cluster.transport.messages import TokenDelta
-from aerie.workers.scheduling.plan import TokenLogprobs
+from aerie.workers.scheduling.plan import SamplingParams, TokenLogprobs
 from tests.support.edge_client import CHAT, HELLO, PROMPT, TEXT, events, in_process
 from tests.support.fake_engine import FakeEngine
 
@@ -70,6 +70,30 @@ async def test_what_cannot_be_honoured_is_refused_by_its_name(body: dict[str, An
     async with in_process(engine()) as client:
         reply = await client.post(ROUTE, json=body)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param
+
+
+def recorded(prompt: list[int], sampling: SamplingParams) -> list[TokenDelta]:
+    file = b"file" if sampling.routed_experts else b""
+    return [TokenDelta("", (70,)), TokenDelta("", (71,), "length", routed_experts=file)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_routed_experts_come_with_the_last_tokens_of_each_choice(stream: bool) -> None:
+    body = {"token_ids": [5], "sampling_params": {"n": 2, "max_tokens": 2}, "stream": stream}
+    async with in_process(FakeEngine(recorded), records_experts=True) as client:
+        reply = await client.post(ROUTE, json=body | {"return_routed_experts": True})
+        silent = await client.post(ROUTE, json=body)
+        stop = body | {"sampling_params": {"stop": ["x"]}, "return_routed_experts": True}
+        refused = await client.post(ROUTE, json=stop)
+    replies = events(reply.text) if stream else [reply.json()]
+    found = [
+        (choice["index"], choice["routed_experts"])
+        for each in replies
+        for choice in each["choices"]
+        if "routed_experts" in choice
+    ]
+    assert sorted(found) == [(0, "ZmlsZQ=="), (1, "ZmlsZQ==")] and "routed_experts" not in silent.text
+    assert refused.status_code == 400 and "use stop_token_ids" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
