@@ -11,7 +11,8 @@ must read over the rate at which this GPU copies its own memory, measured first.
 Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU. `--model dsv3-rank`: one rank's share of
 DeepSeek-V3 at eight ranks, which its own module drafts for, and dsv3-layers, for `--tensor-parallel 2`
 (`tests.bench.models.deepseek_rank`); `--model qwen3.5-27b`, qwen3.5-35b-a3b: hybrids (`tests.bench.models.hybrids`);
-gpt-oss-20b, gemma-3-27b, qwen3-8b with a DFlash draft and others: `tests.bench.models.published`.
+gpt-oss-20b, gemma-3-27b, qwen3-8b and the hybrid qwen3.8-27b with block drafts, and others:
+`tests.bench.models.published`.
 `--model-impl transformers` serves the model through the adapter, to compare it with the model's own class.
 """
 
@@ -62,6 +63,7 @@ SHAPES = {
     "block-8": (7, 1, 8),
     "block-16": (15, 1, 16),
     "block-tree": (7, 4, 16),
+    "block-8-tree-32": (7, 7, 32),
     **{f"block-tree-{width}": (15, 7, width) for width in (16, 24, 32, 48, 63, 128, 256)},
 }
 PROFILED_ROUNDS = 10

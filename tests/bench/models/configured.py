@@ -30,6 +30,9 @@ def floor_bytes(
     if name in published.CONFIGS:
         contexts = [tokens / requests] * requests
         return published.floor_bytes(folder / "target", name, rows, contexts, passes) / ranks
+    if name in published.DRAFTS:
+        target = hybrids.floor_bytes(name, rows, tokens, 0, draft_rows, ranks, requests)
+        return target + (published.block_draft_bytes(folder / "draft", passes) / ranks if passes else 0)
     if name in hybrids.CONFIGS:
         return hybrids.floor_bytes(name, rows, tokens, passes, draft_rows, ranks, requests)
     return deepseek_rank.floor_bytes(name, rows, tokens, passes, draft_rows, ranks)

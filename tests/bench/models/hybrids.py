@@ -60,6 +60,8 @@ CONFIGS = {
     "qwen3.5-27b": QWEN_27B,
     "qwen3.5-35b-a3b": QWEN_35B,
     "qwen3.5-tiny": QWEN_27B | _SMALL | {"intermediate_size": 96},
+    "qwen3.8-27b": QWEN_27B | {"mtp_num_hidden_layers": 0},  # with a block draft, see `published`
+    "qwen3.8-tiny": QWEN_27B | _SMALL | {"intermediate_size": 96, "mtp_num_hidden_layers": 0},
     "qwen3.5-moe-tiny": QWEN_35B
     | _SMALL
     | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
@@ -68,9 +70,10 @@ DRAFT_VOCAB = AUTO_ROWS  # rows of the draft's head, with a token map, see `Spec
 
 
 def floor_bytes(name: str, rows: int, tokens: float, passes: int, draft_rows: int, ranks: int, requests: int) -> float:
-    """Bytes that a round must read or write on one of `ranks`: weights once a pass, of experts those that uniform
-    routing gives to somebody, KV, and each request's states once there and back. rows: of the target's pass. tokens: of
-    all contexts. passes, draft_rows: the module's, and the rows of one. Embeddings and activations are left out."""
+    """Bytes that a round with the model's own module must read or write on one of `ranks`: weights once a pass, of
+    experts those that uniform routing gives to somebody, KV, and each request's states once there and back.
+    rows: of the target's pass. tokens: of all contexts. passes, draft_rows: the module's, and the rows of one.
+    Embeddings and activations are left out."""
     c = CONFIGS[name]
     hidden, layers, head_dim = c["hidden_size"], c["num_hidden_layers"], c["head_dim"]
     full = layers // c["full_attention_interval"]

@@ -16,6 +16,7 @@ from aerie.workers.models.llama import LlamaConfig
 from aerie.workers.models.loading import allocate, read_target_config
 from aerie.workers.models.registry import family_of_config
 from aerie.workers.models.weights import META, weight_bytes
+from tests.bench.models import hybrids
 from tests.deploy.config.test_published_models import PUBLISHED
 
 # Name of the benchmark's model -> of the published configuration.
@@ -38,8 +39,25 @@ DRAFTS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 5,
         "block_size": 16,
         "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    }
+    },
 }
+# A block of 8 for Qwen3.8-27B, whose head's own config.json is not here: five layers of Qwen3-32B's widths.
+_ATTENTION = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 10000000}
+for _name, _sizes in {
+    "qwen3.8-27b": _ATTENTION | {"num_hidden_layers": 5, "layer_types": ["full_attention"] * 5},
+    "qwen3.8-tiny": {"num_hidden_layers": 1, "layer_types": ["full_attention"], "num_key_value_heads": 2},
+}.items():
+    DRAFTS[_name] = {
+        **{key: value for key, value in hybrids.CONFIGS[_name].items() if key in CONFIGS["qwen3-8b"]},
+        "model_type": "qwen3",
+        **_sizes,
+        "num_target_layers": hybrids.CONFIGS[_name]["num_hidden_layers"],
+        "block_size": 8,
+        "dflash_config": {
+            "mask_token_id": hybrids.CONFIGS[_name]["vocab_size"] - 1,
+            "target_layer_ids": [1, 2] if _name.endswith("tiny") else [1, 16, 31, 46, 61],
+        },
+    }
 
 
 # What a kind of head has beside: sizes of the published ones.
@@ -91,14 +109,19 @@ def floor_bytes(target: Path, name: str, rows: int, contexts: Sequence[float], n
     seen = sum(min(tokens, window or tokens) for window in windows for tokens in contexts)
     total += round(2 * 2 * raw["num_key_value_heads"] * raw["head_dim"] * seen)
     if num_steps:
-        draft = json.loads((target.parent / "draft" / "config.json").read_text())
-        hidden, mlp = draft["hidden_size"], draft["intermediate_size"]
-        heads = draft["head_dim"] * (2 * draft["num_attention_heads"] + 2 * draft["num_key_value_heads"])
-        layers = draft["num_hidden_layers"] * hidden * (heads + 3 * mlp)
-        captured = len(draft["dflash_config"]["target_layer_ids"])
-        total += 2 * (layers + captured * hidden * hidden + draft["vocab_size"] * hidden)
-        # The Markov head's table is read for every level. A selector reads few rows; convolutions project the states.
-        total += 2 * num_steps * draft.get("markov_rank", 0) * draft["vocab_size"]
-        groups = hidden // draft.get("conv_group_size", hidden)
-        total += 2 * draft["num_hidden_layers"] * 2 * 2 * draft.get("conv_kernel_size", 0) * groups * hidden
+        total += block_draft_bytes(target.parent / "draft", num_steps)
     return float(total)
+
+
+def block_draft_bytes(folder: Path, num_steps: int) -> int:
+    """Bytes of a block draft's weights that a round must read. folder: of its config.json."""
+    draft = json.loads((folder / "config.json").read_text())
+    hidden, mlp = draft["hidden_size"], draft["intermediate_size"]
+    heads = draft["head_dim"] * (2 * draft["num_attention_heads"] + 2 * draft["num_key_value_heads"])
+    layers = draft["num_hidden_layers"] * hidden * (heads + 3 * mlp)
+    captured = len(draft["dflash_config"]["target_layer_ids"])
+    total = 2 * (layers + captured * hidden * hidden + draft["vocab_size"] * hidden)
+    # The Markov head's table is read for every level. A selector reads few rows; convolutions project the states.
+    total += 2 * num_steps * draft.get("markov_rank", 0) * draft["vocab_size"]
+    groups = hidden // draft.get("conv_group_size", hidden)
+    return int(total + 2 * draft["num_hidden_layers"] * 2 * 2 * draft.get("conv_kernel_size", 0) * groups * hidden)
