@@ -33,8 +33,11 @@ class StatePool:
         num_slots: int,
         device: torch.device,
         saved_dtype: torch.dtype = torch.float32,
+        deterministic: bool = False,
     ) -> None:
-        """saved_dtype: dtype of the states in snapshots."""
+        """saved_dtype: dtype of the states in snapshots.
+        deterministic: a row's result must depend on its path only (`RoundTables.fixed`)."""
+        self.deterministic = deterministic
         self.groups = tuple(groups)
         self.saved_dtype = saved_dtype
         self.sizes = sizes
@@ -130,13 +133,16 @@ class StateBatch:
         rounds = of_chunks = None
         if decode is not None:
             assert decode.slots is not None, "recurrent layers need the slots of rounds"
-            rounds = RoundTables(decode.slots, decode.prefix_len, decode.mask, pool.snapshot_at, pool.snapshot_entry)
+            saved = pool.snapshot_at, pool.snapshot_entry
+            rounds = RoundTables(decode.slots, decode.prefix_len, decode.mask, *saved, pool.deterministic)
         if chunks is not None:
             assert chunks.slots is not None, "recurrent layers need the slots of chunks"
             saved_at, saved_row = chunks.saved_at, chunks.saved_row
             if saved_at is None or saved_row is None:
                 saved_at, saved_row = torch.full_like(chunks.starts, -1), chunks.slots
-            of_chunks = ChunkTables(chunks.slots, chunks.qo_indptr, chunks.starts, saved_at, saved_row)
+            of_chunks = ChunkTables(
+                chunks.slots, chunks.qo_indptr, chunks.starts, saved_at, saved_row, pool.deterministic
+            )
         return StateBatch(pool, 0 if decode is None else decode.num_rows, rounds, of_chunks)
 
     def recur(self, layer: int, rows: DeltaRows, weights: DeltaWeights) -> Tensor:

@@ -5,6 +5,7 @@ tables    the tensors: a layer's state, weights and rows, and the inputs that al
 rounds    verification and decoding: replays the committed rows, then computes the new rows, for trees of any shape;
           moves the accepted rows of all layers to the committed rows
 chunks    prompt chunks
+recurrence_triton  rounds and chunks of deterministic engines, token by token
 formulas  convolution, gates, recurrence and gated norm in torch, for the references
 
 A round reads and writes the state once, for any number of rows. Verified rows do not change the state; the layer stores

@@ -52,6 +52,10 @@ def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) 
     return fits_kernels(kept)
 
 
+def _is_fixed(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, *_: object) -> bool:
+    return tables.fixed and fits_kernels(kept)
+
+
 def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor) -> None:
     check_layer(rows, weights, kept, out)
     chunks = tables.slots.shape[0]
@@ -63,6 +67,13 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Chu
 
 
 @operation(
+    Implementation(
+        "triton, token by token",
+        "aerie.kernels.delta_rule.recurrence_triton:delta_rule_chunks",
+        on_gpu,
+        _is_fixed,
+        f"fixed; {KERNEL_LIMITS}",
+    ),
     Implementation("triton", "aerie.kernels.delta_rule.chunks_triton:delta_rule_chunks", on_gpu, _fits, KERNEL_LIMITS),
     contract=_check,
 )

@@ -162,7 +162,7 @@ def _history(qkv_ptr, history_ptr, chunk_row, token, column, stride, has_history
 
 
 @triton.jit
-def _move_history(
+def move_history(
     qkv_ptr, conv_ptr, saved_ptr, slot, entry, chunk_row, rows, snapshot, column, stride, has_history, C: tl.constexpr,
 ):  # fmt: skip
     """Store the last three tokens of a chunk as the slot's history, and the three before a snapshot as its history."""
@@ -225,14 +225,14 @@ def _advance(
                 tl.store(saved_state_ptr + entry * (HV * DK * DV) + of_head, state)
         tl.store(state_ptr + slot * (HV * DK * DV) + of_head, state)
         snapshot = tl.where(snapshot <= rows, snapshot, 0)
-        _move_history(
+        move_history(
             qkv_ptr, conv_ptr, saved_conv_ptr, slot, entry, chunk_row, rows, snapshot, 2 * KEYS + h * DV + e,
             qkv_stride, start > 0, C,
         )  # fmt: skip
         if (part == 0) & (h == key_head * (HV // HK)):
             for keys in tl.static_range(2):
                 column = keys * KEYS + key_head * DK + d
-                _move_history(
+                move_history(
                     qkv_ptr, conv_ptr, saved_conv_ptr, slot, entry, chunk_row, rows, snapshot, column,
                     qkv_stride, start > 0, C,
                 )  # fmt: skip

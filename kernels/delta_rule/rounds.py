@@ -28,6 +28,10 @@ def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) 
     return fits_kernels(kept)
 
 
+def _is_fixed(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
+    return tables.fixed and fits_kernels(kept)
+
+
 def _is_step(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
     return fits_kernels(kept) and tables.mask.shape[1] == 1
 
@@ -62,6 +66,13 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Rou
 
 
 @operation(
+    Implementation(
+        "triton, token by token",
+        "aerie.kernels.delta_rule.recurrence_triton:delta_rule_rounds",
+        on_gpu,
+        _is_fixed,
+        f"fixed; {KERNEL_LIMITS}",
+    ),
     Implementation(
         "triton, one row",
         "aerie.kernels.delta_rule.step_triton:delta_rule_rounds",

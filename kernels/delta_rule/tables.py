@@ -194,6 +194,7 @@ class RoundTables:
                   node's ancestor, and its output is finite.
     snapshot_at:  [S + 1] int32, by slot: number of tokens after which the state is saved; -1 for none.
     snapshot_entry: [S + 1] int64, by slot: index of that snapshot.
+    fixed:        a row's result must depend on its path only, bit for bit, in rounds and in chunks.
     """
 
     slots: Tensor
@@ -201,6 +202,7 @@ class RoundTables:
     mask: Tensor
     snapshot_at: Tensor
     snapshot_entry: Tensor
+    fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class ChunkTables:
     snapshot_at:  [N_c] int32, number of tokens after which the state is saved, starts < snapshot_at <= starts + rows;
                   -1 for none.
     snapshot_entry: [N_c] int64, index of that snapshot.
+    fixed:        as in `RoundTables`.
     """
 
     slots: Tensor
@@ -221,6 +224,7 @@ class ChunkTables:
     starts: Tensor
     snapshot_at: Tensor
     snapshot_entry: Tensor
+    fixed: bool = False
 
 
 def check_layer(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, out: Tensor) -> None:

@@ -36,6 +36,7 @@ FILES = {
         "tests/attention/backends/test_trtllm_latent.py::test_trees_are_their_prefix_and_their_masked_columns",
         "tests/kernels/test_pdl_gpu.py",
         "tests/kernels/delta_rule/test_delta_kernels.py",
+        "tests/kernels/delta_rule/test_recurrence.py",
         "tests/kernels/gemm/test_ordered_gemm.py",
     ),
     "attention": (

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
 from aerie.attention.config import CacheConfig  # noqa: E402
+from aerie.kernels.delta_rule import recurrence_triton  # noqa: E402
 from aerie.kernels.gemm.tiles import ordered_workspace_size  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from aerie.kernels.kv.batches import Mode  # noqa: E402
@@ -62,6 +63,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "aerie.workers.runner.build.target_backends", lambda *_: dict.fromkeys(TARGET_MODES, TritonBackend(SPAN))
     )
     monkeypatch.setattr("aerie.workers.models.loading.finish_weights", finish_target)
+    for name in ("delta_rule_rounds", "delta_rule_chunks"):
+        monkeypatch.setattr(f"aerie.attention.recurrent.pool.{name}", getattr(recurrence_triton, name))
 
 
 def spec_of(

@@ -212,7 +212,7 @@ def load_parts(
     recurrent = engine.target.state_groups(group.size, engine.dtype)
     with must_fit(f"the states of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
         sizes = layout.state_sizes, layout.scheduler.num_slots, device
-        states = StatePool(recurrent, *sizes, saved_dtype(layout.cache)) if recurrent else None
+        states = StatePool(recurrent, *sizes, saved_dtype(layout.cache), deterministic) if recurrent else None
     names = weight_names(engine.target, name)
     adapters = None
     if worker.lora is not None:

@@ -6,6 +6,7 @@ bit. Each part computes a row with the same operations in the same order, whatev
 - GEMMs: `aerie.kernels.gemm.ordered_triton`, one order of additions per weight for any number of rows.
 - experts: `aerie.kernels.experts.many_rows_triton`, blocks of one expert's rows, even for few rows.
 - attention: `aerie.kernels.attend.fixed.spans_triton`, spans that depend on positions only.
+- recurrent layers: `aerie.kernels.delta_rule.recurrence_triton`, the recurrence token by token, also for prompts.
 - sums over ranks: in rank order for every size (`aerie.workers.distributed.tp_group`).
 
 Norms, RoPE, gates, sampling and the rounding of activations to FP8 are row-wise anyway. So neither the chunking of
@@ -18,6 +19,7 @@ not the answer. docs/exactness.md has the costs. On a CPU the option has no effe
 import torch
 
 from aerie.kernels.capability import Capability
+from aerie.kernels.delta_rule.tables import KERNEL_DIMS
 from aerie.kernels.experts.weights import WIDTH_STEP
 from aerie.kernels.gemm.tiles import INPUT_STEP
 from aerie.workers.config import WorkerConfig
@@ -52,8 +54,15 @@ def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> st
         return "lora: the sums of an adapter's products depend on the batch; leave adapters out"
     if dtype.itemsize != 2:
         return f"dtype={str(dtype).removeprefix('torch.')}: the GEMMs need a 16-bit type; set dtype: bfloat16"
-    if target.state_groups(worker.tensor_parallel, dtype):
-        return "recurrent layers: rows of a tree or prompt round differently from single rows; serve another model"
+    recurrent = target.state_groups(worker.tensor_parallel, dtype)
+    if recurrent and worker.cache.state_snapshot_dtype != "float32":
+        return (
+            f"cache.state_snapshot_dtype={worker.cache.state_snapshot_dtype}: a state from the prefix cache would be "
+            "rounded; set float32"
+        )
+    for heads in (group.layout.heads for group in recurrent):
+        if not {heads.key_dim, heads.value_dim} <= set(KERNEL_DIMS):
+            return f"recurrent layers with keys of {heads.key_dim} and values of {heads.value_dim}; serve another model"
     inputs, ranks = target.linear_inputs, worker.tensor_parallel
     for sizes, step in ((inputs(ranks), INPUT_STEP), (target.expert_inputs(ranks), WIDTH_STEP)):
         for name, size in sizes.items():

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from aerie.kernels.capability import MULTIPROCESSORS  # noqa: E402
-from aerie.kernels.delta_rule import chunks_triton, few_rows_triton, rounds_triton, step_triton
+from aerie.kernels.delta_rule import chunks_triton, few_rows_triton, recurrence_triton, rounds_triton, step_triton
 from aerie.kernels.delta_rule.tables import FEW_ROWS, MAX_ROWS, DeltaHeads  # noqa: E402
 from tests.kernels.attend.test_triton_compile import SHARED_PER_SM, built, compiled, shared_bytes  # noqa: E402
 from tests.kernels.ops.delta_rule_cases import PATH, QWEN, SMALL  # noqa: E402
@@ -163,3 +163,15 @@ def test_chunks_fit_hopper(tmp_path: Path) -> None:
         assert spills <= 40
         assert 2 * shared <= SHARED_PER_SM
         assert "wgmma.mma_async" in ptx
+
+
+@pytest.mark.parametrize("kernel", ["_prepare", "_walk", "_finish"])
+def test_the_recurrence_fits_hopper(kernel: str, tmp_path: Path) -> None:
+    """`_walk`: 16 programs of one warp on a multiprocessor, whose sums over keys stay within the warp."""
+    function = getattr(recurrence_triton, kernel)
+    pointers = POINTERS | dict.fromkeys(("q_ptr", "k_ptr", "gates_ptr", "o_ptr"), "fp32") | {"v_ptr": "bf16"}
+    sizes = {"HK": 16, "HV": 48, "DK": 128, "DV": 128, "R": HEADS.row_size, "PART": recurrence_triton.PART}
+    sizes |= {"ROWS": recurrence_triton.ROWS, "SIGMOID": False}
+    constants = {name: value for name, value in sizes.items() if name in function.arg_names}
+    spills, shared, _ = compiled(function, tmp_path, pointers, constants, 4 if kernel == "_finish" else 1, 1)
+    assert spills == 0 and shared <= 1024

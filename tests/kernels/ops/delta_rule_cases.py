@@ -55,6 +55,7 @@ def round_arguments(
     width: int,
     dtype: torch.dtype,
     saved_dtype: torch.dtype = torch.float32,
+    fixed: bool = False,
 ) -> Arguments:
     """counts of 0, 1, and a whole path; a snapshot before, amid and after the replayed rows."""
     counts = [PATH, 0, 1, 3]
@@ -71,6 +72,7 @@ def round_arguments(
             torch.tensor(masks).to(device),
             at.to(device),
             entries.to(device),
+            fixed,
         )
         rows = random_rows(heads, len(batch) * width, dtype, device, width)
         kept = _kept(heads, width, counts, dtype, device, saved_dtype)
@@ -86,6 +88,7 @@ def chunk_arguments(
     padding: int,
     dtype: torch.dtype,
     saved_dtype: torch.dtype = torch.float32,
+    fixed: bool = False,
 ) -> Arguments:
     """chunks: start, rows, and rows before the snapshot (0 for none)."""
 
@@ -99,7 +102,7 @@ def chunk_arguments(
         at = [start + border if border else -1 for start, border in zip(starts, borders, strict=True)]
         int32 = (torch.tensor(each, dtype=torch.int32, device=device) for each in (ends, starts, at))
         entries = torch.arange(len(chunks), device=device)
-        tables = ChunkTables(torch.arange(len(chunks), device=device), *int32, entries)
+        tables = ChunkTables(torch.arange(len(chunks), device=device), *int32, entries, fixed)
         total = ends[-1] + padding
         rows = random_rows(heads, total, dtype, device, total)
         return rows, random_weights(heads, dtype, device), kept.layer(1), tables, _out(total, heads, dtype, device)
@@ -150,6 +153,25 @@ CASES = (
         Case(delta_rule_rounds, f"bfloat16-snapshots-{width}",
              round_arguments(SMALL, BATCHES[1], width, torch.bfloat16, torch.bfloat16), (2, 4), tolerance=2.0**-4)
         for width in (1, 4)
+    ),
+    *(
+        Case(delta_rule_rounds, f"fixed-{width}-{_name(heads, dtype)}",
+             round_arguments(heads, BATCHES[1], width, dtype, fixed=True), (2, 4),
+             tolerance=TOLERANCES[dtype], slow=slow)
+        for heads, dtype, width, slow in (
+            *((SMALL, torch.float32, width, False) for width in (1, 5)),
+            *((GROUPS[2], torch.bfloat16, width, width > 1) for width in (1, 8)),
+            *((QWEN, dtype, width, True) for dtype in TYPES for width in (1, 4, 8, 60)),
+        )
+    ),
+    *(
+        Case(delta_rule_chunks, f"fixed-{len(chunks)}-{sum(n for _, n, _ in chunks)}-{_name(heads, dtype)}",
+             chunk_arguments(heads, chunks, 3, dtype, fixed=True), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
+        for heads, dtype, chunks, slow in (
+            (SMALL, torch.float32, RAGGED[0], False),
+            (GROUPS[1], torch.bfloat16, RAGGED[3], False),
+            *((QWEN, dtype, chunks, True) for dtype in TYPES for chunks in RAGGED),
+        )
     ),
     Case(delta_rule_chunks, "bfloat16-snapshots",
          chunk_arguments(SMALL, RAGGED[0], 3, torch.bfloat16, torch.bfloat16), (2, 4), tolerance=2.0**-4),

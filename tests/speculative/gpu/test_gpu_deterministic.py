@@ -96,16 +96,20 @@ V3 = EXPERTS | {
 }
 
 
-@pytest.fixture(scope="module", params=["Qwen3", "gpt-oss", "V3", "V3 in FP8"])
+HYBRID = {"architecture": "Qwen3_5", "hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+HYBRID |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+
+
+@pytest.fixture(scope="module", params=["Qwen3", "gpt-oss", "Qwen3.5", "V3", "V3 in FP8"])
 def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, SpeculativeConfig]:
-    """A target with experts, with nearly even logits, so that last bits matter, and its chain."""
+    """A target with experts or recurrent layers, with nearly even logits, so that last bits matter, and its chain."""
     folder: Path = tmp_path_factory.mktemp("mixture")
     generator = torch.Generator().manual_seed(0)
     prompts = [
         torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (3, 200, 61, 40, 17, 130, 64, 1, 99)
     ]
-    sizes = {"Qwen3": QWEN3, "gpt-oss": GPT_OSS}.get(request.param, V3)
-    target = make_target(folder / "t", calm=0.1, **sizes)
+    sizes = {"Qwen3": QWEN3, "gpt-oss": GPT_OSS, "Qwen3.5": HYBRID}.get(request.param, V3)
+    target = make_target(folder / "t", calm=0.005 if sizes is HYBRID else 0.1, **sizes)
     eagle = make_eagle(folder / "eagle", target, copying=True)
     if sizes is not V3:
         pair = Pair(target, eagle, eagle, prompts)
@@ -116,7 +120,7 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Pair(target, eagle, eagle, prompts), SpeculativeConfig("", "mtp", 3, 1, 4)
 
 
-def test_with_experts_neither(mixture: tuple[Pair, SpeculativeConfig]) -> None:
+def test_with_experts_and_recurrent_layers_neither(mixture: tuple[Pair, SpeculativeConfig]) -> None:
     """Company, speculation, cuts of prompts."""
     pair, chain = mixture
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from aerie.attention.config import TargetAttention
+from aerie.attention.config import CacheConfig, TargetAttention
+from aerie.attention.recurrent.layout import StateGroup, StateLayout
 from aerie.kernels.capability import Capability
+from aerie.kernels.delta_rule.tables import DeltaHeads
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.speculative.build import EngineSpec, plan_engine
 from aerie.workers.config import LoraConfig, WorkerConfig
@@ -60,6 +62,22 @@ def test_what_cannot_be_kept_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(ValueError, match=f"^deterministic=true: not possible with {message}"):
         check(worker, dtype, **target)
+
+
+@pytest.mark.parametrize(
+    "cache,key_dim,message",
+    [
+        (CacheConfig(state_snapshot_dtype="bfloat16"), 128, "cache.state_snapshot_dtype=bfloat16: .* set float32"),
+        (CacheConfig(), 96, "recurrent layers with keys of 96 and values of 128"),
+    ],
+)
+def test_recurrent_layers_need_exact_states_and_sizes_of_the_kernels(
+    cache: CacheConfig, key_dim: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = (StateGroup((0,), StateLayout(DeltaHeads(1, 2, key_dim, 128), torch.bfloat16)),)
+    monkeypatch.setattr("aerie.workers.models.config.ModelConfig.state_groups", lambda *_: groups)
+    with pytest.raises(ValueError, match=f"^deterministic=true: not possible with {message}"):
+        check(wanted(cache=cache))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
