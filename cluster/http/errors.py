@@ -2,6 +2,8 @@
 as `ApiError`; `aerie.cluster.http.app` converts them to replies. Callers without HTTP get `RequestError`."""
 
 import math
+import re
+from collections.abc import Mapping
 
 import msgspec
 from starlette.responses import Response
@@ -193,11 +195,23 @@ def internal(request_id: str) -> ApiError:
     return ApiError(500, f"Internal server error (request id {request_id})", kind="server_error", code="internal_error")
 
 
-def refused(refusal: Refusal) -> ApiError:
-    """Return the error for a request that the engine refused."""
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Rename the parameters of `error`, of a chat's body, in place. names: another API's, by the chat's. A place in
+    `messages` becomes the parameter as a whole, because the other API counts its turns differently."""
+    for chat, own in names.items():
+        pattern = rf"\b{re.escape(chat)}\b" + (r"(\[\d+\]|\.\w+)*" if chat == "messages" else "")
+        if error.param is not None:
+            error.param = re.sub("^" + pattern, own, error.param)
+        # Names of one word may be prose inside a message.
+        error.message = re.sub(pattern if "_" in chat else f"^(?:Invalid value for )?{pattern}", own, error.message)
+    return error
+
+
+def refused(refusal: Refusal, param: str) -> ApiError:
+    """Return the error for a request that the engine refused. param: name of its prompt."""
     match refusal.kind:
         case "too_large":
-            return too_long(refusal.message, "prompt")
+            return too_long(refusal.message, param)
         case "queue_full":
             return overloaded(refusal.message, refusal.retry_after_s)
         case _:

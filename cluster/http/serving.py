@@ -233,7 +233,7 @@ class GenerationResponse(Response):
             async with asyncio.timeout(limit_s) as deadline:
                 await _all([self._run_choice(i, emit) for i in range(len(self._answers))])
         except EngineRefused as refusal:
-            raise refused(refusal.refusal) from None
+            raise refused(refusal.refusal, "messages" if self._request.chat else "prompt") from None
         except RequestInvalidError as fault:
             logger.info("request %s ended: %s", self._request_id, fault)
             raise invalid(None, f"The request cannot be answered: {fault}", "unanswerable_request") from None

@@ -1,5 +1,6 @@
 """Converts requests to /v1/messages to chats, with Anthropic's turns and blocks as messages. Raises ApiError."""
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import msgspec
 from msgspec import UNSET
 
 from aerie.cluster.http.config import OutputParserName
-from aerie.cluster.http.errors import ApiError, invalid
+from aerie.cluster.http.errors import ApiError, invalid, renamed
 from aerie.cluster.http.parsers.families import FAMILIES
 from aerie.cluster.http.schema.body import validated
 from aerie.cluster.http.schema.messages import (
@@ -46,7 +47,14 @@ _SAME_NAMES = (
     "request_id",
     *VALUES,
 )
-_OWN_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format", "reasoning_effort": "thinking"}
+_OWN_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema": "output_config.format",
+    "response_format": "output_config.format",
+    "continue_final_message": "messages",
+    "reasoning_effort": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
 _ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -67,13 +75,19 @@ class MessagesApiError(ApiError):
 
 def to_messages_error(error: ApiError) -> ApiError:
     """Return `error` in Anthropic's format, with the parameter names of /v1/messages."""
-    param = error.param
-    if param is not None:
-        name, dot, rest = param.partition(".")
-        param = _OWN_NAMES.get(name, name) + dot + rest
+    error = renamed(error, _OWN_NAMES)
     return MessagesApiError(
-        error.status, error.message, kind=error.kind, param=param, code=error.code, headers=error.headers
+        error.status, error.message, kind=error.kind, param=error.param, code=error.code, headers=error.headers
     )
+
+
+@contextlib.contextmanager
+def without_places() -> Iterator[None]:
+    """Remove places in the chat's `messages` from errors, because a turn may be several of these."""
+    try:
+        yield
+    except ApiError as error:
+        raise renamed(error, {"messages": "messages"}) from None
 
 
 def error_detail(error: ApiError) -> MessagesErrorDetail:
@@ -101,7 +115,8 @@ def messages_chat(
         schema = {"name": "output", "schema": body.output_config.format.json_schema, "strict": True}
         values["response_format"] = {"type": "json_schema", "json_schema": schema}
     values |= _tools(body)
-    return validated(values, ChatCompletionRequest)
+    with without_places():
+        return validated(values, ChatCompletionRequest)
 
 
 def chat_messages(system: str | Sequence[TextParam] | None, turns: Sequence[MessageParam]) -> list[MessageDict]:

@@ -97,7 +97,7 @@ def stop_strings(stop: Any, config: EdgeConfig) -> tuple[str, ...]:
         raise invalid("stop", f"stop may have at most {config.max_stop_strings} entries")
     for entry in entries:
         if not isinstance(entry, str) or not 1 <= len(entry) <= config.max_stop_length:
-            raise invalid("stop", f"each stop must be a string of 1 to {config.max_stop_length} characters")
+            raise invalid("stop", f"stop: each entry must be a string of 1 to {config.max_stop_length} characters")
     return tuple(entries)
 
 

@@ -8,11 +8,14 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter
 
-from aerie.cluster.http.errors import ApiError, unsupported
+from aerie.cluster.http.errors import ApiError, renamed, unsupported
 from aerie.cluster.http.requests.prompts import sent_content
 from aerie.cluster.http.schema.body import validated
+from aerie.cluster.http.schema.message import OtherTool
 from aerie.cluster.http.schema.request import ChatCompletionRequest, SamplingFields
 from aerie.cluster.http.schema.responses import (
+    AllowedFunctions,
+    FunctionChoice,
     InputCall,
     InputCallOutput,
     InputMessage,
@@ -26,6 +29,13 @@ from aerie.cluster.http.schema.responses import (
 )
 
 MessageDict = dict[str, Any]
+_OWN_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 _SAME_NAMES = (
     *(SamplingFields.model_fields.keys() - {"stream_options"}),
@@ -93,9 +103,7 @@ def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> Ch
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True) | {"name": name}}
             for name, _, tool in _functions(body)
         ]
-    choice = body.tool_choice
-    is_named = isinstance(choice, NamedFunction)
-    values["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if is_named else choice  # type: ignore[union-attr]
+    values["tool_choice"] = _tool_choice(body.tool_choice)
     if body.reasoning is not None:
         values["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
@@ -105,14 +113,21 @@ def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> Ch
     return validated(values, ChatCompletionRequest)
 
 
+def _tool_choice(choice: FunctionChoice | OtherTool | None) -> Any:
+    match choice:
+        case NamedFunction():
+            return {"type": "function", "function": {"name": joined_name(choice.namespace, choice.name)}}
+        case OtherTool():
+            return {"type": choice.type}
+        case AllowedFunctions():
+            tools = [_tool_choice(tool) for tool in choice.tools]
+            return {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": tools}}
+    return choice
+
+
 def to_responses_error(error: ApiError) -> ApiError:
     """Return an error of the chat's body with the parameter names of /v1/responses."""
-    for chat, own in (("messages", "input"), ("max_completion_tokens", "max_output_tokens")):
-        if error.param is not None and error.param.startswith(chat):
-            error.param = own
-    if error.param is not None and error.param.startswith("response_format"):
-        error.param = "text.format" + error.param.removeprefix("response_format").removeprefix(".json_schema")
-    return error
+    return renamed(error, _OWN_NAMES)
 
 
 def joined_name(namespace: str | None, name: str) -> str:
@@ -144,8 +159,8 @@ def input_messages(items: str | Sequence[Item]) -> list[MessageDict]:
             case InputMessage():
                 _add(messages, {"role": item.role, "content": sent_content(item.content)})
             case InputReasoning():
-                text = "\n".join(part.text for part in item.content or ())
-                _add(messages, {"role": "assistant", "reasoning_content": text})
+                if text := "\n".join(part.text for part in item.content or ()):
+                    _add(messages, {"role": "assistant", "reasoning_content": text})
             case InputCall():
                 call = {"name": joined_name(item.namespace, item.name), "arguments": item.arguments}
                 calls = [{"id": item.call_id, "type": "function", "function": call}]

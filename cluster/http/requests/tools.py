@@ -13,7 +13,7 @@ from aerie.cluster.http.parsers.families import FAMILIES, CallSyntax
 from aerie.cluster.http.parsers.reasoning import is_reasoning
 from aerie.cluster.http.requests.parameters import chat_parser
 from aerie.cluster.http.requests.structured_output import GrammarMaker
-from aerie.cluster.http.schema.message import NamedTool, OtherTool, Tool
+from aerie.cluster.http.schema.message import AllowedTools, NamedTool, OtherTool, Tool
 from aerie.cluster.http.schema.request import ChatCompletionRequest
 from aerie.cluster.http.text.harmony_prompt import RESPONSE_FORMAT, comment, is_harmony
 from aerie.cluster.http.text.template_facts import NO_PARAMETERS
@@ -137,8 +137,8 @@ def functions(tools: Sequence[Tool | OtherTool] | None) -> tuple[Tool, ...]:
 
 
 def tool_calling(body: ChatCompletionRequest, config: EdgeConfig, shows_tools: bool) -> ToolCalling:
-    """Return the tools of a chat. With `tool_choice: "none"` no tools are shown to the model. shows_tools: whether the
-    chat template does so."""
+    """Return the tools of a chat. With `tool_choice: "none"` no tools are shown to the model, with `allowed_tools` only
+    those. shows_tools: whether the chat template shows tools."""
     tools, choice, parser = functions(body.tools), body.tool_choice, chat_parser(config)
     if len(tools) > config.max_tools:
         raise invalid(
@@ -153,6 +153,9 @@ def tool_calling(body: ChatCompletionRequest, config: EdgeConfig, shows_tools: b
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         raise invalid("tools", "tools: two functions have the same name")
+    if isinstance(choice, AllowedTools):
+        allowed = [tool for tool in choice.allowed_tools.tools if isinstance(tool, NamedTool)]
+        tools, choice = _named(tools, allowed), choice.allowed_tools.mode
     if choice == "none":
         return ToolCalling()
     if not FAMILIES[parser].reads_calls:
@@ -174,11 +177,18 @@ def tool_calling(body: ChatCompletionRequest, config: EdgeConfig, shows_tools: b
     if FAMILIES[parser].syntax is None:
         raise unsupported("tool_choice", f"calls in this model's form ({parser}) cannot be forced")
     if isinstance(choice, NamedTool):
-        named = tuple(tool for tool in tools if tool.function.name == choice.function.name)
-        if not named:
-            raise invalid("tool_choice", f"tool_choice: '{choice.function.name}' is not among the tools")
-        return ToolCalling(tools, named, True, False)
+        return ToolCalling(tools, _named(tools, [choice]), True, False)
     return ToolCalling(tools, tools, True, parallel)
+
+
+def _named(tools: Sequence[Tool], choice: Sequence[NamedTool]) -> tuple[Tool, ...]:
+    """Return the tools that `tool_choice` names."""
+    by_name, names = {tool.function.name: tool for tool in tools}, {tool.function.name: None for tool in choice}
+    if unknown := [name for name in names if name not in by_name]:
+        raise invalid("tool_choice", f"tool_choice: '{unknown[0]}' is not among the tools")
+    if not names:
+        raise invalid("tool_choice", "tool_choice.allowed_tools has no functions; name some, or use none")
+    return tuple(by_name[name] for name in names)
 
 
 def answer_grammar(

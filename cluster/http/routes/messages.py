@@ -18,7 +18,13 @@ from aerie.cluster.http.parsers.output_parser import ReplyDelta
 from aerie.cluster.http.replies.reply import Reply, ReplyContext, WholeAnswer
 from aerie.cluster.http.replies.streaming import named_event
 from aerie.cluster.http.requests.edge_request import chat_prompt_of, chat_request
-from aerie.cluster.http.requests.messages import error_detail, ignored_by_model, messages_chat, to_messages_error
+from aerie.cluster.http.requests.messages import (
+    error_detail,
+    ignored_by_model,
+    messages_chat,
+    to_messages_error,
+    without_places,
+)
 from aerie.cluster.http.requests.parameters import chat_parser
 from aerie.cluster.http.schema.completions import ToolCall, ToolCallDelta
 from aerie.cluster.http.schema.messages import (
@@ -164,23 +170,26 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     config, tokenizer = edge.config, edge.tokenizer
     parser = chat_parser(config)
 
-    def chat_of(http: Request, body: CountTokensRequest) -> ChatCompletionRequest:
+    async def chat_of(http: Request, body: CountTokensRequest) -> ChatCompletionRequest:
         ignore(http, config, *ignored_by_model(body, tokenizer.efforts, parser))
-        return messages_chat(body, tokenizer.efforts, parser)
+        chat = messages_chat(body, tokenizer.efforts, parser)
+        with without_places():
+            await edge.images.read(chat.messages)
+        return chat
 
     async def messages(http: Request, body: MessagesRequest) -> Response:
         """Continues a conversation, in Anthropic's format."""
-        chat = chat_of(http, body)
-        await edge.images.read(chat.messages)
-        request = await chat_request(chat, config, tokenizer)
+        chat = await chat_of(http, body)
+        with without_places():
+            request = await chat_request(chat, config, tokenizer)
         reply_id = f"msg_{uuid.uuid4().hex}"
         return await edge.response(http, request, body.request_id, MessagesForm, reply_id, to_messages_error)
 
     async def count_tokens(http: Request, body: CountTokensRequest) -> TokenCount:
         """Return the number of prompt tokens of a request to /v1/messages."""
-        chat = chat_of(http, body)
-        await edge.images.read(chat.messages)
-        return TokenCount(len(await chat_prompt_of(chat, config, tokenizer)))
+        chat = await chat_of(http, body)
+        with without_places():
+            return TokenCount(len(await chat_prompt_of(chat, config, tokenizer)))
 
     return [
         post(

@@ -30,6 +30,7 @@ from aerie.cluster.http.requests.responses import (
     output_messages,
     to_responses_error,
 )
+from aerie.cluster.http.schema.body import Schema
 from aerie.cluster.http.schema.completions import FunctionDelta, TokenLogprob, ToolCallDelta
 from aerie.cluster.http.schema.response import FinishReason
 from aerie.cluster.http.schema.responses import (
@@ -38,7 +39,6 @@ from aerie.cluster.http.schema.responses import (
     IncompleteDetails,
     InputTokensDetails,
     ItemStatus,
-    NamedFunction,
     OutputItem,
     OutputMessage,
     OutputText,
@@ -282,7 +282,7 @@ class ResponsesReply(Reply):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             parallel_tool_calls=body.parallel_tool_calls is not False,
-            tool_choice=choice.model_dump() if isinstance(choice, NamedFunction) else choice,
+            tool_choice=choice.model_dump(exclude_none=True) if isinstance(choice, Schema) else choice,
             tools=[tool.model_dump() for tool in body.tools or ()],
             text={"format": (body.text and body.text.format) or {"type": "text"}},
             reasoning={"effort": body.reasoning and body.reasoning.effort, "summary": None},
@@ -336,7 +336,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             chat = chat_body(body, conversation)
             await edge.images.read(chat.messages)
             request = await chat_request(chat, config, tokenizer)
-            return await edge.response(http, request, body.request_id or body.rid, form, f"resp_{uuid.uuid4().hex}")
+            own_id, reply_id = body.request_id or body.rid, f"resp_{uuid.uuid4().hex}"
+            return await edge.response(http, request, own_id, form, reply_id, to_responses_error)
         except ApiError as error:
             raise to_responses_error(error) from None
 

@@ -61,13 +61,13 @@ class Choosing(Protocol):
 
 
 def by_type(default: str = "") -> Discriminator:
-    """Choose among schemas by the field `type`; their tags are the values in angle brackets, which `_path`
-    removes. default: value for objects without the field."""
+    """Choose among schemas by the field `type`; their tags are the values in angle brackets. default: value for objects
+    without the field. Strings have the tag `<string>`."""
 
     def tag(value: Any) -> str:
         if isinstance(value, dict):
             return f"<{value.get('type', default)}>"
-        return f"<{getattr(value, 'type', '')}>"
+        return "<string>" if isinstance(value, str) else f"<{getattr(value, 'type', '')}>"
 
     return Discriminator(tag)
 
@@ -142,7 +142,7 @@ def validated(values: Mapping[str, Any], kind: type[Body]) -> Body:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _validation_fault(error) from None
+        raise _validation_fault(error, values) from None
 
 
 def ignored_fields(value: Any, path: str = "") -> Iterator[tuple[str, bool]]:
@@ -245,10 +245,10 @@ def _bare(name: str) -> str:
 _MEDIA = ("image", "video", "audio")  # substrings of part types in all APIs
 
 
-def _validation_fault(error: ValidationError) -> ApiError:
-    """Return the first fault as an ApiError."""
+def _validation_fault(error: ValidationError, values: Mapping[str, Any]) -> ApiError:
+    """Return the first fault as an ApiError. values: the body."""
     fault = error.errors(include_url=False, include_input=False)[0]
-    param = _path(fault["loc"])
+    param = _path(fault["loc"], values, fault["type"] == "missing")
     match fault["type"]:
         case "missing":
             return invalid(param, f"Missing required parameter: {param}", "missing_required_parameter")
@@ -259,8 +259,8 @@ def _validation_fault(error: ValidationError) -> ApiError:
 
 
 def _unknown_type(param: str, tag: str, expected: str) -> ApiError:
-    known = expected.translate(str.maketrans("", "", "<>'"))
-    if tag in ("<>", "<None>"):
+    known = expected.translate(str.maketrans("", "", "<>'")).removeprefix("string, ")
+    if tag in ("<>", "<None>", "<string>"):
         return invalid(param, f"{param} must be an object whose type is one of: {known}")
     kind = tag[1:-1][:40]
     if any(medium in kind for medium in _MEDIA):
@@ -269,11 +269,15 @@ def _unknown_type(param: str, tag: str, expected: str) -> ApiError:
     return unsupported(f"{param}.type", f"type {kind!r} is not known here; these are: {known}")
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    """("messages", 0, "content", "<list>", 1) -> "messages[0].content[1]"."""
+def _path(location: tuple[int | str, ...], values: Any, is_missing: bool) -> str:
+    """("messages", 0, "content", "<list>", 1) -> "messages[0].content[1]".
+
+    values: the body; pydantic's names of a union's members, which are not in it, are left out. is_missing: whether the
+    last name is of a missing field."""
     path = ""
-    for part in location:
-        if isinstance(part, str) and part.startswith("<") and part.endswith(">"):
-            continue
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    for i, part in enumerate(location):
+        if isinstance(part, int) and isinstance(values, list):
+            path, values = f"{path}[{part}]", values[part]
+        elif isinstance(values, dict) and (part in values or (is_missing and i == len(location) - 1)):
+            path, values = f"{path}.{part}" if path else str(part), values.get(part)
     return path

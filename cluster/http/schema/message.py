@@ -180,4 +180,29 @@ class NamedTool(Schema):
     function: FunctionReference
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class ToolSubset(Schema):
+    """The functions that the model may (auto) or must (required) choose from. Tools of other types are ignored."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[NamedTool, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+                known_type_or_other("function"),
+            ]
+        ],
+        Field(min_length=1),
+    ]
+
+
+class AllowedTools(Schema):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: ToolSubset
+
+
+ToolMode = Annotated[Literal["none", "auto", "required"], Tag("<string>")]
+ToolChoice = Annotated[
+    ToolMode | Annotated[NamedTool, Tag("<function>")] | Annotated[AllowedTools, Tag("<allowed_tools>")], by_type()
+]

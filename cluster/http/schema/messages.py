@@ -139,7 +139,7 @@ class Thinking(Schema):
     always shown."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    budget_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     display: str | None = None
 
 

@@ -8,7 +8,15 @@ from pydantic import Field, Tag
 
 from aerie.cluster.http.schema.body import MAX_MESSAGES, MAX_PARTS, Schema, by_type, known_type_or_other, text_or_list
 from aerie.cluster.http.schema.completions import TokenLogprob
-from aerie.cluster.http.schema.message import Arguments, Content, FunctionName, OtherTool, ReasoningEffort, Role
+from aerie.cluster.http.schema.message import (
+    Arguments,
+    Content,
+    FunctionName,
+    OtherTool,
+    ReasoningEffort,
+    Role,
+    ToolMode,
+)
 from aerie.cluster.http.schema.request import IGNORED, NO_EMBEDS, REFUSED, Count, SamplingFields
 from aerie.cluster.http.schema.response import RequestMetrics, Struct
 
@@ -104,10 +112,33 @@ ResponseTools = list[Annotated[_Function | _Namespace | _Other, known_type_or_ot
 
 
 class NamedFunction(Schema):
-    """The one function to call."""
+    """The one function to call. namespace: its namespace, if it has one."""
 
     type: Literal["function"]
     name: FunctionName
+    namespace: FunctionName | None = None
+
+
+class AllowedFunctions(Schema):
+    """The functions that the model may (auto) or must (required) choose from. Tools of other types are ignored."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[NamedFunction, Tag("<function>")] | Annotated[OtherTool, Tag("<other>")],
+                known_type_or_other("function"),
+            ]
+        ],
+        Field(min_length=1),
+    ]
+
+
+FunctionChoice = Annotated[
+    ToolMode | Annotated[NamedFunction, Tag("<function>")] | Annotated[AllowedFunctions, Tag("<allowed_tools>")],
+    by_type(),
+]
 
 
 class ReasoningOptions(Schema):
@@ -154,7 +185,7 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     include: Annotated[list[str], Field(max_length=16)] | None = None
     tools: ResponseTools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: Count | None = None
     reasoning: ReasoningOptions | None = None

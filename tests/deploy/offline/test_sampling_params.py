@@ -31,7 +31,7 @@ def _text(llm: LLM, prompt: Any = "Hello", **values: Any) -> str:
         ({"logprobs": -1}, "^Invalid value for logprobs"),
         ({"top_k": -2}, "^Invalid value for top_k"),
         ({"temperature": "hot"}, "^Invalid value for temperature: input should be a valid number"),
-        ({"stop": ["a", ""]}, "^each stop must be a string"),
+        ({"stop": ["a", ""]}, "^stop: each entry must be a string"),
         ({"stop": 3}, "^stop must be a string or a list of strings"),
         ({"bad_words": [""]}, "^Invalid value for bad_words.0."),
         ({"logits_processors": [print]}, "^logits_processors is not supported: code from requests"),

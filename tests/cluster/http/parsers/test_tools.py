@@ -235,3 +235,20 @@ async def test_the_final_message_is_continued() -> None:
     assert await _prompt(body, trimmed) == "hi<end>well"
     assert (await _error(body | {"add_generation_prompt": True}))["param"] == "continue_final_message"
     assert (await _error(body, "{{ messages[0].content }}"))["param"] == "continue_final_message"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_allowed_tools_are_the_only_ones_that_the_model_is_shown(mode: str) -> None:
+    def choice(*names: str, kind: str = "function") -> dict[str, Any]:
+        tools = [{"type": kind, "function": {"name": name}} for name in names]
+        return {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}}
+
+    engine = FakeEngine(says(CALL))
+    async with in_process(engine, tool_tokenizer()) as client:
+        reply = await client.post(CHAT, json=WITH_TOOLS | choice("weather", "weather"))
+    assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    prompt, grammar = small_tokenizer().decode(engine.calls[0].prompt), engine.calls[0].sampling.grammar
+    assert '"weather"' in prompt and '"time"' not in prompt
+    assert (grammar is not None) == (mode == "required") and (grammar is None or '"time' not in grammar.text)
+    for given in (choice("other"), choice("weather", kind="custom"), choice()):
+        assert (await _error(WITH_TOOLS | given))["param"].startswith("tool_choice")

@@ -282,3 +282,27 @@ async def test_compaction_is_not_found() -> None:
     async with in_process(FakeEngine(says("x"))) as client:
         reply = await client.post(f"{RESPONSES}/compact", json=ASK)
     assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_allowed_tools_are_shown_and_the_choice_comes_back() -> None:
+    inside = {"type": "function", "name": "weather", "namespace": "sky"}
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [inside, {"type": "web_search"}]}
+    tools = [WEATHER | {"name": "sea"}, {"type": "namespace", "name": "sky", "tools": [WEATHER]}]
+    engine = FakeEngine(says(CALL.replace("weather", "sky__weather")))
+    async with in_process(engine) as client:
+        reply = (await client.post(RESPONSES, json=ASK | {"tools": tools, "tool_choice": choice})).json()
+    assert reply["tool_choice"] == choice and (reply["output"][0]["namespace"], reply["output"][0]["name"]) == (
+        "sky",
+        "weather",
+    )
+    assert '"sky__weather"' in _prompt(engine) and '"sea"' not in _prompt(engine)
+
+
+async def test_reasoning_without_text_is_no_turn() -> None:
+    engine = FakeEngine(says("x"))
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "abc"}
+    items = [{"role": "user", "content": "rain?"}, thought, thought, {"role": "user", "content": "wind?"}]
+    async with in_process(engine) as client:
+        reply = await client.post(RESPONSES, json=ASK | {"input": items})
+    assert reply.status_code == 200, reply.text
+    assert _prompt(engine).endswith("user: rain?\nuser: wind?\nassistant:")
