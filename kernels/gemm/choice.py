@@ -19,6 +19,7 @@ from aerie.kernels.capability import num_multiprocessors
 from aerie.kernels.cpp_library import compiles
 from aerie.kernels.gemm.tiles import INPUT_STEP, MAX_ROWS, gated_tiles, gated_width, one_row_bytes, split_width
 from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.lora.product import RowAdapters
 from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.operation import Implementation, anywhere, on_host, operation
 
@@ -49,6 +50,13 @@ class TorchGEMM:
             return F.linear(x, self.weight, bias)
         transposed = self.weight.t()
         return torch.mm(x, transposed, out=out) if bias is None else torch.addmm(bias, x, transposed, out=out)
+
+    def multiply_adapted(
+        self, x: Tensor, bias: Tensor | None, out: Tensor | None, adapters: RowAdapters, gated: bool
+    ) -> Tensor | None:
+        """Return `multiply`, or `multiply_gated`, of the weight with the adapters of each row; None if no kernel adds
+        them in the product's launch."""
+        return None
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         """Return silu(first half of the outputs) * second half, [rows, out / 2], for x [rows, in]."""

@@ -14,6 +14,7 @@ the table chooses; `aerie.kernels.gemm.ordered_triton` uses the same ones for an
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -23,9 +24,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aerie.kernels.gemm.choice import TorchGEMM
 from aerie.kernels.gemm.splits_triton import comes_last, sum_of_splits
-from aerie.kernels.gemm.tiles import SkinnyGemmTiles, fills_tile, gated_tiles, skinny_gemm_tiles
+from aerie.kernels.gemm.tiles import (
+    MAX_ADAPTED_ROWS,
+    SkinnyGemmTiles,
+    fills_tile,
+    gated_tiles,
+    skinny_gemm_tiles,
+    summing_programs,
+    up_columns,
+)
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.interpreter_triton import INTERPRETED
+from aerie.kernels.lora.few_rows_triton import GATHERED_ROWS, SLICES, add_down, await_down, up_of_rows, with_up
+from aerie.kernels.lora.product import RowAdapters
 from aerie.kernels.pdl import pdl_wait
 
 
@@ -39,6 +50,11 @@ def _skinny_gemm(
     out_ptr,
     part_ptr,
     ticket_ptr,
+    down_ptr,
+    up_ptr,
+    place_ptr,
+    inner_ptr,
+    counter_ptr,
     rows,
     part_step,
     N: tl.constexpr,
@@ -53,10 +69,41 @@ def _skinny_gemm(
     K: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    IN: tl.constexpr,
+    RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUMMING: tl.constexpr,
+    CHUNK: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(1)
+    if RANK > 0:
+        INNER: tl.constexpr = (len(PARTS) - 1) * RANK
+        OUT: tl.constexpr = 2 * N if GATED else N
+        TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+        if tile < SUMMING:
+            if PDL:
+                tl.extra.cuda.gdc_launch_dependents()
+            add_down(
+                tile,
+                x_ptr,
+                x_row_stride,
+                down_ptr,
+                place_ptr,
+                inner_ptr,
+                counter_ptr,
+                rows,
+                IN,
+                INNER,
+                SUMMING,
+                BLOCK_M,
+                256,
+                PDL,
+                UPCAST,
+            )
+            return
+        tile, split = (tile - SUMMING) % TILES, (tile - SUMMING) // TILES
     first, first_row = split * SPAN, 0
     if APART:
         first_row = tl.program_id(2) * BLOCK_M
@@ -64,6 +111,14 @@ def _skinny_gemm(
         tl.extra.cuda.gdc_launch_dependents()
     if AHEAD > 0:
         w_ahead = w_desc.load([tile * BLOCK_N, first])
+    if RANK > 0:
+        n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+        places = tl.load(place_ptr + m, mask=m < rows, other=-1)
+        up, up_of_up = None, None
+        if RANK == CHUNK and BLOCK_M <= GATHERED_ROWS:
+            up = up_of_rows(up_ptr, places, n, 0, OUT, RANK, CHUNK)
+            if GATED:
+                up_of_up = up_of_rows(up_ptr, places, N + n, 0, OUT, RANK, CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -109,6 +164,30 @@ def _skinny_gemm(
         if APART:
             bias = tl.where(split == 0, bias, 0.0)
         acc += bias[:, None]
+    if RANK > 0:
+        await_down(counter_ptr, SUMMING)
+        column = 0
+        if not GATED:
+            for i in tl.static_range(1, len(PARTS) - 1):
+                column += tl.where(tile * BLOCK_N >= PARTS[i], RANK, 0)
+        acc = with_up(acc, up, up_ptr, inner_ptr, places, n, column, rows, OUT, RANK, INNER, BLOCK_M, CHUNK, UPCAST)
+        if GATED:
+            acc_up = with_up(
+                acc_up,
+                up_of_up,
+                up_ptr,
+                inner_ptr,
+                places,
+                N + n,
+                RANK,
+                rows,
+                OUT,
+                RANK,
+                INNER,
+                BLOCK_M,
+                CHUNK,
+                UPCAST,
+            )
     if GATED:
         # rounded like a product followed by `silu_mul`
         acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)
@@ -116,6 +195,15 @@ def _skinny_gemm(
         acc *= acc_up.to(out_ptr.dtype.element_ty).to(tl.float32)
     out = out_ptr + m.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])
+
+
+NO_ADAPTERS: dict[str, Any] = dict.fromkeys(("down_ptr", "up_ptr", "place_ptr", "inner_ptr", "counter_ptr")) | {
+    "IN": 0,
+    "RANK": 0,
+    "PARTS": (),
+    "SUMMING": 0,
+    "CHUNK": 0,
+}
 
 
 def _multiply(
@@ -126,6 +214,7 @@ def _multiply(
     out: Tensor,
     tiles: SkinnyGemmTiles,
     gated: bool,
+    adapters: RowAdapters | None = None,
 ) -> None:
     (rows, n), k, apart = out.shape[-2:], weight.shape[1], out.dim() == 3
     assert (apart or rows <= tiles.block_m) and x.shape == (rows, k)
@@ -136,7 +225,11 @@ def _multiply(
         return  # no prompt ends in this step, and tensor maps cannot be empty
     inputs = TensorDescriptor.from_tensor(x, [tiles.block_m, tiles.block_k])
     weights = TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k])
-    _skinny_gemm[(triton.cdiv(n, tiles.block_n), tiles.splits, triton.cdiv(rows, tiles.block_m))](
+    grid, lora = (triton.cdiv(n, tiles.block_n), tiles.splits, triton.cdiv(rows, tiles.block_m)), NO_ADAPTERS
+    if adapters is not None:
+        lora = _adapter_arguments(x, adapters, tiles, grid[0] * grid[1])
+        grid = (lora["SUMMING"] + grid[0] * grid[1], 1, 1)
+    _skinny_gemm[grid](
         inputs,
         x,
         x.stride(0),
@@ -145,8 +238,8 @@ def _multiply(
         out,
         workspace.part,
         workspace.tickets,
-        rows,
-        out.stride(0) if apart else 0,
+        rows=rows,
+        part_step=out.stride(0) if apart else 0,
         N=n,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -160,10 +253,31 @@ def _multiply(
         GATED=gated,
         HAS_BIAS=bias is not None,
         UPCAST=INTERPRETED,
+        **lora,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_wait(x.device),
     )
+
+
+def _adapter_arguments(x: Tensor, adapters: RowAdapters, tiles: SkinnyGemmTiles, programs: int) -> dict[str, Any]:
+    """Return the kernel's arguments for adapters. Only the tiles follow the number of rows. programs: of the product
+    alone."""
+    tables, inner = adapters.tables, adapters.tables.down.shape[1]
+    assert tables.down.shape[2] == x.shape[1] and tables.down.is_contiguous() and tables.up.is_contiguous()
+    assert x.dtype == tables.down.dtype == tables.up.dtype and adapters.row_places.shape == (x.shape[0],)
+    return {
+        "down_ptr": tables.down,
+        "up_ptr": tables.up,
+        "place_ptr": adapters.row_places,
+        "inner_ptr": torch.empty(SLICES.value * x.shape[0] * inner, dtype=torch.float32, device=x.device),
+        "counter_ptr": adapters.counter,
+        "IN": x.shape[1],
+        "RANK": tables.max_rank,
+        "PARTS": tables.parts,
+        "SUMMING": summing_programs(programs, tables.num_places),
+        "CHUNK": up_columns(tiles, tables.max_rank),
+    }
 
 
 def skinny_gemm(
@@ -221,6 +335,20 @@ class SkinnyGEMM(TorchGEMM):
         if tiles is None or not fills_tile(x.shape[0]):
             return super().multiply(x, bias, out)
         return skinny_gemm(x, self.weight, bias, self.workspace, tiles, out)
+
+    def multiply_adapted(
+        self, x: Tensor, bias: Tensor | None, out: Tensor | None, adapters: RowAdapters, gated: bool
+    ) -> Tensor | None:
+        rows, (n, k), parts = x.shape[0], self.weight.shape, adapters.tables.parts
+        tiles = (gated_tiles if gated else skinny_gemm_tiles)(rows, n, k)
+        if tiles is None or not fills_tile(rows) or rows > MAX_ADAPTED_ROWS:
+            return None
+        if any(border % tiles.block_n for border in parts[:-1]) or (gated and parts != (0, n // 2, n)):
+            return None
+        if out is None:
+            out = torch.empty((rows, n // 2 if gated else n), dtype=x.dtype, device=x.device)
+        _multiply(x, self.weight, bias, self.workspace, out, tiles, gated, adapters)
+        return out
 
     def multiply_gated(self, x: Tensor) -> Tensor:
         tiles = gated_tiles(x.shape[0], *self.weight.shape)

@@ -18,6 +18,7 @@ MIN_SPLIT_WIDTH, MAX_SPLIT_WIDTH = 96, 192  # outputs of a tile of `split_k_cuda
 MIN_SPLIT_INPUTS = 8192  # measured with 4,096 and 12,288
 SPLIT_FLAGS = 16  # per tile: two programs of eight warps
 MIN_SPLIT_ROWS = 209  # with fewer, `split_k_cuda` takes as long as with 256: 192 rows 54.7 instead of 46.6 us
+MAX_ADAPTED_ROWS = 64  # rows whose adapters' part is added in the product's launch
 FIXED_ROWS = 64  # maximum rows of the tiles of deterministic routers
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
 MAX_SPLITS = 16
@@ -82,6 +83,20 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
         return None  # bound by tensor cores, so idle multiprocessors would cost time
     ahead = block_m == 16 and k // splits > block_k
     return SkinnyGemmTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
+
+
+def summing_programs(programs: int, places: int) -> int:
+    """Return the programs that compute A x of adapters, in a launch of `programs` others: those for which the last wave
+    has room, at least 4. With many places at least 32, although the product then starts later on some
+    multiprocessors."""
+    return max(4 if places <= 8 else 32, min(32, -programs % MULTIPROCESSORS))
+
+
+def up_columns(tiles: SkinnyGemmTiles, rank: int) -> int:
+    """Return the columns of B that a program reads at once, for adapters of `rank`, a multiple of 16."""
+    if tiles.block_m > 32:
+        return 32 if rank % 32 == 0 else 16
+    return min(16, (1 << 14) // (tiles.block_m * tiles.block_n))
 
 
 @dataclass(frozen=True)

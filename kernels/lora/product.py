@@ -10,7 +10,8 @@ from aerie.kernels.operation import Implementation, on_gpu, on_host, operation
 
 RANK_STEP = 16  # ranks of tables are multiples, for the shapes that tensor cores multiply
 ROW_LIMITS = (64, 512)  # maximum rows of the kernels' small and middle tiles
-VARIANT_ROWS = (1, *(limit + 1 for limit in ROW_LIMITS))  # launch all variants of the kernels for a layer's tables
+# Numbers of rows that launch all variants of a layer's kernels, here and of products that add their adapters' part.
+VARIANT_ROWS = (1, 17, 64, *(limit + 1 for limit in ROW_LIMITS))
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,20 @@ class LoraTables:
     @property
     def max_rank(self) -> int:
         return self.up.shape[2]
+
+
+@dataclass(frozen=True)
+class RowAdapters:
+    """The adapters of a product's rows, for products that add them in their own launch.
+
+    tables: of the product's layer.
+    row_places: as for `add_lora`; written before a fence (`aerie.kernels.pdl`).
+    counter: int32, 0, of this product only; written.
+    """
+
+    tables: LoraTables
+    row_places: Tensor
+    counter: Tensor
 
 
 def check_add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor) -> None:

@@ -38,6 +38,7 @@ FILES = {
         "tests/kernels/delta_rule/test_delta_kernels.py",
         "tests/kernels/delta_rule/test_recurrence.py",
         "tests/kernels/gemm/test_ordered_gemm.py",
+        "tests/kernels/lora/test_few_rows.py",
     ),
     "attention": (
         "tests/kernels/attend/test_latent_kernels.py",

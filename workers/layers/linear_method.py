@@ -21,6 +21,7 @@ from aerie.kernels.gemm.host_cpp import HostGEMM
 from aerie.kernels.gemm.host_weight import HostWeight
 from aerie.kernels.gemm.tiles import INPUT_STEP
 from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.lora.product import RowAdapters
 from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.span import Span
 from aerie.workers.layers.weighted import WeightMethod, check_plain, check_shape
@@ -132,6 +133,13 @@ class LinearMethod(WeightMethod):
         """
         return silu_mul(self.multiply(x, None))
 
+    def multiply_adapted(
+        self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None, adapters: RowAdapters, gated: bool
+    ) -> Tensor | None:
+        """Return `multiply`, or with `gated` `multiply_gated`, of the weight with the adapters of each row; None if no
+        kernel adds them in the product's launch."""
+        return None
+
     def multiply_mlp(self, x: Tensor | Fp8Rows, down: "LinearMethod", out: Tensor | None = None) -> Tensor:
         """Return the product of `multiply_gated` with the weight of `down`, as its `multiply` does."""
         return down.multiply(self.multiply_gated(x, down.fp8_inputs), None, out)
@@ -239,6 +247,14 @@ class UnquantizedLinearMethod(DenseLinearMethod):
     def reloaded(self) -> None:
         if self._gemm is None and self._options is not None:
             self.finish(self._options)
+
+    def multiply_adapted(
+        self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None, adapters: RowAdapters, gated: bool
+    ) -> Tensor | None:
+        assert self._gemm is not None, "call finish first"
+        self.check(x, bias, out)
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        return self._gemm.multiply_adapted(x, bias, out, adapters, gated)
 
     def multiply_last(self, x: Tensor | Fp8Rows, bias: Tensor | None, count: int) -> Tensor:
         assert self._options is not None, "call finish first"

@@ -1,23 +1,28 @@
 """Which layers adapters may change, and `AdaptedMethod`, which adds the adapters' part to such a layer's result.
 
 A pass without adapters runs the layer's own method, with all its fused kernels. A pass with adapters computes each
-product alone, of rows in the model's dtype, and adds the adapters' part (`aerie.kernels.lora.product`)."""
+product alone, of rows in the model's dtype. The product's own kernel adds the adapters' part if it can; else
+`aerie.kernels.lora.product` does, in two more launches."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.capability import ALIGNED_BYTES
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.gemm.host_weight import HostWeight
 from aerie.kernels.gemm.workspace import GEMMOptions
-from aerie.kernels.lora.product import RANK_STEP, LoraTables, add_lora
+from aerie.kernels.lora.product import RANK_STEP, LoraTables, RowAdapters, add_lora
 from aerie.kernels.norm.norm import silu_mul
 from aerie.workers.layers.attention import Attention
 from aerie.workers.layers.forward_context import ForwardContext, RowIndex
 from aerie.workers.layers.linear import LinearBase, ReplicatedLinear
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
 from aerie.workers.layers.moe import GatedMLP
+
+MAX_PRODUCTS = 2048  # of a pass that add their adapters in one launch; 100 layers have 400
 
 
 class AdapterRows(RowIndex):
@@ -32,16 +37,45 @@ class AdapterRows(RowIndex):
         self.is_active = False
         self._of_slot = of_slot
         self._places: dict[int, Tensor] = {}  # of this pass, by the number of rows; all layers share them
+        self._counters = torch.zeros(MAX_PRODUCTS, ALIGNED_BYTES // 4, dtype=torch.int32, device=of_slot.device)
+        self._num_used = 0  # counters of this pass
 
     def enter(self, context: ForwardContext, adapted: bool) -> None:
         super().enter(context, adapted)
         self.is_active = adapted
         self._places = {}
+        if not adapted:
+            return
+        self._begin()
+        attending = (context.last or context).attending_rows(context.row_slots)
+        for num_rows in {context.row_slots.shape[0], attending.shape[0]}:
+            self._places[num_rows] = self._of_slot[self.of(num_rows).long()].int()
+
+    def _begin(self) -> None:
+        self._counters.zero_()
+        self._num_used = 0
+
+    @contextlib.contextmanager
+    def without_adapters(self, num_rows: int) -> Iterator[None]:
+        """Within the context, products have `num_rows` rows without an adapter, and run as in a pass with adapters."""
+        self._begin()
+        self._places = {num_rows: torch.full((num_rows,), -1, dtype=torch.int32, device=self._of_slot.device)}
+        self.is_active = True
+        try:
+            yield
+        finally:
+            self.is_active = False
+
+    def of_product(self, tables: LoraTables, num_rows: int) -> RowAdapters | None:
+        """Return the adapters of the pass's next product; None if the pass has no counter for it."""
+        if self._num_used == MAX_PRODUCTS:
+            return None
+        self._num_used += 1
+        return RowAdapters(tables, self.places(num_rows), self._counters[self._num_used - 1])
 
     def places(self, num_rows: int) -> Tensor:
-        """Return [num_rows] int32: the places of the rows' adapters. num_rows: see `RowIndex.of`."""
-        if num_rows not in self._places:
-            self._places[num_rows] = self._of_slot[self.of(num_rows).long()].int()
+        """Return [num_rows] int32: the places of the rows' adapters. num_rows: all rows of the pass, or those that
+        attend in its last layer."""
         return self._places[num_rows]
 
 
@@ -104,11 +138,27 @@ class AdaptedMethod(LinearMethod):
         return self.inner.dtype
 
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        y = self.inner.multiply(x, bias, out)
         if not self._rows.is_active:
+            return self.inner.multiply(x, bias, out)
+        y = self._in_one_launch(x, bias, out, False)
+        if y is not None:
             return y
         assert isinstance(x, Tensor), "fp8_inputs is None in a pass with adapters"
-        return add_lora(y, x, self.tables, self._rows.places(x.shape[0]))
+        return add_lora(self.inner.multiply(x, bias, out), x, self.tables, self._rows.places(x.shape[0]))
+
+    def launch_kernels(self, num_rows: int, bias: Tensor | None, gated: bool) -> None:
+        """Launch what a pass with adapters launches for `num_rows` rows. bias: the layer's."""
+        x = torch.zeros(num_rows, self.shape.in_features, dtype=self.dtype, device=self.tables.up.device)
+        with self._rows.without_adapters(num_rows):
+            for added in {id(each): each for each in (bias, None)}.values():
+                self.multiply_gated(x) if gated else self.multiply(x, added)
+
+    def _in_one_launch(
+        self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None, gated: bool
+    ) -> Tensor | None:
+        assert isinstance(x, Tensor), "fp8_inputs is None in a pass with adapters"
+        adapters = self._rows.of_product(self.tables, x.shape[0])
+        return None if adapters is None else self.inner.multiply_adapted(x, bias, out, adapters, gated)
 
     def multiply_last(self, x: Tensor | Fp8Rows, bias: Tensor | None, count: int) -> Tensor:
         if not self._rows.is_active:
@@ -121,7 +171,8 @@ class AdaptedMethod(LinearMethod):
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
         if not self._rows.is_active:
             return self.inner.multiply_gated(x, wanted)
-        return silu_mul(self.multiply(x, None))
+        gated = self._in_one_launch(x, None, None, True)
+        return silu_mul(self.multiply(x, None)) if gated is None else gated
 
     def multiply_mlp(self, x: Tensor | Fp8Rows, down: LinearMethod, out: Tensor | None = None) -> Tensor:
         if not self._rows.is_active:

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables, add_lora
+from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables
 from aerie.kernels.to_device import pinned
 from aerie.workers.config import LoraConfig
-from aerie.workers.layers.linear import LinearBase
+from aerie.workers.layers.linear import GateUpParallelLinear, LinearBase
 from aerie.workers.lora.adapter_config import draft_folder
 from aerie.workers.lora.adapter_file import AdapterNames, LayerMatrices, read_layers
 from aerie.workers.lora.layers import (
@@ -51,6 +51,7 @@ class RankAdapters:
         self._reads: dict[int, Future[Read]] = {}
         self._reader = ThreadPoolExecutor(1, "adapters")  # one: steps need the other cores
         self._tables: dict[str, LoraTables] = {}
+        self._layers: list[LinearBase] = []
         self._adapt(layers, self.row_index)
         for number, (name, folder) in enumerate(config.modules.items()):
             try:
@@ -76,16 +77,17 @@ class RankAdapters:
             tables = allocate_tables(layer.shape, self._config.max_loras, rank, layer.method.dtype, self._device)
             layer.method = AdaptedMethod(layer.method, tables, rows)
             self._tables[path] = tables
+            self._layers.append(layer)
 
     @torch.inference_mode()
     def launch_kernels(self) -> None:
         """Launch all variants of the layers' kernels, with rows that have no adapter. A start calls it, so that no step
         compiles one; adapters loaded later use the same variants, whatever their rank."""
-        distinct = {(each.down.shape, each.up.shape, each.parts, each.up.dtype): each for each in self._tables.values()}
-        for tables in distinct.values():
-            for rows in VARIANT_ROWS:
-                x, y = (tables.up.new_zeros(rows, size) for size in (tables.down.shape[2], tables.up.shape[1]))
-                add_lora(y, x, tables, torch.full((rows,), -1, dtype=torch.int32, device=x.device))
+        distinct = {(type(each), each.shape, each.bias is None, each.method.dtype): each for each in self._layers}
+        for layer in distinct.values():
+            assert isinstance(layer.method, AdaptedMethod), "of `_adapt`"
+            for num_rows in VARIANT_ROWS:
+                layer.method.launch_kernels(num_rows, layer.bias, isinstance(layer, GateUpParallelLinear))
 
     def register(self, handlers: CommandHandlers) -> None:
         """Carry out the commands of adapters."""

@@ -2,8 +2,8 @@
 
     python -m tests.bench lora [--rows 1 8 32 64 256 2048] [--ranks 16 64] [--adapters 1 4 32]
 
-Microseconds of a layer by CUDA graph: the four products alone, and with the adapters of --adapters requests, each with
-an equal share of the rows. "none": the kernels run, and no row has an adapter.
+Microseconds of a layer by CUDA graph: the four products alone, gate and up with SwiGLU, and with the adapters of
+--adapters requests, each with an equal share of the rows. "none": the kernels run, and no row has an adapter.
 """
 
 import argparse
@@ -16,10 +16,12 @@ from torch import Tensor
 from aerie.deploy.bench.figures import table
 from aerie.kernels.gemm.choice import choose_gemm
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
-from aerie.kernels.lora.product import LoraTables, add_lora
+from aerie.kernels.lora.product import LoraTables, RowAdapters, add_lora
+from aerie.kernels.norm.norm import silu_mul
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
 
+NUM_LAYERS = 4  # of one graph
 LAYER = (  # inputs, and borders of the stacked matrices' outputs
     (4096, (0, 4096, 5120, 6144)),
     (4096, (0, 4096)),
@@ -60,19 +62,32 @@ def main() -> None:
         inputs = {k: torch.randn(rows, k, dtype=torch.bfloat16, device=device) for k, _ in LAYER}
 
         def run(rank: int, places: Tensor | None, inputs: dict[int, Tensor] = inputs) -> Callable[[], None]:
-            def layer() -> None:
-                for i, (k, _) in enumerate(LAYER):
-                    y = gemms[i].multiply(inputs[k], None, None)
-                    if places is not None:
-                        add_lora(y, inputs[k], tables[rank][i], places)
+            counters = torch.zeros(NUM_LAYERS * len(LAYER), 4, dtype=torch.int32, device=device)
 
-            return layer
+            def layer(number: int) -> None:
+                for i, (k, parts) in enumerate(LAYER):
+                    x, gated = inputs[k], len(parts) == 3
+                    if places is None:
+                        gemms[i].multiply_gated(x) if gated else gemms[i].multiply(x, None, None)
+                        continue
+                    adapters = RowAdapters(tables[rank][i], places, counters[number * len(LAYER) + i])
+                    if gemms[i].multiply_adapted(x, None, None, adapters, gated) is None:
+                        y = add_lora(gemms[i].multiply(x, None, None), x, adapters.tables, places)
+                        y = silu_mul(y) if gated else y
+
+            def layers() -> None:
+                counters.zero_()
+                for number in range(NUM_LAYERS):
+                    layer(number)
+
+            return layers
 
         cases = [(rank, n) for rank in arguments.ranks for n in arguments.adapters if n <= rows]
         runs = [run(0, None), *(run(rank, row_places(rows, n, device)) for rank, n in cases)]
         times, _ = clock.medians(*(captured(each).replay for each in runs))
-        for (rank, n), us in zip(cases, times[1:], strict=True):
-            row = (rows, rank, n or "none", round(times[0], 1), round(us, 1), round(us - times[0], 1))
+        alone = times[0] / NUM_LAYERS
+        for (rank, n), us in zip(cases, [each / NUM_LAYERS for each in times[1:]], strict=True):
+            row = (rows, rank, n or "none", round(alone, 1), round(us, 1), round(us - alone, 1))
             found.append(row)
             print(*row, flush=True)
     print(*table(["rows", "rank", "adapters", "products, us", "with adapters, us", "added, us"], found), sep="\n")

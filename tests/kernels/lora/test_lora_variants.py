@@ -1,4 +1,5 @@
-"""What is compiled for adapters: three variants of each kernel for a layer, whatever its rows and adapters."""
+"""What is compiled for adapters: three variants of each kernel for a layer, whatever its rows and adapters. Products
+that add adapters have one for each of their tiles."""
 
 import itertools
 from typing import Any
@@ -7,9 +8,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
+from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
+from aerie.kernels.gemm import skinny_triton  # noqa: E402
+from aerie.kernels.gemm.tiles import INPUT_STEP  # noqa: E402
+from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
 from aerie.kernels.lora import product_triton  # noqa: E402
-from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables  # noqa: E402
+from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables, RowAdapters  # noqa: E402
 
 LAYERS = (  # inputs, and borders of the stacked matrices' outputs: Llama-3.1-8B's, small and odd ones
     (4096, (0, 4096, 5120, 6144)),
@@ -40,6 +45,9 @@ class Recorded:
                 value = given.pop(param.name)
                 if param.is_constexpr:
                     key.append((param.name, value))
+                elif value is None or isinstance(value, TensorDescriptor):
+                    key.append((param.name, None if value is None else tuple(value.block_shape)))
+                    continue
                 elif isinstance(value, torch.Tensor):
                     key.append((param.name, value.dtype, value.data_ptr() % 16 == 0))
                 elif not param.do_not_specialize:
@@ -54,13 +62,24 @@ def variants_of(rows: int, inputs: int, parts: tuple[int, ...], rank: int, place
     """Return what launching the kernels compiles. Rows are those of a wider tensor for an odd number."""
     found: set[tuple[Any, ...]] = set()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_lora_shrink", "_lora_expand"):
-            patch.setattr(product_triton, name, Recorded(getattr(product_triton, name), found))
+        for module, name in (
+            (product_triton, "_lora_shrink"),
+            (product_triton, "_lora_expand"),
+            (skinny_triton, "_skinny_gemm"),
+        ):
+            patch.setattr(module, name, Recorded(getattr(module, name), found))
         down = torch.empty(places, (len(parts) - 1) * rank, inputs, dtype=torch.bfloat16)
         tables = LoraTables(down, torch.empty(places, parts[-1], rank, dtype=torch.bfloat16), parts)
         x = torch.empty(rows, inputs, dtype=torch.bfloat16)
         y = torch.empty(rows, parts[-1], dtype=torch.bfloat16)
-        product_triton.add_lora(y, x, tables, torch.empty(rows, dtype=torch.int32))
+        row_places = torch.empty(rows, dtype=torch.int32)
+        product_triton.add_lora(y, x, tables, row_places)
+        if inputs % INPUT_STEP == 0:
+            weight = torch.empty(parts[-1], inputs, dtype=torch.bfloat16)
+            gemm = skinny_triton.SkinnyGEMM(weight, Workspace.of_size(0, 0, weight.device))
+            adapters = RowAdapters(tables, row_places, torch.empty(7, 4, dtype=torch.int32)[rows % 7])
+            for gated in (False, True):
+                gemm.multiply_adapted(x, None, None, adapters, gated)
     return found
 
 
@@ -73,8 +92,12 @@ def test_a_step_compiles_nothing_that_the_start_has_not(inputs: int, parts: tupl
         counts = ROWS if places > 4 else (*ROWS, *MANY_ROWS)
         for rows in counts:
             assert variants_of(rows, inputs, parts, rank, places) <= ahead, (rows, places)
+        names = [key[0] for key in ahead]
+        assert 2 <= names.count("_lora_shrink") <= 3 == names.count("_lora_expand")
+        served, is_gated = inputs % INPUT_STEP == 0 and not any(border % 64 for border in parts), len(parts) == 3
+        assert names.count("_skinny_gemm") == served * 3 * (1 + is_gated)
 
 
-def test_all_numbers_of_places_share_the_kernels() -> None:
+def test_all_numbers_of_places_up_to_8_share_the_kernels() -> None:
     for (inputs, parts), rows in itertools.product(LAYERS, VARIANT_ROWS):
-        assert len({frozenset(variants_of(rows, inputs, parts, 16, places)) for places in (1, 3, 4, 32)}) == 1
+        assert len({frozenset(variants_of(rows, inputs, parts, 16, places)) for places in (1, 3, 4, 8)}) == 1

@@ -99,6 +99,7 @@ def test_product_of_a_router_fits_hopper(num_rows: int, n: int, k: int, tmp_path
         "HAS_BIAS": True,
         "PDL": True,
         "UPCAST": False,
+        **skinny_gemm.NO_ADAPTERS,
     }
     pointers = BF16 | dict.fromkeys(("part_ptr", "out_ptr"), "fp32")
     spills, shared, ptx = compiled(
@@ -142,6 +143,7 @@ def test_product_of_few_rows_fits_hopper(kind: str, num_rows: int, n: int, k: in
         "HAS_BIAS": kind == "bias",
         "PDL": True,
         "UPCAST": False,
+        **skinny_gemm.NO_ADAPTERS,
     }
     spills, shared, ptx = compiled(
         skinny_gemm._skinny_gemm, tmp_path, pointers, constants, tiles.warps, tiles.stages, descriptors=blocks

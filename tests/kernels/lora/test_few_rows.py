@@ -1,0 +1,101 @@
+"""Products of few rows that add their adapters' part in their own launch: on a GPU, or under Triton's interpreter,
+which `tests/kernels/test_triton_interpreter.py` starts in a process of its own."""
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="triton is not installed here")
+
+from aerie.kernels.gemm.skinny_triton import SkinnyGEMM  # noqa: E402
+from aerie.kernels.gemm.tiles import MAX_ADAPTED_ROWS  # noqa: E402
+from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
+from aerie.kernels.lora.product import LoraTables, RowAdapters  # noqa: E402
+from aerie.kernels.norm.norm import silu_mul  # noqa: E402
+from tests.kernels.ops.lora_cases import lora_tables  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+
+pytestmark = MARKS
+DTYPE = torch.float16
+ERROR = 6e-4  # one rounding to 11 bits: 2^-12 of a value at most; gated products round four times
+CASES = (  # rows, places, rank, inputs, borders of parts, gated
+    (1, 1, 16, 256, (0, 64, 128, 192), False),
+    (7, 3, 16, 192, (0, 128, 192), False),
+    (16, 4, 48, 512, (0, 64), False),
+    (20, 9, 16, 320, (0, 128), False),
+    (64, 3, 32, 256, (0, 64, 128), False),
+    (50, 2, 16, 128, (0, 64), False),
+    (5, 2, 16, 128, (0, 4288, 8576), True),
+    *(() if INTERPRETED else ((8, 4, 16, 4096, (0, 4096, 5120, 6144), False), (1, 1, 16, 14336, (0, 4096), False))),
+    *(() if INTERPRETED else ((32, 32, 64, 4096, (0, 14336, 28672), True), (64, 8, 16, 4096, (0, 14336, 28672), True))),
+)
+
+
+class Layer:
+    """A random weight with tables. places: of the rows; every third one has none."""
+
+    def __init__(self, rows: int, places: int, rank: int, inputs: int, parts: tuple[int, ...]) -> None:
+        self.parts, generator = parts, torch.Generator().manual_seed(rows)
+        weight = torch.randn(parts[-1], inputs, generator=generator) / inputs**0.5
+        self.weight = weight.to(DEVICE, DTYPE)
+        self.gemm = SkinnyGEMM(self.weight, Workspace.create([(parts[-1], inputs)], DEVICE))
+        self.tables = lora_tables(places, rank, inputs, parts, parts[-1], DTYPE, DEVICE)
+        self.x = torch.randn(rows, 2 * inputs, generator=generator).to(DEVICE, DTYPE)[:, :inputs]
+        chosen = torch.randint(0, places, (rows,), generator=generator, dtype=torch.int32)
+        self.places = torch.where(torch.arange(rows) % 3 == 2, -1, chosen).to(DEVICE)
+        self.counters = torch.zeros(8, 4, dtype=torch.int32, device=DEVICE)
+
+    def multiply(self, gated: bool, bias: Tensor | None = None, number: int = 0) -> Tensor | None:
+        adapters = RowAdapters(self.tables, self.places, self.counters[number])
+        return self.gemm.multiply_adapted(self.x, bias, None, adapters, gated)
+
+    def expected(self, bias: Tensor | None = None) -> Tensor:
+        """In float64, before the gate."""
+        x, y = self.x.double(), self.x.double() @ self.weight.double().T
+        rank = self.tables.max_rank
+        for row, place in enumerate(self.places.tolist()):
+            for part, (first, end) in enumerate(zip(self.parts, self.parts[1:], strict=False)):
+                if place >= 0:
+                    inner = self.tables.down[place, rank * part : rank * part + rank].double() @ x[row]
+                    y[row, first:end] += self.tables.up[place, first:end].double() @ inner
+        return y if bias is None else y + bias.double()
+
+
+@pytest.mark.parametrize(("rows", "places", "rank", "inputs", "parts", "gated"), CASES)
+def test_a_product_adds_each_rows_adapter(
+    rows: int, places: int, rank: int, inputs: int, parts: tuple[int, ...], gated: bool
+) -> None:
+    layer = Layer(rows, places, rank, inputs, parts)
+    bias = None if gated or rows % 2 else torch.randn(parts[-1]).to(DEVICE, DTYPE)
+    out, expected = layer.multiply(gated, bias), layer.expected(bias)
+    assert out is not None
+    if gated:
+        expected = silu_mul.reference(expected)
+    alone = layer.gemm.multiply_gated(layer.x) if gated else layer.gemm.multiply(layer.x, bias, None)
+    assert float((out.double() - expected).norm() / expected.norm()) < ERROR * (2 if gated else 1)
+    assert torch.equal(out[layer.places < 0], alone[layer.places < 0]), "rows without an adapter"
+    assert not torch.equal(out, alone) and int(layer.gemm.workspace.tickets.abs().sum()) == 0
+    assert torch.equal(layer.multiply(gated, bias, 1), out), "equal inputs give equal bits"
+
+
+def test_rows_without_adapters_are_not_hurt_by_a_broken_one() -> None:
+    layer = Layer(6, 2, 16, 128, (0, 64, 128))
+    layer.tables.down[0] = torch.nan
+    layer.places = torch.tensor([-1, 0, 1, -1, 0, 1], dtype=torch.int32, device=DEVICE)
+    out = layer.multiply(False)
+    assert out is not None
+    assert out.isnan().any(1).tolist() == [False, True, False, False, True, False]
+
+
+def test_what_the_launch_cannot_add_is_left_to_others() -> None:
+    assert Layer(MAX_ADAPTED_ROWS + 56, 1, 16, 128, (0, 64)).multiply(False) is None
+    assert Layer(40, 1, 16, 128, (0, 64)).multiply(False) is None, "cuBLAS multiplies these rows"
+    assert Layer(4, 1, 16, 128, (0, 72, 144)).multiply(False) is None, "a tile with two parts"
+    assert Layer(4, 1, 16, 128, (0, 64, 128)).multiply(True) is None, "few gates"
+
+
+def test_a_table_of_another_layer_is_our_bug() -> None:
+    layer = Layer(4, 1, 16, 128, (0, 64))
+    layer.tables = LoraTables(layer.tables.down[:, :, :64].contiguous(), layer.tables.up, (0, 64))
+    with pytest.raises(AssertionError):
+        layer.multiply(False)
