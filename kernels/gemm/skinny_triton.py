@@ -98,7 +98,6 @@ def _skinny_gemm(
                 INNER,
                 SUMMING,
                 BLOCK_M,
-                256,
                 PDL,
                 UPCAST,
             )
@@ -276,7 +275,7 @@ def _adapter_arguments(x: Tensor, adapters: RowAdapters, tiles: SkinnyGemmTiles,
         "RANK": tables.max_rank,
         "PARTS": tables.parts,
         "SUMMING": summing_programs(programs, tables.num_places),
-        "CHUNK": up_columns(tiles, tables.max_rank),
+        "CHUNK": up_columns(tiles),
     }
 
 

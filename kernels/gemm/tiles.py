@@ -92,10 +92,8 @@ def summing_programs(programs: int, places: int) -> int:
     return max(4 if places <= 8 else 32, min(32, -programs % MULTIPROCESSORS))
 
 
-def up_columns(tiles: SkinnyGemmTiles, rank: int) -> int:
-    """Return the columns of B that a program reads at once, for adapters of `rank`, a multiple of 16."""
-    if tiles.block_m > 32:
-        return 32 if rank % 32 == 0 else 16
+def up_columns(tiles: SkinnyGemmTiles) -> int:
+    """Return the columns of B that a program reads at once for each row."""
     return min(16, (1 << 14) // (tiles.block_m * tiles.block_n))
 
 

@@ -12,7 +12,23 @@ import triton.language as tl
 from aerie.kernels.lora.product_triton import _NONE, _next_place
 
 SLICES = tl.constexpr(4)  # of the inputs, whose sums are added in order
-GATHERED_ROWS = tl.constexpr(32)  # up to here each row reads its adapter's B; more rows multiply by place
+GATHERED_ROWS = tl.constexpr(32)  # up to here each row reads its adapter's B; more rows multiply by four places
+
+
+@triton.jit
+def _four_places(places, place):
+    """The four smallest places after `place` that a row has; `_NONE` from where on there is none."""
+    first = _next_place(places, place)
+    second = _next_place(places, first)
+    third = _next_place(places, second)
+    return first, second, third, _next_place(places, third)
+
+
+@triton.jit
+def _owners(first, second, third, fourth):
+    """[64]: each of the four places 16 times."""
+    number = tl.arange(0, 64) // 16
+    return tl.where(number < 2, tl.where(number == 0, first, second), tl.where(number == 2, third, fourth))
 
 
 @triton.jit
@@ -29,12 +45,13 @@ def add_down(
     INNER: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     EARLY: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Compute this program's share of A x, and count the program. The units of a place are a slice of the inputs and
-    16 rows of A each; program i has the i-th unit and every PROGRAMS-th after it."""
+    """Compute this program's share of A x, and count the program. Four places at a time, so that enough of A is on its
+    way. Their units are a slice of the inputs and 16 rows of each A; program i has the i-th unit and every PROGRAMS-th
+    after it."""
+    BLOCK_K: tl.constexpr = 256 if BLOCK_M <= 32 else 128  # all stages fit in the product's shared memory
     CHUNKS: tl.constexpr = INNER // 16
     SPAN: tl.constexpr = (IN + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K) * BLOCK_K
     m = tl.arange(0, BLOCK_M)
@@ -42,29 +59,31 @@ def add_down(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     unit, end = program, CHUNKS * SLICES
-    place = _next_place(places, -1)
-    while place < _NONE:
-        ours = (places == place)[None, :]
-        matrix = down_ptr + place.to(tl.int64) * (INNER * IN)
+    first, second, third, fourth = _four_places(places, -1)
+    while first < _NONE:
+        owners = _owners(first, second, third, fourth)
+        matrices = down_ptr + owners.to(tl.int64)[:, None] * (INNER * IN)
         while unit < end:
             local = unit - (end - CHUNKS * SLICES)
-            r, piece = local % CHUNKS * 16 + tl.arange(0, 16), local // CHUNKS
-            acc = tl.zeros([16, BLOCK_M], tl.float32)
+            r, piece = local % CHUNKS * 16 + tl.arange(0, 64) % 16, local // CHUNKS
+            acc = tl.zeros([64, BLOCK_M], tl.float32)
             for start in range(0, SPAN, BLOCK_K):
                 k = piece * SPAN + start + tl.arange(0, BLOCK_K)
-                weights = tl.load(matrix + r[:, None] * IN + k[None, :], mask=(k < IN)[None, :], other=0.0)
+                there = (owners < _NONE)[:, None] & (k < IN)[None, :]
+                weights = tl.load(matrices + r[:, None] * IN + k[None, :], mask=there, other=0.0)
                 inputs = tl.load(
                     x_ptr + m.to(tl.int64)[None, :] * x_row_stride + k[:, None],
-                    mask=ours & (k < IN)[:, None],
+                    mask=(m < rows)[None, :] & (k < IN)[:, None],
                     other=0.0,
                 )
                 if UPCAST:
                     weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
                 acc = tl.dot(weights, inputs, acc)
-            tl.store(inner_ptr + (piece * rows + m)[None, :] * INNER + r[:, None], acc, mask=ours)
+            cells = inner_ptr + (piece * rows + m)[None, :] * INNER + r[:, None]
+            tl.store(cells, acc, mask=owners[:, None] == places[None, :])
             unit += PROGRAMS
         end += CHUNKS * SLICES
-        place = _next_place(places, place)
+        first, second, third, fourth = _four_places(places, fourth)
     tl.debug_barrier()  # orders the stores of all threads before the release
     tl.atomic_add(counter_ptr, 1, sem="release")
 
@@ -86,13 +105,12 @@ def up_of_rows(up_ptr, places, n, first, N: tl.constexpr, RANK: tl.constexpr, CH
 
 
 @triton.jit
-def inner_of_rows(inner_ptr, places, column, rows, INNER: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
-    """Add the slices of A x, columns `column` and on: [rows, CHUNK]. Reads from L2, because L1 is not coherent."""
-    m = tl.arange(0, BLOCK_M)
-    cells = inner_ptr + m[:, None] * INNER + (column + tl.arange(0, CHUNK))[None, :]
-    inner = tl.zeros([BLOCK_M, CHUNK], tl.float32)
-    for piece in tl.static_range(SLICES):
-        inner += tl.load(cells + piece * rows * INNER, mask=(places >= 0)[:, None], other=0.0, cache_modifier=".cg")
+def inner_of_rows(inner_ptr, there, columns, rows, INNER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Add the slices of A x: [rows, columns], zero where not `there`. Reads from L2, because L1 is not coherent."""
+    cells = inner_ptr + tl.arange(0, BLOCK_M)[:, None] * INNER + columns[None, :]
+    inner = tl.load(cells, mask=there, other=0.0, cache_modifier=".cg")
+    for piece in tl.static_range(1, SLICES):
+        inner += tl.load(cells + piece * rows * INNER, mask=there, other=0.0, cache_modifier=".cg")
     return inner
 
 
@@ -115,24 +133,28 @@ def with_up(
 ):
     """Return acc [n, rows] + B (A x). up: `up_of_rows` of the first columns, if read. column: of A x, the part's
     first."""
+    part = acc
     if BLOCK_M > GATHERED_ROWS:
-        place = _next_place(places, -1)
-        while place < _NONE:
-            ours = tl.where(places == place, place, -1)
-            matrix = up_ptr + place.to(tl.int64) * (N * RANK) + n[:, None] * RANK + tl.arange(0, CHUNK)[None, :]
-            for first in range(0, RANK, CHUNK):
-                weights = tl.load(matrix + first, mask=(n < N)[:, None], other=0.0)
-                inner = inner_of_rows(inner_ptr, ours, column + first, rows, INNER, BLOCK_M, CHUNK)
+        r = tl.arange(0, 64) % 16
+        first, second, third, fourth = _four_places(places, -1)
+        while first < _NONE:
+            owners = _owners(first, second, third, fourth)
+            matrices = up_ptr + owners.to(tl.int64)[None, :] * (N * RANK) + n[:, None] * RANK + r[None, :]
+            there = (owners < _NONE)[None, :] & (n < N)[:, None]
+            for begin in tl.range(0, RANK, 16, num_stages=1):
+                weights = tl.load(matrices + begin, mask=there, other=0.0)
+                ours = places[:, None] == owners[None, :]
+                inner = inner_of_rows(inner_ptr, ours, column + begin + r, rows, INNER, BLOCK_M)
                 inner = inner.to(up_ptr.dtype.element_ty)
                 if UPCAST:
                     weights, inner = weights.to(tl.float32), inner.to(tl.float32)
-                acc = tl.dot(weights, tl.trans(inner), acc)
-            place = _next_place(places, place)
+                part = tl.dot(weights, tl.trans(inner), part)
+            first, second, third, fourth = _four_places(places, fourth)
     else:
-        part = tl.zeros_like(acc)
-        for first in tl.range(0, RANK, CHUNK, num_stages=1):
-            read = up_of_rows(up_ptr, places, n, first, N, RANK, CHUNK) if RANK > CHUNK else up
-            inner = inner_of_rows(inner_ptr, places, column + first, rows, INNER, BLOCK_M, CHUNK)
+        there = (places >= 0)[:, None]
+        for begin in tl.range(0, RANK, CHUNK, num_stages=1):
+            columns = column + begin + tl.arange(0, CHUNK)
+            read = up_of_rows(up_ptr, places, n, begin, N, RANK, CHUNK) if RANK > CHUNK else up
+            inner = inner_of_rows(inner_ptr, there, columns, rows, INNER, BLOCK_M)
             part += tl.sum(read.to(tl.float32) * inner[None, :, :], 2)
-        acc = tl.where((places >= 0)[None, :], acc + part, acc)
-    return acc
+    return tl.where((places >= 0)[None, :], part, acc)
