@@ -195,7 +195,9 @@ def load_parts(
     tower = None
     if engine.vision is not None and engine.layout.images is not None:
         with memory.counting_weights(), must_fit("the vision tower", "set model.images=off, or raise tensor_parallel"):
-            tower = VisionTower(engine.vision, worker.model, engine.layout.images, engine.dtype, device)
+            tower = VisionTower(
+                engine.vision, worker.model, engine.layout.images, engine.dtype, device, worker.cuda_graphs
+            )
     done("target loaded")
     layout = memory.settle_slots(engine.layout, group)
     with must_fit(f"the tables of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):

@@ -1,7 +1,8 @@
 """`ImageChunks`: which images a step encodes, where its chunks may end, and which pixels its plan contains.
 
 Without rounds, a step encodes the images of its chunks, whole. Beside rounds, an image is encoded before the step that
-has its first token, or in the same one: as many of the tower's layers a step as the step's limit leaves time for.
+has its first token, or in the same one: as many of the tower's layers a step as the step's limit leaves time for. A
+short text before it waits for it, because a step of its own would take longer than the text.
 """
 
 from collections.abc import Sequence as List
@@ -18,6 +19,7 @@ from aerie.workers.scheduling.sequence import Sequence
 # Patches that a step encodes beside its rounds, or one larger image. 4,096 patches are a picture of a megapixel, whose
 # tower has about the operations of a prompt chunk of 2,048 tokens.
 STEP_PATCHES = 4096
+SHORT_TEXT = 256  # tokens; with fewer a step with a chunk takes about as long
 
 
 class ImageChunks:
@@ -44,22 +46,27 @@ class ImageChunks:
         self._beside = beside and self._costs is not None
 
     def encode(self, sequence: Sequence, start: int, budget: StepBudget) -> None:
-        """Encode the image of the token at `start`, if it is new: beside rounds, a part of it; without rounds, what is
-        left of an image of which a part is encoded."""
+        """Encode the next image if it begins at most `SHORT_TEXT` tokens after `start`: beside rounds, a part of it or
+        several whole ones; without rounds, what is left of an image of which a part is encoded."""
         inputs = sequence.request.inputs
         if self._sizes is None or self._costs is None or self._encodings or inputs is None:
             return
         for image in inputs.images:
             is_partial = image.digest == self._partial
-            if not image.start <= start < image.end or not self._is_new(image) or not (self._beside or is_partial):
+            if image.end <= start or not self._is_new(image):
                 continue
+            if image.start > start + SHORT_TEXT or not (self._beside or is_partial):
+                return
+            if self._encodings and budget.ms_left < self._costs.encode_ms(image.num_patches):
+                return
             block_ms = self._costs.encode_ms(image.num_patches) / self._sizes.num_blocks
             left = self._sizes.num_blocks - (self._num_done if is_partial else 0)
             count = min(left, max(1, int(budget.ms_left / max(block_ms, 1e-6)))) if self._beside else left
             budget.spend(count * block_ms)
             self._encodings[image.digest] = Encoding(image, 0 if count == left else count)
-            if count == left:
-                self._planned.add(image.digest)
+            if count < left:
+                return
+            self._planned.add(image.digest)
 
     def room(self, sequence: Sequence, start: int, count: int, limit: int) -> int:
         """Return how many of `count` tokens from position `start` the plan may compute: those before the first image
@@ -77,7 +84,7 @@ class ImageChunks:
             if image.end <= start or image.start >= start + count or not self._is_new(image):
                 continue
             if self._beside:
-                return max(0, image.start - start)
+                return image.start - start if image.start > start + SHORT_TEXT else 0
             if left < image.num_patches and (left < STEP_PATCHES or image.start > start):
                 return max(0, image.start - start)
             left -= image.num_patches

@@ -288,7 +288,8 @@ class PrefillPlanner:
         start = match.num_saved
         self._images.encode(sequence, start, budget)
         room = budget.room(1, start)
-        if room == 0 or self._images.room(sequence, start, room, budget.tokens_left) == 0:
+        limit = budget.tokens_left
+        if room == 0 or not all(self._images.room(sequence, start, count, limit) for count in (room, total - start)):
             allocator.release(match.pages)
             return False
         builder.inits.append(self._queues.admit(sequence, match))

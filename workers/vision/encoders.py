@@ -14,6 +14,7 @@ from aerie.workers.vision.config import CHANNELS, VisionConfig
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 _WINDOW = 112  # pixels of Qwen2.5-VL's windows, if config.json does not say
+_LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
 _SPANS = "aerie_flash_spans"  # transformers passes bounds of spans to functions with "flash" in their name
 
 
@@ -38,6 +39,21 @@ class ImageEncoder(nn.Module):
     def blocks(self) -> nn.ModuleList:
         """The tower's layers, which `forward` calls in order."""
 
+    merge_size = 1  # rows, and columns, of the patches of a token
+
+    def padded(self, grid: Grid, size: int) -> dict[str, Tensor] | None:
+        """Return what `forward_padded` needs, on the host, for an image that is padded to `size` patches: tensors whose
+        shapes depend on `size` alone. None if images cannot be padded."""
+        return None
+
+    def forward_padded(self, pixels: Tensor, layout: Mapping[str, Tensor]) -> Tensor:
+        """`forward` without an operation that depends on values on the host, so that it can be captured.
+
+        pixels: [size, channels, pixels of a patch]. layout: of `padded`, on the device. The rows of the image's tokens
+        come first.
+        """
+        raise NotImplementedError
+
     def own_name(self, name: str) -> str | None:
         """Return the parameter for a checkpoint's tensor; None for a tensor of another module."""
         name = name.removeprefix("model.")
@@ -53,7 +69,9 @@ class QwenEncoder(ImageEncoder):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self._config = config
+        self.merge_size = config.merge_size
         self.tower = _built(config, config.family.config, config.family.tower)
+        self.tower.patch_embed = _PatchEmbedding(self.tower.patch_embed.proj)
         self._vision_utils = _vision_utils()
         weight = next(self.tower.parameters())
         if Capability.of(weight.device).has_streams and weight.dtype.itemsize == 2 and self._vision_utils is not None:
@@ -65,9 +83,19 @@ class QwenEncoder(ImageEncoder):
         self.tower.config._attn_implementation = _SPANS
 
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
+        device = pixels.device
+        layout, spans = self._layout(grid)
+        given: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in layout.items()}
+        if self._in_one_launch:
+            given |= {name: bounds.to(device, non_blocking=True) for name, bounds in spans.items()}
+            given |= {_LONGEST[name]: int(bounds.diff().max()) for name, bounds in spans.items()}
+        else:
+            given |= spans  # each layer reads the bounds on the host
+        return self._run(pixels, torch.tensor([grid], device=device), given)
+
+    def _run(self, pixels: Tensor, grid: Tensor, given: Mapping[str, Any]) -> Tensor:
         rows = pixels.unsqueeze(2).expand(-1, -1, self._config.frames, -1).reshape(pixels.shape[0], -1)
-        dtype, device = next(self.tower.parameters()).dtype, pixels.device
-        out = self.tower(rows.to(dtype), grid_thw=torch.tensor([grid], device=device), **self._layout(grid, device))
+        out = self.tower(rows.to(next(self.tower.parameters()).dtype), grid_thw=grid, **given)
         return torch.cat((out.pooler_output, *(getattr(out, "deepstack_features", None) or ())), dim=1)
 
     @property
@@ -75,30 +103,85 @@ class QwenEncoder(ImageEncoder):
         blocks: nn.ModuleList = self.tower.blocks
         return blocks
 
-    def _layout(self, grid: Grid, device: torch.device) -> dict[str, Any]:
-        """Return where patches lie and the bounds of those that attend to each other, computed on the host: the tower
-        would wait for the device several times. Empty for a transformers that computes them itself."""
-        utils, config = self._vision_utils, self._config
+    @property
+    def _in_one_launch(self) -> bool:
+        return bool(self.tower.config._attn_implementation == _SPANS)
+
+    @property
+    def _window(self) -> int | None:
+        """Pixels of a window's side."""
+        if self._config.family.package != "qwen2_5_vl":
+            return None
+        window: int = self._config.tower.get("window_size", _WINDOW)
+        return window
+
+    def _layout(self, grid: Grid) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return where patches lie, and the bounds of those that attend to each other, on the host: the tower would
+        wait for the device several times. Empty for a transformers that computes them itself."""
+        utils, merged = self._vision_utils, self._config.merge_size
         if utils is None:
-            return {}
-        in_one_launch = self.tower.config._attn_implementation == _SPANS
-        on_host, merged = torch.tensor([grid], device="cpu"), config.merge_size
-        layout: dict[str, Any] = {"position_ids": utils.get_vision_position_ids(on_host, merged)}
+            return {}, {}
+        on_host = torch.tensor([grid], device="cpu")
+        layout = {"position_ids": utils.get_vision_position_ids(on_host, merged)}
         spans = {"cu_seqlens": torch.tensor([0, grid[0] * grid[1] * grid[2]], dtype=torch.int32, device="cpu")}
-        if config.family.package == "qwen2_5_vl":
-            window = config.tower.get("window_size", _WINDOW)
+        if self._window is not None:
             layout["window_index"], spans["cu_window_seqlens"] = utils.get_vision_window_index(
-                on_host, merged, window, config.patch_size
+                on_host, merged, self._window, self._config.patch_size
             )
-        if in_one_launch:
-            longest = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
-            lengths = {longest[name]: int(bounds.diff().max()) for name, bounds in spans.items()}
-            return _on_device(layout | spans, device) | lengths
-        return _on_device(layout, device) | spans  # each layer reads the bounds on the host
+        if hasattr(self.tower, "pos_embed"):
+            layout["interp_indices"], layout["interp_weights"] = utils.get_vision_interpolation_indices_and_weights(
+                on_host,
+                self.tower.num_grid_per_side,
+                self.tower.interpolation_mode,
+                self.tower.interpolation_align_corners,
+                merged,
+            )
+        return layout, spans
+
+    def padded(self, grid: Grid, size: int) -> dict[str, Tensor] | None:
+        if not self._in_one_launch:
+            return None
+        layout, spans = self._layout(grid)
+        num_patches, unit = grid[0] * grid[1] * grid[2], self._config.merge_size**2
+        for name, tensor in layout.items():
+            rows = size // unit if name == "window_index" else size
+            more = torch.zeros((rows - len(tensor), *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
+            if name == "window_index":
+                more = torch.arange(len(tensor), rows, device="cpu")
+            layout[name] = torch.cat((tensor, more))
+        spans["cu_seqlens"] = torch.tensor([0, num_patches, size], dtype=torch.int32, device="cpu")
+        if self._window is not None:  # padding patches have windows, too, and windows without patches come last
+            bounds = spans["cu_window_seqlens"]
+            more = torch.arange(num_patches, size, self._longest_window, dtype=torch.int32, device="cpu")[1:]
+            bounds = torch.cat((bounds, more))
+            spans["cu_window_seqlens"] = nn.functional.pad(bounds, (0, size // unit + 2 - len(bounds)), value=size)
+        return layout | spans
+
+    @property
+    def _longest_window(self) -> int:
+        """Patches of a whole window."""
+        assert self._window is not None
+        merged = self._config.merge_size
+        return (self._window // merged // self._config.patch_size) ** 2 * merged**2
+
+    def forward_padded(self, pixels: Tensor, layout: Mapping[str, Tensor]) -> Tensor:
+        given: dict[str, Any] = {**layout, "max_seqlen": pixels.shape[0]}
+        if self._window is not None:
+            given["max_window_seqlen"] = self._longest_window
+        return self._run(pixels, torch.empty(0, 3), given)  # the layout stands for the grid
 
 
-def _on_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+class _PatchEmbedding(nn.Module):
+    """The tower's convolution over patches that do not overlap, as the matrix product that it is: torch 2.9 and later
+    have no fast convolution in three dimensions for bfloat16."""
+
+    def __init__(self, proj: nn.Conv3d) -> None:
+        super().__init__()
+        self.proj = proj
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """patches: [patches, channels * frames * pixels]."""
+        return nn.functional.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 
 def attend_spans(

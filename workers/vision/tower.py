@@ -1,7 +1,7 @@
 """`VisionTower`: the vision tower of a rank, which computes the embeddings of images.
 
-It is transformers' own module with the checkpoint's weights, whole on every rank. It runs eagerly, before the pass of
-the step that needs the first token of an image.
+It is transformers' own module with the checkpoint's weights, whole on every rank. It runs before the pass of the step
+that needs the first token of an image: as CUDA graphs up to a size (`captured`), or eagerly.
 """
 
 import math
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from aerie.kernels.capability import Capability
 from aerie.workers.config import ModelSource
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.models.config import ModelConfig
@@ -19,6 +20,7 @@ from aerie.workers.models.weights import checkpoint_tensors, first_names
 from aerie.workers.prompt_inputs import Encoding, Image, ImageSizes
 from aerie.workers.scheduling.encoded_images import EncodedImages
 from aerie.workers.timer import Timer
+from aerie.workers.vision.captured import CapturedForward, record_parts
 from aerie.workers.vision.config import CHANNELS, VisionConfig
 from aerie.workers.vision.encoders import ImageEncoder, build_encoder
 from aerie.workers.vision.piecewise import PiecewiseForward
@@ -68,9 +70,16 @@ class VisionTower:
     """Encodes images, and keeps the embeddings of those used last."""
 
     def __init__(
-        self, config: VisionConfig, source: ModelSource, sizes: ImageSizes, dtype: torch.dtype, device: torch.device
+        self,
+        config: VisionConfig,
+        source: ModelSource,
+        sizes: ImageSizes,
+        dtype: torch.dtype,
+        device: torch.device,
+        captures: bool = False,
     ) -> None:
-        """Load the weights. Raises ValueError, naming the tensor, if the checkpoint does not fit."""
+        """Load the weights. captures: whether passes may be CUDA graphs. Raises ValueError, naming the tensor, if the
+        checkpoint does not fit."""
         self._config = config
         self._sizes = sizes
         self._device = device
@@ -81,6 +90,11 @@ class VisionTower:
         self._known = EncodedImages(sizes.cache_bytes)
         self._embeddings: dict[bytes, Tensor] = {}
         self._pieces = PiecewiseForward(self._encoder.blocks, device)
+        self._captured: CapturedForward | None = None
+        if captures and Capability.of(device).captures_graphs:
+            record = record_parts(torch.cuda.graph_pool_handle())
+            pixels = config.patch_bytes // CHANNELS
+            self._captured = CapturedForward(self._encoder, sizes.max_patches, pixels, device, record)
         self._partial = b""  # digest of the image whose pass has not ended
 
     def advance(self, encoding: Encoding) -> None:
@@ -90,9 +104,16 @@ class VisionTower:
             return
         if image.digest != self._partial:
             assert image.data, "the scheduler sends the pixels with the first part"
-            self._pieces.start(lambda: self.encode(image))
+            self._abandon()
+            captured = self._captured_for(image)
+            if captured is None:
+                self._pieces.start(lambda: self.encode(image))
+            else:
+                with torch.inference_mode():
+                    captured.start(self._pixels(image), image.grid, self._num_tokens(image))
             self._partial = image.digest
-        rows = self._pieces.advance(encoding.num_blocks)
+        captured = self._captured_for(image)
+        rows = (self._pieces if captured is None else captured).advance(encoding.num_blocks)
         if rows is not None:
             self._partial = b""
             self._keep(image, rows)
@@ -101,8 +122,7 @@ class VisionTower:
         """Use an image's embeddings. rows: if they are new."""
         if rows is not None:
             self._embeddings[image.digest] = rows
-        num_tokens = image.num_patches // self._config.merge_size**2
-        for dropped in self._known.use(image.digest, num_tokens * self._sizes.row_bytes):
+        for dropped in self._known.use(image.digest, self._num_tokens(image) * self._sizes.row_bytes):
             del self._embeddings[dropped]
 
     def rows(self, image: Image) -> Tensor:
@@ -116,17 +136,37 @@ class VisionTower:
     @torch.inference_mode()
     def encode(self, image: Image) -> Tensor:
         """Return the rows of all tokens of an image."""
+        captured, pixels = self._captured_for(image), self._pixels(image)
+        if captured is not None:
+            return captured.run(pixels, image.grid, self._num_tokens(image))
+        out: Tensor = self._encoder(pixels, image.grid)
+        return out
+
+    def _captured_for(self, image: Image) -> CapturedForward | None:
+        captured = self._captured
+        return captured if captured is not None and captured.covers(image.num_patches) else None
+
+    def _num_tokens(self, image: Image) -> int:
+        return image.num_patches // self._config.merge_size**2
+
+    def _pixels(self, image: Image) -> Tensor:
+        """Return [patches, channels, pixels of a patch] float32, normalised."""
         values = torch.frombuffer(bytearray(image.data), dtype=torch.uint8).to(self._device)
         pixels = values.view(image.num_patches, CHANNELS, -1).float()
-        out: Tensor = self._encoder(pixels.mul_(self._scale).sub_(self._mean).div_(self._std), image.grid)
-        return out
+        return pixels.mul_(self._scale).sub_(self._mean).div_(self._std)
 
     def clear(self) -> None:
         """Forget all images."""
-        self._pieces.abandon()
-        self._partial = b""
+        self._abandon()
         self._known.clear()
         self._embeddings.clear()
+
+    def _abandon(self) -> None:
+        """End a pass that is not continued."""
+        self._pieces.abandon()
+        if self._captured is not None:
+            self._captured.abandon()
+        self._partial = b""
 
     def costs(self, timer: Timer, group: TPGroup) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Return numbers of patches, ascending, and the milliseconds to encode an image of each on the slowest rank."""

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from aerie.workers.prompt_inputs import Encoding, Image, ImageSizes, PromptInputs
-from aerie.workers.scheduling.image_chunks import STEP_PATCHES, ImageChunks
+from aerie.workers.scheduling.image_chunks import SHORT_TEXT, STEP_PATCHES, ImageChunks
 from aerie.workers.scheduling.latency_budget import StepBudget, StepRounds
 from aerie.workers.scheduling.plan import Chunk, SamplingParams
 from aerie.workers.scheduling.queues.tenants import Tenants
@@ -60,7 +60,10 @@ def test_an_image_is_encoded_in_parts_beside_rounds() -> None:
     assert room == 0 and budget.ms_left == pytest.approx(1.0), "two layers"
     assert chunks.sent([])[1] == (Encoding(SMALL, 2),)
     room, _ = planned(other)
-    assert chunks.room(other, 0, 2000, 4000) == OTHER.start, "text before its image"
+    assert chunks.room(other, 0, 2000, 4000) == 0, "a short text waits for its image"
+    late = sequence_of(msgspec.structs.replace(OTHER, start=SHORT_TEXT + 1))
+    assert chunks.room(late, 0, 2000, 4000) == SHORT_TEXT + 1, "a longer one before its image"
+    assert chunks.room(late, 1, 2000, 4000) == 0
     room, budget = planned(sequence)
     assert room == 2000 and budget.ms_left == pytest.approx(1.0), "the rest, and the chunk in the same step"
     assert chunks.sent([])[1] == (Encoding(msgspec.structs.replace(SMALL, data=b"")),)
@@ -73,6 +76,22 @@ def test_an_image_is_encoded_in_parts_beside_rounds() -> None:
     assert chunks.sent([])[1] == (), "it was abandoned: a step without rounds encodes it whole"
     planned(sequence_of(LARGE), beside=False)
     assert chunks.sent([])[1] == (Encoding(msgspec.structs.replace(LARGE, data=b"")),), "the rest at once"
+
+
+def test_small_images_are_encoded_together_beside_rounds() -> None:
+    """400 patches take 2 ms; a step has room for 5 ms."""
+    sizes = msgspec.structs.replace(SIZES, num_blocks=4)
+    costs = msgspec.structs.replace(COSTS, image_patches=(400,), image_ms=(2.0,))
+    small = [Image.of(5 + 110 * i, 100, (1, 20, 20), bytes([i])) for i in range(3)]
+    chunks, sequence = ImageChunks(sizes), sequence_of(*small)
+    chunks.use_costs(costs)
+    encodings = []
+    for expected in (0, 2000):
+        chunks.begin(beside=True)
+        chunks.encode(sequence, 0, StepBudget(4000, StepTime(costs, 4), StepRounds(), 5.0))
+        assert chunks.room(sequence, 0, 2000, 4000) == expected
+        encodings.append(chunks.sent([])[1])
+    assert encodings == [tuple(map(Encoding, small[:2])), (Encoding(small[2]),)]
 
 
 def test_chunks_end_beside_images_whose_tokens_see_later_ones() -> None:
