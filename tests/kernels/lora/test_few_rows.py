@@ -1,6 +1,10 @@
 """Products of few rows that add their adapters' part in their own launch: on a GPU, or under Triton's interpreter,
 which `tests/kernels/test_triton_interpreter.py` starts in a process of its own."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,11 +13,15 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.kernels.gemm.skinny_triton import SkinnyGEMM  # noqa: E402
 from aerie.kernels.gemm.tiles import MAX_ADAPTED_ROWS  # noqa: E402
-from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
-from aerie.kernels.lora.product import LoraTables, RowAdapters  # noqa: E402
+from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
+from aerie.kernels.lora.product import LoraTables, RowAdapters, add_lora  # noqa: E402
 from aerie.kernels.norm.norm import silu_mul  # noqa: E402
+from aerie.workers.layers.forward_context import ForwardContext  # noqa: E402
+from aerie.workers.layers.linear import ReplicatedLinear  # noqa: E402
+from aerie.workers.lora import layers  # noqa: E402
+from aerie.workers.lora.layers import AdaptedMethod, AdapterRows  # noqa: E402
 from tests.kernels.ops.lora_cases import lora_tables  # noqa: E402
-from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
+from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
 
 pytestmark = MARKS
 DTYPE = torch.float16
@@ -76,6 +84,34 @@ def test_a_product_adds_each_rows_adapter(
     assert torch.equal(out[layer.places < 0], alone[layer.places < 0]), "rows without an adapter"
     assert not torch.equal(out, alone) and int(layer.gemm.workspace.tickets.abs().sum()) == 0
     assert torch.equal(layer.multiply(gated, bias, 1), out), "equal inputs give equal bits"
+
+
+def test_passes_share_counters_but_their_products_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes of a layer that runs twice in each, then more products than there are counters: those of the two
+    launches have the same results, but for roundings."""
+    rows, generator = 6, torch.Generator().manual_seed(5)
+    layer = ReplicatedLinear(128, 192).to(DEVICE, DTYPE)
+    layer.method.fill_dummy(torch.Generator(DEVICE).manual_seed(1))
+    tables = lora_tables(3, 16, 128, (0, 64, 192), 192, DTYPE, DEVICE)
+    of_slot = torch.tensor([2, -1, 0, 1, -1], device=DEVICE)
+    index = AdapterRows(of_slot)
+    slots = torch.tensor([0, 0, 1, 2, 3, 3], dtype=torch.int32, device=DEVICE)
+    context = cast(ForwardContext, SimpleNamespace(row_slots=slots, last=None, attending_rows=lambda each: each))
+    with kernels_of_operations() if INTERPRETED else nullcontext():
+        layer.finish(GEMMOptions(Workspace.create([(192, 128)], DEVICE)))
+        layer.method = AdaptedMethod(layer.method, tables, index)
+        for _ in range(2):
+            index.enter(context, True)
+            for _ in range(2):
+                x = torch.randn(rows, 128, generator=generator).to(DEVICE, DTYPE)
+                y = layer.method.inner.multiply(x, None)
+                expected = add_lora.reference(y, x, tables, of_slot[slots.long()].int())
+                torch.testing.assert_close(layer(x), expected, rtol=0, atol=2e-3)
+            assert index._counters[:3, 0].tolist() == [32, 32, 0], "programs that computed A x, in each launch"
+        monkeypatch.setattr(layers, "MAX_PRODUCTS", 2)
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=2e-3)
+        index.enter(context, False)
+        assert torch.equal(layer(x), layer.method.inner.multiply(x, None))
 
 
 def test_rows_without_adapters_are_not_hurt_by_a_broken_one() -> None:
