@@ -47,6 +47,12 @@ class DraftCanary:
             self._scheduler.submit(request, resumed=True)
             self._running.add(request.request_id)
 
+    def give_way(self) -> None:
+        """End its requests, for work that needs an engine without any. They are sent again later."""
+        if self._running:
+            self._num_updates = -1
+        self.reset()
+
     def reset(self) -> None:
         """End its requests, because the ranks are lost."""
         for request_id in self._running:

@@ -272,6 +272,7 @@ class CoordinatorLoop:
             self.streams.ends_pause = "/wake_up" if self._is_sleeping else "/resume"
             on_answered(answers)
 
+        self._canary.give_way()
         self._scheduler.flush_prefix_cache()
         self.carry_out(ReleasePages(), answered)
 
@@ -304,6 +305,7 @@ class CoordinatorLoop:
 
     def flush_cache(self) -> FlushOutcome:
         """Empty the prefix cache if all requests have ended."""
+        self._canary.give_way()
         try:
             return FlushOutcome(self._settings.engine_id, num_pages=self._scheduler.flush_prefix_cache())
         except UnfinishedError as error:

@@ -47,6 +47,7 @@ from aerie.cluster.http.routes import (
     native,
     prefix_cache,
     responses,
+    skyrl,
     status,
     tokenization,
     weights,
@@ -174,7 +175,7 @@ EXPOSED_HEADERS = (
     *HEADERS,
 )  # for scripts of other origins
 _GENERATING = (generation, responses, messages, native, inference)
-ROUTES = (*_GENERATING, tokenization, models, status, prefix_cache, weights, adapters)
+ROUTES = (*_GENERATING, tokenization, models, status, prefix_cache, weights, adapters, skyrl)
 
 
 def build_app(

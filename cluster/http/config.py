@@ -93,8 +93,8 @@ class EdgeConfig:
     max_stored_responses: replies of /v1/responses that one ingress keeps for `previous_response_id`; 0: none.
     max_stored_bytes: memory of these replies and the conversations before them.
     api_keys: keys, or `sha256:` and the output of `printf %s KEY | sha256sum`, or keys with names and limits
-        (docs/tenants.md). With any, all routes but health and the page require `Authorization: Bearer KEY` or
-        `x-api-key: KEY`. The server keeps digests only.
+        (docs/tenants.md). With any, all routes but health and the page require `Authorization: Bearer KEY`,
+        `x-api-key: KEY` or basic authentication with the key as password. The server keeps digests only.
     share_prefix_cache: with several keys, one key's prompts may use prefixes that another's have cached. A client then
         learns from `cached_tokens` and from times what others have sent.
     allowed_hosts: without API keys: accepted Host names, in addition to addresses, private names and this machine's

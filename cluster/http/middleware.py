@@ -7,6 +7,7 @@ A foreign web page in a user's browser must not use a server that the browser ca
 host name that resolves to this machine (DNS rebinding; the Host header has that name), or by a cross-origin request (it
 cannot read the reply, but the server would do the work). With API keys, only the key is checked."""
 
+import base64
 import ipaddress
 import logging
 import platform
@@ -205,12 +206,22 @@ class EdgeMiddleware:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if not key:  # Anthropic's clients send it so
                 scheme, key = "bearer", headers.get("x-api-key", "")
+            if scheme.lower() == "basic":  # clients that are given a URL only: http://any:KEY@host
+                scheme, key = "bearer", password_of(key)
             tenant = self._tenants.of_key(key.strip()) if scheme.lower() == "bearer" else None
             if tenant is None:
                 raise unauthorized()
             set_tenant(scope, tenant)
         elif not self._tenants.named and route not in QUIET_ROUTES:
             self._origins.check(headers)
+
+
+def password_of(credentials: str) -> str:
+    """Return the password of HTTP basic authentication (RFC 7617); "" for what is none."""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""
 
 
 def adapted_send(scope: Scope, send: Send) -> Send:

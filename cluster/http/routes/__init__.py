@@ -11,5 +11,6 @@ status          /health, /health/live, /health/ready, /metrics
 prefix_cache    /flush_cache, /reset_prefix_cache
 administration  no route: what adapters and weights share
 adapters        /v1/load_lora_adapter, /v1/unload_lora_adapter
+skyrl           SkyRL's /collective_rpc, /skyrl/v1/generate, /skyrl/v1/load_lora_adapter
 weights         /pause, /sleep, /abort_requests, /draft/versions, /update_weights and its sessions, /weight_info
 """

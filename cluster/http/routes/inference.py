@@ -58,6 +58,7 @@ class InferenceSampling(CommonSampling):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     detokenize: bool | None = None  # without effect: there is no text
+    output_kind: Literal[2] | None = None  # without effect: vLLM's mark of replies in one piece
 
 
 class InferenceRequest(Schema):
@@ -113,7 +114,7 @@ class InferenceChoice(Struct):
     finish_reason: Literal["stop", "length"] | None
     stop_reason: str | int | None
     weight_versions: list[WeightVersion] | UnsetType = UNSET
-    routed_experts: str | UnsetType = UNSET
+    routed_experts: str | list[list[list[int]]] | UnsetType = UNSET
 
 
 class InferenceReply(Struct):
@@ -133,7 +134,7 @@ async def inference_request(body: InferenceRequest, config: EdgeConfig, tokenize
     sampling = body.sampling_params
     try:
         without_refused(sampling.model_extra or {}, InferenceSampling.refused, InferenceSampling.ignored)
-        values = sampling.model_dump(exclude_none=True, include=set(_OF_SAMPLING - {"detokenize"}))
+        values = sampling.model_dump(exclude_none=True, include=set(_OF_SAMPLING - {"detokenize", "output_kind"}))
         values |= body.model_dump(exclude_none=True, include=_SAME)
         values |= {"prompt": body.token_ids, "return_token_ids": True, "return_weight_versions": True}
         request = await text_request(validated(values, CompletionRequest), config, tokenizer)
@@ -192,8 +193,12 @@ class TokensReply(Reply):
         versions = self._context.weight_versions(index) if piece.finish is not None else UNSET
         choice = InferenceChoice(index, piece.tokens, logprobs, piece.finish, piece.stop_reason, versions)
         if piece.finish is not None and (file := self._context.answers[index].routed_experts):
-            choice.routed_experts = base64.b64encode(file).decode()
+            choice.routed_experts = self.experts_of(file)
         return choice
+
+    def experts_of(self, file: bytes) -> str | list[list[list[int]]]:
+        """Return routed experts as the reply shows them."""
+        return base64.b64encode(file).decode()
 
     def _logprobs(self, piece: Piece) -> InferenceLogprobs:
         num_top = self._context.request.logprobs

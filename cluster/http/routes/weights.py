@@ -148,13 +148,20 @@ Ask = Callable[[Request, AdminCall], Awaitable[Sequence[AdminOutcome]]]
 def endpoints(edge: Edge) -> list[Endpoint]:
     """Return the endpoints for one ingress."""
 
+    ask = asking(edge)
+    return [*_pausing(ask), *_drafting(ask), *_updating(ask)]
+
+
+def asking(edge: Edge) -> Ask:
+    """Return a function that lets every engine do what an administrator asks. It raises ApiError if one refuses."""
+
     async def ask(http: Request, call: AdminCall) -> Sequence[AdminOutcome]:
         outcomes = await administer(edge, http, call)
         if failed := errors_of(outcomes):
             raise conflict(failed)
         return outcomes
 
-    return [*_pausing(ask), *_drafting(ask), *_updating(ask)]
+    return ask
 
 
 def _pausing(ask: Ask) -> list[Endpoint]:
@@ -241,30 +248,30 @@ def _updating(ask: Ask) -> list[Endpoint]:
     async def update_weights(http: Request, body: UpdateWeightsRequest) -> WeightsReply:
         """Loads weights from folders that every rank can read, between two steps of every engine; running requests
         continue with them. Or, within a session, receives tensors from the trainer, beside the steps."""
-        return _weights(await ask(http, _update(body.update_info)))
+        return weights_reply(await ask(http, loads_of(body.update_info)))
 
     async def weight_info(http: Request) -> WeightsReply:
         """The number of each engine's weights."""
-        return _weights(await ask(http, Inspect()))
+        return weights_reply(await ask(http, Inspect()))
 
     async def init_transfer(http: Request, body: InitTransferRequest) -> WeightsReply:
         """Joins the trainer's group with the ranks of all engines; call it while the trainer joins. Ends an earlier
         group and its session."""
         engines = sorted(await ask(http, Inspect()), key=lambda each: each.engine_id)
-        return _weights(await ask(http, _join(body.init_info, engines)))
+        return weights_reply(await ask(http, _join(body.init_info, engines)))
 
     async def start_update(http: Request) -> WeightsReply:
         """Opens a session for weights of the target; names that begin with `draft.` are the draft's."""
-        return _weights(await ask(http, StartUpdate("target")))
+        return weights_reply(await ask(http, StartUpdate("target")))
 
     async def start_draft_update(http: Request) -> WeightsReply:
         """Opens a session for weights of the draft."""
-        return _weights(await ask(http, StartUpdate("draft")))
+        return weights_reply(await ask(http, StartUpdate("draft")))
 
     async def finish_update(http: Request, body: FinishUpdateRequest) -> WeightsReply:
         """Switches to the session's weights, between two steps of every engine, and answers the names that were not
         covered."""
-        return _weights(await ask(http, FinishUpdate(body.weight_version)))
+        return weights_reply(await ask(http, FinishUpdate(body.weight_version)))
 
     async def check_weights(http: Request, body: CheckWeightsRequest) -> CheckedWeights:
         """Checksums of every rank's weights, or what differs from earlier ones."""
@@ -310,7 +317,7 @@ def _check_tags(http: Request, known: tuple[str, ...]) -> set[str]:
     return tags
 
 
-def _update(info: UpdateInfo) -> LoadWeights | ReceiveWeights:
+def loads_of(info: UpdateInfo) -> LoadWeights | ReceiveWeights:
     """Return what engines do. Raises ApiError."""
     folders = [None if path is None else Folder(path) for path in (info.path, info.draft_path)]
     if info.names is None:
@@ -371,7 +378,7 @@ def _named_sums(sums: Mapping[str, Any]) -> dict[str, str]:
         raise invalid("baseline", "baseline: must be `checksums` of an earlier reply") from None
 
 
-def _weights(outcomes: Sequence[AdminOutcome]) -> WeightsReply:
+def weights_reply(outcomes: Sequence[AdminOutcome]) -> WeightsReply:
     return WeightsReply(
         [
             EngineWeights(

@@ -75,3 +75,18 @@ def test_tokens_of_the_weights_of_the_start_cost_nothing_on_the_wire():
     stream.put(TokenDelta("a", (3,), weight_versions=(("1", 1),)))
     taken = stream.take("a")
     assert taken is not None and taken.weight_versions == (("", 2), ("1", 1))
+
+
+def test_the_prefix_cache_is_emptied_while_the_engine_tries_its_draft_after_an_update(make_bed):
+    bed = make_bed(delay_s=0.05)
+    ranks = bed.new_ranks()
+    for rank, executor in enumerate(ranks.executors):
+        Updated(executor, rank)
+    ranks.start()
+    bed.coordinator.attach(ranks.endpoints, 1)
+    bed.generate("a", max_tokens=4)
+    bed.ingress.read_end("a")
+    assert first_error(bed.coordinator.carry_out(LoadWeights(Folder("/x"))).result(10)) == ""
+    until(lambda: bed.coordinator.stats().num_running == 1)
+    assert bed.coordinator.flush_cache().unfinished == ""
+    until(lambda: bed.coordinator.stats().num_running == 1)  # tried again later

@@ -129,6 +129,9 @@ async def test_probes_are_open_and_all_else_wants_a_key() -> None:
         for path in ("/metrics", "/v1/models"):
             assert (await client.get(path)).status_code == 401
             assert (await client.get(path, headers={"x-api-key": BOB})).status_code == 200
+            for password, status in ((BOB, 200), ("wrong-key", 401), ("", 401)):
+                assert (await client.get(path, auth=("any", password))).status_code == status
+            assert (await client.get(path, headers={"authorization": "Basic ?"})).status_code == 401
 
 
 def test_every_key_is_compared_whichever_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
