@@ -35,7 +35,7 @@ from aerie.kernels.gemm.tiles import (
 )
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.lora.few_rows_triton import GATHERED_ROWS, SLICES, add_down, await_down, up_of_rows, with_up
+from aerie.kernels.lora.few_rows_triton import SLICES, add_down, await_down, up_of_rows, with_up
 from aerie.kernels.lora.product import RowAdapters
 from aerie.kernels.pdl import pdl_wait
 
@@ -73,6 +73,7 @@ def _skinny_gemm(
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
     SUMMING: tl.constexpr,
+    RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -96,6 +97,7 @@ def _skinny_gemm(
                 rows,
                 IN,
                 INNER,
+                RANKS,
                 SUMMING,
                 BLOCK_M,
                 PDL,
@@ -114,7 +116,7 @@ def _skinny_gemm(
         n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
         places = tl.load(place_ptr + m, mask=m < rows, other=-1)
         up, up_of_up = None, None
-        if RANK == CHUNK and BLOCK_M <= GATHERED_ROWS:
+        if RANK == CHUNK:
             up = up_of_rows(up_ptr, places, n, 0, OUT, RANK, CHUNK)
             if GATED:
                 up_of_up = up_of_rows(up_ptr, places, N + n, 0, OUT, RANK, CHUNK)
@@ -169,7 +171,9 @@ def _skinny_gemm(
         if not GATED:
             for i in tl.static_range(1, len(PARTS) - 1):
                 column += tl.where(tile * BLOCK_N >= PARTS[i], RANK, 0)
-        acc = with_up(acc, up, up_ptr, inner_ptr, places, n, column, rows, OUT, RANK, INNER, BLOCK_M, CHUNK, UPCAST)
+        acc = with_up(
+            acc, up, up_ptr, inner_ptr, places, n, column, rows, OUT, RANK, INNER, BLOCK_M, RANKS, CHUNK, UPCAST
+        )
         if GATED:
             acc_up = with_up(
                 acc_up,
@@ -184,6 +188,7 @@ def _skinny_gemm(
                 RANK,
                 INNER,
                 BLOCK_M,
+                RANKS,
                 CHUNK,
                 UPCAST,
             )
@@ -201,6 +206,7 @@ NO_ADAPTERS: dict[str, Any] = dict.fromkeys(("down_ptr", "up_ptr", "place_ptr", 
     "RANK": 0,
     "PARTS": (),
     "SUMMING": 0,
+    "RANKS": 0,
     "CHUNK": 0,
 }
 
@@ -275,7 +281,8 @@ def _adapter_arguments(x: Tensor, adapters: RowAdapters, tiles: SkinnyGemmTiles,
         "RANK": tables.max_rank,
         "PARTS": tables.parts,
         "SUMMING": summing_programs(programs, tables.num_places),
-        "CHUNK": up_columns(tiles),
+        "RANKS": next(size for size in (64, 32, 16) if tables.max_rank % size == 0),
+        "CHUNK": up_columns(tiles, tables.max_rank, tables.num_places),
     }
 
 

@@ -92,8 +92,11 @@ def summing_programs(programs: int, places: int) -> int:
     return max(4 if places <= 8 else 32, min(32, -programs % MULTIPROCESSORS))
 
 
-def up_columns(tiles: SkinnyGemmTiles) -> int:
-    """Return the columns of B that a program reads at once for each row."""
+def up_columns(tiles: SkinnyGemmTiles, rank: int, places: int) -> int:
+    """Return the columns of B that a program reads at once for each row; 0: for places that rows have, by the tensor
+    core, which is faster for many rows or columns unless the rows have many adapters."""
+    if tiles.block_m > 32 or (rank > 16 and places <= 8):
+        return 0
     return min(16, (1 << 14) // (tiles.block_m * tiles.block_n))
 
 

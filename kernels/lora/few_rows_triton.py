@@ -12,7 +12,6 @@ import triton.language as tl
 from aerie.kernels.lora.product_triton import _NONE, _next_place
 
 SLICES = tl.constexpr(4)  # of the inputs, whose sums are added in order
-GATHERED_ROWS = tl.constexpr(32)  # up to here each row reads its adapter's B; more rows multiply by four places
 
 
 @triton.jit
@@ -25,10 +24,12 @@ def _four_places(places, place):
 
 
 @triton.jit
-def _owners(first, second, third, fourth):
-    """[64]: each of the four places 16 times."""
-    number = tl.arange(0, 64) // 16
-    return tl.where(number < 2, tl.where(number == 0, first, second), tl.where(number == 2, third, fourth))
+def _owners(first, second, third, fourth, RANKS: tl.constexpr):
+    """[64]: each of the first 64 / RANKS places RANKS times, and the last of them."""
+    last = first if RANKS == 64 else second if RANKS == 32 else fourth
+    number = tl.arange(0, 64) // RANKS
+    owners = tl.where(number < 2, tl.where(number == 0, first, second), tl.where(number == 2, third, fourth))
+    return owners, last
 
 
 @triton.jit
@@ -43,16 +44,17 @@ def add_down(
     rows,
     IN: tl.constexpr,
     INNER: tl.constexpr,
+    RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     EARLY: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Compute this program's share of A x, and count the program. Four places at a time, so that enough of A is on its
-    way. Their units are a slice of the inputs and 16 rows of each A; program i has the i-th unit and every PROGRAMS-th
-    after it."""
+    """Compute this program's share of A x, and count the program. The tensor core's 64 rows are RANKS rows of A of each
+    of up to four places, so that enough of A is on its way. Units of such places are a slice of the inputs and RANKS
+    rows; program i has the i-th unit and every PROGRAMS-th after it."""
     BLOCK_K: tl.constexpr = 256 if BLOCK_M <= 32 else 128  # all stages fit in the product's shared memory
-    CHUNKS: tl.constexpr = INNER // 16
+    CHUNKS: tl.constexpr = INNER // RANKS
     SPAN: tl.constexpr = (IN + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K) * BLOCK_K
     m = tl.arange(0, BLOCK_M)
     places = tl.load(place_ptr + m, mask=m < rows, other=-1)
@@ -61,11 +63,11 @@ def add_down(
     unit, end = program, CHUNKS * SLICES
     first, second, third, fourth = _four_places(places, -1)
     while first < _NONE:
-        owners = _owners(first, second, third, fourth)
+        owners, last = _owners(first, second, third, fourth, RANKS)
         matrices = down_ptr + owners.to(tl.int64)[:, None] * (INNER * IN)
         while unit < end:
             local = unit - (end - CHUNKS * SLICES)
-            r, piece = local % CHUNKS * 16 + tl.arange(0, 64) % 16, local // CHUNKS
+            r, piece = local % CHUNKS * RANKS + tl.arange(0, 64) % RANKS, local // CHUNKS
             acc = tl.zeros([64, BLOCK_M], tl.float32)
             for start in range(0, SPAN, BLOCK_K):
                 k = piece * SPAN + start + tl.arange(0, BLOCK_K)
@@ -83,7 +85,7 @@ def add_down(
             tl.store(cells, acc, mask=owners[:, None] == places[None, :])
             unit += PROGRAMS
         end += CHUNKS * SLICES
-        first, second, third, fourth = _four_places(places, fourth)
+        first, second, third, fourth = _four_places(places, last)
     tl.debug_barrier()  # orders the stores of all threads before the release
     tl.atomic_add(counter_ptr, 1, sem="release")
 
@@ -128,20 +130,22 @@ def with_up(
     RANK: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    RANKS: tl.constexpr,
     CHUNK: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return acc [n, rows] + B (A x). up: `up_of_rows` of the first columns, if read. column: of A x, the part's
-    first."""
+    """Return acc [n, rows] + B (A x). CHUNK: columns of B that each row reads of its adapter; 0: the tensor core
+    multiplies RANKS columns of up to four places. up: `up_of_rows` of the first CHUNK columns, if these are all.
+    column: of A x, the part's first."""
     part = acc
-    if BLOCK_M > GATHERED_ROWS:
-        r = tl.arange(0, 64) % 16
+    if CHUNK == 0:
+        r = tl.arange(0, 64) % RANKS
         first, second, third, fourth = _four_places(places, -1)
         while first < _NONE:
-            owners = _owners(first, second, third, fourth)
+            owners, last = _owners(first, second, third, fourth, RANKS)
             matrices = up_ptr + owners.to(tl.int64)[None, :] * (N * RANK) + n[:, None] * RANK + r[None, :]
             there = (owners < _NONE)[None, :] & (n < N)[:, None]
-            for begin in tl.range(0, RANK, 16, num_stages=1):
+            for begin in tl.range(0, RANK, RANKS, num_stages=1):
                 weights = tl.load(matrices + begin, mask=there, other=0.0)
                 ours = places[:, None] == owners[None, :]
                 inner = inner_of_rows(inner_ptr, ours, column + begin + r, rows, INNER, BLOCK_M)
@@ -149,7 +153,7 @@ def with_up(
                 if UPCAST:
                     weights, inner = weights.to(tl.float32), inner.to(tl.float32)
                 part = tl.dot(weights, tl.trans(inner), part)
-            first, second, third, fourth = _four_places(places, fourth)
+            first, second, third, fourth = _four_places(places, last)
     else:
         there = (places >= 0)[:, None]
         for begin in tl.range(0, RANK, CHUNK, num_stages=1):

@@ -34,8 +34,8 @@ def variant(rows: int, rank: int, inputs: int, parts: tuple[int, ...]) -> tuple[
     constants |= {"LAST": 0, "K": 0, "GATED": gated, "HAS_BIAS": False, "PDL": True, "UPCAST": False}
     if rank:
         programs = -(-n // tiles.block_n) * tiles.splits
-        constants |= {"IN": inputs, "RANK": rank, "PARTS": parts, "CHUNK": up_columns(tiles)}
-        constants |= {"SUMMING": summing_programs(programs, 4)}
+        constants |= {"IN": inputs, "RANK": rank, "PARTS": parts, "CHUNK": up_columns(tiles, rank, 4)}
+        constants |= {"SUMMING": summing_programs(programs, 4), "RANKS": rank & -rank if rank < 64 else 64}
     else:
         constants |= {**skinny_triton.NO_ADAPTERS, "x_ptr": None, "x_row_stride": 0}
     blocks = {"x_desc": (tiles.block_m, tiles.block_k), "w_desc": (tiles.block_n, tiles.block_k)}
