@@ -158,6 +158,8 @@ def read_content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not YAML ({error})") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is no text; give a Serve config file, or a model's folder") from None
     applications = content.get("applications") if isinstance(content, dict) else None
     if not isinstance(applications, list):
         raise ConfigError(f"{path}: has no list `applications`; `aerie config eagle` prints one to start from")

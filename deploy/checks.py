@@ -14,6 +14,7 @@ from aerie.cluster.assembly import engine_spec
 from aerie.cluster.config import AerieConfig, ConfigError
 from aerie.cluster.environment import set_process_environment
 from aerie.cluster.http.parsers.self_check import chat_lines, check_parser
+from aerie.cluster.http.requests.parameters import with_sampling_defaults
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.placement import NodeResources, choose_device, place
 from aerie.cluster.plan import Plan, resolve, resolve_rank
@@ -176,10 +177,12 @@ def _engine(config: AerieConfig) -> EnginePlan:
 
 def _check_tokenizer(config: AerieConfig, num_embedded: int) -> None:
     """Raise ValueError if the tokenizer has tokens without an embedding in the target: such a token in a prompt would
-    crash the worker. Also for a parser that does not fit the chat template (`check_parser`)."""
+    crash the worker. Also for a parser that does not fit the chat template (`check_parser`), and for recommended
+    sampling parameters that the ingress would refuse."""
     path = config.model.path
     tokenizer = ChatTokenizer.from_folder(path, template_file=config.ingress.chat_template)
     check_parser(tokenizer, config.ingress.output_parser)
+    with_sampling_defaults(config.ingress, tokenizer.sampling_defaults)
     known = tokenizer.vocab_size
     if known > num_embedded:
         raise ValueError(

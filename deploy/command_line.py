@@ -68,9 +68,11 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
         parser.error(str(error))
     found = parser.parse_args(words)
     if takes_options and found.model is not None:
-        if found.config not in ("", found.model):
+        if found.config not in (None, found.model):
             parser.error(f"--model {found.model}: the model is {found.config} already; give it once")
         found.config = found.model
+    if takes_options and found.config == "":
+        parser.error("the model's name is empty (an unset variable?); leave it out for the default model")
     return found
 
 

@@ -35,11 +35,14 @@ def find_config(given: str | Path) -> Path:
     path = Path(given).expanduser()
     if path.is_file():
         return path
+    if path.is_dir():
+        raise ConfigError(f"{given}: is a folder without config.json; give a checkpoint's folder, or download it again")
     name = path.name.removesuffix(".yaml")
     if path.parent == Path() and name in packaged_names():
         return PACKAGED / f"{name}.yaml"
     raise ConfigError(
-        f"{given}: no such file; give a Serve config file or one of {', '.join(packaged_names())} "
+        f"{given}: no such file or folder; give a model (its folder, or OWNER/NAME), a Serve config file, or one of "
+        f"{', '.join(packaged_names())} "
         "(`aerie config NAME` prints it)"
     )
 

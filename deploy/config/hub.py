@@ -130,6 +130,7 @@ def _extracted(model: PublishedModel, folder: Path) -> Path:
 
 
 PATTERNS = ("*.json", "*.safetensors", "*.jinja")  # files to download from a repository
+IGNORED = ("original/*", "consolidated*")  # the same weights in the formats of their authors
 ADAPTER_PATTERNS = tuple(
     f"{part}adapter_{name}" for part in ("", "draft/") for name in ("config.json", "model.safetensors")
 )
@@ -169,6 +170,24 @@ def with_downloads(args: Mapping[str, Any], base: Path) -> dict[str, Any]:
     return found
 
 
+def snapshot(folder: Path) -> Path:
+    """Return the snapshot of the branch main, or else the only one, if `folder` is a model's in the hub's cache; else
+    `folder`."""
+    snapshots, main = folder / "snapshots", folder / "refs" / "main"
+    if not snapshots.is_dir() or (folder / "config.json").exists():
+        return folder
+    if main.is_file():
+        return snapshots / main.read_text().strip()
+    names = list(snapshots.iterdir())
+    return names[0] if len(names) == 1 else folder
+
+
+def cached_name(folder: Path) -> str:
+    """Return OWNER/NAME of a snapshot in the hub's cache; "" for another folder."""
+    kind, *name = folder.parent.parent.name.split("--")
+    return "/".join(name) if kind == "models" and folder.parent.name == "snapshots" else ""
+
+
 def adapter_folder(given: str) -> Path:
     """Return the local copy of a LoRA adapter on the hub, downloaded if it is missing. given: OWNER/NAME or
     OWNER/NAME@REVISION. Raises ConfigError."""
@@ -180,7 +199,7 @@ def model_folder(given: str, revision: str | None) -> Path:
     """Return a model's folder: `given` itself, the one that stands for a GGUF file, or the local copy of a hub model,
     downloaded if it is missing. revision: branch, tag or commit, if `given` has none. Raises ConfigError that names
     what is missing and where to put it."""
-    folder = Path(given).expanduser()
+    folder = snapshot(Path(given).expanduser())
     if folder.is_dir():
         return folder.resolve()
     if is_gguf_path(given):
@@ -221,7 +240,8 @@ def _downloaded(given: str, name: str, revision: str | None, patterns: tuple[str
     )
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+        allowed, ignored = list(patterns), list(IGNORED)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except HFValidationError as error:
         raise ConfigError(f"{given}: no such folder, and no name on the hub ({error})") from None
     except GatedRepoError:

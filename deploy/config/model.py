@@ -179,7 +179,7 @@ def _check_quantization(wanted: str, model: Path) -> None:
 
 def names_model(given: str) -> bool:
     """Whether this is a folder with a checkpoint, a GGUF file, or a name of the form OWNER/NAME and no file."""
-    path = Path(given).expanduser()
+    path = hub.snapshot(Path(given).expanduser())
     if is_gguf_path(given) or given == hub.NAME:
         return True
     if path.is_dir():
@@ -192,7 +192,7 @@ def _served_name(given: str, folder: Path) -> str:
     if given == hub.NAME:
         return hub.SMOLLM2.name
     is_path = is_gguf_path(given) or Path(given).expanduser().is_dir()
-    return folder.name if is_path else given.partition("@")[0]
+    return (hub.cached_name(folder) or folder.name) if is_path else given.partition("@")[0]
 
 
 def _assign(args: dict[str, Any], assignment: str) -> None:

@@ -12,7 +12,7 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="?",
-        default="",
+        default=None,
         metavar="MODEL|CONFIG",
         help="folder, GGUF file or OWNER/NAME of a model, a config file, or a packaged one's name (default: smollm2)",
     )

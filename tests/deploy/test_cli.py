@@ -112,7 +112,10 @@ def test_file_that_is_not_there_is_refused_with_the_names_that_are(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", name]) == 2
-    assert f"{name}: no such file; give a Serve config file or one of deepseek-v3, eagle" in capsys.readouterr().err
+    assert (
+        f"{name}: no such file or folder; give a model (its folder, or OWNER/NAME), a Serve config"
+        in capsys.readouterr().err
+    )
     assert main(["config", name]) == 2
     assert f"{name}: no packaged configuration; there are deepseek-v3, eagle" in capsys.readouterr().err
 

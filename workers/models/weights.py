@@ -161,7 +161,10 @@ def checkpoint_files(folder: str | Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"path={folder}: has no *.safetensors; convert the checkpoint, or set load_format: dummy")
-    return files
+    if dangling := [path.name for path in files if not path.exists()]:
+        raise ValueError(f"path={folder}: {first_names(dangling)} links to a file that is missing; download it again")
+    # Mistral AI's repositories have the weights a second time, under its own names.
+    return [path for path in files if not path.name.startswith("consolidated")] or files
 
 
 def num_checkpoint_bytes(folder: str | Path) -> int:

@@ -1,5 +1,6 @@
 """Reads the tokenizer and chat settings of a model folder. Used by `aerie.cluster.http.text.tokenizer`."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def sampling_defaults(path: Path) -> dict[str, float]:
     content = read_json(path)
     found = {name: content[name] for name in SERVER_DEFAULTS if content.get(name) is not None}
     for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{path}: {name}={value!r}: must be a number; correct or remove it")
     return found
 

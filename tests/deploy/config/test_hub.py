@@ -20,6 +20,7 @@ from tests.deploy.config.fake_hub import COMMIT, REVISION, FakeHub, checkpoint, 
 from tests.support import MODELS, ROOT
 
 SMALL = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"w", "weights.bin": b"x"}
+SMALL |= {"original/model.safetensors": b"again", "consolidated.safetensors": b"again"}
 PARTS = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
 
 

@@ -226,7 +226,7 @@ def test_messages_that_the_template_refuses(llm: LLM) -> None:
 
 
 def test_configuration_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="absent: no such file; give a Serve config file or one of deepseek-v3"):
+    with pytest.raises(ConfigError, match="absent: no such file or folder; give a model"):
         LLM(Path("absent"))
     with pytest.raises(ConfigError, match="tensor_parallel=3"):
         LLM("eagle", tensor_parallel_size=3)
