@@ -38,6 +38,9 @@ _FIRST, _SECOND = "Aerie's first text.", "Aerie's second text."  # nothing else 
 _RESULT: Message = {"role": "tool", "tool_call_id": "aerie0001", "name": "aerie_look_up", "content": _FIRST}
 
 
+Content = str | list[dict[str, str]]  # parts, if there are images
+
+
 @dataclass(frozen=True)
 class SystemTurns:
     """What the template shows.
@@ -71,10 +74,22 @@ class SystemTurns:
                 or (last["role"] == "tool" and not self.after_result),
             }
             if joins.get(turn["role"], False):
-                found[-1] = {**last, "content": f"{last['content']}\n\n{turn['content']}"}
+                found[-1] = {**last, "content": _joined(last["content"], turn["content"])}
             else:
                 found.append(turn)
         return found
+
+
+def _joined(first: Content, second: Content) -> Content:
+    """Return two contents as one, with an empty line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    before, after = ([_text(each)] if isinstance(each, str) else each for each in (first, second))
+    return [*before, _text("\n\n"), *after]
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def system_turns(rendered: Rendering, names_developer: bool) -> SystemTurns:
@@ -132,8 +147,13 @@ class ContinuationError(ChatTemplateError):
 
 
 def with_end(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return turns with a mark after the last one's content, or after its reasoning if it has only that."""
+    """Return turns with a mark after the last one's content, or after its reasoning if it has only that. Raises
+    ContinuationError for a content that ends with an image."""
     last = turns[-1]
+    if isinstance(parts := last["content"], list):
+        if parts[-1]["type"] != "text":
+            raise ContinuationError("continue_final_message needs a last message that ends with text")
+        return [*turns[:-1], last | {"content": [*parts[:-1], _text(parts[-1]["text"] + END)]}]
     has_only_reasoning = last.get("reasoning_content") and not last["content"]
     names = ("reasoning_content", "reasoning", "thinking") if has_only_reasoning else ("content",)
     return [*turns[:-1], last | {name: last[name] + END for name in names}]

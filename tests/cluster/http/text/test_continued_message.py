@@ -59,3 +59,13 @@ def test_a_message_that_the_template_does_not_show_is_refused() -> None:
     for template in ("{{ messages[0].content }}", "{{ messages[-1].content[:2] }}"):
         with pytest.raises(ContinuationError, match="shows as it is"):
             tokenizer_of(template).render([ASK, {"role": "assistant", "content": "Well"}], False, continued=True)
+
+
+def test_a_message_with_images_is_continued_after_its_text() -> None:
+    shown = "{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}"
+    edge = tokenizer_of("{% for m in messages %}<|im_start|>" + shown + "<|im_end|>{% endfor %}")
+    text, image = {"type": "text", "text": "It shows "}, {"type": "image"}
+    found = edge.render([{"role": "assistant", "content": [image, text]}], False, continued=True)
+    assert found.text == "<|im_start|><image>It shows "
+    with pytest.raises(ContinuationError, match="ends with text"):
+        edge.render([{"role": "assistant", "content": [text, image]}], False, continued=True)

@@ -99,3 +99,16 @@ async def test_codex_is_answered_with_a_template_that_refuses_later_system_messa
         reply = await client.post(RESPONSES, json={"model": MODEL, "input": items})
     assert reply.status_code == 200, reply.text
     assert small_tokenizer().decode(engine.calls[0].prompt) == "[system: S0\n\nS1][user: U0][user: U1]"
+
+
+def test_images_stay_images_where_turns_are_joined() -> None:
+    parts = "{% for p in m.content %}{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}"
+    show = "{% for m in messages %}[{% if m.content is string %}{{ m.content }}{% else %}" + parts + "{% endif %}]"
+    edge = tool_tokenizer(ALTERNATES + show + "{% endfor %}")
+    image = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]}
+    for turns, text in (
+        ([turn("user", "U0"), image], "[U0\n\n<image>see]"),
+        ([image, turn("user", "U0"), image], "[<image>see\n\nU0\n\n<image>see]"),
+        ([image, turn("system", "S0")], "[<image>see][S0]"),
+    ):
+        assert edge.render(turns, False).text == text
