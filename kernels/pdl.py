@@ -45,8 +45,8 @@ The rule:
     silu_mul                triggers   nothing
     sigmoid_mul             triggers   nothing
     skinny_gemm             triggers   the first columns of W         constant
-                                       B of adapters, rows' places    copies and kernels at the start of the pass; the
-                                                                      embedding, launched normally, is the fence
+                                       B of adapters, rows' places    copies and kernels before the pass; the reset of
+                                                                      its counters, launched normally, is the fence
     ordered_gemm            triggers   nothing
     ordered (CUDA)          triggers   the first columns of W         constant
     one_row (CUDA)          triggers   W, the bias                    constant

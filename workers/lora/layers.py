@@ -46,20 +46,22 @@ class AdapterRows(RowIndex):
         self._places = {}
         if not adapted:
             return
-        self._begin()
         attending = (context.last or context).attending_rows(context.row_slots)
         for num_rows in {context.row_slots.shape[0], attending.shape[0]}:
             self._places[num_rows] = self._of_slot[self.of(num_rows).long()].int()
+        self._reset_counters()
 
-    def _begin(self) -> None:
+    def _reset_counters(self) -> None:
+        """The last launch before a pass: the fence after its places are written, which products read before their wait
+        (`aerie.kernels.pdl`)."""
         self._counters.zero_()
         self._num_used = 0
 
     @contextlib.contextmanager
     def without_adapters(self, num_rows: int) -> Iterator[None]:
         """Within the context, products have `num_rows` rows without an adapter, and run as in a pass with adapters."""
-        self._begin()
         self._places = {num_rows: torch.full((num_rows,), -1, dtype=torch.int32, device=self._of_slot.device)}
+        self._reset_counters()
         self.is_active = True
         try:
             yield

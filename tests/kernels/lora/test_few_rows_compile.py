@@ -4,14 +4,19 @@ memory of the product alone."""
 import os
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from aerie.kernels.gemm import skinny_triton  # noqa: E402
 from aerie.kernels.gemm.tiles import gated_tiles, skinny_gemm_tiles, summing_programs, up_columns  # noqa: E402
+from aerie.workers.layers.forward_context import ForwardContext  # noqa: E402
+from aerie.workers.lora.layers import AdapterRows  # noqa: E402
 from tests.kernels.attend.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
 from tests.support.slow import slow  # noqa: E402
 
@@ -69,3 +74,26 @@ def test_adapters_take_no_shared_memory(rows: int, rank: int, tmp_path: Path) ->
     kernel = skinny_triton._skinny_gemm
     both, alone = (compiled(kernel, tmp_path, *variant(rows, each, *QKV))[1] for each in (rank, 0))
     assert both == alone
+
+
+class Launches(TorchDispatchMode):
+    """Notes each operation's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_places_of_rows_are_written_before_the_fence() -> None:
+    """Products read them before their wait, also the first of a pass, such as a draft's, which embeds in a kernel that
+    is launched early. The reset of counters is launched normally."""
+    slots = torch.tensor([0, 1], dtype=torch.int32)
+    context = cast(ForwardContext, SimpleNamespace(row_slots=slots, last=None, attending_rows=lambda rows: rows))
+    index = AdapterRows(torch.tensor([0, -1]))
+    with Launches() as launches:
+        index.enter(context, True)
+    assert launches.names[-1] == "zero_.default" and "index.Tensor" in launches.names
