@@ -15,9 +15,10 @@ from aerie.kernels.delta_rule.rounds import commit_rows, delta_rule_rounds  # no
 from aerie.kernels.delta_rule.tables import ChunkTables, DeltaHeads, DeltaState, RoundTables  # noqa: E402
 from tests.support.kernels.delta_rule import RandomTree, random_rows, random_weights  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS, kernels_of_operations  # noqa: E402
+from tests.support.slow import slow  # noqa: E402
 
 pytestmark = MARKS
-HEADS = DeltaHeads(1, 3, 16, 16) if INTERPRETED else DeltaHeads(16, 48, 128, 128)  # the latter of Qwen3.5-27B
+HEADS = DeltaHeads(1, 2, 16, 16) if INTERPRETED else DeltaHeads(16, 48, 128, 128)  # the latter of Qwen3.5-27B
 DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
 LENGTH = 26 if INTERPRETED else 300
 WIDTH, PATH, SLOTS = 9, 6, 3
@@ -110,7 +111,7 @@ def test_prompts_are_the_same_however_they_are_cut() -> None:
         assert torch.equal(life.kept.saved_state[0, 1], whole.kept.saved_state[0, 1])
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
+@pytest.mark.parametrize("beside", [*slow(False), True])
 @pytest.mark.parametrize("shape", ["plain", "chain", "tree"])
 def test_rounds_are_the_same_as_prompts(shape: str, beside: bool) -> None:
     """The outputs, the states, and the snapshot that a round saves on its way."""
@@ -121,7 +122,7 @@ def test_rounds_are_the_same_as_prompts(shape: str, beside: bool) -> None:
     }[shape]
     life, first = Life(beside).prompt(7), 7
     rounds = 0
-    while life.length + len(path) <= LENGTH and rounds < 6 * len(MASKS):
+    while life.length + len(path) <= LENGTH and rounds < (9 if INTERPRETED else 60):
         accepted = 1 + rounds % len(path)
         life.round(masks, path[:accepted])
         rounds += 1
@@ -138,7 +139,7 @@ def test_every_row_of_a_tree_is_that_of_its_path() -> None:
     rng = random.Random(0)
     for _ in range(1 if INTERPRETED else 10):
         masks = RandomTree.draw(rng, WIDTH, WIDTH).masks
-        for node in range(WIDTH):
+        for node in (5, WIDTH - 1) if INTERPRETED else range(WIDTH):
             path = [i for i in range(WIDTH) if masks[node] >> i & 1][:PATH]
             tree, chain = Life().prompt(3).round(masks, path), Life().prompt(3 + len(path))
             assert torch.equal(tree.out, chain.out), (masks, node)
