@@ -95,6 +95,11 @@ class ItemEvents:
         last.content[0].logprobs += logprobs
         return events + self.event("response.output_text.delta", **self._place(0), delta=text, logprobs=logprobs)
 
+    def add_logprobs(self, logprobs: list[TokenLogprob]) -> None:
+        """Add log-probabilities of tokens without text to the open text."""
+        if self._is_open and isinstance(last := self.output[-1], OutputMessage):
+            last.content[0].logprobs += logprobs
+
     def call(self, call: ToolCallDelta, item_id: str = "") -> bytes:
         """Return the events for the beginning of a tool call, or for more of it."""
         events = b""
@@ -207,6 +212,7 @@ class ResponsesReply(Reply):
         self._store = store
         self._keep = keep
         self._items = ItemEvents(namespaces(body))
+        self._unsent: list[TokenLogprob] = []  # of tokens whose text the parser still holds, or that have none
 
     def first_event(self, index: int) -> bytes:
         response = self._response("in_progress")
@@ -219,8 +225,10 @@ class ResponsesReply(Reply):
         events = [self._items.call(call) for call in continued]
         if delta.reasoning:
             events.append(self._items.reasoning(delta.reasoning))
+        self._unsent += self._logprobs(piece)
         if delta.content:
-            events.append(self._items.content(delta.content, self._logprobs(piece)))
+            events.append(self._items.content(delta.content, self._unsent))
+            self._unsent = []
         return b"".join([*events, *(self._items.call(call) for call in begun)])
 
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
@@ -254,6 +262,7 @@ class ResponsesReply(Reply):
     def _finished(self, finish: FinishReason | None) -> tuple[bytes, Response]:
         """Return the events that close the open item, and the finished response."""
         status: Literal["completed", "incomplete"] = "incomplete" if finish == "length" else "completed"
+        self._items.add_logprobs(self._unsent)
         events, response = self._items.close(status), self._response(status)
         if finish == "length":
             response.incomplete_details = IncompleteDetails("max_output_tokens")

@@ -306,3 +306,16 @@ async def test_reasoning_without_text_is_no_turn() -> None:
         reply = await client.post(RESPONSES, json=ASK | {"input": items})
     assert reply.status_code == 200, reply.text
     assert _prompt(engine).endswith("user: rain?\nuser: wind?\nassistant:")
+
+
+@pytest.mark.parametrize("texts", [("<to", "ol ", "is", " it"), ("<think>so", "</think>", "it ", "is"), ("it", "")])
+async def test_streams_lose_no_log_probability_of_text_that_was_held(texts: tuple[str, ...]) -> None:
+    body = ASK | {"tools": [WEATHER], "top_logprobs": 1}
+    async with in_process(FakeEngine(says(*texts))) as client:
+        (whole,) = [each for each in (await client.post(RESPONSES, json=body)).json()["output"] if "role" in each]
+        events = _events((await client.post(RESPONSES, json=body | {"stream": True})).text)
+    (streamed,) = [each for each in events[-1]["response"]["output"] if "role" in each]
+    assert streamed["content"] == whole["content"]
+    sent = [token for event in events if event["type"].endswith("text.delta") for token in event.get("logprobs") or ()]
+    logprobs = whole["content"][0]["logprobs"]
+    assert sent == (logprobs[:-1] if texts[-1] == "" else logprobs)  # no text is left for the end of the sequence
