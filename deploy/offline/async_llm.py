@@ -10,7 +10,7 @@ from aerie.deploy.offline.engine import EngineArgs, OfflineEngine, check_others,
 from aerie.deploy.offline.engine_thread import EngineDeadError
 from aerie.deploy.offline.outputs import Metric, RequestOutput, RunningAnswer, request_output
 from aerie.deploy.offline.prompts import LoRARequest, Messages, Prompt, prompt_of
-from aerie.deploy.offline.sampling_params import RequestOutputKind, SamplingParams
+from aerie.deploy.offline.sampling_params import RequestOutputKind, SamplingParams, checked_params
 
 
 class AsyncLLM:
@@ -134,7 +134,7 @@ class AsyncLLM:
         if request_id in self._answers:
             prepared.close()
             raise ValueError(f"request_id={request_id!r}: a running request has this id; choose another one")
-        params = params or self.get_default_sampling_params()
+        params = checked_params(params or self.get_default_sampling_params())
         kind = params.output_kind
         self._answers[request_id] = []
         try:

@@ -5,7 +5,7 @@ Several ranks run in separate processes, started by `multiprocessing`; a script 
 """
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,7 +14,7 @@ from tqdm import tqdm
 from aerie.deploy.offline.engine import OfflineEngine, check_others, refused_method
 from aerie.deploy.offline.outputs import Metric, RequestOutput, request_output
 from aerie.deploy.offline.prompts import LoRARequest, Messages, Prompt, finished, is_token_ids, prompt_of
-from aerie.deploy.offline.sampling_params import SamplingParams
+from aerie.deploy.offline.sampling_params import SamplingParams, checked_params
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 Adapters = LoRARequest | Sequence[LoRARequest | None] | None
@@ -87,7 +87,7 @@ class LLM:
         Raises ValueError for an invalid request or adapter, RequestTooLargeError for a prompt that can never run,
         TypeError for what is no prompt. After Ctrl-C the engine remains usable."""
         check_others("generate", others)
-        is_one = isinstance(prompts, str | Mapping) or is_token_ids(prompts)
+        is_one = isinstance(prompts, str | Mapping) or is_token_ids(prompts) or not isinstance(prompts, Iterable)
         found = [prompt_of(prompt) for prompt in ([prompts] if is_one else prompts)]
         return self._answer(found, sampling_params, use_tqdm, lora_request)
 
@@ -115,7 +115,8 @@ class LLM:
 
         Raises ValueError for messages that the template refuses."""
         check_others("chat", others)
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        is_one = isinstance(messages, str) or (messages and isinstance(messages[0], Mapping))  # a str is refused below
+        conversations = [messages] if is_one else messages
         options = (tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
         rendered = self._engine.chat_prompts(conversations, chat_template, *options)  # type: ignore[arg-type]
         return self._answer(finished(rendered), sampling_params, use_tqdm, lora_request)
@@ -124,7 +125,8 @@ class LLM:
         self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool | Callable[..., Any], lora: Adapters
     ) -> list[RequestOutput]:
         params = params or self.get_default_sampling_params()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        several = isinstance(params, Sequence) and not isinstance(params, str)
+        each = list(map(checked_params, params if several else [params] * len(prompts)))  # type: ignore[arg-type]
         if len(each) != len(prompts):
             raise ValueError(f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for all, or one each")
         is_list = isinstance(lora, Sequence) and not isinstance(lora, str)  # a str is refused below

@@ -127,7 +127,10 @@ async def chat_prompt(
     continue_final_message: bool,
 ) -> Prompt:
     """Render a conversation with the chat template, as the HTTP API does. images: prepares its images. Raises
-    ValueError."""
+    ValueError, and TypeError for what is no conversation."""
+    for message in [messages] if isinstance(messages, str) else messages:
+        if not isinstance(message, Mapping):
+            raise TypeError(f'messages: {message!r:.80} must be a mapping such as {{"role": "user", "content": text}}')
     values = {
         "messages": [dict(message) for message in messages],
         "tools": None if tools is None else [dict(tool) for tool in tools],

@@ -205,3 +205,10 @@ def raised_as_value_error(work: Callable[..., T], *given: Any) -> T:
         return work(*given)
     except ApiError as error:
         raise ValueError(error.message) from None
+
+
+def checked_params(params: Any) -> SamplingParams:
+    """Return the parameters of a prompt. Raises TypeError."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"sampling_params: must be SamplingParams, or a list of them, not {params!r:.80}")
+    return params

@@ -80,8 +80,14 @@ class RankProcesses:
 
     def _wait_ready(self) -> None:
         """Wait until all ranks are built. Raises ValueError with the reason of the first rank that cannot be."""
-        for pipe in self._pipes:
-            message = pipe.recv()
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                message = pipe.recv()
+            except EOFError:
+                raise ValueError(
+                    f"rank {rank} ended while it was built; its error is above. A script must build an engine of "
+                    'several ranks under `if __name__ == "__main__":`, because each rank imports the script'
+                ) from None
             if not isinstance(message, Ready):
                 raise ValueError(message)
             assert self.costs in (None, message.costs), "ranks have different cost tables"

@@ -301,3 +301,31 @@ def test_embeddings_stand_for_a_prompts_tokens(llm: LLM) -> None:
         llm.generate({"prompt_embeds": embeds[0]}, params)
     with pytest.raises(ValueError, match="prompt_logprobs: embeddings stand for the whole prompt"):
         llm.generate({"prompt_embeds": embeds}, SamplingParams(prompt_logprobs=1))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((None,), "^prompt None: must be a text"),
+        ((5,), "^prompt 5: must be a text"),
+        (("a", "greedy"), "^sampling_params: must be SamplingParams, or a list of them, not 'greedy'"),
+        ((["a"], [{"temperature": 0}]), "^sampling_params: must be SamplingParams, or a list of them, not {'temp"),
+    ],
+)
+def test_arguments_of_another_kind_are_named(llm: LLM, given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        llm.generate(*given)
+    for messages in ("hi", ["hi"], [["hi"]]):
+        with pytest.raises(TypeError, match=r"^messages: 'hi' must be a mapping such as {\"role\""):
+            llm.chat(messages)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_script_that_its_ranks_cannot_import_is_told_what_it_lacks(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text('from aerie import LLM\nLLM("eagle3", tensor_parallel_size=2)\n')
+    variables = os.environ | {"PYTHONPATH": str(TARGET.parents[2]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 1
+    assert 'under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1], done.stderr
