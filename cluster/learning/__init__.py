@@ -3,6 +3,7 @@
 config          the section of the configuration
 reservoir       the texts, in memory, with a limit for each key
 draft_learning  turns texts into candidates, in the actor `aerie.cluster.replica.learner_actor`
+replica_first   one engine trains; others get a draft that has proved itself there
 gate            whether a candidate is better than the served draft
 published       the coordinator's side: collects texts, loads drafts, takes one back
 watch           notices that a published draft accepts less than the one before

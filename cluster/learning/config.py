@@ -22,6 +22,7 @@ class LearningConfig:
     batch_tokens: tokens of a step.
     learning_rate: of AdamW.
     min_gain: a candidate is published only if its acceptance length is better by this share, with 95 % confidence.
+    canary_rounds: with several engines, rounds that a draft serves on the engine that trains before others get it.
     versions: published versions that are kept to go back to.
     folder: where their weights are written; "": in the engine's folder for its sockets, which goes with it. Clusters of
         several nodes need one that all nodes share.
@@ -39,6 +40,7 @@ class LearningConfig:
     batch_tokens: Annotated[int, Setting(ge=64)] = 1024
     learning_rate: Annotated[float, Setting(gt=0, le=1)] = 3e-4
     min_gain: Annotated[float, Setting(ge=0)] = 0.005
+    canary_rounds: Annotated[int, Setting(ge=0)] = 2000
     versions: Annotated[int, Setting(ge=1)] = 5
     folder: str = ""
 

@@ -4,6 +4,7 @@ takes one back that accepts less than the one before. Used by `aerie.cluster.coo
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 
 from aerie.cluster.learning.gate import Candidate
 from aerie.cluster.learning.reservoir import Text
-from aerie.cluster.learning.watch import AcceptanceWatch
+from aerie.cluster.learning.watch import MIN_ROUNDS, AcceptanceWatch
 from aerie.cluster.transport.admin import DraftVersion
 from aerie.workers.scheduling.commands.command import CommandAnswer, Folder, LoadWeights, first_error
 from aerie.workers.scheduling.commands.command_queue import OnAnswered
@@ -25,13 +26,33 @@ _MAX_SNAPSHOTS = 240  # of the acceptance, one per housekeeping of half a second
 ORIGINAL = "0"
 
 
+@dataclass
+class Trial:
+    """A draft whose acceptance has fallen was taken back, and the one before runs instead. Texts that have changed make
+    both accept less; then the first comes back.
+
+    version: the draft that was taken back. length: draft tokens that its last rounds accepted, mean.
+    num_rounds, num_accepted: of the draft before, since then.
+    """
+
+    version: DraftVersion
+    length: float
+    num_rounds: int = 0
+    num_accepted: int = 0
+
+
 class News(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator tells the learner. served: folder of the draft that the ranks have. num_rollbacks: so
-    far."""
+    """What the coordinator tells the learner.
+
+    served: folder of the draft that the ranks have; during a `Trial`, of the one that was taken back.
+    num_rollbacks: so far, without one on trial.
+    num_rounds: of the ranks with this draft.
+    """
 
     texts: tuple[Text, ...]
     served: str
     num_rollbacks: int
+    num_rounds: int = 0
 
 
 class PublishedDrafts:
@@ -43,13 +64,15 @@ class PublishedDrafts:
 
     def __init__(self, scheduler: Scheduler, draft: str, load: Callable[[LoadWeights, OnAnswered], None]) -> None:
         self.versions = [DraftVersion(ORIGINAL, draft)]
-        self.num_candidates = self.num_rollbacks = self.num_texts = 0
+        self.num_candidates = self.num_rollbacks = self.num_texts = self._num_rounds = 0
         self.gain = 0.0  # of the newest candidate
         self._scheduler, self._load = scheduler, load
         self._texts: deque[Text] = deque()
         self._num_waiting_tokens = 0
         self._snapshots: deque[list[int]] = deque(maxlen=_MAX_SNAPSHOTS)
         self._watch: AcceptanceWatch | None = None
+        self._trial: Trial | None = None
+        self._recent: deque[tuple[int, int]] = deque(maxlen=_MAX_SNAPSHOTS)  # rounds of the served draft, accepted
         self._is_loading = False
 
     @property
@@ -87,7 +110,8 @@ class PublishedDrafts:
         taken = tuple(self._texts)
         self._texts.clear()
         self._num_waiting_tokens = 0
-        return News(taken, self.served.folder, self.num_rollbacks)
+        served = self.served if self._trial is None else self._trial.version
+        return News(taken, served.folder, self.num_rollbacks, self._num_rounds)
 
     def offer(self, candidate: Candidate, on_answered: OnAnswered) -> None:
         """Count a candidate, and publish it if it has files. Raises ValueError if it cannot be published."""
@@ -103,6 +127,7 @@ class PublishedDrafts:
 
         def answered(answers: Sequence[CommandAnswer]) -> None:
             if not first_error(answers):
+                self._trial = None
                 logger.info("draft %s is served: %.1f %% better on held-out texts", version.name, 100 * version.gain)
                 self._replace("former")
                 self.versions.append(version)
@@ -115,6 +140,8 @@ class PublishedDrafts:
         found = [each for each in self.versions if each.name == name]
         if not found:
             raise ValueError(f"version={name}: must be one of {', '.join(each.name for each in self.versions)}")
+
+        self._trial = None
 
         def answered(answers: Sequence[CommandAnswer]) -> None:
             if not first_error(answers):
@@ -134,20 +161,65 @@ class PublishedDrafts:
         before = self._snapshots[-1] if self._snapshots else now
         self._snapshots.append(now)
         new = [count - then for count, then in zip(now, before, strict=False)]
+        rounds, accepted = sum(new), sum(k * count for k, count in enumerate(new))
+        self._num_rounds += rounds
+        self._recent.append((rounds, accepted))
+        if self._trial is not None and not self._is_loading:
+            self._judge(self._trial, rounds, accepted)
+            return
         is_original = self.served.name == ORIGINAL
         if self._watch is None or self._is_loading or is_original or self._scheduler.weights.num_updates:
             return
-        has_fallen = self._watch.has_fallen(sum(new), sum(k * count for k, count in enumerate(new)))
-        why = "its acceptance has fallen" if has_fallen else ""
+        why = "its acceptance has fallen" if self._watch.has_fallen(rounds, accepted) else ""
         if not self._watch.is_known:
             why = self._scheduler.weights.draft.fault
         if why:
             former = [each.name for each in self.versions if each.state == "former"] or [ORIGINAL]
+            trial = Trial(self.served, self._recent_length()) if self._watch.is_known else None
+
+            def taken_back(answers: Sequence[CommandAnswer]) -> None:
+                if trial is not None and not first_error(answers):
+                    self._trial = trial
+                    self.num_rollbacks -= 1  # counted once it is decided
+
             try:
-                self.roll_back(former[-1], lambda answers: None, why)
+                self.roll_back(former[-1], taken_back, why)
             except ValueError as error:  # its files are gone
                 logger.error("draft %s cannot be taken back: %s", self.served.name, error)
                 self._watch = None
+
+    def _recent_length(self) -> float:
+        """Return the draft tokens that the served draft's last rounds accepted, mean."""
+        rounds = accepted = 0
+        for count, sum_accepted in reversed(self._recent):
+            rounds, accepted = rounds + count, accepted + sum_accepted
+            if rounds >= MIN_ROUNDS:
+                break
+        return accepted / max(1, rounds)
+
+    def _judge(self, trial: Trial, rounds: int, accepted: int) -> None:
+        """Add rounds of the draft before; once there are enough, load the other one again unless it was worse."""
+        trial.num_rounds += rounds
+        trial.num_accepted += accepted
+        if trial.num_rounds < MIN_ROUNDS:
+            return
+        self._trial = None
+        if trial.num_accepted / trial.num_rounds > trial.length:
+            self.num_rollbacks += 1
+            return
+
+        def answered(answers: Sequence[CommandAnswer]) -> None:
+            if not first_error(answers):
+                logger.info("draft %s is served again: the one before accepts no more of these texts", name)
+                self._replace("former")
+                restored = msgspec.structs.replace(trial.version, state="served", why="")
+                self.versions = [restored if each.name == name else each for each in self.versions]
+
+        name = trial.version.name
+        try:
+            self._switch(trial.version, answered)
+        except ValueError as error:
+            logger.error("draft %s cannot be served again: %s", name, error)
 
     def _switch(self, version: DraftVersion, on_answered: OnAnswered) -> None:
         if self._scheduler.weights.num_updates:
@@ -163,6 +235,8 @@ class PublishedDrafts:
             now = self._scheduler.stats.accepted_histogram
             oldest = self._snapshots[0] if self._snapshots else now
             if not first_error(answers):
+                self._num_rounds = 0
+                self._recent.clear()
                 self._watch = AcceptanceWatch([count - then for count, then in zip(now, oldest, strict=False)])
                 self._snapshots.clear()
                 self._snapshots.append(list(now))

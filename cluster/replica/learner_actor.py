@@ -5,6 +5,8 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,19 @@ import msgspec
 import ray
 
 from aerie.cluster.learning.draft_learning import DraftLearning
+from aerie.cluster.learning.gate import Candidate
 from aerie.cluster.learning.published import News
+from aerie.cluster.learning.replica_first import ReplicaFirst, leader
 from aerie.cluster.plan import ReplicaPlan
 from aerie.cluster.start_log import use_logs
+from aerie.cluster.transport.discovery import named_coordinators
+from aerie.cluster.transport.messages import EngineStats
 from aerie.kernels.lazy_import import load
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
+ANSWER_S = 30.0  # limit of another engine's answer
 _LEARNER = "aerie.speculative.training.head_learner:HeadLearner"  # imports torch, which the engine's processes do not
 
 
@@ -30,11 +37,15 @@ class DraftLearner:
         use_logs(plan.rank.log_format, "draft learner")
         self._plan, self._folder = plan, Path(folder)
 
-    def run(self, coordinator: Any) -> None:
-        """Take texts of the coordinator, and offer it candidates. Returns when the coordinator has ended, or if target
-        or draft cannot be trained."""
+    def run(self, prefix: str, name: str) -> None:
+        """Train the draft while this engine leads. Returns when its coordinator has ended, or if target or draft cannot
+        be trained.
+
+        prefix: of the names of the application's coordinators.
+        name: of this engine's.
+        """
         try:
-            self._run(coordinator)
+            self._run(prefix, name)
         except ray.exceptions.RayError as error:
             logger.warning("the coordinator has ended: %s", str(error).partition("\n")[0])
         except ValueError as error:  # `TrainingError` is one
@@ -42,34 +53,73 @@ class DraftLearner:
         except Exception:  # Ray keeps it in a result that no process reads
             logger.exception("the draft does not learn")
 
-    def _run(self, coordinator: Any) -> None:
+    def _run(self, prefix: str, name: str) -> None:
         rank, config = self._plan.rank, self._plan.learning
         assert rank.speculative is not None and config is not None
-        draft = Path(rank.speculative.path)
         if config.priority == "idle":
             use_idle_time()
         load("torch:set_num_threads")(config.threads)
-        of_head = rank.speculative.method, config.learning_rate, config.batch_tokens
-        learner = load(_LEARNER)(Path(rank.worker.model.path), draft, *of_head)
-        learning, num_rollbacks = DraftLearning(learner, config, draft, self._folder), 0
+        first: ReplicaFirst | None = None
+        coordinators = dict[str, Any]()
         while True:
-            try:
-                raw = ray.get(coordinator.learner_news.remote())
-            except ray.exceptions.RayTaskError as busy:  # its loop was busy; if it has ended, so does this actor
-                logger.warning("no texts from the coordinator: %s", str(busy).rstrip().rpartition("\n")[2])
+            coordinators = named_coordinators(prefix, coordinators)
+            if name not in coordinators:
+                return
+            if leader(_learned(coordinators)) != name:
                 time.sleep(POLL_S)
                 continue
-            news = msgspec.msgpack.decode(raw, type=News)
-            learning.serve(Path(news.served), news.num_rollbacks > num_rollbacks)
-            num_rollbacks = news.num_rollbacks
-            for text in news.texts:
-                learning.reservoir.add(text)
-            candidate = learning.turn()
-            if candidate is None:
+            if first is None:
+                first = ReplicaFirst(self._learning(), config.canary_rounds)
+            links = {each: CoordinatorLink(actor, each == name) for each, actor in coordinators.items()}
+            try:
+                was_due = first.turn(links.pop(name), links)
+            except ray.exceptions.RayTaskError as busy:  # its loop was busy; if it has ended, so does this actor
+                logger.warning("no answer of the coordinator: %s", str(busy).rstrip().rpartition("\n")[2])
+                was_due = False
+            if not was_due:
                 time.sleep(POLL_S)
-            else:
-                if error := ray.get(coordinator.offer_draft.remote(msgspec.msgpack.encode(candidate))):
-                    logger.warning("a draft was not published: %s", error)
+
+    def _learning(self) -> DraftLearning:
+        rank, config = self._plan.rank, self._plan.learning
+        assert rank.speculative is not None and config is not None
+        draft, of_head = Path(rank.speculative.path), (rank.speculative.method, config.learning_rate)
+        learner = load(_LEARNER)(Path(rank.worker.model.path), draft, *of_head, config.batch_tokens)
+        return DraftLearning(learner, config, draft, self._folder)
+
+
+@dataclass(frozen=True)
+class CoordinatorLink:
+    """See `aerie.cluster.learning.replica_first.EngineLink`. is_own: its errors are raised."""
+
+    actor: Any
+    is_own: bool
+
+    def news(self) -> News | None:
+        try:
+            raw = ray.get(self.actor.learner_news.remote(), timeout=None if self.is_own else ANSWER_S)
+        except ray.exceptions.RayError:
+            if self.is_own:
+                raise
+            return None
+        return msgspec.msgpack.decode(raw, type=News)
+
+    def offer(self, candidate: Candidate) -> str:
+        try:
+            return str(ray.get(self.actor.offer_draft.remote(msgspec.msgpack.encode(candidate))))
+        except ray.exceptions.RayError as error:
+            if self.is_own:
+                raise
+            return str(error).partition("\n")[0]
+
+
+def _learned(coordinators: Mapping[str, Any]) -> dict[str, bool]:
+    """Return for each engine whether it serves a draft that has learned; False if it does not answer."""
+    asked = {name: actor.stats.remote() for name, actor in coordinators.items()}
+    found = dict.fromkeys(asked, False)
+    for name, reply in asked.items():
+        with contextlib.suppress(ray.exceptions.RayError):
+            found[name] = msgspec.msgpack.decode(ray.get(reply, timeout=ANSWER_S), type=EngineStats).draft_version > 0
+    return found
 
 
 def use_idle_time() -> None:

@@ -332,7 +332,7 @@ class Supervisor:
         options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": placed}
         folder = f"{learning.folder or self._plan.folder}/drafts-{self._engine_id}-{self._num_coordinators}"
         self._learner = ray.remote(DraftLearner).options(**options).remote(self._plan.replica, folder)
-        self._learner.run.remote(self._coordinator)
+        self._learner.run.remote(self._name_prefix, f"{self._engine_id}.{self._num_coordinators}")
 
     async def _clear(self, reason: str, lost_coordinator: bool) -> None:
         """Reach a known state: no worker group is attached, or no coordinator runs."""

@@ -22,7 +22,11 @@ def coordinator_prefix(application: str) -> str:
 
 def find_coordinators(application: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return handles of an application's living coordinators, by engine id; `known` ones are not looked up again."""
-    prefix = coordinator_prefix(application)
+    return named_coordinators(coordinator_prefix(application), known)
+
+
+def named_coordinators(prefix: str, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `find_coordinators` of a `coordinator_prefix`."""
     found = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         name = actor["name"]

@@ -83,9 +83,32 @@ def test_a_draft_that_accepts_less_is_taken_back_by_itself(learning):
     assert bed.coordinator.offer_draft(candidate(folder, 1)) == ""
     bed.coordinator._call(lambda: accept(bed, [10, 400, 0, 0]))
     until(lambda: states(bed) == {"0": "served", "1": "rolled back"})
-    assert loads[-1].draft == Folder(str(folder)) and bed.coordinator.stats().num_draft_rollbacks == 1
+    assert loads[-1].draft == Folder(str(folder))
     assert bed.coordinator.administer(InspectDrafts()).drafts[1].why == "its acceptance has fallen"
-    assert bed.coordinator.learner_news().num_rollbacks == 1
+    news = bed.coordinator.learner_news()
+    assert (news.num_rollbacks, news.served) == (0, str(folder / "draft-1")), "not decided"
+    bed.coordinator._call(lambda: accept(bed, [10, 10, 10, 300]))
+    until(lambda: bed.coordinator.learner_news().num_rollbacks == 1)
+    assert bed.coordinator.stats().num_draft_rollbacks == 1
+    assert states(bed) == {"0": "served", "1": "rolled back"} and bed.coordinator.learner_news().served == str(folder)
+
+
+def test_a_draft_comes_back_if_the_one_before_accepts_as_little_of_the_new_texts(learning):
+    bed, loads, folder = learning
+    bed.coordinator._call(lambda: accept(bed, [0] * 3 + [1000]))
+    time.sleep(1.2)
+    bed.coordinator._call(lambda: accept(bed, [1000, 1000, 1000, 1000]))
+    assert bed.coordinator.offer_draft(candidate(folder, 1)) == ""
+    bed.coordinator._call(lambda: accept(bed, [10, 400, 0, 0]))
+    until(lambda: states(bed) == {"0": "served", "1": "rolled back"})
+    bed.coordinator._call(lambda: accept(bed, [300, 100, 0, 0]))
+    until(lambda: states(bed) == {"0": "former", "1": "served"})
+    assert loads[-1].draft == Folder(str(folder / "draft-1")) and bed.coordinator.stats().num_draft_rollbacks == 0
+    news = bed.coordinator.learner_news()
+    assert (news.num_rollbacks, news.served) == (0, str(folder / "draft-1"))
+    bed.coordinator._call(lambda: accept(bed, [300, 100, 0, 0]))
+    time.sleep(1.2)
+    assert states(bed) == {"0": "former", "1": "served"}, "compared with the draft before on the same texts"
 
 
 @pytest.mark.parametrize("is_gone", [True, False])

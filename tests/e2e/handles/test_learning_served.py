@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+import ray
 
+from aerie.cluster.learning.gate import Candidate
+from aerie.cluster.transport.discovery import find_coordinators
 from tests.e2e.checkpoint import VOCAB, make_tokenizer
 from tests.e2e.serving import Server, serving
 from tests.support.drafts.block_reference import head_for, make_block_head
@@ -26,8 +30,12 @@ LIMIT_S = 400.0
 
 
 @pytest.fixture(scope="module")
-def server(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder: Path = tmp_path_factory.mktemp("checkpoints")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def server(ray_port: int, folder: Path) -> Iterator[Server]:
     target = make_target(folder / "target", vocab_size=VOCAB, num_hidden_layers=8, calm=0.01)  # such can be learned
     make_tokenizer(target)
     draft = make_block_head(folder / "draft", target, head_for(target, vocab=VOCAB, from_anchor=True), copying=True)
@@ -108,3 +116,21 @@ def test_acceptance_rises_answers_stay_and_an_administrator_goes_back(server: Se
     assert last == frozen and abs(length - before) < 0.02
     refused = httpx.post(f"{server.url}/draft/rollback", json={"version": "99"}, headers=ROOT, timeout=30)
     assert refused.status_code == 409 and "must be one of 0" in refused.text
+
+
+def test_a_bad_draft_that_is_published_by_force_is_gone_within_a_minute(server: Server, folder: Path) -> None:
+    silent = {"x-aerie-no-learn": "1"}
+    frozen, before = answers(server, 2000, 64, silent)
+    bad = make_block_head(folder / "draft-99", folder / "target", head_for(folder / "target", vocab=VOCAB))
+    (coordinator,) = find_coordinators("aerie", {}).values()
+    forced = Candidate(1.0, 1.0, 1.0, 1.0, 2.0, 99, str(bad))
+    assert ray.get(coordinator.offer_draft.remote(msgspec.msgpack.encode(forced))) == ""
+    since_s, states = time.monotonic(), dict[str, str]()
+    while states.get("99") != "rolled back":
+        assert time.monotonic() < since_s + 60, f"still served: {states}"
+        again, _ = answers(server, 2000, 8, silent)
+        assert again == frozen[:8]
+        states = {each["version"]: each["state"] for each in drafts(server)}
+    print(f"gone after {time.monotonic() - since_s:.1f} s")
+    last, after = answers(server, 2000, 64, silent)
+    assert last == frozen and after == pytest.approx(before, abs=0.02)
