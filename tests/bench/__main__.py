@@ -37,6 +37,7 @@ BENCHES = {
     "laptop": ("host.laptop", "a small model on a CPU: Aerie, transformers and llama.cpp in turns"),
     "laptop_texts": ("host.laptop_texts", "its answers to questions: with a draft, and those of llama.cpp"),
     "weight_updates": ("host.weight_updates", "ms that steps wait for new weights (GPU; --gpus 2: NCCL)"),
+    "learning": ("host.learning", "a served draft that learns: tokens a round by minute, and gaps beside it (CPU)"),
     "startup": ("host.startup", "a start of `aerie serve`, kernels, graphs, a restart (GPU with --gpu)"),
     "memory_growth": ("host.memory_growth", "memory while thousands of requests are answered (CPU)"),
     "replicas": ("replicas", "the choice between several engines of one machine"),
