@@ -45,8 +45,8 @@ def _source(brackets: str, extra: str) -> list[str]:
     url = str(origin.get("url", ""))
     path = Path(url2pathname(urlsplit(url).path)) if url.startswith("file:") else None
     if path is not None and not path.exists():  # a wheel that was deleted after the installation
-        wanted = [each.partition(";")[0].strip() for each in _requirements(extra)]
-        return [shlex.quote(each) for each in wanted] or [NAME]
+        wanted = [requirement.partition(";")[0].strip() for requirement in _requirements(extra)]
+        return [shlex.quote(requirement) for requirement in wanted] or [NAME]
     if path is not None:
         flag = ["-e"] if origin.get("dir_info", {}).get("editable") else []
         return [*flag, shlex.quote(f"{path}{brackets}")]
@@ -71,4 +71,4 @@ def _origin() -> dict[str, Any]:
 def _requirements(extra: str) -> list[str]:
     """Return what an extra requires, as the installed distribution says."""
     listed = importlib.metadata.requires(NAME) or []
-    return [each for each in listed if extra and f'extra == "{extra}"' in each.replace("'", '"')]
+    return [requirement for requirement in listed if extra and f'extra == "{extra}"' in requirement.replace("'", '"')]

@@ -125,7 +125,7 @@ def check_choices(choices: Iterable[Choice], here: bool = True) -> list[tuple[Ch
     for choice in choices:
         name = choice.name
         if name == "auto":
-            name = next(each for each, needs in AUTO if needs(choice.use.device))
+            name = next(backend for backend, needs in AUTO if needs(choice.use.device))
         reason = refusal(name, choice.use, here)
         if reason is not None:
             able = [other for other in BACKENDS if refusal(other, choice.use, here) is None]
@@ -153,7 +153,7 @@ def limit(facts: BackendFacts, use: AttentionUse) -> str | None:
     supports."""
     possible = use.device.possible()
     if len(possible) > 1:
-        reasons = [limit(facts, dataclasses.replace(use, device=each)) for each in possible]
+        reasons = [limit(facts, dataclasses.replace(use, device=device)) for device in possible]
         return None if None in reasons else reasons[-1]
     if use.mode not in facts.modes:
         return _mode_refusal(facts)

@@ -169,7 +169,7 @@ def read_content(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             if not isinstance(application["args"], dict):
                 raise ConfigError(f"{path}: `args` must be a mapping")
             return content, application
-    former = any(isinstance(each, dict) and each.get("import_path") == _FORMER_PATH for each in applications)
+    former = any(isinstance(entry, dict) and entry.get("import_path") == _FORMER_PATH for entry in applications)
     remedy = f" ({_FORMER_PATH} is its name before 0.2)" if former else ""
     raise ConfigError(f"{path}: no application has import_path aerie.deploy.app:build{remedy}")
 
@@ -190,10 +190,10 @@ def _with_paths(config: AerieConfig, base: Path) -> AerieConfig:
     model = dataclasses.replace(config.model, path=_folder("model.path", config.model.path, base))
     changes: dict[str, Any] = {"model": model}
     if config.speculative is not None:
-        method, given = config.speculative.method, config.speculative.path
-        if method == "suffix" and given:
-            raise ConfigError(f"speculative.path={given}: method suffix has no checkpoint; leave it out")
-        with_target = method == "suffix" or (method == "mtp" and not given)
+        method, draft_path = config.speculative.method, config.speculative.path
+        if method == "suffix" and draft_path:
+            raise ConfigError(f"speculative.path={draft_path}: method suffix has no checkpoint; leave it out")
+        with_target = method == "suffix" or (method == "mtp" and not draft_path)
         path = model.path if with_target else _folder("speculative.path", config.speculative.path, base)
         changes["speculative"] = dataclasses.replace(config.speculative, path=path)
     ingress = dataclasses.replace(config.ingress, api_keys=tuple(_read_keys(config.ingress.api_keys, base)))
@@ -210,11 +210,11 @@ def _with_paths(config: AerieConfig, base: Path) -> AerieConfig:
 
 
 def _read_keys(entries: Sequence[str | KeyConfig], base: Path) -> Iterator[str | KeyConfig]:
-    for place, entry in enumerate(entries):
+    for index, entry in enumerate(entries):
         try:
             yield entry if isinstance(entry, str) else entry.read(base)
         except ValueError as error:
-            raise ConfigError(f"{_SECRET}.{place}.{error}") from None
+            raise ConfigError(f"{_SECRET}.{index}.{error}") from None
 
 
 def _file(value: str, base: Path) -> str:
@@ -267,7 +267,7 @@ def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iter
             name = f"{prefix}{key}" if near or not prefix.startswith(_SECRET) else prefix.removesuffix(".")
             yield f"{name}: unknown key; {remedy}"
             continue
-        entries = {f"{key}.{place}": entry for place, entry in enumerate(value)} if isinstance(value, list) else {}
+        entries = {f"{key}.{index}": entry for index, entry in enumerate(value)} if isinstance(value, list) else {}
         for kind in _dataclasses(known[key]):
             for name, entry in (entries or {key: value}).items():
                 if isinstance(entry, Mapping):
@@ -284,23 +284,23 @@ def _dataclasses(annotation: Any) -> Iterator[type]:
 
 def _sentences(faults: Iterable[Any]) -> Iterator[str]:
     """Return a line per key: `key=value: rule`. For a key of several types pydantic reports a fault per type."""
-    found: dict[str, list[Any]] = {}
+    by_key: dict[str, list[Any]] = {}
     for fault in faults:
         parts = [str(part) for part in fault["loc"]]
         key = ".".join(part for part in parts if not part.endswith("Config") and not _is_type(part))
-        found.setdefault(key, []).append(fault)
-    for key, of_key in found.items():
-        if isinstance(of_key[0]["input"], Mapping) and any(other.startswith(f"{key}.") for other in found):
+        by_key.setdefault(key, []).append(fault)
+    for key, faults in by_key.items():
+        if isinstance(faults[0]["input"], Mapping) and any(other.startswith(f"{key}.") for other in by_key):
             continue  # a section instead of a number: the faults in it are reported
-        of_key.sort(key=lambda fault: fault["type"] != "value_error")
-        if of_key[0]["type"] == "missing":
+        faults.sort(key=lambda fault: fault["type"] != "value_error")
+        if faults[0]["type"] == "missing":
             yield f"{key}: is missing"
-        elif of_key[0]["type"] == "value_error":
-            message = str(of_key[0]["msg"]).removeprefix("Value error, ")
+        elif faults[0]["type"] == "value_error":
+            message = str(faults[0]["msg"]).removeprefix("Value error, ")
             yield f"{key}.{message}" if key else message
         else:
-            rules = " or ".join(str(fault["msg"]) for fault in of_key)
-            value = "" if key.startswith(_SECRET) else f"={of_key[0]['input']!r}"
+            rules = " or ".join(str(fault["msg"]) for fault in faults)
+            value = "" if key.startswith(_SECRET) else f"={faults[0]['input']!r}"
             yield f"{key}{value}: {rules[0].lower()}{rules[1:].replace('or Input', 'or input')}"
 
 

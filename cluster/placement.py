@@ -43,7 +43,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankLocation:
     """Node, process and device of a rank.
 
     device: the device it computes on, for reports.
@@ -126,12 +126,12 @@ def order_ranks(bundle_nodes: Mapping[int, str], num_ranks: int, addresses: Mapp
     addresses: address of each node id; nodes without an address come last."""
     first = bundle_nodes[0]
 
-    def place_of(node: str) -> tuple[bool, bool, int, str]:
+    def node_order(node: str) -> tuple[bool, bool, int, str]:
         own, start = _number(addresses.get(node)), _number(addresses.get(first))
         return node != first, own < start, own, node
 
     workers = sorted(bundle_nodes)[-num_ranks:]
-    return sorted(workers, key=lambda bundle: (place_of(bundle_nodes[bundle]), bundle))
+    return sorted(workers, key=lambda bundle: (node_order(bundle_nodes[bundle]), bundle))
 
 
 def _number(address: str | None) -> int:
@@ -144,9 +144,9 @@ def _number(address: str | None) -> int:
 def describe_cluster(nodes: Sequence[NodeResources]) -> str:
     """Return a clause with the cluster's totals."""
     cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
-    each = ", ".join(f"{node.address}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in nodes[:8])
+    per_node = ", ".join(f"{node.address}: {node.cpus:g} CPU {node.gpus:g} GPU" for node in nodes[:8])
     count = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}"
-    return f"the cluster has {count} with {cpus:g} CPU and {gpus:g} GPU in all ({each})"
+    return f"the cluster has {count} with {cpus:g} CPU and {gpus:g} GPU in all ({per_node})"
 
 
 def _holds(node: NodeResources, need: Mapping[str, float]) -> bool:

@@ -199,10 +199,25 @@ def identity(config: AerieConfig, max_model_len: int) -> str:
         str((model.path, model.rope_scaling, model.load_format, model.seed, max_model_len)),
         str((model.images, model.max_image_pixels)),
     ]
-    for path in sorted(Path(model.path).iterdir()):
-        found = path.stat()  # as weights are large, not their content
-        parts.append(f"{path.name} {found.st_size} {found.st_mtime_ns}")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return _digest(*parts, _file_versions(model.path))[:16]
+
+
+def start_identity(plan: ReplicaPlan) -> str:
+    """Return a digest of what decides whether an engine can start: its plan and the checkpoints' files. A repaired
+    checkpoint has another one."""
+    rank = plan.rank
+    folders = {rank.worker.model.path, *([rank.speculative.path] if rank.speculative is not None else [])}
+    return _digest(plan, *(_file_versions(folder) for folder in sorted(folders)))
+
+
+def _file_versions(folder: str) -> list[tuple[str, int, int]]:
+    """Return names, sizes and times of a checkpoint's files, in place of their content: weights are large."""
+    stats = ((path.name, path.stat()) for path in sorted(Path(folder).glob("*")) if path.is_file())
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _divided(entries: Sequence[str | KeyConfig], num_ingresses: int) -> tuple[str | KeyConfig, ...]:

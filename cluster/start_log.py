@@ -37,8 +37,8 @@ class MarkedFormatter(logging.Formatter):
         super().__init__(f"%(levelname)s {process}: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        of_record: dict[str, object] = getattr(record, _FIELDS, {})
-        more = " ".join(f"{name}={value}" for name, value in of_record.items() if value != "")
+        own_fields: dict[str, object] = getattr(record, _FIELDS, {})
+        more = " ".join(f"{name}={value}" for name, value in own_fields.items() if value != "")
         return marked(super().format(record) + (more and f": {more}"))
 
 
@@ -156,6 +156,24 @@ class StartLog:
         if now_s - self._progress_s >= PROGRESS_PERIOD_S:
             self._progress_s = now_s
             self._report(f"{_time_of_day(now_s)}  {self._process:<12}  {what:<32}  {done:.4g} of {total:.4g} {unit}")
+
+
+class RankLog(StartLog):
+    """A rank's lines. Only rank 0 prints the phases within its steps. began_s: see `StartLog`."""
+
+    def __init__(self, rank: int, began_s: float | None = None) -> None:
+        super().__init__(f"rank {rank}", began_s)
+        self._is_first = rank == 0
+
+    def phase(self, what: str, seconds: float) -> None:
+        """Print that a phase is done and took `seconds`."""
+        if self._is_first:
+            self.took(what, seconds)
+
+    def advance(self, what: str, done: float, total: float, unit: str) -> None:
+        """Print the progress of a phase."""
+        if self._is_first:
+            self.progress(what, done, total, unit)
 
 
 def read_line(line: str) -> Step | Progress | None:

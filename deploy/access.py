@@ -102,10 +102,10 @@ def variables(address: str, environment: Mapping[str, str]) -> dict[str, str]:
 
     address: HOST:PORT.
     environment: of its processes. A token in RAY_AUTH_TOKEN is not among the result."""
-    found = {ADDRESS: address, MODE: "token" if uses_token(environment) else "disabled"}
+    values = {ADDRESS: address, MODE: "token" if uses_token(environment) else "disabled"}
     if uses_token(environment) and environment.get(TOKEN_PATH):
-        found[TOKEN_PATH] = environment[TOKEN_PATH]
-    return found
+        values[TOKEN_PATH] = environment[TOKEN_PATH]
+    return values
 
 
 def note_ray() -> None:
@@ -123,17 +123,17 @@ def find_ray(port: int | None = None, address: str | None = None) -> dict[str, s
     Raises ConfigError if there is none, or if there are several."""
     if address is not None:
         return _at(address)
-    found: dict[str, tuple[str, dict[str, str]]] = {}
+    reachable: dict[str, tuple[str, dict[str, str]]] = {}
     for folder, record, owner in records():
         if record.ray and port in (None, record.port) and is_alive(folder, record, owner):
             reach = dict(record.ray)
             if record.kind == "node":  # Ray may have replaced the given address: that of the loopback, a host's name
                 reach |= {ADDRESS: next(iter(addresses_of(processes(folder))), reach[ADDRESS])}
-            found.setdefault(reach[ADDRESS], (f"the {record.kind} of port {record.port}", reach))
-    if len(found) > 1:
-        several = " and ".join(name for name, _ in found.values())
+            reachable.setdefault(reach[ADDRESS], (f"the {record.kind} of port {record.port}", reach))
+    if len(reachable) > 1:
+        several = " and ".join(name for name, _ in reachable.values())
         raise ConfigError(f"{several} run here; choose one with --port")
-    for _, reach in found.values():
+    for _, reach in reachable.values():
         return reach
     if port is None and (address := os.environ.get(ADDRESS)):
         return _at(address)
@@ -149,22 +149,22 @@ def _at(address: str) -> dict[str, str]:
     return variables(address, environment | {MODE: environment.get(MODE, "disabled")})
 
 
-def reach_ray(found: Mapping[str, str]) -> None:
+def reach_ray(reach: Mapping[str, str]) -> None:
     """Connect this process to the Ray of `find_ray`, as a driver. Raises ConfigError."""
-    host, _, port = found[ADDRESS].rpartition(":")
+    host, _, port = reach[ADDRESS].rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_LIMIT_S).close()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{found[ADDRESS]}: Ray does not answer there ({error})") from None
-    os.environ.update(found)
+        raise ConfigError(f"{reach[ADDRESS]}: Ray does not answer there ({error})") from None
+    os.environ.update(reach)
     import ray
 
     try:
-        ray.init(found[ADDRESS], namespace="serve", log_to_driver=False, logging_level="ERROR")
+        ray.init(reach[ADDRESS], namespace="serve", log_to_driver=False, logging_level="ERROR")
     except Exception as error:  # OSError, ValueError, RuntimeError, Ray's own
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"{found[ADDRESS]}: Ray refuses this command ({reason}); run it on a host of the cluster, with its token "
+            f"{reach[ADDRESS]}: Ray refuses this command ({reason}); run it on a host of the cluster, with its token "
             f"({TOKEN_PATH})"
         ) from None
 

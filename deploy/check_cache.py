@@ -54,7 +54,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Turn:
+class CacheTurn:
     """One request with the cache on. kind: how its prompt was derived from earlier ones."""
 
     kind: str
@@ -69,7 +69,7 @@ class Difference:
     nats: log-probability of the best token minus that of the first different one, without the cache; None if unknown.
     """
 
-    turn: Turn
+    turn: CacheTurn
     expected: str
     nats: float | None
 
@@ -141,9 +141,9 @@ def _text(rng: random.Random, num_words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(num_words))
 
 
-async def run_turns(ask: Completions, arguments: argparse.Namespace, step: Callable[[], None]) -> list[Turn]:
+async def run_turns(ask: Completions, arguments: argparse.Namespace, step: Callable[[], None]) -> list[CacheTurn]:
     """Run all conversations with the cache on, `concurrency` at a time."""
-    turns: list[Turn] = []
+    turns: list[CacheTurn] = []
     shared = _text(random.Random(arguments.seed), arguments.words // 2)
     numbers = iter(range(arguments.conversations))
 
@@ -152,7 +152,7 @@ async def run_turns(ask: Completions, arguments: argparse.Namespace, step: Calla
             talk = conversation(random.Random(f"{arguments.seed}-{number}"), shared, arguments.words // 2)
             kind, prompt = next(talk)
             while True:
-                turn = Turn(kind, prompt, await ask.ask(prompt))
+                turn = CacheTurn(kind, prompt, await ask.ask(prompt))
                 turns.append(turn)
                 step()
                 try:
@@ -184,15 +184,15 @@ async def without_cache(
     return answers
 
 
-def compared(turns: Sequence[Turn], answers: dict[str, Answer]) -> list[Difference]:
+def compared(turns: Sequence[CacheTurn], answers: dict[str, Answer]) -> list[Difference]:
     """Return the turns whose texts differ from those without the cache."""
-    found = []
+    scored = []
     for turn in turns:
         expected = answers[turn.prompt]
         if turn.answer.text != expected.text:
             difference = Difference(turn, expected.text, None)
-            found.append(replace(difference, nats=_nats(difference, expected)))
-    return found
+            scored.append(replace(difference, nats=_nats(difference, expected)))
+    return scored
 
 
 def _nats(difference: Difference, expected: Answer) -> float | None:
@@ -232,12 +232,14 @@ async def check(server: Server, model: str, arguments: argparse.Namespace, conso
     if max(hits) == 0:
         raise ConfigError(f"{server.url}: the cache was never hit, so nothing was checked; is it on? try more --words")
     differences = compared(turns, answers)
-    ties = [each for each in differences if each.nats is not None and each.nats <= arguments.ties]
+    ties = [
+        difference for difference in differences if difference.nats is not None and difference.nats <= arguments.ties
+    ]
     console.print(_table(turns, differences))
     if max(hits) < 0:
         console.print("The server does not say how many tokens its cache had (vLLM: --enable-prompt-tokens-details).")
-    for each in differences[: arguments.show]:
-        _print_difference(console, each)
+    for difference in differences[: arguments.show]:
+        _print_difference(console, difference)
     real = len(differences) - len(ties)
     console.print(
         f"{len(differences)} of {len(turns)} answers differ from those without the cache (off by {off})"
@@ -246,15 +248,15 @@ async def check(server: Server, model: str, arguments: argparse.Namespace, conso
     return 1 if real else 0
 
 
-def _table(turns: Sequence[Turn], differences: Sequence[Difference]) -> Table:
+def _table(turns: Sequence[CacheTurn], differences: Sequence[Difference]) -> Table:
     table = Table("turn", "answers", "different", "prompt tokens", "of the cache")
     for kind in dict.fromkeys(turn.kind for turn in turns):
-        of_kind = [turn for turn in turns if turn.kind == kind]
-        different = sum(each.turn.kind == kind for each in differences)
-        prompt = sum(max(0, turn.answer.num_prompt) for turn in of_kind)
-        cached = sum(max(0, turn.answer.num_cached) for turn in of_kind)
+        own = [turn for turn in turns if turn.kind == kind]
+        different = sum(difference.turn.kind == kind for difference in differences)
+        prompt = sum(max(0, turn.answer.num_prompt) for turn in own)
+        cached = sum(max(0, turn.answer.num_cached) for turn in own)
         share = f"{cached} ({cached / prompt:.0%})" if prompt else "-"
-        table.add_row(kind, str(len(of_kind)), str(different), str(prompt), share)
+        table.add_row(kind, str(len(own)), str(different), str(prompt), share)
     return table
 
 

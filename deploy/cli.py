@@ -29,18 +29,18 @@ def hide_keys() -> None:
 
 def with_digests(words: Sequence[str]) -> list[str]:
     """Return a command line with the digest of each key that follows `--api-key`."""
-    found, is_key = [], False
+    hidden, is_key = [], False
     for word in words:
         name, equals, value = word.partition("=")
         if name.replace("_", "-") == _OPTION:
-            found.append(f"{name}={_digest(value)}" if equals else word)
+            hidden.append(f"{name}={_digest(value)}" if equals else word)
             is_key = True
         elif is_key and not word.startswith("-"):
-            found.append(_digest(word))
+            hidden.append(_digest(word))
         else:
             is_key = False
-            found.append(word)
-    return found
+            hidden.append(word)
+    return hidden
 
 
 def _digest(word: str) -> str:

@@ -38,23 +38,23 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and refuse unknown options here, where this command's options are known."""
         parsed, others = super().parse_known_args(args, namespace)
-        unknown = [each for each in others if each.startswith("-")]
+        unknown = [word for word in others if word.startswith("-")]
         if unknown and self._subparsers is None:
-            self.error("; ".join(self._unknown(each.partition("=")[0]) for each in unknown))
+            self.error("; ".join(self._unknown(word.partition("=")[0]) for word in unknown))
         return parsed, others
 
     def _unknown(self, name: str) -> str:
-        known = [each for each in self._option_string_actions if len(each) > 2]
+        known = [option for option in self._option_string_actions if len(option) > 2]
         near = difflib.get_close_matches(name, known, 1, 0.7)
-        begins = sorted((each for each in known if each.startswith(name) and len(name) > 4), key=len)
+        begins = sorted((option for option in known if option.startswith(name) and len(name) > 4), key=len)
         meant = begins[0] if begins else near[0] if near else ""
         hint = f"did you mean {meant}?" if meant else f"`{self.prog} --help` and docs/coming-from-vllm.md have them all"
         return f"{name}: unknown option; {hint}"
 
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with 2. For a command that does not exist, it names the nearest one."""
-        if found := _NO_CHOICE.search(message):
-            near = difflib.get_close_matches(found[1], re.findall(r"[\w-]+", found[2]), 1)
+        if match := _NO_CHOICE.search(message):
+            near = difflib.get_close_matches(match[1], re.findall(r"[\w-]+", match[2]), 1)
             message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"{self.prog}: {message}\n")
 
@@ -66,14 +66,14 @@ def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
         words = [arguments[0], *normalised(with_file(arguments[1:]))] if takes_options else arguments
     except OptionError as error:
         parser.error(str(error))
-    found = parser.parse_args(words)
-    if takes_options and found.model is not None:
-        if found.config not in (None, found.model):
-            parser.error(f"--model {found.model}: the model is {found.config} already; give it once")
-        found.config = found.model
-    if takes_options and found.config == "":
+    options = parser.parse_args(words)
+    if takes_options and options.model is not None:
+        if options.config not in (None, options.model):
+            parser.error(f"--model {options.model}: the model is {options.config} already; give it once")
+        options.config = options.model
+    if takes_options and options.config == "":
         parser.error("the model's name is empty (an unset variable?); leave it out for the default model")
-    return found
+    return options
 
 
 def normalised(arguments: Sequence[str]) -> list[str]:
@@ -86,9 +86,9 @@ def normalised(arguments: Sequence[str]) -> list[str]:
         name, equals, value = argument.partition("=")
         if level := _LEVEL.fullmatch(argument):
             plain += ["--optimization-level", level[1]]
-        elif found := _DOTTED.fullmatch(name):
+        elif match := _DOTTED.fullmatch(name):
             text = value if equals else next(left, "")
-            _put(objects.setdefault(_dashed(found[1]), {}), found[2].split("."), text)
+            _put(objects.setdefault(_dashed(match[1]), {}), match[2].split("."), text)
         elif not name.startswith("-"):
             if argument.lower() in _TRUE + _FALSE and plain and is_flag(plain[-1]):
                 plain[-1] = _flag(plain[-1], argument)
@@ -160,9 +160,9 @@ def run_command(arguments: argparse.Namespace, *more: object) -> int:
         return 128 + signal.SIGPIPE
     except OSError as error:
         # ENOENT without a file name: tempfile has found no temporary folder
-        if error.errno not in _OF_PLACES and (error.errno != errno.ENOENT or error.filename):
+        if error.errno not in _FOLDER_ERRORS and (error.errno != errno.ENOENT or error.filename):
             raise
-        print(_place_fault(error), file=sys.stderr)
+        print(_folder_fault(error), file=sys.stderr)
         return 2
     except MemoryError as error:
         remedy = "free memory, or raise the limit (ulimit -v, a container's memory)"
@@ -175,10 +175,10 @@ def run_command(arguments: argparse.Namespace, *more: object) -> int:
 
 
 # Errors of the file system: a full disk, a read-only folder, too many open files.
-_OF_PLACES = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EMFILE, errno.ENFILE)
+_FOLDER_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EMFILE, errno.ENFILE)
 
 
-def _place_fault(error: OSError) -> str:
+def _folder_fault(error: OSError) -> str:
     where = f"{error.filename}: " if error.filename else "TMPDIR, HOME or the output: "
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return f"aerie: {where}{error.strerror}: raise the limit of open files (ulimit -n)"

@@ -70,8 +70,8 @@ def with_shape(spec: EngineSpec, arguments: argparse.Namespace) -> EngineSpec:
     if spec.speculative is None:
         raise ValueError("speculative: the config file has no such section; eval-draft needs a draft")
     names = ("num_steps", "top_k", "num_draft_tokens")
-    given = {name: value for name, value in vars(arguments).items() if name in names}
-    return dataclasses.replace(spec, speculative=dataclasses.replace(spec.speculative, **given))
+    changes = {name: value for name, value in vars(arguments).items() if name in names}
+    return dataclasses.replace(spec, speculative=dataclasses.replace(spec.speculative, **changes))
 
 
 def read_prompts(source: str, limit: int) -> list[list[dict[str, str]]]:

@@ -46,7 +46,7 @@ _FULL = "too_many_connections", "service_unavailable_error"
 SERVES_OWN = (
     "^(x[-_]session[-_]id|serve[-_]multiplexed[-_]model[-_]id|x-request-(timeout-seconds|disconnect-disabled))$"
 )
-OF_TRACES = "traceparent", "tracestate"
+TRACE_HEADERS = "traceparent", "tracestate"
 METHODS = "GET POST DELETE HEAD OPTIONS PUT PATCH"
 _BAD, _FAILED = "invalid_request_error", "server_error"
 _UNAVAILABLE = (
@@ -118,7 +118,7 @@ def _with_waiting(config: str, last: str, next_ports: Sequence[int]) -> str:
             checked.rstrip(),
             f"    {_unavailable()} if {{ {_CHECKED} }} {gone}",
             f"    retries {NEXT_WAIT_S}",
-            *(f"    server {server} {place} check inter 200ms fall 1 rise 1" for server, place in former),
+            *(f"    server {server} {address} check inter 200ms fall 1 rise 1" for server, address in former),
             "    option allbackups",
             *(f"    server {_NEXT}-{port} 127.0.0.1:{port} no-check backup" for port in next_ports),
             "",
@@ -134,8 +134,8 @@ def _backends(config: str) -> list[tuple[str, str]]:
 
 def _servers(section: str) -> list[tuple[str, str]]:
     """Return the names and addresses of a backend's ingresses."""
-    found = re.findall(r"(?m)^[ \t]*server (\S+) (\S+)", section)
-    return [(name, place) for name, place in found if not name.startswith(_NEXT)]
+    servers = re.findall(r"(?m)^[ \t]*server (\S+) (\S+)", section)
+    return [(name, address) for name, address in servers if not name.startswith(_NEXT)]
 
 
 def _with_defaults(config: str, folder: Path) -> str:
@@ -163,8 +163,8 @@ def _with_frontend(config: str, port: int) -> str:
     Requests above a limit get an error, and their connections are closed. With at least `AMPLE` connections, an address
     that has nearly all of them is cut off, because a silent connection takes up room for `HEADER_LIMIT_S`. With fewer,
     a burst of requests would look the same, so further connections wait in the system's backlog."""
-    found = re.search(r"(?m)^\s*maxconn (\d+)", config)
-    most = int(found[1]) if found else MAX_CONNECTIONS
+    match = re.search(r"(?m)^\s*maxconn (\d+)", config)
+    most = int(match[1]) if match else MAX_CONNECTIONS
     unknown = _rule(404, "Unknown route", "not_found")
     full = _rule(503, "The server carries as many connections as it can; try again", *_FULL)
     full += f' hdr Retry-After "{RETRY_AFTER_S}" hdr Connection close if !{{ {_CHECKED} }}'
@@ -181,7 +181,7 @@ def _with_frontend(config: str, port: int) -> str:
         # The ingress refuses it with an explanation after reading the body, which a refusal here would cut off.
         "    http-request set-header x-request-id 'not printable' if { req.fhdr(x-request-id) -m reg [^!-~] }",
         f"    http-request del-header {SERVES_OWN} -m reg",
-        *(f"    http-request del-header {name} if {{ req.fhdr({name}) -m reg '[^ -~]' }}" for name in OF_TRACES),
+        *(f"    http-request del-header {name} if {{ req.fhdr({name}) -m reg '[^ -~]' }}" for name in TRACE_HEADERS),
         f"    {_rule(400, 'There are no WebSockets here', 'bad_request')} if {{ req.hdr(upgrade) -i websocket }}",
         # Java's HttpClient offers h2c; an ingress that read the offer would take the body for HTTP/2.
         "    http-request del-header upgrade",
@@ -235,8 +235,8 @@ def _unavailable() -> str:
     return f'{_rule(503, message, code, kind)} hdr Retry-After "{RETRY_AFTER_S}"'
 
 
-_FILES_EACH = 2  # per connection: to the client and to the ingress
-_FILES_BESIDE = 64  # other open files of HAProxy (2.8), besides four per thread
+_FILES_PER_CONNECTION = 2  # per connection: to the client and to the ingress
+_OTHER_FILES = 64  # other open files of HAProxy (2.8), besides four per thread
 _THREADS = 4  # Serve's default
 NUM_PORTS = 4  # ports for `write_script`
 PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
@@ -251,7 +251,7 @@ def max_connections() -> int:
     if most == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     threads = int(os.environ.get("RAY_SERVE_HAPROXY_NBTHREAD", _THREADS))
-    return min(MAX_CONNECTIONS, max(16, (most - _FILES_BESIDE - 4 * threads) // _FILES_EACH))
+    return min(MAX_CONNECTIONS, max(16, (most - _OTHER_FILES - 4 * threads) // _FILES_PER_CONNECTION))
 
 
 def open_files_warning() -> str | None:
@@ -341,8 +341,8 @@ def _become_haproxy(binary: str, ports: Sequence[int], arguments: list[str]) -> 
     path.write_text(config)
     if has_routes(config):
         _replace(last, config)
-    found = (living(folder / name) for name in (PID, STAND_IN))
-    left = [pid for pid in found if pid is not None]
+    pids = (living(folder / name) for name in (PID, STAND_IN))
+    left = [pid for pid in pids if pid is not None]
     _replace(folder / PID, str(os.getpid()))
     # Serve's processes block SIGINT, and their children inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

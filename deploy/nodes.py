@@ -46,9 +46,9 @@ class LocalGpus:
     @staticmethod
     def listed(text: str) -> "LocalGpus":
         """Parse nvidia-smi's output, which has a line with the compute capability of each GPU."""
-        found = [match for line in text.splitlines() if (match := re.fullmatch(r"(\d+)\.(\d+)", line.strip()))]
-        kinds = {(int(match[1]), int(match[2])) for match in found}
-        return LocalGpus(len(found), kinds.pop() if len(kinds) == 1 else None)
+        listed = [match for line in text.splitlines() if (match := re.fullmatch(r"(\d+)\.(\d+)", line.strip()))]
+        kinds = {(int(match[1]), int(match[2])) for match in listed}
+        return LocalGpus(len(listed), kinds.pop() if len(kinds) == 1 else None)
 
 
 def counted_gpus() -> Callable[[], LocalGpus]:

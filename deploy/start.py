@@ -70,7 +70,7 @@ def start(wanted: NodeStart) -> int:
     environment = dict(os.environ) | node_environment(os.environ)
     os.umask(0o077)  # Ray's files are this user's alone
     raise_open_files()
-    clear_abandoned(with_kept=True)
+    clear_abandoned(with_logs=True)
     if warning := ensure_token(environment, is_head=not wanted.address):
         print(warning, file=sys.stderr)
     folder = make_ray_folder(environment)
@@ -147,11 +147,11 @@ def address_of(interface: str) -> str:
 
 def _command(name: str) -> str:
     """Return the path of a command in this Python's environment. Raises ConfigError."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    own = Path(sys.executable).parent / name
+    command = str(own) if own.exists() else shutil.which(name)
+    if command is None:
         raise ConfigError(f"there is no command `{name}` beside {sys.executable}; install Aerie's wheel there")
-    return found
+    return command
 
 
 def own_address(wanted: NodeStart, find_address: Callable[[str], str]) -> str:

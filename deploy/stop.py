@@ -24,11 +24,11 @@ def run(arguments: argparse.Namespace) -> int:
 def stop(port: int | None, now: bool) -> int:
     """Stop every server and node of this user, or those of `port`; return 0 once all their
     processes have ended. now: do not wait for running requests."""
-    found = [each for each in records() if port is None or each[1].port == port]
-    if not found:
+    servers = [entry for entry in records() if port is None or entry[1].port == port]
+    if not servers:
         where = "" if port is None else f" on port {port}"
         print(f"nothing that `aerie serve` or `aerie start` started runs here{where}")
-    for folder, record, owner in sorted(found, key=lambda each: each[1].kind == "node"):  # servers first
+    for folder, record, owner in sorted(servers, key=lambda entry: entry[1].kind == "node"):  # servers first
         if is_alive(folder, record, owner):
             (_stop_node if record.kind == "node" else _stop_server)(folder, record, owner, now)
         clear(folder)

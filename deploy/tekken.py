@@ -17,7 +17,7 @@ from aerie.deploy.config.hub import model_folder
 from aerie.workers.structured_output.token_bytes import BYTE_OF
 
 # Special tokens of a tekken.json that lists none (mistral-common 1.13, tokens/tokenizers/tekken.py).
-_USUAL = [
+_DEFAULT_TOKENS = [
     "<unk>",
     "<s>",
     "</s>",
@@ -101,7 +101,7 @@ def tekken_tokenizer(content: Mapping[str, Any], source: str) -> Tokenizer:
 
 def _special_tokens(listed: list[Mapping[str, Any]] | None, number: int) -> list[str]:
     """Return the special tokens by id. Ids without a text get mistral-common's filler names."""
-    named = {int(entry["rank"]): str(entry["token_str"]) for entry in listed or ()} or dict(enumerate(_USUAL))
+    named = {int(entry["rank"]): str(entry["token_str"]) for entry in listed or ()} or dict(enumerate(_DEFAULT_TOKENS))
     return [named.get(id, f"<SPECIAL_{id}>") for id in range(number)]
 
 

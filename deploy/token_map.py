@@ -38,8 +38,8 @@ def _counts(folder: Path, texts: list[str]) -> Counter[int]:
     tokenizer = Tokenizer.from_file(str(file))
     counts: Counter[int] = Counter()
     for start in range(0, len(texts), _BATCH):
-        for found in tokenizer.encode_batch(texts[start : start + _BATCH], add_special_tokens=False):
-            counts.update(found.ids)
+        for encoding in tokenizer.encode_batch(texts[start : start + _BATCH], add_special_tokens=False):
+            counts.update(encoding.ids)
     return counts
 
 

@@ -64,6 +64,13 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--target", type=Path, required=True, help="folder of the target model, or a GGUF file")
     parser.add_argument("--method", choices=("eagle3", *BLOCK_METHODS, "mtp"), default="eagle3", help="kind of draft")
     add_common(parser, lr=3e-4, epochs=4.0, batch_tokens=8192)
+    _add_head(parser)
+    _add_block(parser)
+    _add_text(parser)
+    parser.set_defaults(run="aerie.deploy.train_draft:run")
+
+
+def _add_head(parser: argparse.ArgumentParser) -> None:
     draft = parser.add_argument_group("head")
     draft.add_argument("--draft-vocab", type=at_least(1), help="tokens the draft may propose; default: 32000")
     draft.add_argument("--intermediate-size", type=at_least(1), help="width of the MLP; default: the target's")
@@ -79,6 +86,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     adapted.add_argument("--draft", type=Path, help="folder of the EAGLE-3 head that serves the target without adapter")
     adapted.add_argument("--lora-rank", type=at_least(1), default=16, help="rank of the draft's adapter")
+
+
+def _add_block(parser: argparse.ArgumentParser) -> None:
     block = parser.add_argument_group(f"block, with --method {', '.join(BLOCK_METHODS)}")
     block.add_argument("--block-size", type=at_least(2), default=8, help="rows of a block, including the newest token")
     block.add_argument(
@@ -99,6 +109,9 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     block.add_argument(
         "--random-depths", action="store_true", help="also train shorter blocks: each block's depth is drawn at random"
     )
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("training text")
     text.add_argument("--regenerate", action="store_true", help="train on the target's own answers to the prompts")
     text.add_argument("--regenerated", type=Path, help="an earlier regenerated.jsonl, instead of --regenerate")
@@ -117,7 +130,6 @@ def add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     measure.add_argument(
         "--measure-depths", type=at_least(1), nargs="+", default=[3, 5], help="chain lengths to measure"
     )
-    parser.set_defaults(run="aerie.deploy.train_draft:run")
 
 
 def add_common(parser: argparse.ArgumentParser, *, lr: float, epochs: float, batch_tokens: int) -> None:

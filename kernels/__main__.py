@@ -18,12 +18,12 @@ def import_operations() -> None:
 
 def table(here: Capability) -> str:
     lines = []
-    for operation in sorted(OPERATIONS, key=lambda each: each.name):
+    for operation in sorted(OPERATIONS, key=lambda choice: choice.name):
         serving = operation.serving(here)
         lines.append(operation.name)
-        for each in operation.implementations:
-            runs = "runs here" if each in serving else "not here"
-            lines.append(f"    {each.name:<12} {runs:<10} {each.limits}".rstrip())
+        for choice in operation.implementations:
+            runs = "runs here" if choice in serving else "not here"
+            lines.append(f"    {choice.name:<12} {runs:<10} {choice.limits}".rstrip())
         lines.append(f"    {'torch':<12} runs here  {'what the rows above leave' if serving else 'everything'}")
     return "\n".join(lines)
 

@@ -102,7 +102,7 @@ class Capability:
         """Return the possible capabilities: itself, or a GPU of each generation if the compute capability is
         unknown."""
         if self.compute is None and self.is_gpu:
-            return tuple(replace(self, compute=each) for each in GENERATIONS)
+            return tuple(replace(self, compute=compute) for compute in GENERATIONS)
         return (self,)
 
 
@@ -129,8 +129,8 @@ def nvrtc_path() -> str | None:
     if torch.version.cuda is None:
         return None
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
-    for place in sorted((Path(torch.__file__).parents[1] / "nvidia").glob(f"*/lib/{name}")):
-        return str(place)
+    for path in sorted((Path(torch.__file__).parents[1] / "nvidia").glob(f"*/lib/{name}")):
+        return str(path)
     try:
         CDLL(name)
     except OSError:

@@ -50,9 +50,9 @@ def function(name: str, *arguments: Any) -> Any:
     """Return a function of the kernels, where `compiles`. It returns nothing. arguments: types of its arguments."""
     lib = library()
     assert lib is not None, "asked only where `compiles`"
-    found = getattr(lib, name)
-    found.argtypes, found.restype = arguments, None
-    return found
+    symbol = getattr(lib, name)
+    symbol.argtypes, symbol.restype = arguments, None
+    return symbol
 
 
 def _compiled() -> Path:

@@ -164,9 +164,9 @@ def compile_ahead(source: str, defines: Defines, compute: tuple[int, int]) -> "F
 
 
 def _cached(key: str, source: str, options: Sequence[str]) -> bytes:
-    kept, name = get_cache_manager(key), "kernel.cubin"
-    place = kept.get_file(name) or kept.put(_compile(source, options), name, binary=True)
-    return Path(place).read_bytes()
+    cache, name = get_cache_manager(key), "kernel.cubin"
+    path = cache.get_file(name) or cache.put(_compile(source, options), name, binary=True)
+    return Path(path).read_bytes()
 
 
 @cache
@@ -208,10 +208,10 @@ def tensor_map_of(x: Tensor, box: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
     box: one size per dimension of x, the last at most 64, the others at most 256.
     """
     memory, rank = ctypes.create_string_buffer(128 + 63), x.dim()
-    place = -(-ctypes.addressof(memory) // 64) * 64  # the driver needs an address aligned to 64 bytes
+    aligned = -(-ctypes.addressof(memory) // 64) * 64  # the driver needs an address aligned to 64 bytes
     swizzle = promotion = 3  # CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B
     failed = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(place),
+        ctypes.c_void_p(aligned),
         _TENSOR_MAP_TYPES[x.dtype],
         rank,
         ctypes.c_void_p(x.data_ptr()),
@@ -222,7 +222,7 @@ def tensor_map_of(x: Tensor, box: Sequence[int]) -> ctypes.Array[ctypes.c_char]:
         *(0, swizzle, promotion, 0),
     )
     _check(failed, "cuTensorMapEncodeTiled")
-    return ctypes.create_string_buffer(ctypes.string_at(place, 128), 128)
+    return ctypes.create_string_buffer(ctypes.string_at(aligned, 128), 128)
 
 
 @cache
@@ -232,11 +232,11 @@ def _driver() -> ctypes.CDLL:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    place = nvrtc_path()
-    assert place is not None, "Capability.compiles_cuda"
-    for builtins in Path(place).parent.glob("libnvrtc-builtins.so.*") if os.sep in place else ():
+    path = nvrtc_path()
+    assert path is not None, "Capability.compiles_cuda"
+    for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*") if os.sep in path else ():
         ctypes.CDLL(str(builtins))  # NVRTC looks for it by name
-    return ctypes.CDLL(place)
+    return ctypes.CDLL(path)
 
 
 def _value(argument: object) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float | ctypes.Array[ctypes.c_char]:

@@ -70,7 +70,7 @@ class HostLayer:
 
     def on(self, kv: LayerKV) -> "PlacedLayer":
         """Return the layer with its pages."""
-        products = [_product(*each) for each in (self.qkv, self.o_proj, self.gate_up, self.down)]
+        products = [_product(*pair) for pair in (self.qkv, self.o_proj, self.gate_up, self.down)]
         pages = kv.k.data_ptr(), kv.v.data_ptr()
         sizes = self.heads, self.kv_heads, self.head_dim, kv.k.shape[1], self.window or 0, self.norm.shape[0]
         layer = _Layer(*products, self.norm.data_ptr(), *pages, *sizes, self.scale, self.eps)
@@ -101,12 +101,12 @@ class HostPass:
     """The batch of a pass, for all layers with the same angles."""
 
     def __init__(self, batch: DecodeBatch, angles: Angles, slot_mapping: Tensor) -> None:
-        self._kept = batch, angles, slot_mapping  # keeps their memory
+        self._borrowed = batch, angles, slot_mapping  # keeps their memory
         self.num_rows, self.rows = batch.num_rows, batch.rows
         self._scratch = torch.empty(0, dtype=torch.float32)
         mask, table = batch.mask, batch.page_table
         pointers = table, batch.prefix_len, mask, angles.index, slot_mapping, angles.cos, angles.sin, self._scratch
-        self.values = _Pass(*(each.data_ptr() for each in pointers))
+        self.values = _Pass(*(pointer.data_ptr() for pointer in pointers))
         self.values.ld_table, self.values.ld_mask, self.values.ld_mask_row = table.stride(0), *mask.stride()
         self.values.requests, self.values.rows = batch.num_requests, batch.rows
         self.values.suffix_len, self.values.half = batch.suffix_len, angles.cos.shape[1]
@@ -116,17 +116,17 @@ class HostPass:
     def fit(self, layer: HostLayer) -> None:
         """Allocate the scratch memory that `layer` needs, unless an earlier layer needed as much."""
         self.values.is_long = self._keys * layer.heads >= MIN_SHARED_KEYS
-        weights = [each[0] for each in (layer.qkv, layer.o_proj, layer.gate_up, layer.down)]
-        wide = max(each.outputs for each in weights)
-        size = 3 * self.num_rows * wide + max(scratch_size(each, self.num_rows) for each in weights)
+        weights = [part[0] for part in (layer.qkv, layer.o_proj, layer.gate_up, layer.down)]
+        wide = max(part.outputs for part in weights)
+        size = 3 * self.num_rows * wide + max(scratch_size(part, self.num_rows) for part in weights)
         if self._scratch.shape[0] < size:
             self._scratch = torch.empty(size, dtype=torch.float32)
             self.values.scratch = self._scratch.data_ptr()
 
 
 def _product(weight: HostWeight, bias: Tensor | None) -> _Product:
-    given = (weight.codes, weight.scales, weight.offsets, bias)
-    pointers = (None if each is None else each.data_ptr() for each in given)
+    tensors = (weight.codes, weight.scales, weight.offsets, bias)
+    pointers = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
     return _Product(*pointers, weight.outputs, weight.inputs, weight.group, weight.format)
 
 

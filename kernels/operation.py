@@ -89,7 +89,7 @@ class Operation(Generic[P, R]):
         self.reference = reference
         self.contract = contract
         self.implementations = implementations
-        self._of_device: dict[torch.device, tuple[Implementation, ...]] = {}
+        self._by_device: dict[torch.device, tuple[Implementation, ...]] = {}
         self.name = f"{reference.__module__}.{reference.__name__}"
         update_wrapper(self, reference)
         OPERATIONS.append(self)
@@ -99,9 +99,9 @@ class Operation(Generic[P, R]):
             self.contract(*args, **kwargs)
         first = args[0] if args else None
         device = first.device if isinstance(first, torch.Tensor) else _device_of((*args, *kwargs.values()))
-        serving = self._of_device.get(device)
+        serving = self._by_device.get(device)
         if serving is None:
-            serving = self._of_device[device] = self.serving(Capability.of(device))
+            serving = self._by_device[device] = self.serving(Capability.of(device))
         for implementation in serving:
             if implementation.serves is None or implementation.serves(*args, **kwargs):
                 result: R = implementation.function(*args, **kwargs)
@@ -110,14 +110,14 @@ class Operation(Generic[P, R]):
 
     def serving(self, here: Capability) -> tuple[Implementation, ...]:
         """Return the implementations for a device, in order of preference."""
-        return tuple(each for each in self.implementations if each.needs(here))
+        return tuple(implementation for implementation in self.implementations if implementation.needs(here))
 
 
 def _device_of(arguments: tuple[object, ...]) -> torch.device:
-    for each in arguments:
-        if isinstance(each, torch.Tensor):
-            return each.device
-    fields = (value for each in arguments if is_dataclass(each) for value in vars(each).values())
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            return argument.device
+    fields = (value for argument in arguments if is_dataclass(argument) for value in vars(argument).values())
     return next(value.device for value in fields if isinstance(value, torch.Tensor))
 
 

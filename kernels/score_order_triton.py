@@ -13,13 +13,13 @@ def ordered(score):
 
 
 @triton.jit
-def sort_key(score, place, size: tl.constexpr):
+def sort_key(score, index, size: tl.constexpr):
     """Return int64 keys, larger for larger scores, among equal scores for smaller places in 0 .. size - 1."""
-    return (ordered(score).to(tl.int64) << 32) | (size - 1 - place)
+    return (ordered(score).to(tl.int64) << 32) | (size - 1 - index)
 
 
 @triton.jit
-def place_of(key, size: tl.constexpr):
+def index_of(key, size: tl.constexpr):
     """Return the int32 places of `sort_key`s."""
     return size - 1 - (key & 0xFFFFFFFF).to(tl.int32)
 

@@ -80,8 +80,8 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
     adapters, speculation = 0, engine.speculation
     if lora is not None:
         layers = list(adaptable_layers(model).values())
-        if isinstance(speculation, DraftSpeculation) and (of_draft := adaptable_draft(engine, speculation.draft_tp)):
-            layers += of_draft.layers.values()
+        if isinstance(speculation, DraftSpeculation) and (draft_spec := adaptable_draft(engine, speculation.draft_tp)):
+            layers += draft_spec.layers.values()
         adapters = table_bytes(layers, lora.max_loras, lora.max_lora_rank)
     if not isinstance(speculation, DraftSpeculation) or (rows := speculation.draft.head_rows) is None:
         return WeightBytes(weights, draft_bytes, formats=formats, adapters=adapters)
@@ -114,8 +114,8 @@ def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
         title = f"model {source.path}"
         layers = checked_layers(allocate_target(engine.target, SOLO, META, 1, (), engine.dtype, title), title)
         adapted = {"": AdapterNames(layers, weight_names(engine.target, title))}
-        if (of_draft := adaptable_draft(engine)) is not None:
-            adapted[DRAFT_FOLDER] = of_draft
+        if (draft_spec := adaptable_draft(engine)) is not None:
+            adapted[DRAFT_FOLDER] = draft_spec
         _check_adapters(spec.worker.lora, adapted, engine.dtype)
     if source.load_format == "dummy":
         return
@@ -140,7 +140,7 @@ def _check_adapters(lora: LoraConfig, models: Mapping[str, AdapterNames], dtype:
     Raises ValueError."""
     rank = padded_rank(lora.max_lora_rank)
     for part, names in models.items():
-        tables = {name: allocate_tables(each.shape, 1, rank, dtype, META) for name, each in names.layers.items()}
+        tables = {name: allocate_tables(layer.shape, 1, rank, dtype, META) for name, layer in names.layers.items()}
         for name, folder in lora.modules.items():
             try:
                 if not part or draft_folder(folder) is not None:
@@ -180,11 +180,11 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
     if config.num_draft_tokens > MAX_COLUMNS:
         _check_wide(spec, config, target)
     draft_tp, cache = _draft_tp(config, spec.worker.tensor_parallel), spec.worker.cache
-    kept: tuple[str, str | None] = (cache.draft_dtype, None)
+    kv_formats: tuple[str, str | None] = (cache.draft_dtype, None)
     if draft.reads_target_kv:
         _check_reader(spec.worker, config, draft, draft_tp)
-        kept = (cache.dtype, target.kv_scheme)
-    return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, config.shapes, *kept)
+        kv_formats = (cache.dtype, target.kv_scheme)
+    return DraftSpeculation(config, spec.draft_attention, draft, draft_tp, config.shapes, *kv_formats)
 
 
 def _check_wide(spec: EngineSpec, config: SpeculativeConfig, target: ModelConfig) -> None:
@@ -198,7 +198,7 @@ def _check_wide(spec: EngineSpec, config: SpeculativeConfig, target: ModelConfig
             group.layout.kind != "heads" for group in target.kv_groups(worker.tensor_parallel, dtype)
         ),
     }
-    if reason := next((name for name, found in reasons.items() if found), None):
+    if reason := next((name for name, applies in reasons.items() if applies), None):
         raise ValueError(
             f"speculative.num_draft_tokens={config.num_draft_tokens}: with {reason} trees have at most {MAX_COLUMNS} "
             f"nodes; set it to {MAX_COLUMNS}"

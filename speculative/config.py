@@ -176,6 +176,6 @@ def with_method_defaults(section: Mapping[str, Any]) -> dict[str, Any]:
         return dict(section)
     width = section.get("num_draft_tokens")
     tokens = width - 1 if isinstance(width, int) else _DEFAULT_SUFFIX_TOKENS
-    found = {"num_steps": tokens, **section}
-    steps = found["num_steps"]
-    return {"num_draft_tokens": steps + 1, **found} if isinstance(steps, int) else found
+    fields = {"num_steps": tokens, **section}
+    steps = fields["num_steps"]
+    return {"num_draft_tokens": steps + 1, **fields} if isinstance(steps, int) else fields

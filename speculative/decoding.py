@@ -114,7 +114,7 @@ class SpeculativeDecoding(CuttableStrategy):
         self._blocks = draft is not None and draft.model.drafts_blocks
         drafter = BlockDrafter if self._blocks else Drafter
         self._drafters = {
-            shape: drafter(shape.of_model, self._trees, draft, slots, sampler) for shape in trees if draft
+            shape: drafter(shape.model_part, self._trees, draft, slots, sampler) for shape in trees if draft
         }
         num_copied = max((shape.branch for shape in trees), default=width - 1)
         self._suffix = SuffixDrafts.of(slots, self._trees, matches, num_copied) if matches is not None else None
@@ -180,26 +180,26 @@ class SpeculativeDecoding(CuttableStrategy):
                 positions = positions + self._slots.shifts[batch.slots].repeat_interleave(shape.width)
         ids = joined((rows.ids, chunks.ids if chunks else None))
         every_row = self._every_row or batch.prompt_targets is not None
-        of_chunks = chunks.batch if chunks else None
-        out: DecoderOutput = self._target.forward(ids, verify, positions, of_chunks, every_row, batch.adapted)
+        chunk_batch = chunks.batch if chunks else None
+        out: DecoderOutput = self._target.forward(ids, verify, positions, chunk_batch, every_row, batch.adapted)
         features = None if self._draft is None else self._draft.model.features(out)
         return TargetPass(
             replace(rows, mask_words=None),
             page_table,
             layout.with_finals(out.hidden, every_row),
-            None if features is None else layout.of_rounds(features),
-            None if features is None else layout.of_chunks(features),
+            None if features is None else layout.round_rows(features),
+            None if features is None else layout.chunk_rows(features),
             prompt_hidden(batch, out.hidden, shape.width),
         )
 
     def _verify(self, batch: StepBatch, shape: RoundShape, passed: TargetPass, logits: Tensor) -> Rounds:
         """Accept and commit the rounds' tokens, and move the accepted path's KV to the front."""
         slots, rows, page_table = self._slots, passed.rows, passed.page_table
-        of_rounds = logits[: batch.num_requests * shape.width]
+        round_logits = logits[: batch.num_requests * shape.width]
         min_entropies = None  # measured before masks change the logits
         if self._shapes.learns_acceptance:
-            min_entropies = self._sampler.min_entropies(of_rounds[:: shape.width])
-        sampled = self._chosen(of_rounds, batch, rows)
+            min_entropies = self._sampler.min_entropies(round_logits[:: shape.width])
+        sampled = self._chosen(round_logits, batch, rows)
         synthetic = self._synthetic_acceptance_length if shape.width > 1 else None
         done = accept_commit(batch.slots, rows.tree, sampled.tokens, slots.commit_tables, shape.depth, synthetic)
         self._target.commit(batch.slots, done.accepted.path, done.commit.counts)
@@ -227,8 +227,8 @@ class SpeculativeDecoding(CuttableStrategy):
         """Sample the first token of each prompt that ends in this step."""
         begin_finals(self._slots, chunks)
         positions = self._slots.seq_len[chunks.final_slots].long().unsqueeze(1) + 1
-        of_finals = logits[logits.shape[0] - chunks.num_finals :]
-        sampled = self._sampler.sample(of_finals, Rows(chunks.final_slots, positions), batch.needs)
+        final_logits = logits[logits.shape[0] - chunks.num_finals :]
+        sampled = self._sampler.sample(final_logits, Rows(chunks.final_slots, positions), batch.needs)
         ones = torch.ones_like(chunks.final_slots)
         return Finals(sampled, self._slots.commit(chunks.final_slots, sampled.tokens, ones))
 
@@ -270,8 +270,8 @@ class SpeculativeDecoding(CuttableStrategy):
     def _causal_rows(self, batch: StepBatch, rounds: Rounds, width: int, length: Tensor) -> DecodeBatch:
         """Return `width` rows of each request's accepted path, from position length [B] int32."""
         mask = self._causal[width].expand(batch.num_requests, width)
-        of_pages = rounds.page_table, batch.max_kv_len
-        return DecodeBatch(Mode.DRAFT_EXTEND, width, width, length, mask, *of_pages, slots=batch.slots)
+        pages = rounds.page_table, batch.max_kv_len
+        return DecodeBatch(Mode.DRAFT_EXTEND, width, width, length, mask, *pages, slots=batch.slots)
 
     def _newest_rows(self, batch: StepBatch, rounds: Rounds | None) -> Attending | None:
         """Return the rows that attend: each request's newest token and each chunk's last row; None for all rows."""
@@ -306,7 +306,7 @@ class SpeculativeDecoding(CuttableStrategy):
             return self._suffix.draft(batch.draft_slots, batch.max_kv_len)
         if not isinstance(shape, TreeShape) or not shape.branch:
             return torch.zeros_like(batch.draft_slots)
-        return self._suffix.draft(batch.draft_slots, batch.max_kv_len, shape.of_model.width)
+        return self._suffix.draft(batch.draft_slots, batch.max_kv_len, shape.model_part.width)
 
     def _num_copied(self, shape: RoundShape, rounds: Rounds | None, num_correct: Tensor) -> Tensor:
         """Return [B + F] int64: accepted drafts that were copied."""
@@ -315,7 +315,7 @@ class SpeculativeDecoding(CuttableStrategy):
             return copied
         path, first = rounds.committed.accepted.path, 1
         if isinstance(shape, TreeShape):
-            first = shape.of_model.width
+            first = shape.model_part.width
         copied[: path.shape[0]] = (path >= first).sum(1)
         return copied
 
@@ -324,14 +324,14 @@ class SpeculativeDecoding(CuttableStrategy):
     ) -> Tensor | None:
         """Record the emitted tokens. Return how many of the last proposals were correct, [B + F] int64; None without
         entries."""
-        of_rounds = of_finals = None
+        round_matches = final_matches = None
         if rounds is not None:
-            of_rounds = suffix.record(batch.slots, rounds.length, rounds.committed.commit)
+            round_matches = suffix.record(batch.slots, rounds.length, rounds.committed.commit)
         if finals is not None:
             assert batch.chunks is not None
             suffix.record(batch.chunks.final_slots, batch.chunks.final_lengths, finals.commit)
-            of_finals = torch.full_like(finals.commit.counts, -1)  # the slots' proposals belong to earlier requests
-        return None if rounds is None and finals is None else joined((of_rounds, of_finals))
+            final_matches = torch.full_like(finals.commit.counts, -1)  # the slots' proposals belong to earlier requests
+        return None if rounds is None and finals is None else joined((round_matches, final_matches))
 
     def _guidance(self, batch: StepBatch, rounds: Rounds | None, finals: Finals | None) -> Guidance:
         """Return the grammars' states after the newest tokens."""

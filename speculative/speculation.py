@@ -84,7 +84,7 @@ class DraftSpeculation:
         shared: tuple[str, ...] = ()
         if self.draft_tp == tensor_parallel:
             modules = draft.shared_modules or missing_tables(draft.path)
-            shared = tuple(each for each in modules if each != "lm_head" or draft.head_rows is None)
+            shared = tuple(module for module in modules if module != "lm_head" or draft.head_rows is None)
         model = allocate(lambda: draft.build(group, 1, META), draft.weight_names, draft.model.quant, dtype, META)
         return weight_bytes(model, multiplies_fp8, shared)
 

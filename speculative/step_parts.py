@@ -121,9 +121,9 @@ def ids_after(chunks: PromptChunks, finals: Finals | None) -> Tensor:
     """Return [rows] int64: the token after each chunk row, which the draft combines with the row's feature."""
     after_chunk = chunks.next_ids
     if finals is not None:
-        of_finals, others = after_chunk[: chunks.num_finals], after_chunk[chunks.num_finals :]
+        final_rows, others = after_chunk[: chunks.num_finals], after_chunk[chunks.num_finals :]
         first = finals.commit.tokens.squeeze(1)
-        after_chunk = torch.cat((torch.where(of_finals < 0, first, of_finals), others))
+        after_chunk = torch.cat((torch.where(final_rows < 0, first, final_rows), others))
     # look up the chunk of each row, because some chunks of a captured step have no rows
     chunk = chunks.batch.row_chunks().clamp_max(after_chunk.shape[0] - 1)
     row = torch.arange(chunk.shape[0], device=chunk.device)

@@ -76,7 +76,7 @@ class TreeShape(RoundShape):
         return replace(self, name=name, width=width, max_new_tokens=most, branch=num_nodes)
 
     @property
-    def of_model(self) -> "TreeShape":
+    def model_part(self) -> "TreeShape":
         """Return the part that the model drafts: the first nodes."""
         return TreeShape.of(self.num_steps, self.top_k, self.width - self.branch, self.in_block)
 

@@ -27,7 +27,7 @@ class TreeTable:
 
     def __init__(self, num_slots: int, width: int, is_chain: bool, device: torch.device) -> None:
         empty = root_only_trees(torch.zeros(num_slots + 1, dtype=torch.int64, device=device), width)
-        self.trees = Tree(*(each.contiguous().clone() for each in empty.fields))
+        self.trees = Tree(*(field.contiguous().clone() for field in empty.fields))
         self._is_chain = is_chain
 
     def read(self, slots: Tensor, shape: RoundShape, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:

@@ -221,7 +221,7 @@ class RoundShapes:
         """Indices of the shapes that are captured for every kind of step: non-speculative decoding and the default."""
         return (0, self.default) if self.default else (0,)
 
-    def beside_chunks(self, num_requests: int, rare_sampling: bool = False) -> tuple[int, ...]:
+    def mixed_shapes(self, num_requests: int, rare_sampling: bool = False) -> tuple[int, ...]:
         """Return the indices of the shapes for rounds of `num_requests` in mixed batches, ascending.
 
         Up to `FEW_REQUESTS` requests: only the default, because its rows are few compared with a chunk's. With more
@@ -235,9 +235,9 @@ class RoundShapes:
         chains = [index for index, shape in enumerate(self.shapes) if shape.is_chain]
         return self.unrestricted if rare_sampling or not chains else (0, chains[-1])
 
-    def largest_beside_chunks(self, num_requests: int) -> int:
-        """Return the shape of `beside_chunks` with which mixed batches are measured and planned."""
-        return self.beside_chunks(num_requests)[-1]
+    def largest_mixed_shape(self, num_requests: int) -> int:
+        """Return the shape of `mixed_shapes` with which mixed batches are measured and planned."""
+        return self.mixed_shapes(num_requests)[-1]
 
     @property
     def num_draft_tokens(self) -> int:

@@ -166,10 +166,10 @@ class EngineLayout:
         running, least = self._windows_of_requests(), self._cached_windows(0) * per_window
         cached = self._cached_windows(kv_bytes // per_page) * per_window  # if texts took no other memory
         cached = max(least, kv_bytes * cached // max(1, kv_bytes + cached))
-        kept = min(cached, int(MAX_CACHED_WINDOWS * kv_bytes)) // per_window
-        pages = (kv_bytes - (running + kept) * per_window) // per_page
-        if pages > running + kept:
-            return PageCounts(pages, running + kept)
+        cached_windows = min(cached, int(MAX_CACHED_WINDOWS * kv_bytes)) // per_window
+        pages = (kv_bytes - (running + cached_windows) * per_window) // per_page
+        if pages > running + cached_windows:
+            return PageCounts(pages, running + cached_windows)
         both = kv_bytes // (per_page + per_window)
         return PageCounts(both, both)
 
@@ -188,9 +188,9 @@ class EngineLayout:
         """Return the window pages of running requests of typical length (at least of one request) and of prompt
         chunks."""
         assert self.window is not None
-        each = self.window_pages(min(self.window, TYPICAL_TOKENS))
+        per_request = self.window_pages(min(self.window, TYPICAL_TOKENS))
         chunks = -(-self.scheduler.step_token_limit // self.cache.page_size)
-        return max(self.scheduler.num_slots * each, self.window_pages(self.window)) + chunks
+        return max(self.scheduler.num_slots * per_request, self.window_pages(self.window)) + chunks
 
     def _cached_windows(self, num_pages: int) -> int:
         """Return the window pages for the prefix cache, besides those of running requests: a window for each typical

@@ -39,6 +39,6 @@ class MemoryUse:
     left: int
 
     @property
-    def of_rank(self) -> int:
+    def rank_total(self) -> int:
         """Return the peak memory of a rank."""
         return self.weights + self.tables + self.workspaces + self.activations + self.graphs + self.kv

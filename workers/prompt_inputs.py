@@ -197,7 +197,7 @@ class PromptInputs(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_bytes(self) -> int:
         """Bytes of embeddings and images."""
-        return sum(len(each.data) for each in self.parts)
+        return sum(len(part.data) for part in self.parts)
 
     @property
     def parts(self) -> tuple[Embeddings | Image, ...]:
@@ -217,16 +217,16 @@ class PromptInputs(msgspec.Struct, frozen=True, array_like=True):
 
     def cut(self, start: int, end: int) -> "PromptInputs | None":
         """Return the inputs of tokens `start` to `end` - 1 of prompt and output; None if they need none."""
-        found = tuple(part for each in self.embeddings if (part := each.cut(start, end)) is not None)
-        of_images = (image.cut(start, end) for image in self.images)
-        images = tuple(image for image in of_images if image is not None)
+        embeddings = tuple(part for values in self.embeddings if (part := values.cut(start, end)) is not None)
+        image_parts = (image.cut(start, end) for image in self.images)
+        images = tuple(image for image in image_parts if image is not None)
         positions = b""
         if self.positions:
             axes = self.axes
             later = np.arange(max(start, axes.shape[1]), end, dtype="<i4") + self.shift
             rest = np.broadcast_to(later, (self.num_axes, len(later)))
             positions = np.concatenate((axes[:, start:end], rest), axis=1).astype("<i4").tobytes()
-        return PromptInputs(found, positions, images, self.num_axes) if found or images or positions else None
+        return PromptInputs(embeddings, positions, images, self.num_axes) if embeddings or images or positions else None
 
     def check(self, prompt_len: int, hidden_size: int, max_positions: int, images: ImageSizes | None = None) -> None:
         """Raise ValueError for inputs that do not fit.
@@ -236,20 +236,20 @@ class PromptInputs(msgspec.Struct, frozen=True, array_like=True):
         images: sizes of the model's images; None for a model without.
         """
         last = 0
-        for each in sorted(self.parts, key=lambda each: each.start):
-            kind = "embeddings" if isinstance(each, Embeddings) else "image"
-            if each.num_rows < 1 or each.start < last or each.end > prompt_len:
+        for part in sorted(self.parts, key=lambda part: part.start):
+            kind = "embeddings" if isinstance(part, Embeddings) else "image"
+            if part.num_rows < 1 or part.start < last or part.end > prompt_len:
                 raise ValueError(
-                    f"{kind} of tokens {each.start} to {each.end - 1}: must be in order, without overlap, and "
+                    f"{kind} of tokens {part.start} to {part.end - 1}: must be in order, without overlap, and "
                     f"within the prompt's {prompt_len} tokens"
                 )
-            if isinstance(each, Embeddings):
-                _check_values(each, hidden_size)
+            if isinstance(part, Embeddings):
+                _check_values(part, hidden_size)
             else:
-                _check_image(each, images)
-            if len(each.digest) < 16:
+                _check_image(part, images)
+            if len(part.digest) < 16:
                 raise ValueError(f"digest of {kind}: must have at least 16 bytes, or others' KV might be used")
-            last = each.end
+            last = part.end
         if self.positions:
             self._check_positions(prompt_len, max_positions, 1 if images is None else images.num_axes)
 
@@ -267,12 +267,13 @@ class PromptInputs(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"positions: the last one, {positions[0, -1]}, must be the largest, {positions.max()}")
 
 
-def _check_values(each: Embeddings, hidden_size: int) -> None:
-    size = hidden_size * np.dtype(_DTYPES[each.dtype]).itemsize
-    if len(each.data) != each.num_rows * size:
+def _check_values(embeddings: Embeddings, hidden_size: int) -> None:
+    size = hidden_size * np.dtype(_DTYPES[embeddings.dtype]).itemsize
+    if len(embeddings.data) != embeddings.num_rows * size:
         raise ValueError(
-            f"embeddings of tokens {each.start} to {each.end - 1}: {len(each.data)} bytes of {each.dtype}, but "
-            f"{each.num_rows} rows of this model's hidden_size={hidden_size} have {each.num_rows * size}"
+            f"embeddings of tokens {embeddings.start} to {embeddings.end - 1}: {len(embeddings.data)} bytes of "
+            f"{embeddings.dtype}, but {embeddings.num_rows} rows of this model's hidden_size={hidden_size} have "
+            f"{embeddings.num_rows * size}"
         )
 
 
@@ -308,17 +309,17 @@ class InputKeys:
     def of(self, prompt: Int32s, inputs: PromptInputs) -> Int32s:
         """Return the keys [n] int32 of a prompt [n] int32. Raises ValueError when all numbers are used."""
         keys, shifts = prompt.copy(), np.zeros((inputs.num_axes, len(prompt)), np.int64)
-        changes = {each.start: each.digest + each.num_rows.to_bytes(4, "little") for each in inputs.parts}
+        changes = {part.start: part.digest + part.num_rows.to_bytes(4, "little") for part in inputs.parts}
         if inputs.positions:
             shifts = inputs.axes - np.arange(len(prompt))
             places = set(np.flatnonzero(np.diff(shifts, axis=1, prepend=0).any(0)).tolist())
             for image in inputs.images:  # its digest stands for the positions within it
                 places.difference_update(range(image.start, image.end))
-            for place in places:
-                changes.setdefault(place, b"")
-        for place, digest in changes.items():
-            facts = f"{prompt[place]} {shifts[:, place].tolist()} ".encode() + digest
-            keys[place] = self._number(blake2b(facts, digest_size=32).digest())
+            for index in places:
+                changes.setdefault(index, b"")
+        for index, digest in changes.items():
+            facts = f"{prompt[index]} {shifts[:, index].tolist()} ".encode() + digest
+            keys[index] = self._number(blake2b(facts, digest_size=32).digest())
         return keys
 
     def _number(self, facts: bytes) -> int:

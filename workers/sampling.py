@@ -226,7 +226,7 @@ def rank_prompt(head: LMHead, hidden: Tensor, tokens: Tensor, num_top: int) -> P
 
 def _rank(head: LMHead, hidden: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     logits = head.shard.gather_logits(head(hidden))
-    found = logprobs_of(logits.unsqueeze(0), tokens.unsqueeze(0), num_top)
+    ranked = logprobs_of(logits.unsqueeze(0), tokens.unsqueeze(0), num_top)
     chosen = logits.gather(1, tokens.unsqueeze(1))
     ranks = (logits > chosen).sum(1, dtype=torch.int32) + 1
-    return found.chosen[0], ranks, found.top_ids[0].int(), found.top[0]
+    return ranked.chosen[0], ranks, ranked.top_ids[0].int(), ranked.top[0]

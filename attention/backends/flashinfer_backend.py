@@ -59,7 +59,7 @@ class Extent:
 
 
 @dataclass
-class _Turn:
+class _PrefillWrapper:
     """A wrapper for prompt chunks, and the event after the copy of its last plan to the device."""
 
     wrapper: Wrapper
@@ -70,7 +70,7 @@ class FlashInferBackend(AttentionBackend):
     name = "flashinfer"
 
     def __init__(self) -> None:
-        self._turns: dict[tuple[torch.device, str], deque[_Turn]] = {}
+        self._prefill_wrappers: dict[tuple[torch.device, str], deque[_PrefillWrapper]] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
         self._kernels: dict[tuple[torch.device, Heads, int, bool], Kernel] = {}
         self._rounds: dict[tuple[Any, ...], RoundPlan] = {}
@@ -82,20 +82,20 @@ class FlashInferBackend(AttentionBackend):
             return _PreparedRound(self, batch)
         return _PreparedPrefill(self, Extent.of(batch))
 
-    def turn(self, device: torch.device, heads: Heads) -> _Turn:
+    def prefill_wrapper(self, device: torch.device, heads: Heads) -> _PrefillWrapper:
         """Return the wrapper for prompt chunks that was not used last."""
         kernel = prefill_kernel(device, heads.kv_dtype)
-        turns = self._turns.setdefault((device, kernel), deque())
-        if len(turns) < 2:
+        wrappers = self._prefill_wrappers.setdefault((device, kernel), deque())
+        if len(wrappers) < 2:
             from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
             workspace = self._workspace(device, heads.group)
             wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel)
-            turns.append(_Turn(wrapper, torch.cuda.Event()))  # type: ignore[no-untyped-call]
+            wrappers.append(_PrefillWrapper(wrapper, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         else:
-            turns.rotate(-1)
-        turns[-1].copied.synchronize()  # its last plan is two passes old, and copied unless the host is far ahead
-        return turns[-1]
+            wrappers.rotate(-1)
+        wrappers[-1].copied.synchronize()  # its last plan is two passes old, and copied unless the host is far ahead
+        return wrappers[-1]
 
     def round_plan(self, batch: DecodeBatch, heads: Heads) -> RoundPlan:
         """Return the buffers for all passes of this shape. They are never freed, because captured graphs hold their
@@ -129,8 +129,8 @@ class FlashInferBackend(AttentionBackend):
         int32 offsets."""
         device = batch.prefix_len.device
         num_requests, width = batch.page_table.shape
-        each = mask_bytes(batch.rows, width * page_size)
-        num_bytes = num_requests * each
+        request_bytes = mask_bytes(batch.rows, width * page_size)
+        num_bytes = num_requests * request_bytes
         if num_bytes >= 1 << 31:
             raise ValueError(
                 f"attention backend 'flashinfer': the masks of a round take {num_bytes >> 30} GiB, 2 are "
@@ -138,7 +138,7 @@ class FlashInferBackend(AttentionBackend):
             )
         if device not in self._masks or self._masks[device].shape[0] < num_bytes:
             self._masks[device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        return self._masks[device][:num_bytes].view(num_requests, each)
+        return self._masks[device][:num_bytes].view(num_requests, request_bytes)
 
 
 class _Prepared(Prepared):
@@ -182,11 +182,13 @@ class _PreparedPrefill(_Prepared):
 
     def _plan(self, heads: Heads) -> Callable[..., object]:
         device = self.extent.page_table.device
-        turn = self.backend.turn(device, heads)
+        prefill_wrapper = self.backend.prefill_wrapper(device, heads)
         qo_indptr = _pinned([0, *accumulate(self.extent.q_lens)], device)
-        turn.wrapper.plan(qo_indptr, *paged(self.extent, heads.page_size), *heads.shape, causal=True, **heads.options)
-        turn.copied.record()
-        run: Callable[..., object] = turn.wrapper.run
+        prefill_wrapper.wrapper.plan(
+            qo_indptr, *paged(self.extent, heads.page_size), *heads.shape, causal=True, **heads.options
+        )
+        prefill_wrapper.copied.record()
+        run: Callable[..., object] = prefill_wrapper.wrapper.run
         return run
 
 

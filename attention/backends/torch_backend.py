@@ -96,8 +96,8 @@ def _hidden_positions(batch: DecodeBatch, first: Tensor | None, length: int) -> 
     if batch.window is not None and batch.window < batch.suffix_len:
         mask = newest_columns(mask, batch.suffix_len, batch.window)
     if batch.suffix_len > MASK_BITS:
-        place = column.clamp(0, batch.suffix_len - 1).unsqueeze(1).expand(-1, batch.rows, -1)
-        bits = seen_columns(mask, batch.suffix_len).gather(2, place)
+        index = column.clamp(0, batch.suffix_len - 1).unsqueeze(1).expand(-1, batch.rows, -1)
+        bits = seen_columns(mask, batch.suffix_len).gather(2, index)
     else:
         bits = (mask.unsqueeze(2) >> column.clamp(0, 62).unsqueeze(1)) & 1
     in_prefix = (column < 0).unsqueeze(1)

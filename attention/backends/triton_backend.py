@@ -155,11 +155,11 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
     items = plan_items(
         batch.prefix_len, batch.suffix_len, budget, tiles.min_span, tiles.block_n, MAX_SPLITS, batch.window
     )
-    each = min(MAX_SPLITS, budget // batch.num_requests)
+    num_splits = min(MAX_SPLITS, budget // batch.num_requests)
     most = MERGED_AT_ONCE if shape.rotated is None else LATENT_MERGED_AT_ONCE
-    at_once = min(most, 1 << max(1, (each - 1).bit_length()))
+    at_once = min(most, 1 << max(1, (num_splits - 1).bit_length()))
     workspace = backend.workspace(tiles, shape.dim, device)
-    return DecodePlan(tiles, items, workspace, apart=each > 1 and not tiles.whole, splits=at_once)
+    return DecodePlan(tiles, items, workspace, apart=num_splits > 1 and not tiles.whole, splits=at_once)
 
 
 def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
@@ -168,8 +168,8 @@ def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) ->
     device, span, tiles = batch.prefix_len.device, backend.span, shape.fixed_tiles(batch.rows)
     assert span is not None
     items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len, batch.window)
-    each = partial_rows(tiles, batch.rows * shape.group)
-    num_rows = items.items.shape[0] * shape.columns(batch.rows, tiles) * each
+    partials = partial_rows(tiles, batch.rows * shape.group)
+    num_rows = items.items.shape[0] * shape.columns(batch.rows, tiles) * partials
     workspace = backend.fixed_workspace(tiles, num_rows, shape.dim, device)
     return DecodePlan(tiles, items, workspace, True, MERGED_AT_ONCE, fixed=True, span=span)
 

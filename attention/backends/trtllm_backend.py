@@ -95,8 +95,8 @@ class LatentRows:
             torch.add(batch.prefix_len.unsqueeze(1), buffers.offsets, out=lengths)
         if buffers.tables is not None:
             num_requests, width = batch.page_table.shape
-            each = buffers.tables.view(num_requests, rows, -1)[..., :width]
-            each.copy_(batch.page_table.unsqueeze(1).expand(-1, rows, -1))
+            tables = buffers.tables.view(num_requests, rows, -1)[..., :width]
+            tables.copy_(batch.page_table.unsqueeze(1).expand(-1, rows, -1))
         return buffers
 
     def attend(self) -> LatentAttend:
@@ -158,7 +158,7 @@ class PreparedLatentRows(Prepared):
         if buffers.lse is not None:
             only |= {"lse": buffers.lse, "return_lse": True}
         rotated = q.shape[2] - kv.latent
-        given = self._latent.attend()(
+        attended = self._latent.attend()(
             query=q.contiguous().unsqueeze(1),
             kv_cache=kv.rows,
             workspace_buffer=buffers.workspace,
@@ -175,11 +175,11 @@ class PreparedLatentRows(Prepared):
             **only,
         )
         if buffers.lse is None:
-            return given.view(*q.shape[:2], kv.latent)  # type: ignore[no-any-return]
+            return attended.view(*q.shape[:2], kv.latent)  # type: ignore[no-any-return]
         from aerie.kernels.attend.latent_suffix_triton import add_suffix  # needs Triton; chains do not
 
         assert buffers.empty is not None
-        out: Tensor = given[0].view(*q.shape[:2], kv.latent)
+        out: Tensor = attended[0].view(*q.shape[:2], kv.latent)
         buffers.lse.masked_fill_(buffers.empty, float("-inf"))  # these rows saw only the dummy page
         add_suffix(out, buffers.lse, q, kv, batch, rule.scale)  # base 2, as trtllm-gen returns them
         return out

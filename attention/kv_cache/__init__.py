@@ -9,8 +9,7 @@ prefix_cache     finds pages and states of earlier prompts with a common prefix 
 radix_node       a node of the prefix cache's tree; digests of prompt prefixes, which engines advertise (pure Python)
 snapshots        rows with states of recurrent layers, and their eviction (pure Python); how often snapshots are used,
                  by kind and age (pure Python)
-layout           the interface of KV layouts
-layouts          the layout of latent rows, one for all heads; the layout of keys and values per head
+layout           the interface of KV layouts; the layouts of keys and values per head, and of latent rows for all heads
 releasable       memory that is given back and taken again at the same addresses
 pool             the KV memory of one model on one rank
 """

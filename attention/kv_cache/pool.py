@@ -15,10 +15,10 @@ from aerie.kernels.norm.head_norms import HeadNorms
 from aerie.kernels.rope.rope_store import Angles
 
 
-def bytes_per_page(groups: Iterable[LayerGroup], page_size: int, of_windows: bool = False) -> int:
-    """Bytes of one page of `page_size` tokens in all layers of `groups`, on this rank. of_windows: of a window page;
+def bytes_per_page(groups: Iterable[LayerGroup], page_size: int, in_windows: bool = False) -> int:
+    """Bytes of one page of `page_size` tokens in all layers of `groups`, on this rank. in_windows: of a window page;
     else of a page of the other layers."""
-    return page_size * sum(group.bytes_per_token for group in groups if group.keeps_window == of_windows)
+    return page_size * sum(group.bytes_per_token for group in groups if group.keeps_window == in_windows)
 
 
 class KVPool:
@@ -127,10 +127,10 @@ class KVPool:
         """Return q rotated as `store` does, for a layer that shares an earlier layer's KV: see `KVLayout.rotate`."""
         return self._layers[layer][0].rotate(q, angles, norms)
 
-    def clear(self, pages: Tensor, of_windows: bool = False) -> None:
-        """Zero pages [n] int64 in all layers that have them. of_windows: they are window pages."""
+    def clear(self, pages: Tensor, in_windows: bool = False) -> None:
+        """Zero pages [n] int64 in all layers that have them. in_windows: they are window pages."""
         for group, tensors in zip(self.groups, self.tensors, strict=True):
-            for tensor in tensors if group.keeps_window == of_windows else ():
+            for tensor in tensors if group.keeps_window == in_windows else ():
                 tensor.view(torch.uint8).index_fill_(1, pages, 0)  # torch cannot fill FP8
 
     def attach(self, pages: Tensor, window_pages: Tensor) -> None:

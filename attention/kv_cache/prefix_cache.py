@@ -142,12 +142,12 @@ class PrefixCache:
         first = tokens[: self.page_size + self.lookahead].tobytes()
         node = self._root.children.pop(salt + first, None)
         forgotten: list[int] = []
-        for each in [] if node is None else list(self._nodes(node)):
-            self._note(each.digests, each.depth, False)
-            self._allocator.uncache(each.pages)
-            self._drop_snapshots(each, after=0)
-            forgotten += each.pages
-            each.pages, each.digests = [], []  # so that it is not evicted
+        for descendant in [] if node is None else list(self._nodes(node)):
+            self._note(descendant.digests, descendant.depth, False)
+            self._allocator.uncache(descendant.pages)
+            self._drop_snapshots(descendant, after=0)
+            forgotten += descendant.pages
+            descendant.pages, descendant.digests = [], []  # so that it is not evicted
         return forgotten
 
     def watch(self, stride: int) -> None:
@@ -183,7 +183,7 @@ class PrefixCache:
         return self._look_up(tokens, salt).num_saved
 
     def _look_up(self, tokens: Tokens, salt: bytes, resumes: bool = False) -> Match:
-        node, kept, pages = self._walk(tokens, (len(tokens) - 1) // self.page_size, salt)
+        node, matched, pages = self._walk(tokens, (len(tokens) - 1) // self.page_size, salt)
         snapshots, windows, size = self.snapshots, self._allocator.windows, self.page_size
         if windows is not None:
             assert snapshots is None, "a model with windows and recurrent layers"
@@ -191,7 +191,7 @@ class PrefixCache:
             return Match(pages[:count], count * size, num_recomputed=(len(pages) - count) * size)
         if snapshots is None:
             return Match(pages, len(pages) * size)
-        is_fork = kept < len(node.pages) or bool(node.children)
+        is_fork = matched < len(node.pages) or bool(node.children)
         snapshot = node.deepest(len(pages))
         if snapshot is None:
             return Match(pages, 0, -1, is_fork, len(pages) * size)
@@ -223,7 +223,7 @@ class PrefixCache:
         snapshots, size = self.snapshots, self.page_size
         assert snapshots is not None and position % size == 0, f"a state after {position} tokens, not at a page's end"
         end = position // size
-        node, kept, pages = self._walk(tokens, min(end, (len(tokens) - self.lookahead) // size), salt)
+        node, matched, pages = self._walk(tokens, min(end, (len(tokens) - self.lookahead) // size), salt)
         if len(pages) < end or any(snapshot.end == end for snapshot in node.snapshots):
             snapshots.give_back(row)
             return
@@ -237,12 +237,12 @@ class PrefixCache:
         """
         size = self.page_size
         count = min(len(pages), (len(tokens) - self.lookahead) // size)
-        node, kept, present = self._walk(tokens, count, salt)
+        node, matched, present = self._walk(tokens, count, salt)
         known = len(present)
         if known >= count:
             return present
-        if kept < len(node.pages):
-            node = node.split(kept, size, self.lookahead)
+        if matched < len(node.pages):
+            node = node.split(matched, size, self.lookahead)
         new = pages[known:count]
         start = known * size
         key = (b"" if known else salt) + tokens[start : start + size + self.lookahead].tobytes()
@@ -299,7 +299,7 @@ class PrefixCache:
         pages that match."""
         size, lookahead = self.page_size, self.lookahead
         self._clock += 1
-        node, kept = self._root, 0
+        node, matched = self._root, 0
         pages: list[int] = []
         while len(pages) < limit:
             start = len(pages) * size
@@ -314,10 +314,10 @@ class PrefixCache:
             if not same.all():
                 count = (int(same.argmin()) - lookahead) // size
             pages += child.pages[:count]
-            node, kept = child, count
+            node, matched = child, count
             if count < len(child.pages):
                 break
-        return node, kept, pages
+        return node, matched, pages
 
     def _cut(self, node: Node, count: int) -> None:
         """Drop the last `count` pages of a leaf. An emptied leaf is removed from the tree, and its parent may become a

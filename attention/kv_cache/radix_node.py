@@ -69,16 +69,16 @@ class Node:
             node = node.parent
         return node is other
 
-    def split(self, kept: int, page_size: int, lookahead: int) -> "Node":
-        """Move the node's first `kept` pages, with their snapshots, to a new parent, and return it."""
-        assert self.parent is not None and 0 < kept < len(self.pages)
-        tokens = self.tokens[: kept * page_size + lookahead].copy()
-        upper = Node(tokens, self.pages[:kept], self.digests[:kept], self.depth, self.parent, self.key, self.stamp)
+    def split(self, count: int, page_size: int, lookahead: int) -> "Node":
+        """Move the node's first `count` pages, with their snapshots, to a new parent, and return it."""
+        assert self.parent is not None and 0 < count < len(self.pages)
+        tokens = self.tokens[: count * page_size + lookahead].copy()
+        upper = Node(tokens, self.pages[:count], self.digests[:count], self.depth, self.parent, self.key, self.stamp)
         self.parent.children[self.key] = upper
-        self.tokens = self.tokens[kept * page_size :].copy()
-        self.pages = self.pages[kept:]
-        self.digests = self.digests[kept:]
-        self.depth += kept
+        self.tokens = self.tokens[count * page_size :].copy()
+        self.pages = self.pages[count:]
+        self.digests = self.digests[count:]
+        self.depth += count
         self.key = self.tokens[: page_size + lookahead].tobytes()
         self.parent = upper
         upper.children[self.key] = self

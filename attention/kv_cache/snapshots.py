@@ -81,7 +81,7 @@ class ReuseRates:
 
 
 _REFRESH_TICKS = 16  # ticks between estimates of the rates
-_KEPT = 0.9934  # decay of earlier counts at each estimate: a tenth in 256 ticks
+_DECAY = 0.9934  # decay of earlier counts at each estimate: a tenth in 256 ticks
 
 
 class Snapshots:
@@ -178,7 +178,7 @@ class Snapshots:
         others.add(snapshot)
         self._saved[row] = snapshot
         node.snapshots.append(snapshot)
-        node.snapshots.sort(key=lambda each: each.end)
+        node.snapshots.sort(key=lambda saved: saved.end)
 
     def drop(self, snapshot: Snapshot) -> None:
         """Remove a snapshot from the tree."""
@@ -196,9 +196,9 @@ class Snapshots:
     def _tick(self) -> None:
         self._now += 1
         if self._now % _REFRESH_TICKS == 0:
-            for each in self._saved.values():
-                self._record(each)
-            self._rates.refresh(_KEPT)
+            for snapshot in self._saved.values():
+                self._record(snapshot)
+            self._rates.refresh(_DECAY)
 
     def _record(self, snapshot: Snapshot | None) -> None:
         """Record the time of a snapshot in its group. Must be called before its group changes."""

@@ -247,7 +247,7 @@ class Coordinator:
             elif isinstance(call, SumWeights):
                 answers = self.carry_out(call).result(ADMIN_TIMEOUT_S)
                 error = first_error(answers)
-                sums = tuple(each.result.sums for each in answers if isinstance(each.result, WeightSums))
+                sums = tuple(answer.result.sums for answer in answers if isinstance(answer.result, WeightSums))
             elif isinstance(call, TransferCall):
                 error, loaded = self._transfers.call(call)
             elif isinstance(call, LoadLora):
@@ -288,7 +288,7 @@ class Coordinator:
             answers = (CommandAnswer(-1, -1, -1, error=f"{unfinished}; ask again"),)
         if (error := first_error(answers)) and not was_paused:
             self._call(self._loop.resume)
-        return error, sum(each.result.num_bytes for each in answers if isinstance(each.result, ReleasedPages))
+        return error, sum(answer.result.num_bytes for answer in answers if isinstance(answer.result, ReleasedPages))
 
     def _answers(self, start: Callable[[OnAnswered], None]) -> Sequence[CommandAnswer]:
         """Start commands in the loop's thread, and wait for the answers of the ranks. Raises TimeoutError."""

@@ -21,7 +21,7 @@ class DraftCanary:
         self._running: set[str] = set()
         self._num_updates = self._count = 0
 
-    def saw(self, outputs: Sequence[RequestOutput]) -> None:
+    def observe(self, outputs: Sequence[RequestOutput]) -> None:
         """Keep the prompts of a step's finished requests."""
         for output in outputs:
             request = output.request

@@ -102,8 +102,8 @@ class CoordinatorLoop:
         self._last_epoch = 0
         self._on_idle: list[Callable[[], None]] = []
         self._is_sleeping = False
-        self._last_turn_s = self._last_step_s = clock()
-        self._housekeeping_due_s = self._last_turn_s + HOUSEKEEPING_S
+        self._last_pass_s = self._last_step_s = clock()
+        self._housekeeping_due_s = self._last_pass_s + HOUSEKEEPING_S
         self._plan_timing = PlanTiming(settings.max_in_flight)
         self._plan_due_s = math.inf  # when to send a delayed plan
 
@@ -118,7 +118,7 @@ class CoordinatorLoop:
         self.reactor.turn(max(0.0, due_s - self._clock()))
         if self.is_stopping:
             return  # `end` was called meanwhile and has closed all sockets
-        now = self._last_turn_s = self._clock()
+        now = self._last_pass_s = self._clock()
         if now >= self._housekeeping_due_s:
             self._housekeeping_due_s = now + HOUSEKEEPING_S
             self._housekeep(now)
@@ -313,7 +313,7 @@ class CoordinatorLoop:
 
     def age_s(self) -> float:
         """Return the seconds since the last iteration, which takes half a second at most. Safe in any thread."""
-        return self._clock() - self._last_turn_s
+        return self._clock() - self._last_pass_s
 
     def _send_plans(self) -> None:
         """Send the plans that are due and not empty."""
@@ -357,10 +357,10 @@ class CoordinatorLoop:
 
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, []
-        self._model_check.saw(outputs, self._last_turn_s)
-        self._canary.saw(outputs)
+        self._model_check.observe(outputs, self._last_pass_s)
+        self._canary.observe(outputs)
         if self.drafts is not None:
-            self.drafts.saw(outputs)
+            self.drafts.observe(outputs)
         self.streams.publish(outputs)
 
     def _tell_state(self) -> None:
@@ -373,8 +373,8 @@ class CoordinatorLoop:
         if self._worker_group is None:
             return f"the engine is {self.status}" + (f": {self._detail}" if self._detail else "")
         now = self._clock()
-        of_ranks = self._worker_group.silent_rank(now) or self._worker_group.hung_step(now)
-        return of_ranks or self._scheduler.weights.fault or self._model_check.fault
+        rank_fault = self._worker_group.silent_rank(now) or self._worker_group.hung_step(now)
+        return rank_fault or self._scheduler.weights.fault or self._model_check.fault
 
     def _worker_group_lost(self, reason: str) -> None:
         logger.error("worker group of epoch %d lost: %s", self._scheduler.epoch, reason)

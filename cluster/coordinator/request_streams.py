@@ -115,7 +115,7 @@ def token_delta(
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGES_PER_TURN = 64  # so that many new requests do not delay running ones
+_MAX_MESSAGES_PER_PASS = 64  # so that many new requests do not delay running ones
 
 
 class RequestStreams:
@@ -219,7 +219,7 @@ class RequestStreams:
 
     def adapter_lost(self, adapter: Adapter, reason: str) -> None:
         """End the requests of an adapter with an error."""
-        for request_id in self._scheduler.queues.of_adapter(adapter):
+        for request_id in self._scheduler.queues.requests_with(adapter):
             self._end(request_id, FinishReason.ERROR, reason)
         self._flush()
 
@@ -240,13 +240,15 @@ class RequestStreams:
 
     def abort(self, client_ids: Collection[str] | None = None) -> int:
         """Abort the requests with these ids of their clients; all if None. Return their number."""
-        found = [
-            each.request_id for each in self._streams.values() if client_ids is None or each.client_id in client_ids
+        request_ids = [
+            stream.request_id
+            for stream in self._streams.values()
+            if client_ids is None or stream.client_id in client_ids
         ]
-        for request_id in found:
+        for request_id in request_ids:
             self._end(request_id, FinishReason.ABORT, None)
         self._flush()
-        return len(found)
+        return len(request_ids)
 
     def close(self, linger_ms: int) -> None:
         """Close the inbox; queued messages are sent for up to `linger_ms`."""
@@ -254,7 +256,7 @@ class RequestStreams:
         self._inbox.close(linger_ms)
 
     def _read_inbox(self) -> None:
-        for _ in range(_MAX_MESSAGES_PER_TURN):
+        for _ in range(_MAX_MESSAGES_PER_PASS):
             received = self._inbox.receive()
             if received is None:
                 return
@@ -312,8 +314,8 @@ class RequestStreams:
             logger.exception("request %s could not be queued", message.request_id)
             return Refusal("not_ready", f"{type(error).__name__}: {error}")
         queued_s = math.inf if message.resumed else self._clock()
-        of_client = message.owner.request_id
-        stream = Stream(message.request_id, ingress, message.running_stats, message.token_origins, queued_s, of_client)
+        client_id = message.owner.request_id
+        stream = Stream(message.request_id, ingress, message.running_stats, message.token_origins, queued_s, client_id)
         stream.num_crashes = message.num_crashes
         self._streams[message.request_id] = stream
         stream.put_taken()

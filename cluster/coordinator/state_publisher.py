@@ -105,7 +105,8 @@ class StatePublisher:
             "identity": self._identity,
         }
         adapters = {
-            each.name: AdapterState(each.path, each.number, each.place >= 0) for each in scheduler.adapters.loaded
+            adapter.name: AdapterState(adapter.path, adapter.number, adapter.place >= 0)
+            for adapter in scheduler.adapters.loaded
         }
         changes_of_adapters = dict(scheduler.adapters.changes)
         for ingress, subscriber in list(self._subscribers.items()):
@@ -169,8 +170,8 @@ def engine_stats(
         num_graphs=scheduler.captures.graphs.num_captured,
         num_graphs_waiting=scheduler.captures.graphs.num_waiting,
         num_dead_drafts=int(bool(scheduler.weights.draft.fault)),
-        rounds_by_adapter={each.name: each.draft.num_rounds for each in scheduler.adapters.loaded},
-        accepted_by_adapter={each.name: each.draft.num_accepted for each in scheduler.adapters.loaded},
+        rounds_by_adapter={adapter.name: adapter.draft.num_rounds for adapter in scheduler.adapters.loaded},
+        accepted_by_adapter={adapter.name: adapter.draft.num_accepted for adapter in scheduler.adapters.loaded},
         heartbeat_age_s=heartbeat_age_s,
         rank_steps=tuple(heartbeat.num_steps for heartbeat in heartbeats),
         rank_step_s=tuple(heartbeat.step_s for heartbeat in heartbeats),

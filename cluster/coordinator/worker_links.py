@@ -214,7 +214,7 @@ class ModelCheck:
         self._count = 0
         self._good_prompt: Sequence[int] = range(PROMPT_TOKENS)  # a prompt that the model answered before
 
-    def saw(self, outputs: Sequence[RequestOutput], now: float) -> None:
+    def observe(self, outputs: Sequence[RequestOutput], now: float) -> None:
         """Look for results of a check, and for NaN or infinite logits, in a step's outputs."""
         if self._asked:
             for output in outputs:

@@ -173,7 +173,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
         offsets=tuple(offset for piece in pieces for offset in piece.offsets),
         texts=tuple(text for piece in pieces for text in piece.texts),
-        drafted=tuple(each for piece in pieces for each in piece.drafted),
+        drafted=tuple(flag for piece in pieces for flag in piece.drafted),
         finish=pieces[-1].finish,
         stop_reason=pieces[-1].stop_reason,
     )

@@ -114,22 +114,22 @@ def _schema(*kinds: type) -> dict[str, Any]:
 def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
     """Return the schema classes of all routes, and the classes of their fields."""
     replies = [kind for endpoint in endpoints for kind in (*endpoint.reply, *endpoint.event, *endpoint.errors)]
-    _, of_replies = msgspec.json.schema_components(replies, ref_template=_REF.format("{name}"))
+    _, reply_schemas = msgspec.json.schema_components(replies, ref_template=_REF.format("{name}"))
     structs = {struct.__name__: struct for struct in _subclasses(Struct)}
-    for name, schema in of_replies.items():
+    for name, schema in reply_schemas.items():
         # msgspec requires only what a sender must give; a reply also has every other field that is never omitted
         fields = msgspec.structs.fields(structs[name])
         schema["required"] = [field.name for field in fields if field.default is not msgspec.UNSET]
     bodies = dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None)
-    _, of_bodies = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF.format("{model}"))
-    schemas: dict[str, Any] = of_bodies["$defs"]
-    assert not schemas.keys() & of_replies.keys(), "two classes of one name"
-    return schemas | of_replies
+    _, body_schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF.format("{model}"))
+    schemas: dict[str, Any] = body_schemas["$defs"]
+    assert not schemas.keys() & reply_schemas.keys(), "two classes of one name"
+    return schemas | reply_schemas
 
 
 def _subclasses(kind: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
     """Return direct and indirect subclasses."""
-    return [each for child in kind.__subclasses__() for each in (child, *_subclasses(child))]
+    return [subclass for child in kind.__subclasses__() for subclass in (child, *_subclasses(child))]
 
 
 _HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><title>Aerie's HTTP API</title>
@@ -202,8 +202,8 @@ def build_app(
             "must be filled in from the model before the application is built"
         )
     if config.output_parser == "auto":
-        found = detect_family(tokenizer.template_source, tokenizer.response_template is not None)
-        config = dataclasses.replace(config, output_parser=found)
+        family = detect_family(tokenizer.template_source, tokenizer.response_template is not None)
+        config = dataclasses.replace(config, output_parser=family)
     config = with_sampling_defaults(config, tokenizer.sampling_defaults)
     admission = Admission(config.max_concurrent_requests or math.inf, config.max_pending_bytes, config.retry_after_s)
     edge = Edge(config, tokenizer, engine, admission, grammars, tracing=tracing, images=images)

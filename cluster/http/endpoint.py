@@ -35,7 +35,7 @@ Handler = Callable[..., Awaitable[msgspec.Struct | Response]]
 GENERATES = "generates"  # in a request's state: its route is one that generates
 IGNORED = "ignored"  # in a request's state: paths of the body's fields that have no effect
 IGNORED_HEADER = b"x-aerie-ignored"
-MAX_IGNORED_TOLD = 20
+MAX_IGNORED_LISTED = 20
 _NOT_IN_A_LIST = re.compile(r"[^!-+\--~]")  # not allowed in a header's list: controls, spaces, commas, other scripts
 
 
@@ -166,8 +166,8 @@ def _response(reply: msgspec.Struct | Response) -> Response:
 
 def ignored_header(ignored: Sequence[str]) -> bytes:
     """Return the value of `IGNORED_HEADER`: paths separated by commas; three dots if there are too many."""
-    paths = [_NOT_IN_A_LIST.sub("?", path[:100]) for path in ignored[:MAX_IGNORED_TOLD]]
-    return ",".join(paths + ["..."] * (len(ignored) > MAX_IGNORED_TOLD)).encode()
+    paths = [_NOT_IN_A_LIST.sub("?", path[:100]) for path in ignored[:MAX_IGNORED_LISTED]]
+    return ",".join(paths + ["..."] * (len(ignored) > MAX_IGNORED_LISTED)).encode()
 
 
 def _check_type(content_type: str) -> None:

@@ -99,22 +99,22 @@ class KeyConfig:
 
 def checked(entries: Iterable[str | KeyConfig]) -> tuple[str | KeyConfig, ...]:
     """Return `ingress.api_keys` with digests instead of keys. Raises ValueError."""
-    found = tuple(digest(entry) if isinstance(entry, str) else entry for entry in entries)
-    keys = named(found)
-    digests = [each for key in keys for each in key.digests]
+    hashed = tuple(digest(entry) if isinstance(entry, str) else entry for entry in entries)
+    keys = named(hashed)
+    digests = [value for key in keys for value in key.digests]
     if len(set(digests)) < len(digests):
         raise ValueError("api_keys: one key is given twice; give each key once, so that it has one name")
     names = [key.name for key in keys]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"api_keys: two keys are named {twice[0]}; a key without a name is called key- and its place")
-    return found
+    return hashed
 
 
 def named(entries: Sequence[str | KeyConfig]) -> tuple[KeyConfig, ...]:
     """Return the keys with names: `key-N` for the N-th entry if it is a plain key."""
     return tuple(
-        KeyConfig(f"key-{place}", entry) if isinstance(entry, str) else entry
-        for place, entry in enumerate(entries, start=1)
+        KeyConfig(f"key-{number}", entry) if isinstance(entry, str) else entry
+        for number, entry in enumerate(entries, start=1)
     )
 
 
@@ -134,9 +134,9 @@ def digest(entry: str, field: str = "api_keys") -> str:
 def matches(key: str, digests: Iterable[str]) -> bool:
     """Whether a client's key has one of the `digests`. A digest itself is not a key. Takes the same time for every
     key."""
-    given = _digest(key)
-    found = [hmac.compare_digest(given, own) for own in digests]
-    return any(found)
+    hashed = _digest(key)
+    equal = [hmac.compare_digest(hashed, own) for own in digests]
+    return any(equal)
 
 
 def _digest(key: str) -> str:

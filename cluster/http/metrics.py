@@ -94,7 +94,7 @@ def reason_of(scope: Scope) -> str:
     return reason
 
 
-_OF_KEYS = {
+_KEY_METRICS = {
     "requests": "Generation requests of an API key that ended at an ingress",
     "limited": "Generation requests refused by the key's own limits",
     "prompt_tokens": "Prompt tokens of an API key's requests",
@@ -123,7 +123,7 @@ def declared_metrics(kind: type) -> dict[str, Metric]:
         if isinstance(member, property) and member.fget is not None:
             hints[name] = get_type_hints(member.fget, include_extras=True).get("return")
     extras = {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
-    return {name: extra for name, found in extras.items() for extra in found if isinstance(extra, Metric)}
+    return {name: extra for name, metadata in extras.items() for extra in metadata if isinstance(extra, Metric)}
 
 
 class _Requests(Collector):
@@ -143,12 +143,12 @@ class _Requests(Collector):
             [self._model_name, self._counts.ingress], _buckets(self._counts.choices), self._counts.choices.total
         )
         yield choices
-        for name, meaning in _OF_KEYS.items():
-            of_keys = CounterMetricFamily(f"aerie:key_{name}", meaning, labels=["model_name", "ingress", "key"])
-            for of_key, usage in self._counts.by_key.items():
-                if of_key in self._keys:
-                    of_keys.add_metric([self._model_name, self._counts.ingress, of_key], getattr(usage, name))
-            yield of_keys
+        for name, meaning in _KEY_METRICS.items():
+            usage_of_keys = CounterMetricFamily(f"aerie:key_{name}", meaning, labels=["model_name", "ingress", "key"])
+            for tenant, usage in self._counts.by_key.items():
+                if tenant in self._keys:
+                    usage_of_keys.add_metric([self._model_name, self._counts.ingress, tenant], getattr(usage, name))
+            yield usage_of_keys
 
 
 class _Snapshot(Collector):
@@ -162,15 +162,15 @@ class _Snapshot(Collector):
         schedulers = {engine.engine_id: engine.scheduler for engine in self._engines if engine.scheduler is not None}
         for name, metric in declared_metrics(SchedulerStats).items():
             yield self._family(metric, {engine_id: getattr(stats, name) for engine_id, stats in schedulers.items()})
-        yield from self._of_ranks()
-        yield self._of_caches()
+        yield from self._rank_metrics()
+        yield self._cache_metrics()
         states = Counter(engine.status for engine in self._engines)
-        of_engines = GaugeMetricFamily("aerie:engines", "Engines by state", labels=["model_name", "status"])
+        engines = GaugeMetricFamily("aerie:engines", "Engines by state", labels=["model_name", "status"])
         for status in STATES:
-            of_engines.add_metric([self._model_name, status], states[status])
-        yield of_engines
+            engines.add_metric([self._model_name, status], states[status])
+        yield engines
 
-    def _of_caches(self) -> Family:
+    def _cache_metrics(self) -> Family:
         """A configuration as vLLM exports it: in the labels, with value 1."""
         configs = {engine.engine_id: engine.cache_config for engine in self._engines if engine.cache_config}
         names = sorted({name for config in configs.values() for name in config})
@@ -181,7 +181,7 @@ class _Snapshot(Collector):
             family.add_metric([self._model_name, engine_id, *(config.get(name, "") for name in names)], 1)
         return family
 
-    def _of_ranks(self) -> Iterator[Family]:
+    def _rank_metrics(self) -> Iterator[Family]:
         """Per-rank series: a slow or silent rank stands out."""
         labels = ["model_name", "engine", "rank"]
         age = GaugeMetricFamily("aerie:heartbeat_age_seconds", "Since a rank was last heard of", labels=labels)

@@ -47,16 +47,16 @@ class Origins:
 
     def check(self, headers: Headers) -> None:
         """Check Host and Origin. Raises ApiError."""
-        given = headers.get("host", "")
-        host = urlsplit(f"//{given}").hostname or "" if _is_authority(given) else given
-        if given and "*" not in self._hosts and host not in self._hosts and not _is_private(host):
+        header = headers.get("host", "")
+        host = urlsplit(f"//{header}").hostname or "" if _is_authority(header) else header
+        if header and "*" not in self._hosts and host not in self._hosts and not _is_private(host):
             raise _forbidden(
                 "host_not_allowed",
                 f"This server has no API keys and does not answer to the host {host[:100]!r}, which another's page may "
                 "have made up; give it keys (ingress.api_keys) or allow the name (ingress.allowed_hosts)",
             )
         origin = headers.get("origin", "").lower()
-        if origin and not self._is_allowed(origin, given.lower()):
+        if origin and not self._is_allowed(origin, header.lower()):
             raise _forbidden(
                 "origin_not_allowed",
                 f"This server has no API keys and does not answer to pages of {origin[:100]!r}; give it keys "
@@ -194,21 +194,21 @@ class EdgeMiddleware:
     def _open(self, scope: Scope, route: str) -> None:
         """Read the client's id, and check its key or origin, unless the call is from the cluster. Raises ApiError."""
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id")
-        if given is not None:
-            if REQUEST_ID.fullmatch(given) is None:
+        header = headers.get("x-request-id")
+        if header is not None:
+            if REQUEST_ID.fullmatch(header) is None:
                 raise invalid("X-Request-Id", "X-Request-Id must be 1 to 128 printable ASCII characters without spaces")
-            scope["state"]["request_id"] = given
+            scope["state"]["request_id"] = header
         caller = scope["state"].get(CALLER)
         if caller is not None:
-            set_tenant(scope, self._tenants.of_name(caller))
+            set_tenant(scope, self._tenants.by_name(caller))
         elif self._tenants.named and route not in OPEN_ROUTES:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             if not key:  # Anthropic's clients send it so
                 scheme, key = "bearer", headers.get("x-api-key", "")
             if scheme.lower() == "basic":  # clients that are given a URL only: http://any:KEY@host
                 scheme, key = "bearer", password_of(key)
-            tenant = self._tenants.of_key(key.strip()) if scheme.lower() == "bearer" else None
+            tenant = self._tenants.by_key(key.strip()) if scheme.lower() == "bearer" else None
             if tenant is None:
                 raise unauthorized()
             set_tenant(scope, tenant)

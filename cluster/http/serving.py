@@ -164,10 +164,12 @@ class GenerationResponse(Response):
 
     def _tokens(self) -> RequestTokens:
         answers, request = self._answers, self._request
-        by_prompt = {choice.prompt: each for choice, each in zip(request.choices, answers, strict=True)}
+        by_prompt = {choice.prompt: own_answer for choice, own_answer in zip(request.choices, answers, strict=True)}
         cached = sum(answer.cached_tokens or 0 for answer in by_prompt.values())
         finish = ",".join(answer.finish or "" for answer in answers)
-        return RequestTokens(sum(map(len, request.prompts)), cached, sum(each.num_tokens for each in answers), finish)
+        return RequestTokens(
+            sum(map(len, request.prompts)), cached, sum(own_answer.num_tokens for own_answer in answers), finish
+        )
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -193,9 +195,9 @@ class GenerationResponse(Response):
         async def emit(index: int, piece: Piece, delta: ReplyDelta) -> None:
             async with lock:
                 events = b""
-                for each in [i for i in unopened if i == index or reply.opens_together]:
-                    unopened.remove(each)
-                    events += await self._built(reply.first_event, each)
+                for choice_index in [i for i in unopened if i == index or reply.opens_together]:
+                    unopened.remove(choice_index)
+                    events += await self._built(reply.first_event, choice_index)
                 events += (reply.piece_event if piece.finish is None else reply.finish_event)(index, piece, delta)
                 if not self._started:
                     await send({"type": "http.response.start", "status": 200, "headers": list(STREAM_HEADERS)})
@@ -221,10 +223,10 @@ class GenerationResponse(Response):
         document = await self._built(self._reply.document, whole)
         await Response(document, 200, JSON_HEADERS)(scope, receive, send)
 
-    async def _built(self, build: Callable[[T], bytes], given: T) -> bytes:
-        """Return build(given). Runs in a thread if the reply has log-probabilities of a prompt: building these takes up
-        to a second, and would stop all other streams."""
-        return await asyncio.to_thread(build, given) if self._request.scores_prompt else build(given)
+    async def _built(self, build: Callable[[T], bytes], argument: T) -> bytes:
+        """Return build(argument). Runs in a thread if the reply has log-probabilities of a prompt: building these takes
+        up to a second, and would stop all other streams."""
+        return await asyncio.to_thread(build, argument) if self._request.scores_prompt else build(argument)
 
     async def _generate(self, emit: Emit) -> None:
         """Run all choices to their ends. A failure becomes an ApiError after all choices are aborted."""

@@ -169,18 +169,18 @@ class Tenants:
         self.anonymous = Tenant()
         self.named = [Tenant(key, len(keys) == 1 if key.admin is None else key.admin, own_cache) for key in keys]
 
-    def of_key(self, key: str) -> Tenant | None:
+    def by_key(self, key: str) -> Tenant | None:
         """Return the tenant of a client's key. Takes the same time for every key."""
-        found = [tenant for tenant in self.named if matches(key, tenant.digests)]
-        return found[0] if found else None
+        tenants = [tenant for tenant in self.named if matches(key, tenant.digests)]
+        return tenants[0] if tenants else None
 
-    def of_name(self, name: str) -> Tenant:
+    def by_name(self, name: str) -> Tenant:
         """Return the tenant of a call without a key; "" is anonymous. Raises ApiError."""
-        found = [tenant for tenant in (self.anonymous, *self.named) if tenant.name == name]
-        if not found:
+        tenants = [tenant for tenant in (self.anonymous, *self.named) if tenant.name == name]
+        if not tenants:
             names = ", ".join(tenant.name for tenant in self.named) or "none"
             raise invalid("tenant", f"tenant={name[:100]}: no entry of ingress.api_keys has this name; names: {names}")
-        return found[0]
+        return tenants[0]
 
 
 def set_tenant(scope: Scope, tenant: Tenant) -> None:
@@ -190,8 +190,8 @@ def set_tenant(scope: Scope, tenant: Tenant) -> None:
 
 def tenant_of(scope: Scope) -> Tenant:
     """Return the tenant of a request."""
-    found: Tenant = scope["state"][_KEY]
-    return found
+    tenant: Tenant = scope["state"][_KEY]
+    return tenant
 
 
 def _hash(text: bytes) -> bytes:

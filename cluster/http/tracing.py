@@ -24,10 +24,10 @@ class _Times:
     """Times of one choice, in nanoseconds of the wall clock; 0: not yet. queue_s, num_resumed: as reported by the
     engine."""
 
-    __slots__ = ("begun", "first_token", "ended", "queue_s", "resumptions", "num_resumed")
+    __slots__ = ("began_ns", "first_token", "ended", "queue_s", "resumptions", "num_resumed")
 
     def __init__(self) -> None:
-        self.begun = time.time_ns()
+        self.began_ns = time.time_ns()
         self.first_token = self.ended = 0
         self.queue_s = 0.0
         self.resumptions: list[int] = []
@@ -106,18 +106,18 @@ class RequestTrace:
         """Create the spans of one choice: queue, prefill, decode. A choice that ended early ends in its last phase."""
         last = times.ended or ended
         first = times.first_token or last
-        sent = max([times.begun, *(came for came in times.resumptions if came < first)])  # to the last engine
+        sent = max([times.began_ns, *(came for came in times.resumptions if came < first)])  # to the last engine
         admitted = min(first, sent + int(times.queue_s * 1e9)) if times.first_token else last
-        phases = [("queue", times.begun, admitted), ("prefill", admitted, first), ("decode", first, last)]
+        phases = [("queue", times.began_ns, admitted), ("prefill", admitted, first), ("decode", first, last)]
         for name, begin, end in phases:
             if end > begin:
                 self._tracer.start_span(name, parent, attributes={"aerie.choice": index}, start_time=begin).end(end)
         for number, came in enumerate(times.resumptions, 1):
-            found = {"aerie.choice": index, "aerie.attempt": number, "aerie.where": "another engine"}
-            self._tracer.start_span("resumption", parent, attributes=found, start_time=came).end(came)
+            attributes = {"aerie.choice": index, "aerie.attempt": number, "aerie.where": "another engine"}
+            self._tracer.start_span("resumption", parent, attributes=attributes, start_time=came).end(came)
         if times.num_resumed:
-            found = {"aerie.choice": index, "aerie.attempt": times.num_resumed, "aerie.where": "new workers"}
-            self._tracer.start_span("resumption", parent, attributes=found, start_time=last).end(last)
+            attributes = {"aerie.choice": index, "aerie.attempt": times.num_resumed, "aerie.where": "new workers"}
+            self._tracer.start_span("resumption", parent, attributes=attributes, start_time=last).end(last)
 
 
 class Tracing:

@@ -33,9 +33,9 @@ class AdapterChanges:
 
     def loaded(self, views: Iterable[EngineView]) -> dict[str, str]:
         """Return the folders of the adapters that requests may name, including those that engines will load again."""
-        found = {name: adapter.path for view in views for name, adapter in view.adapters.items()}
-        found |= {name: change.path for name, change in self._newest.items()}
-        return {name: path for name, path in found.items() if path}
+        paths = {name: adapter.path for view in views for name, adapter in view.adapters.items()}
+        paths |= {name: change.path for name, change in self._newest.items()}
+        return {name: path for name, path in paths.items() if path}
 
     def stamped(self, call: LoadLora | UnloadLora) -> LoadLora | UnloadLora:
         """Return a call that is newer than all changes of its adapter, also if another machine's clock is ahead."""
@@ -75,7 +75,11 @@ async def repeat_changes(lacking: Callable[[], list[LoadLora | UnloadLora]], eng
             except Exception:
                 logger.exception("adapter %s could not be sent to new engines", call.name)
                 outcomes = []
-            faults = [f"{each.engine_id}: {each.error or each.fault}" for each in outcomes if each.error or each.fault]
+            faults = [
+                f"{outcome.engine_id}: {outcome.error or outcome.fault}"
+                for outcome in outcomes
+                if outcome.error or outcome.fault
+            ]
             if faults or not outcomes:
                 retry_s[call] = time.monotonic() + RETRY_S
                 logger.warning("adapter %s is not on all engines: %s", call.name, "; ".join(faults))

@@ -125,7 +125,7 @@ class RequestStream:
         self._on_close = on_close
         self._tokens = array("i")  # four bytes per token instead of a list's 36
         self._logprobs: list[TokenLogprobs] = []
-        self._of_prompt: list[PromptLogprobs] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
         self._drafted: list[bool] = []
         self._versions: list[tuple[str, int]] = []
         self._last: TokenDelta | None = None
@@ -136,7 +136,7 @@ class RequestStream:
         self.num_crashes = max(self.num_crashes, delta.num_crashes)
         self._tokens.extend(delta.tokens)
         self._logprobs.extend(delta.logprobs or ())
-        self._of_prompt.extend(delta.prompt_logprobs)
+        self._prompt_logprobs.extend(delta.prompt_logprobs)
         self._drafted.extend(delta.drafted)
         if delta.tokens:
             add_versions(self._versions, delta)
@@ -152,11 +152,11 @@ class RequestStream:
         """Return all unread tokens as one delta, with the client's request id; None without any."""
         last, self._last = self._last, None
         self.changed.clear()
-        if last is None or (last.finish is None and not self._tokens and not self._of_prompt):
+        if last is None or (last.finish is None and not self._tokens and not self._prompt_logprobs):
             return None  # no tokens, perhaps only the confirmation that the request is queued
         tokens, self._tokens = tuple(self._tokens), array("i")
         logprobs, self._logprobs = tuple(self._logprobs), []
-        of_prompt, self._of_prompt = tuple(self._of_prompt), []
+        prompt_logprobs, self._prompt_logprobs = tuple(self._prompt_logprobs), []
         drafted, self._drafted = tuple(self._drafted), []
         versions, self._versions = tuple(self._versions), []
         return msgspec.structs.replace(
@@ -164,7 +164,7 @@ class RequestStream:
             request_id=request_id,
             tokens=tokens,
             logprobs=logprobs or None,
-            prompt_logprobs=of_prompt,
+            prompt_logprobs=prompt_logprobs,
             drafted=drafted,
             weight_versions=versions if any(version for version, _ in versions) else (),
         )

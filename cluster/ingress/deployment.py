@@ -58,7 +58,7 @@ class Coordinators:
     async def endpoints(self, known: Collection[str]) -> dict[str, str]:
         """Return the inboxes (ZeroMQ endpoints) of all coordinators that answer, by engine id; "" for those in `known`,
         and for those without an inbox yet."""
-        coordinators = await self._found()
+        coordinators = await self._coordinator_endpoints()
 
         async def ask(engine_id: str, coordinator: Any) -> str | None:
             if engine_id in known:
@@ -99,7 +99,7 @@ class Coordinators:
     ) -> list[T]:
         """Call `method` of every coordinator. failed: makes a result from an engine id and an error."""
         with contextlib.suppress(TimeoutError):
-            await self._found()
+            await self._coordinator_endpoints()
 
         async def ask(engine_id: str, coordinator: Any) -> T:
             try:
@@ -113,17 +113,17 @@ class Coordinators:
 
         return list(await asyncio.gather(*(ask(*item) for item in list(self._coordinators.items()))))
 
-    async def _found(self) -> dict[str, Any]:
+    async def _coordinator_endpoints(self) -> dict[str, Any]:
         """Return handles of living coordinators by engine id. Raises TimeoutError if Ray does not answer; those found
         before are kept."""
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
-                found = await asyncio.to_thread(find_coordinators, self._application, dict(self._coordinators))
+                coordinators = await asyncio.to_thread(find_coordinators, self._application, dict(self._coordinators))
         except TimeoutError:
             logger.warning("Ray's name service did not answer in %g s; using the engines known before", STATS_TIMEOUT_S)
             raise
-        self._coordinators = found
-        return found
+        self._coordinators = coordinators
+        return coordinators
 
 
 # Maximum wait for a first successful probe, because an ingress that replaces another receives requests at once.
@@ -162,7 +162,7 @@ class Ingress:
         self._grammars = ProcessChecker(plan.model.path, self._edge.grammar_timeout_s, self._tokenizer.num_ids)
         self._images = image_reader(plan.model, self._edge)
         self._tracing = make_tracing(plan.tracing)
-        self._begun = asyncio.create_task(self._begin_grammars())
+        self._grammar_start = asyncio.create_task(self._begin_grammars())
         await self._engines.meet(MEET_LIMIT_S)
         log.done("ready")
 
@@ -236,7 +236,7 @@ class Ingress:
     async def __del__(self) -> None:
         # Serve awaits this when it stops the replica, after its last request.
         if hasattr(self, "_begun"):
-            self._begun.cancel()
+            self._grammar_start.cancel()
             self._repeats.cancel()
             self._links.close()
             self._grammars.close()

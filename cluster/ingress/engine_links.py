@@ -293,11 +293,11 @@ class EngineLinks:
 
     async def _look(self) -> None:
         """Open links to new coordinators, and close the links to coordinators that are gone."""
-        found = await self._find(self._links.keys())
+        endpoints = await self._find(self._links.keys())
         now = self._clock()
-        for name in [name for name in self._links if name not in found]:
+        for name in [name for name in self._links if name not in endpoints]:
             self._drop(name, "its process has ended")
-        for name, endpoint in found.items():
+        for name, endpoint in endpoints.items():
             if endpoint and name not in self._links:
                 try:
                     self._links[name] = EngineLink(self._context, self._transport, endpoint, self._heard, self._clock)

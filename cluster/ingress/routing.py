@@ -22,7 +22,7 @@ Routing = Literal["first_token", "least_loaded"]
 
 SILENT_S = 2.0  # silence after which an engine may be lost: it reports at least twice a second
 PROMISE_S = 10.0  # time for which pages of a request that was sent count as cached
-USUAL_TOKENS_PER_S = 5000.0  # prefill speed of an engine that has not measured its own
+DEFAULT_TOKENS_PER_S = 5000.0  # prefill speed of an engine that has not measured its own
 STUCK_S = 8.0  # time of a fault after which an engine's requests should move
 TIE_S = 0.001  # two expected times count as different only if they differ by more than this
 TIE_SHARE = 0.1  # and by more than this share
@@ -129,7 +129,7 @@ class EngineView:
         state = self.state
         assert state is not None
         pending = state.backlog_tokens + self._unreported_tokens
-        speed = state.prefill_tokens_per_s or USUAL_TOKENS_PER_S
+        speed = state.prefill_tokens_per_s or DEFAULT_TOKENS_PER_S
         return (pending + prompt.num_tokens - self.num_cached(prompt)) / speed + state.wait_s
 
     def _has(self, digest: bytes) -> bool:

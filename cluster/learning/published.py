@@ -90,7 +90,7 @@ class PublishedDrafts:
             "num_learned_texts": self.num_texts,
         }
 
-    def saw(self, outputs: Sequence[RequestOutput]) -> None:
+    def observe(self, outputs: Sequence[RequestOutput]) -> None:
         """Keep the texts of requests that have ended. Those with adapters, images or an objection are left out."""
         for output in outputs:
             request = output.request

@@ -82,8 +82,8 @@ class DraftLearner:
     def _learning(self) -> DraftLearning:
         rank, config = self._plan.rank, self._plan.learning
         assert rank.speculative is not None and config is not None
-        draft, of_head = Path(rank.speculative.path), (rank.speculative.method, config.learning_rate)
-        learner = load(_LEARNER)(Path(rank.worker.model.path), draft, *of_head, config.batch_tokens)
+        draft, head_settings = Path(rank.speculative.path), (rank.speculative.method, config.learning_rate)
+        learner = load(_LEARNER)(Path(rank.worker.model.path), draft, *head_settings, config.batch_tokens)
         return DraftLearning(learner, config, draft, self._folder)
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from aerie.attention.config import FP8_E4M3, LATENT_PAGE_SIZE
 from aerie.cluster.config import AerieConfig
-from aerie.cluster.placement import NodeResources, Placement, RankPlace, describe_cluster
+from aerie.cluster.placement import NodeResources, Placement, RankLocation, describe_cluster
 from aerie.workers.config import AUTO_SLOTS, SchedulerConfig
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.memory_use import HOST_LIMIT_BYTES, HOST_SHARE, MemoryUse
@@ -29,14 +29,14 @@ def plan_lines(
     """Return lines about the resolved configuration, before a start. layout: layout of one engine. weights: of a rank
     on GPUs. chats: lines about the chat template (`aerie.cluster.http.parsers.self_check`)."""
     parallel, scheduler = config.parallel, config.scheduler
-    each = " + ".join(_bundle(bundle) for bundle in placement.bundles)
+    bundles = " + ".join(_bundle(bundle) for bundle in placement.bundles)
     return [
         f"target      {config.model.path}",
         *([] if layout.served_by is None else [f"served by   {layout.served_by}"]),
         f"draft       {_draft(config)}",
         f"engines     {parallel.replicas} x {parallel.tensor_parallel} ranks"
         f"{' with whole experts' if parallel.expert_parallel else ''} on {placement.device}, "
-        f"{placement.strategy}: {each}",
+        f"{placement.strategy}: {bundles}",
         *([] if weights is None else [_weights_line(weights, layout)]),
         *([] if weights is None or not weights.formats else [f"formats     {weights.formats}"]),
         *_adapter_lines(layout, weights),
@@ -52,9 +52,9 @@ def plan_lines(
     ]
 
 
-def rank_lines(places: Sequence[RankPlace], layout: EngineLayout) -> list[str]:
+def rank_lines(places: Sequence[RankLocation], layout: EngineLayout) -> list[str]:
     """Return lines about each rank's node, device and memory, the KV cache and the kinds of round."""
-    rows = [[str(place.rank), place.address, str(place.pid), place.device] for place in places]
+    rows = [[str(member.rank), member.address, str(member.pid), member.device] for member in places]
     page_size = layout.cache.page_size
     return [
         *_table([["rank", "node", "pid", "device"], *rows]),
@@ -196,12 +196,12 @@ def _windows_line(layout: EngineLayout, window: int) -> str:
     step of a long request."""
     size, length = layout.cache.page_size, min(_LONG_TOKENS, layout.max_model_len)
     per_token, in_windows = layout.bytes_per_page // size, layout.bytes_per_window_page // size
-    kept, whole = length * per_token + min(length, window) * in_windows, length * (per_token + in_windows)
-    of_request = _window_bytes(layout, window)
+    windowed, whole = length * per_token + min(length, window) * in_windows, length * (per_token + in_windows)
+    request_bytes = _window_bytes(layout, window)
     return (
         f"windows     a token takes {per_token / 1e3:.4g} kB in layers that keep all tokens, {in_windows / 1e3:.4g} kB "
-        f"in layers with windows of {window}: up to {of_request / 1e6:.4g} MB a request; one of {length} tokens reads "
-        f"{kept / 1e6:.4g} MB a step (without windows {whole / 1e6:.4g})"
+        f"in layers with windows of {window}: up to {request_bytes / 1e6:.4g} MB a request; one of {length} tokens "
+        f"reads {windowed / 1e6:.4g} MB a step (without windows {whole / 1e6:.4g})"
     )
 
 

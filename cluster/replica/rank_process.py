@@ -28,7 +28,7 @@ from aerie.cluster.environment import pin_network_interface, set_visible_devices
 from aerie.cluster.linux import end_with_parent, raise_open_files, set_name
 from aerie.cluster.plan import RankPlan
 from aerie.cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
-from aerie.cluster.start_log import StartLog, use_logs
+from aerie.cluster.start_log import RankLog, use_logs
 from aerie.cluster.transport.sockets import Transport
 from aerie.kernels.lazy_import import load
 from aerie.workers.distributed.ports import free_port
@@ -54,7 +54,7 @@ class RankLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Process and device of a rank; see `RankPlace`."""
+    """Process and device of a rank; see `RankLocation`."""
 
     pid: int
     device: str
@@ -161,7 +161,7 @@ class _Rank:
         self._rank = rank
         self._rendezvous = rendezvous
         self._compilers = compilers
-        self._log = StartLog(f"rank {rank}", time.time())
+        self._log = RankLog(rank, time.time())
         self._opened = threading.Event()
         self._facts: RankFacts | None = None
         self._requests: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
@@ -213,7 +213,7 @@ class _Rank:
             # do not measure step times while Ray and Serve start on the same cores
             self._requests.put(self._requests.get())
         gc.freeze()
-        executor = builder.build(self._rendezvous, self._report, advance=self._advance)
+        executor = builder.build(self._rendezvous, self._log.phase, advance=self._log.advance)
         gc.freeze()
         self._log.done("built")
         return executor
@@ -238,14 +238,6 @@ class _Rank:
                 else:
                     self._requests.put(request)
         os._exit(1)
-
-    def _report(self, phase: str, seconds: float) -> None:
-        if self._rank == 0:
-            self._log.took(phase, seconds)
-
-    def _advance(self, phase: str, done: float, total: float, unit: str) -> None:
-        if self._rank == 0:
-            self._log.progress(phase, done, total, unit)
 
 
 def _end_as_rank(make: Callable[[], _Rank], listener: socket.socket) -> None:

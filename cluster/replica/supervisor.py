@@ -290,7 +290,7 @@ class Supervisor:
                 await self._ask("open", worker_group.layout, self._last_stats, limit_s=60.0)
                 self._is_open = True
                 self._start_learner()
-            places = [place.process for place in worker_group.places]
+            places = [member.process for member in worker_group.places]
             attached = (worker_group.endpoints, worker_group.epoch, worker_group.costs, places)
             await self._ask("attach", *attached, limit_s=CALL_TIMEOUT_S)
         except BaseException:

@@ -19,11 +19,11 @@ from aerie.cluster.environment import (
     visible_devices,
 )
 from aerie.cluster.linux import address_of_interface, raise_open_files
-from aerie.cluster.placement import RankPlace
+from aerie.cluster.placement import RankLocation
 from aerie.cluster.plan import RankPlan
 from aerie.cluster.replica.rank_process import RANK_BUILDER, AttachedRank, RankFacts, attach
 from aerie.cluster.replica.worker_loop import idle_work_of, open_channel, run_worker_loop, use_cpu_settings
-from aerie.cluster.start_log import StartLog, use_logs
+from aerie.cluster.start_log import RankLog, use_logs
 from aerie.cluster.transport.sockets import Transport
 from aerie.kernels.lazy_import import load
 from aerie.workers.distributed.ports import free_port
@@ -42,13 +42,12 @@ class Worker:
         set_process_environment(plan.threads)
         raise_open_files()
         self._plan = plan
-        self._log = StartLog("spare" if rank is None else f"rank {rank}")
-        if rank is not None:
-            self._log.done("actor began")
         self._attached: AttachedRank | None = None
         if rank is None:
             self.preload(plan)
         else:
+            self._log = RankLog(rank)
+            self._log.done("actor began")
             self._become(rank, may_be_ahead=True)
 
     @staticmethod
@@ -65,15 +64,15 @@ class Worker:
     def take_rank(self, rank: int, devices: str | None) -> None:
         """Turn a spare into a rank. devices: the previous rank's visible GPUs."""
         set_visible_devices(devices)
-        self._log = StartLog(f"rank {rank}", time.time())
+        self._log = RankLog(rank, time.time())
         self._become(rank)
 
-    def place(self) -> RankPlace:
+    def place(self) -> RankLocation:
         if self._attached is None:
             facts = RankFacts(os.getpid(), self._builder.device_name, visible_devices())
         else:
             facts = self._attached.facts()
-        return RankPlace(
+        return RankLocation(
             rank=self._rank,
             node_id=ray.get_runtime_context().get_node_id(),
             address=ray.util.get_node_ip_address(),
@@ -101,7 +100,7 @@ class Worker:
         for _, interface in socket.if_nameindex():
             if address_of_interface(interface) == own_address:
                 pin_network_interface(interface)
-        self._executor = self._builder.build(rendezvous, self._report, former, self._advance)
+        self._executor = self._builder.build(rendezvous, self._log.phase, former, self._log.advance)
         gc.freeze()  # exclude model and graphs from collections while requests run
         return self._builder.layout(), self._executor.costs
 
@@ -130,11 +129,3 @@ class Worker:
                 use_cpu_settings()
             self._builder = self.rank_builder(self._plan, rank)
             self._log.done("device opened")
-
-    def _report(self, phase: str, seconds: float) -> None:
-        if self._rank == 0:
-            self._log.took(phase, seconds)
-
-    def _advance(self, phase: str, done: float, total: float, unit: str) -> None:
-        if self._rank == 0:
-            self._log.progress(phase, done, total, unit)

@@ -17,7 +17,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from aerie.cluster.placement import WORKER_CPUS, RankPlace, order_ranks
+from aerie.cluster.placement import WORKER_CPUS, RankLocation, order_ranks
 from aerie.cluster.plan import ReplicaPlan
 from aerie.cluster.replica.worker_actor import Worker
 from aerie.cluster.start_log import StartLog
@@ -105,7 +105,7 @@ class WorkerGroup:
         self.epoch = epoch
         self.layout: EngineLayout
         self.costs: CostTable | None = former.costs if former is not None else None
-        self.places: list[RankPlace] = []
+        self.places: list[RankLocation] = []
         self.endpoints: list[str] = []
         self._name = name
         self._done = "nothing"
@@ -149,39 +149,39 @@ class WorkerGroup:
             ray.kill(worker, no_restart=True)
         # ray.kill needs an answer of the process; a stopped one, or one stuck in a driver, gives none.
         own_node = ray.get_runtime_context().get_node_id()
-        for place in self.places if hung else ():
-            if place.node_id == own_node:
-                _kill(place.pid)
+        for member in self.places if hung else ():
+            if member.node_id == own_node:
+                _kill(member.pid)
             else:
-                there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
-                ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(place.pid)
+                there = NodeAffinitySchedulingStrategy(member.node_id, soft=False)
+                ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(member.pid)
         self._workers = []
         for run in self._runs:
             run.add_done_callback(_retrieve)
 
     async def _start(self) -> None:
         await self._phase("placed, imported", self._place)
-        alone = all(place.node_id == self.places[0].node_id for place in self.places)
-        addresses = [LOOPBACK if alone else place.address for place in self.places]
+        alone = all(member.node_id == self.places[0].node_id for member in self.places)
+        addresses = [LOOPBACK if alone else member.address for member in self.places]
         rendezvous = await self._workers[0].rendezvous.remote(addresses[0])
-        each = [(rendezvous, address, self._former) for address in addresses]
-        self.layout, costs = (await self._phase("built", lambda: self._all("build", each)))[0]
+        per_rank = [(rendezvous, address, self._former) for address in addresses]
+        self.layout, costs = (await self._phase("built", lambda: self._all("build", per_rank)))[0]
         self.costs = costs or self.costs
         here = alone and self.places[0].node_id == ray.get_runtime_context().get_node_id()
         self.endpoints = await self._all(
-            "listen", [(self._transport(place, here), self._name, self.epoch) for place in self.places]
+            "listen", [(self._transport(member, here), self._name, self.epoch) for member in self.places]
         )
         self._runs = [asyncio.ensure_future(awaited(worker.run.remote())) for worker in self._workers]
 
-    def _transport(self, place: RankPlace, here: bool) -> Transport:
+    def _transport(self, member: RankLocation, here: bool) -> Transport:
         if here:
             return Transport(folder=self._plan.folder)
-        return Transport(node_ip=place.address, keys=application_keys(self._plan.application))
+        return Transport(node_ip=member.address, keys=application_keys(self._plan.application))
 
     def start_spares(self) -> Spares:
         """Start spare processes for the next group, each beside a rank of this one."""
         workers = [self._plan.start_worker(None, bundle) for bundle in self._bundles]
-        return Spares(workers, self._bundles, [place.visible_devices for place in self.places])
+        return Spares(workers, self._bundles, [member.visible_devices for member in self.places])
 
     async def _place(self) -> None:
         if self._spares is not None:
@@ -193,7 +193,7 @@ class WorkerGroup:
             self._bundles = order_ranks(nodes, self._plan.replica.rank.worker.tensor_parallel, addresses)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
         self.places = await self._all("place")
-        if len({place.is_ahead for place in self.places}) > 1:
+        if len({member.is_ahead for member in self.places}) > 1:
             # ranks that were started ahead wait for each other, and one is missing
             self.kill(hung=False)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
@@ -218,10 +218,10 @@ class WorkerGroup:
 
     async def _all(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None) -> list[Any]:
         """Call `method` on every rank at once. Raises the first failure, because later ones are mostly consequences."""
-        given = arguments if arguments is not None else [()] * len(self._workers)
+        per_worker = arguments if arguments is not None else [()] * len(self._workers)
         calls = [
             asyncio.ensure_future(awaited(getattr(worker, method).remote(*args)))
-            for worker, args in zip(self._workers, given, strict=True)
+            for worker, args in zip(self._workers, per_worker, strict=True)
         ]
         done, pending = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         for call in pending:

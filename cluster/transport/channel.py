@@ -223,7 +223,7 @@ class RankChannel:
 
 logger = logging.getLogger(__name__)
 
-_MAX_MESSAGES_PER_TURN = 64  # then the event loop continues with other work
+_MAX_MESSAGES_PER_PASS = 64  # then the event loop continues with other work
 
 
 class Listener:
@@ -262,7 +262,7 @@ class Listener:
 
     def _read(self) -> None:
         """Read all messages, because the descriptor signals new ones only."""
-        for _ in range(_MAX_MESSAGES_PER_TURN):
+        for _ in range(_MAX_MESSAGES_PER_PASS):
             if not self._read_one():
                 return
         self._loop.call_soon(self._read)

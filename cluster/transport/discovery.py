@@ -27,14 +27,14 @@ def find_coordinators(application: str, known: Mapping[str, Any]) -> dict[str, A
 
 def named_coordinators(prefix: str, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return `find_coordinators` of a `coordinator_prefix`."""
-    found = {}
+    coordinators = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         name = actor["name"]
         if actor["namespace"] == NAMESPACE and name.startswith(prefix):
             engine_id = name.removeprefix(prefix)
             with contextlib.suppress(ValueError):  # it died between the two calls
-                found[engine_id] = known.get(engine_id) or ray.get_actor(name, namespace=NAMESPACE)
-    return found
+                coordinators[engine_id] = known.get(engine_id) or ray.get_actor(name, namespace=NAMESPACE)
+    return coordinators
 
 
 def make_transport(one_node: bool, application: str) -> Transport:

@@ -158,10 +158,10 @@ def repeated_tokens(prompts: Sequence[Sequence[int]], block: int = 16) -> int:
     seen: set[int] = set()
     repeated = 0
     for prompt in prompts:
-        prefix, found = 0, 0
+        prefix, longest = 0, 0
         for end in range(block, len(prompt) + 1, block):
             prefix = hash((prefix, tuple(prompt[end - block : end])))
-            found = end if prefix in seen else found
+            longest = end if prefix in seen else longest
             seen.add(prefix)
-        repeated += found
+        repeated += longest
     return repeated

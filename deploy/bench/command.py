@@ -46,22 +46,22 @@ def run(arguments: argparse.Namespace) -> int:
     target = Target(server.url, card["id"], extra, server.key)
     name = arguments.name or server.url
     try:
-        found = asyncio.run(measure(target, traffic, rates, arguments.drain_s, arguments.warm))
+        results = asyncio.run(measure(target, traffic, rates, arguments.drain_s, arguments.warm))
     except RuntimeError as error:  # of the warm-up
         raise ConfigError(str(error)) from None
-    print(*markdown({name: found}), sep="\n")
-    for rate in found:
+    print(*markdown({name: results}), sep="\n")
+    for rate in results:
         if rate["errors"]:
             print(f"{rate['rate']}/s: {rate['errors']} failed: {'; '.join(rate['first_errors'])}", file=sys.stderr)
     if arguments.json is not None:
-        lines = "".join(json.dumps({"name": name, "seed": arguments.seed, **rate}) + "\n" for rate in found)
+        lines = "".join(json.dumps({"name": name, "seed": arguments.seed, **rate}) + "\n" for rate in results)
         if str(arguments.json) == "-":
             print(lines, end="")
         else:
             arguments.json.write_text(lines)
     if arguments.plot is not None:
-        arguments.plot.write_text(latency_plot(name, found))
-    return 1 if any(rate["errors"] for rate in found) else 0
+        arguments.plot.write_text(latency_plot(name, results))
+    return 1 if any(rate["errors"] for rate in results) else 0
 
 
 async def measure(
@@ -71,7 +71,7 @@ async def measure(
     Raises RuntimeError if the warm-up fails."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
-    found = []
+    results = []
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as bars:
         if num_warm > 0:
             bar = bars.add_task("warm-up", total=None, note="")
@@ -85,10 +85,10 @@ async def measure(
                 note = f"[red]{num_failed} failed[/red]" if num_failed else ""
                 bars.update(bar, completed=num_ended, note=note)
 
-            found.append(await measure_rate(target, traffic, rate, drain_s, show))
-            note = f"TTFT p50 {found[-1]['ttft_ms']['p50']} ms, {found[-1]['tokens_per_s']} tokens/s"
+            results.append(await measure_rate(target, traffic, rate, drain_s, show))
+            note = f"TTFT p50 {results[-1]['ttft_ms']['p50']} ms, {results[-1]['tokens_per_s']} tokens/s"
             bars.update(bar, note=f"{note}, {time.monotonic() - started_s:.0f} s")
-    return found
+    return results
 
 
 def traffic_for(arguments: argparse.Namespace, max_model_len: int | None, server: Server) -> Traffic:

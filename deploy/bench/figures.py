@@ -170,7 +170,7 @@ def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
             *(_percentiles(rate[kind]) for kind in kinds),
             rate["seconds"],
             rate["tokens_per_s"],
-            f"{_of_prompts(rate, 'cached_tokens')} / {_of_prompts(rate, 'repeated_tokens')}",
+            f"{_share_of_prompts(rate, 'cached_tokens')} / {_share_of_prompts(rate, 'repeated_tokens')}",
             rate["late_ms"]["p99"] or 0.0,
         )
         for name, rates in results.items()
@@ -179,7 +179,7 @@ def markdown(results: Mapping[str, Sequence[Rate]]) -> list[str]:
     return table(head, rows)
 
 
-def _of_prompts(rate: Rate, name: str) -> str:
+def _share_of_prompts(rate: Rate, name: str) -> str:
     return f"{rate[name] / max(1, rate['prompt_tokens']):.0%}"
 
 

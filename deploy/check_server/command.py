@@ -96,24 +96,26 @@ async def _exact(ask: Asker, arguments: argparse.Namespace, longest: int, consol
     listed = circumstances(arguments.loads, ask.abilities.switch)
     asked: list[Question] = questions(arguments.prompts, longest, arguments.max_tokens, arguments.seed)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
-        names = ("alone", *(each.name for each in listed))
+        names = ("alone", *(comparison.name for comparison in listed))
         tasks = {name: bars.add_task(name, total=len(asked)) for name in names}
-        found = await run(ask, asked, listed, longest, lambda name: bars.advance(tasks[name]))
-    failed = any(each.texts > 0 or (each.logprobs > 0 and not arguments.texts_only) for each in found)
-    return Report(["", "## The same answer under other circumstances", "", *_comparisons(found)], failed)
+        comparisons = await run(ask, asked, listed, longest, lambda name: bars.advance(tasks[name]))
+    failed = any(
+        comparison.texts > 0 or (comparison.logprobs > 0 and not arguments.texts_only) for comparison in comparisons
+    )
+    return Report(["", "## The same answer under other circumstances", "", *_comparisons(comparisons)], failed)
 
 
-def _comparisons(found: Sequence[Comparison]) -> list[str]:
+def _comparisons(comparisons: Sequence[Comparison]) -> list[str]:
     rows = [
         (
-            each.circumstance,
-            each.answers,
-            each.texts,
-            str(min(each.first, default="")),
-            each.logprobs,
-            f"{each.nats:.2g}",
+            comparison.circumstance,
+            comparison.answers,
+            comparison.texts,
+            str(min(comparison.first, default="")),
+            comparison.logprobs,
+            f"{comparison.nats:.2g}",
         )
-        for each in found
+        for comparison in comparisons
     ]
     head = ["circumstance", "answers", "other tokens", "first at", "other log-probabilities only", "nats at most"]
     return table(head, rows)
@@ -127,11 +129,11 @@ async def _contract(ask: Asker, arguments: argparse.Namespace, console: Console)
     for check in contract.CHECKS:
         with console.status(check.__name__.replace("_", " ")):
             results.append(await check(ask, setting))
-    rows = [(each.name, each.checked or f"none: {each.skipped}", len(each.problems)) for each in results]
+    rows = [(result.name, result.checked or f"none: {result.skipped}", len(result.problems)) for result in results]
     lines = ["", "## What clients rely on", "", *table(["check", "answers", "problems"], rows)]
-    for each in results:
-        shown = list(dict.fromkeys(each.problems))
-        lines += [f"- {each.name}: {problem}" for problem in shown[: arguments.show]]
+    for result in results:
+        shown = list(dict.fromkeys(result.problems))
+        lines += [f"- {result.name}: {problem}" for problem in shown[: arguments.show]]
         if len(shown) > arguments.show:
-            lines.append(f"- {each.name}: {len(shown) - arguments.show} more (--show)")
-    return Report(lines, any(each.problems for each in results))
+            lines.append(f"- {result.name}: {len(shown) - arguments.show} more (--show)")
+    return Report(lines, any(result.problems for result in results))

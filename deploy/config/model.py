@@ -51,14 +51,14 @@ def check_file_options(path: Path, arguments: argparse.Namespace) -> None:
         )
 
 
-def content_of_model(given: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def content_of_model(source: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the content of a Serve config file for a model in a folder or on the hub. Raises ConfigError."""
     keys = _vllm_keys(arguments, print)
     if DOWNLOADS in keys:
         os.environ[DOWNLOADS] = str(keys.pop(DOWNLOADS))  # huggingface_hub, which is imported later, reads it
     if "ingress.chat_template" in keys:
         keys["ingress.chat_template"] = _template_file(keys["ingress.chat_template"])
-    args = model_args(given, arguments.draft, arguments.revision)
+    args = model_args(source, arguments.draft, arguments.revision)
     if not any(_chooses_draft(key) for key in [*keys, *(text.partition("=")[0] for text in arguments.set)]):
         args = _with_own_draft(args)
     args = use_options(args, keys)
@@ -84,11 +84,14 @@ def quick_start() -> str:
     return hub.NAME
 
 
-def model_args(given: str, draft: str | None, revision: str | None) -> dict[str, Any]:
+def model_args(source: str, draft: str | None, revision: str | None) -> dict[str, Any]:
     """Return the `args` of an application for a model in a folder or on the hub. Raises ConfigError."""
-    model = model_folder(given, revision)
-    args: dict[str, Any] = {"model": {"path": str(model)}, "ingress": {"served_model_name": _served_name(given, model)}}
-    if draft is None and given == hub.NAME:
+    model = model_folder(source, revision)
+    args: dict[str, Any] = {
+        "model": {"path": str(model)},
+        "ingress": {"served_model_name": _served_name(source, model)},
+    }
+    if draft is None and source == hub.NAME:
         return use_options(args, hub.DRAFT)
     if draft in _COPYING:
         return use_options(args, {"speculative.method": "suffix"})
@@ -143,23 +146,23 @@ def _vllm_keys(arguments: argparse.Namespace, report: Callable[[str], None] = la
     return keys
 
 
-def _use_tokenizer(given: str, args: dict[str, Any]) -> None:
+def _use_tokenizer(source: str, args: dict[str, Any]) -> None:
     """Use another tokenizer for a GGUF file; refuse it for other models. Raises ConfigError."""
     path = args["model"]["path"]
     if is_gguf_folder(Path(path)):
-        args["model"]["path"] = str(with_tokenizer(Path(path), Path(given).expanduser().resolve()))
-    elif given not in (path, args.get("ingress", {}).get("served_model_name")) and str(Path(given).resolve()) != path:
+        args["model"]["path"] = str(with_tokenizer(Path(path), Path(source).expanduser().resolve()))
+    elif source not in (path, args.get("ingress", {}).get("served_model_name")) and str(Path(source).resolve()) != path:
         remedy = "put its tokenizer.json and tokenizer_config.json into the model's folder"
-        raise ConfigError(f"--tokenizer {given}: the tokenizer is the model's own; {remedy}")
+        raise ConfigError(f"--tokenizer {source}: the tokenizer is the model's own; {remedy}")
 
 
-def _template_file(given: str) -> str:
+def _template_file(template: str) -> str:
     """Return the absolute path of --chat-template. Raises ConfigError."""
-    path = Path(given).expanduser()
+    path = Path(template).expanduser()
     if path.is_file():
         return str(path.resolve())
     raise ConfigError(
-        f"--chat-template {given}: no such file; leave it out for the model's own, or save the template as a file"
+        f"--chat-template {template}: no such file; leave it out for the model's own, or save the template as a file"
     )
 
 
@@ -177,29 +180,31 @@ def _check_quantization(wanted: str, model: Path) -> None:
         )
 
 
-def names_model(given: str) -> bool:
+def names_model(source: str) -> bool:
     """Whether this is a folder with a checkpoint, a GGUF file, or a name of the form OWNER/NAME and no file."""
-    path = hub.snapshot(Path(given).expanduser())
-    if is_gguf_path(given) or given == hub.NAME:
+    path = hub.snapshot(Path(source).expanduser())
+    if is_gguf_path(source) or source == hub.NAME:
         return True
     if path.is_dir():
         return (path / "config.json").is_file()
-    is_name = given.count("/") == 1 and not given.startswith((".", "/", "~")) and not given.endswith((".yaml", ".yml"))
-    return is_name and not path.is_file() and given not in packaged_names()
+    is_name = (
+        source.count("/") == 1 and not source.startswith((".", "/", "~")) and not source.endswith((".yaml", ".yml"))
+    )
+    return is_name and not path.is_file() and source not in packaged_names()
 
 
-def _served_name(given: str, folder: Path) -> str:
-    if given == hub.NAME:
+def _served_name(source: str, folder: Path) -> str:
+    if source == hub.NAME:
         return hub.SMOLLM2.name
-    is_path = is_gguf_path(given) or Path(given).expanduser().is_dir()
-    return (hub.cached_name(folder) or folder.name) if is_path else given.partition("@")[0]
+    is_path = is_gguf_path(source) or Path(source).expanduser().is_dir()
+    return (hub.cached_name(folder) or folder.name) if is_path else source.partition("@")[0]
 
 
 def _assign(args: dict[str, Any], assignment: str) -> None:
     """Set keys given as `cache.memory_gb=4`, with YAML values. The check of the configuration refuses unknown keys."""
-    key, found, value = assignment.partition("=")
+    key, separator, value = assignment.partition("=")
     parts: Sequence[str] = key.split(".")
-    if not found or not all(parts):
+    if not separator or not all(parts):
         raise ConfigError(f"--set {assignment}: must be KEY=VALUE, such as cache.memory_gb=4")
     try:
         _set(args, key, yaml.safe_load(value), f"--set {assignment}")
@@ -245,22 +250,22 @@ def configuration(args: Mapping[str, Any], base: Path = PACKAGED) -> AerieConfig
     return parse(with_downloads(args, base), base)
 
 
-def read_file(given: str) -> Chosen:
+def read_file(source: str) -> Chosen:
     """Return the configuration of a file, or of the packaged one of this name. Raises ConfigError."""
-    path = find_config(given)
+    path = find_config(source)
     return _chosen(str(path), *read_content(path), path.resolve().parent)
 
 
 def read_command_line(arguments: argparse.Namespace) -> Chosen:
     """Return the configuration of the arguments of `aerie serve`: a file's, or that of a model in a folder or on the
     hub, which is written to --save. Raises ConfigError."""
-    given = str(arguments.config or quick_start())
-    is_model = names_model(given)
+    source = str(arguments.config or quick_start())
+    is_model = names_model(source)
     if is_model:
-        content = content_of_model(given, arguments)
-        application, name, base = content["applications"][0], given, Path.cwd()
+        content = content_of_model(source, arguments)
+        application, name, base = content["applications"][0], source, Path.cwd()
     else:
-        path = find_config(given)
+        path = find_config(source)
         check_file_options(path, arguments)
         (content, application), name, base = read_content(path), str(path), path.resolve().parent
     root_path = None if arguments.root_path is None else arguments.root_path.rstrip("/")

@@ -114,7 +114,7 @@ _EXACT = "Aerie's speculation is exact: leave it out"
 
 def _flag(key: str, value: bool = True) -> Callable[[Any], Changes]:
     """Return what sets `key` to `value` for a flag, and to the opposite for its form with `--no-`."""
-    return lambda given: {key: value if given else not value}
+    return lambda is_set: {key: value if is_set else not value}
 
 
 def _row(
@@ -155,7 +155,7 @@ def _reader(kind: Any) -> tuple[Callable[[Any], Any], int | str | None, str]:
 
 
 def _texts(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else [str(each) for each in value]
+    return [value] if isinstance(value, str) else [str(item) for item in value]
 
 
 _READERS: Sequence[tuple[type, Callable[[Any], Any], str]] = (
@@ -260,14 +260,14 @@ def _named(names: Names, keys: Callable[[Any], Changes], is_unused: bool = False
         return name if name.startswith("-") else f"--{name}"
 
     return [
-        Option(tuple(map(spelled, each.split("/"))), keys, nargs, is_unused=is_unused)
+        Option(tuple(map(spelled, spelling.split("/"))), keys, nargs, is_unused=is_unused)
         for text, nargs in groups
-        for each in text.split()
+        for spelling in text.split()
     ]
 
 
-OF_KEYS = [_declared(key) for section in AerieConfig.model_fields for key in keys(section) if key.setting.flags]
-DECLARED: Sequence[Option] = (*OF_KEYS, *_SET, *_CHECKED)  # those whose value is read
+KEY_OPTIONS = [_declared(key) for section in AerieConfig.model_fields for key in keys(section) if key.setting.flags]
+DECLARED: Sequence[Option] = (*KEY_OPTIONS, *_SET, *_CHECKED)  # those whose value is read
 OPTIONS: Sequence[Option] = (
     *DECLARED,
     *_named(WITHOUT_EFFECT, nothing, is_unused=True),

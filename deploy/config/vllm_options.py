@@ -34,8 +34,8 @@ def add_options(parser: argparse.ArgumentParser, prefix: str = "vllm_") -> None:
 
 def given(arguments: argparse.Namespace, prefix: str = "vllm_") -> dict[str, Any]:
     """Return the command line's options of the table, by name. prefix: see `add_options`."""
-    found = {option.name: getattr(arguments, _dest(option, prefix), None) for option in OPTIONS}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {option.name: getattr(arguments, _dest(option, prefix), None) for option in OPTIONS}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def changes(values: Mapping[str, Any], python: bool = False) -> tuple[Changes, list[str]]:
@@ -50,14 +50,14 @@ def changes(values: Mapping[str, Any], python: bool = False) -> tuple[Changes, l
         if not python and value is False:
             shown = f"--no-{option.flags[0].removeprefix('--')}"
         try:
-            found = option.keys(value)
+            new_keys = option.keys(value)
         except OptionError as error:
             raise OptionError(f"{shown}: {error}") from None
-        keys |= found
+        keys |= new_keys
         if option.is_unused:
             unused.append(shown)
         elif option.note:
-            became = ", ".join(f"{key}={value}" for key, value in found.items())
+            became = ", ".join(f"{key}={value}" for key, value in new_keys.items())
             notes.append(f"{shown}: {became + '; ' if became else ''}{option.note}")
     if unused:
         notes.append(f"no effect here: {', '.join(unused)}")
@@ -78,14 +78,14 @@ def _with_parts(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return `values` with the options that are parts of --speculative-config (`--spec-method`) inside it, and SGLang's
     revision of a draft beside its name on the hub."""
     parts = {SPECULATIVE_PARTS[name]: value for name, value in values.items() if name in SPECULATIVE_PARTS}
-    found = {name: value for name, value in values.items() if name not in SPECULATIVE_PARTS}
-    if parts and "speculative_config" in found:
+    plain = {name: value for name, value in values.items() if name not in SPECULATIVE_PARTS}
+    if parts and "speculative_config" in plain:
         raise OptionError(f"--speculative-config: {', '.join(parts)} are in it and given beside it; give them once")
-    head, revision = found.get(_DRAFT, ""), found.get(_DRAFT_REVISION)
+    head, revision = plain.get(_DRAFT, ""), plain.get(_DRAFT_REVISION)
     if revision and head and not head.startswith(("/", ".", "~")):
-        found = {name: value for name, value in found.items() if name != _DRAFT_REVISION}
-        found[_DRAFT] = f"{head}@{revision}"
-    return found | ({"speculative_config": parts} if parts else {})
+        plain = {name: value for name, value in plain.items() if name != _DRAFT_REVISION}
+        plain[_DRAFT] = f"{head}@{revision}"
+    return plain | ({"speculative_config": parts} if parts else {})
 
 
 def _dest(option: Option, prefix: str) -> str:

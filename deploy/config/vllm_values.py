@@ -35,10 +35,10 @@ def to_key(key: str, read: Callable[[Any], Any] = lambda value: value) -> Callab
 
 def whole_number(value: Any) -> int:
     """Parse 32768, and vLLM's 32k (32,000), 32K (32,768) and 1.5k."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(value).replace("_", ""))
-    unit = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}[found[2]] if found else 1
-    number = float(found[1]) * unit if found else 0.5
-    if found is None or number != int(number):
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(value).replace("_", ""))
+    unit = {"": 1, "k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}[match[2]] if match else 1
+    number = float(match[1]) * unit if match else 0.5
+    if match is None or number != int(number):
         raise OptionError("must be a whole number, such as 32768 or 32k")
     return int(number)
 
@@ -100,8 +100,8 @@ def only(value: str, remedy: str, *others: str) -> Callable[[Any], Changes]:
     """Accept the one value of an option that Aerie implements, and others that mean it; refuse the rest with
     `remedy`."""
 
-    def read(given: Any) -> Changes:
-        if str(given).lower() not in (value, *others):
+    def read(argument: Any) -> Changes:
+        if str(argument).lower() not in (value, *others):
             raise OptionError(remedy)
         return {}
 
@@ -136,20 +136,20 @@ def api_keys(value: Any) -> Changes:
 def origins(value: Any) -> Changes:
     """Parse a JSON list, as in vLLM, or one origin."""
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError:
-        found = value
-    return {"ingress.allowed_origins": [found] if isinstance(found, str) else found}
+        parsed = value
+    return {"ingress.allowed_origins": [parsed] if isinstance(parsed, str) else parsed}
 
 
 def json_object(value: Any) -> Mapping[str, Any]:
     try:
-        found = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise OptionError(f"is not JSON ({error})") from None
-    if not isinstance(found, Mapping):
+    if not isinstance(parsed, Mapping):
         raise OptionError("must be a JSON object")
-    return found
+    return parsed
 
 
 _ROPE = ("rope_parameters", "rope_scaling")
@@ -157,35 +157,35 @@ _ROPE = ("rope_parameters", "rope_scaling")
 
 def rope_override(value: Any) -> Changes:
     """Parse fields in place of config.json's, of which RoPE's settings alone can be given here."""
-    given = json_object(value)
-    text = given.get("text_config")
-    fields = dict(given)
+    overrides = json_object(value)
+    text = overrides.get("text_config")
+    fields = dict(overrides)
     if isinstance(text, Mapping):
-        fields = {**text, **{name: each for name, each in given.items() if name != "text_config"}}
+        fields = {**text, **{name: field for name, field in overrides.items() if name != "text_config"}}
     others = [name for name in fields if name not in _ROPE]
-    found = [fields[name] for name in _ROPE if name in fields]
-    if others or len(found) != 1 or not isinstance(found[0], Mapping):
+    declared = [fields[name] for name in _ROPE if name in fields]
+    if others or len(declared) != 1 or not isinstance(declared[0], Mapping):
         raise OptionError("only rope_scaling can be given here: change config.json in a copy of the model's folder")
-    return {"model.rope_scaling": dict(found[0])}
+    return {"model.rope_scaling": dict(declared[0])}
 
 
 def speculative(value: Any) -> Changes:
     """Parse vLLM's object: method, model, num_speculative_tokens, draft_tensor_parallel_size; for n-grams also
     prompt_lookup_min and prompt_lookup_max."""
-    found = dict(json_object(value))
+    options = dict(json_object(value))
     methods = {name: name for name in get_args(Method)} | {"ngram": "suffix"}
-    model, method = found.pop("model", None), found.pop("method", None)
+    model, method = options.pop("model", None), options.pop("method", None)
     if str(method).endswith("_mtp"):  # vLLM has a name for each model's
         method = "mtp"
     for name in _DRAFTS_OWN:
-        found.pop(name, None)
-    steps = found.pop("num_speculative_tokens", None)
-    ranks = found.pop("draft_tensor_parallel_size", None)
+        options.pop(name, None)
+    steps = options.pop("num_speculative_tokens", None)
+    ranks = options.pop("draft_tensor_parallel_size", None)
     if method is not None and method not in methods:
         raise OptionError(f"method {method}: Aerie speculates with {', '.join(methods)}; take an EAGLE or DFlash head")
-    lookup = _prompt_lookup(found) if method == "ngram" else {}
-    if found:
-        names = ", ".join(found)
+    lookup = _prompt_lookup(options) if method == "ngram" else {}
+    if options:
+        names = ", ".join(options)
         raise OptionError(f"{names}: not known here; --set speculative.KEY=VALUE has all that Aerie can do")
     has_model = methods.get(method or "") != "suffix"
     if has_model and model is None and methods.get(method or "") != "mtp":
@@ -214,9 +214,9 @@ _DRAFTS_OWN = (
 )
 
 
-def _prompt_lookup(found: dict[str, Any]) -> Changes:
-    """Remove the lengths of n-grams from `found`. vLLM's default is 5; if one is missing, it equals the other."""
-    shortest, longest = (found.pop(f"prompt_lookup_{name}", None) for name in ("min", "max"))
+def _prompt_lookup(options: dict[str, Any]) -> Changes:
+    """Remove the lengths of n-grams from `options`. vLLM's default is 5; if one is missing, it equals the other."""
+    shortest, longest = (options.pop(f"prompt_lookup_{name}", None) for name in ("min", "max"))
     first, last = (next((n for n in pair if n is not None), 5) for pair in ((shortest, longest), (longest, shortest)))
     return {"speculative.match_min": whole_number(first), "speculative.match_max": whole_number(last)}
 
@@ -237,24 +237,24 @@ def attention_backend(*steps: str) -> Callable[[Any], Changes]:
 def adapters(value: Any) -> Changes:
     """Parse LoRA adapters: NAME=PATH, JSON objects with name and path (SGLang: lora_name, lora_path), or PATH alone,
     which is also the name; in Python also a mapping from names to folders."""
-    given = [value] if isinstance(value, str | Mapping) else list(value)
+    entries = [value] if isinstance(value, str | Mapping) else list(value)
     if isinstance(value, Mapping) and not {"path", "lora_path"} & value.keys():
         return {"lora.modules": {str(name): str(path) for name, path in value.items()}}
-    found: dict[str, str] = {}
-    for each in given:
-        is_json = isinstance(each, str) and each.lstrip().startswith("{")
-        if isinstance(each, Mapping) or is_json:
-            entry = json_object(each)
+    folders: dict[str, str] = {}
+    for item in entries:
+        is_json = isinstance(item, str) and item.lstrip().startswith("{")
+        if isinstance(item, Mapping) or is_json:
+            entry = json_object(item)
             name, path = (entry.get(key) or entry.get(f"lora_{key}") for key in ("name", "path"))
         else:
-            name, _, path = str(each).rpartition("=")
+            name, _, path = str(item).rpartition("=")
             name = name or path
         if not name or not path or not isinstance(name, str) or not isinstance(path, str):
             raise OptionError('each adapter is NAME=PATH, or {"name": NAME, "path": PATH}')
-        if name in found:
+        if name in folders:
             raise OptionError(f"{name}: two adapters have this name")
-        found[name] = path
-    return {"lora.modules": found}
+        folders[name] = path
+    return {"lora.modules": folders}
 
 
 def algorithm(value: Any) -> Changes:
@@ -294,11 +294,11 @@ def parser(value: Any) -> Changes:
 
 
 def sampling_defaults(value: Any) -> Changes:
-    found = json_object(value)
-    if others := [name for name in found if name not in SERVER_DEFAULTS]:
+    defaults = json_object(value)
+    if others := [name for name in defaults if name not in SERVER_DEFAULTS]:
         known = ", ".join(SERVER_DEFAULTS)
         raise OptionError(f"{', '.join(others)}: only {known} have defaults here; send it with requests")
-    return {f"ingress.default_{name}": value for name, value in found.items()}
+    return {f"ingress.default_{name}": value for name, value in defaults.items()}
 
 
 def generation_config(value: Any) -> Changes:

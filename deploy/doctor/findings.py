@@ -200,26 +200,26 @@ def run(arguments: argparse.Namespace) -> int:
     return run_doctor(arguments.config, arguments.bundle)
 
 
-def run_doctor(given: str, bundle: Path | None = None) -> int:
+def run_doctor(source: str, bundle: Path | None = None) -> int:
     """Print the findings; return 1 if one prevents a start. bundle: file for `write_bundle`."""
     failed, lines = False, []
-    for finding in (*findings(read_machine()), _configuration(given)):
+    for finding in (*findings(read_machine()), _configuration(source)):
         failed = failed or finding.level == "FAIL"
         lines.append(f"{finding.level:4}  {finding.name}: {finding.text}")
         print(lines[-1], flush=True)
     if bundle is not None:
-        load("aerie.deploy.status.bundle:write_bundle")(bundle, given, lines)
+        load("aerie.deploy.status.bundle:write_bundle")(bundle, source, lines)
     return 1 if failed else 0
 
 
-def _configuration(given: str) -> Finding:
+def _configuration(source: str) -> Finding:
     from aerie.deploy.checks import (  # torch: findings about the machine are printed first
         check_checkpoints,
         check_devices,
     )
 
     try:
-        chosen, nodes = read_file(given), local_nodes(1, None, None)
+        chosen, nodes = read_file(source), local_nodes(1, None, None)
         config = chosen.config
         check_checkpoints(config)
         check_devices(config, nodes)

@@ -111,13 +111,13 @@ def read_machine(port: int = 8000) -> Machine:
 
 
 def _packages() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str]:

@@ -128,16 +128,16 @@ class OfflineEngine:
         body, limits, tokenizer = params.body(), self._limits, self.tokenizer
         if prompt.cache_salt is not None:
             body.cache_salt = prompt.cache_salt
-        kept = truncation_of(body, params.max_tokens, limits)
+        truncation = truncation_of(body, params.max_tokens, limits)
         if prompt.embeds is not None and params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: embeddings stand for the whole prompt, and have no tokens; leave it out")
-        tokens, inputs = await prompt.encoded(tokenizer, limits, kept)
+        tokens, inputs = await prompt.encoded(tokenizer, limits, truncation)
         left = answer_tokens(len(tokens), None, True, limits)
         budget = left if params.max_tokens is None else min(left, params.max_tokens)
         logprobs, scored = (-1 if num is None else num for num in (params.logprobs, params.prompt_logprobs))
         eos = frozenset(() if params.ignore_eos else tokenizer.eos_token_ids)
         check_token_ids("allowed_token_ids", body.allowed_token_ids or [], tokenizer)
-        param, grammar = GrammarMaker(limits, eos).of_body(body) or ("", None)
+        param, grammar = GrammarMaker(limits, eos).from_body(body) or ("", None)
         if grammar is not None and grammar != self._last_tried:
             await asyncio.to_thread(self._try, grammar, param)
         sampling = msgspec.structs.replace(
@@ -171,7 +171,7 @@ class OfflineEngine:
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], adapters: Sequence[str]
     ) -> list[list[RunningAnswer]]:
         """Return the answers to each of several prompts. adapters: see `load_adapter`."""
-        return [await self.answers(*each) for each in zip(prompts, params, adapters, strict=True)]
+        return [await self.answers(*arguments) for arguments in zip(prompts, params, adapters, strict=True)]
 
     def load_adapter(self, lora: LoRARequest | None) -> "Future[str]":
         """Load an adapter, unless it is loaded already. Return a future of its name, for `answers`; "" for None. The

@@ -58,8 +58,8 @@ class LoopReceiver:
 
     def _put(self, deltas: list[TokenDelta]) -> None:
         for delta in deltas:
-            if (found := self.queues.get(delta.request_id)) is not None:
-                found.put_nowait(delta)
+            if (queue := self.queues.get(delta.request_id)) is not None:
+                queue.put_nowait(delta)
 
 
 logger = logging.getLogger(__name__)
@@ -181,16 +181,16 @@ class EngineThread:
                 result.set_result(name)
 
         def begin(engine: LocalEngine) -> None:
-            if any((each.name, each.path) == (name, path) for each in engine.scheduler.adapters.loaded):
+            if any((adapter.name, adapter.path) == (name, path) for adapter in engine.scheduler.adapters.loaded):
                 result.set_result(name)
             else:
                 engine.scheduler.adapters.load(name, path, loaded, replace=True)
 
-        def begun(call: "Future[None]") -> None:
+        def started(call: "Future[None]") -> None:
             if (error := call.exception()) is not None:
                 result.set_exception(error)
 
-        self.call(begin).add_done_callback(begun)
+        self.call(begin).add_done_callback(started)
         return result
 
     @property
@@ -311,8 +311,8 @@ class _EngineLoop:
         by_receiver: dict[Receiver, list[TokenDelta]] = {}
         for job, delta in deltas:
             by_receiver.setdefault(job.receiver, []).append(delta)
-        for receiver, each in by_receiver.items():
-            receiver.put(each)
+        for receiver, pieces in by_receiver.items():
+            receiver.put(pieces)
 
 
 def _finished(deltas: Iterable[TokenDelta]) -> set[str]:

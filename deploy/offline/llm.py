@@ -88,8 +88,8 @@ class LLM:
         TypeError for what is no prompt. After Ctrl-C the engine remains usable."""
         check_others("generate", others)
         is_one = isinstance(prompts, str | Mapping) or is_token_ids(prompts) or not isinstance(prompts, Iterable)
-        found = [prompt_of(prompt) for prompt in ([prompts] if is_one else prompts)]
-        return self._answer(found, sampling_params, use_tqdm, lora_request)
+        checked = [prompt_of(prompt) for prompt in ([prompts] if is_one else prompts)]
+        return self._answer(checked, sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
@@ -126,15 +126,17 @@ class LLM:
     ) -> list[RequestOutput]:
         params = params or self.get_default_sampling_params()
         several = isinstance(params, Sequence) and not isinstance(params, str)
-        each = list(map(checked_params, params if several else [params] * len(prompts)))  # type: ignore[arg-type]
-        if len(each) != len(prompts):
-            raise ValueError(f"sampling_params: {len(each)} for {len(prompts)} prompts; give one for all, or one each")
+        samplings = list(map(checked_params, params if several else [params] * len(prompts)))  # type: ignore[arg-type]
+        if len(samplings) != len(prompts):
+            raise ValueError(
+                f"sampling_params: {len(samplings)} for {len(prompts)} prompts; give one for all, or one each"
+            )
         is_list = isinstance(lora, Sequence) and not isinstance(lora, str)  # a str is refused below
         adapters: Sequence[Any] = lora if is_list else [lora] * len(prompts)  # type: ignore[assignment]
         if len(adapters) != len(prompts):
             raise ValueError(f"lora_request: {len(adapters)} for {len(prompts)} prompts; give one for all, or one each")
         names = [self._engine.load_adapter(adapter).result() for adapter in adapters]
-        groups = finished(self._engine.all_answers(prompts, each, names))
+        groups = finished(self._engine.all_answers(prompts, samplings, names))
         answers = [answer for group in groups for answer in group]
         bar = use_tqdm if callable(use_tqdm) else tqdm
         # None: tqdm shows nothing if stderr is not a terminal

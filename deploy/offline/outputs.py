@@ -163,7 +163,7 @@ class RunningAnswer:
             self.last_token_ts = time.monotonic()
             self.first_token_ts = self.first_token_ts or self.last_token_ts
         self._logprobs += piece.logprobs
-        self._total_logprob += sum(each.logprob for each in piece.logprobs)
+        self._total_logprob += sum(score.logprob for score in piece.logprobs)
 
     def abort(self) -> None:
         """End the answer."""
@@ -200,11 +200,11 @@ class RunningAnswer:
         return [None, *(self._listed(token, score, score.rank) for token, score in scores)]
 
     def _listed(
-        self, token: int, found: plan.TokenLogprobs | TokenScore, rank: int | None = None
+        self, token: int, scores: plan.TokenLogprobs | TokenScore, rank: int | None = None
     ) -> dict[int, Logprob]:
-        values = {token: (found.logprob, rank)}
-        for place, (other, logprob) in enumerate(zip(found.top_ids, found.top_logprobs, strict=True), 1):
-            values[other] = (logprob, place)
+        values = {token: (scores.logprob, rank)}
+        for position, (other, logprob) in enumerate(zip(scores.top_ids, scores.top_logprobs, strict=True), 1):
+            values[other] = (logprob, position)
         return {id_: Logprob(*value, self._tokenizer.token_text(id_)) for id_, value in values.items()}
 
 
@@ -232,14 +232,14 @@ def request_output(
 def _metrics(answers: Sequence[RunningAnswer]) -> RequestStateStats:
     """Return the times of the answers to one prompt."""
     first = answers[0]
-    first_token_ts = min((each.first_token_ts for each in answers if each.first_token_ts), default=0.0)
+    first_token_ts = min((answer.first_token_ts for answer in answers if answer.first_token_ts), default=0.0)
     return RequestStateStats(
-        num_generation_tokens=sum(each.num_tokens for each in answers),
+        num_generation_tokens=sum(answer.num_tokens for answer in answers),
         arrival_time=first.arrival_time,
         queued_ts=first.queued_ts,
         scheduled_ts=first.queued_ts + first.request.queue_s if first_token_ts else 0.0,
         first_token_ts=first_token_ts,
-        last_token_ts=max(each.last_token_ts for each in answers),
+        last_token_ts=max(answer.last_token_ts for answer in answers),
         first_token_latency=first_token_ts - first.queued_ts if first_token_ts else 0.0,
     )
 
@@ -283,16 +283,16 @@ def metrics_of(text: str) -> list[Metric]:
 def _request_metrics(family: Family) -> Iterator[Metric]:
     if family.type != "histogram":
         kind = Counter if family.type == "counter" else Gauge
-        yield from (kind(family.name, dict(each.labels), each.value) for each in family.samples)
+        yield from (kind(family.name, dict(point.labels), point.value) for point in family.samples)
         return
-    found: dict[tuple[tuple[str, str], ...], Histogram] = {}
+    by_labels: dict[tuple[tuple[str, str], ...], Histogram] = {}
     for sample in family.samples:
         labels = {name: value for name, value in sample.labels.items() if name != "le"}
-        metric = found.setdefault(tuple(labels.items()), Histogram(family.name, labels))
+        metric = by_labels.setdefault(tuple(labels.items()), Histogram(family.name, labels))
         if sample.name.endswith("_bucket"):
             metric.buckets[sample.labels["le"]] = int(sample.value)
         elif sample.name.endswith("_sum"):
             metric.sum = sample.value
         elif sample.name.endswith("_count"):
             metric.count = int(sample.value)
-    yield from found.values()
+    yield from by_labels.values()

@@ -61,49 +61,49 @@ class Prompt:
     embeds: PromptInputs | None = None
 
     async def encoded(
-        self, tokenizer: ChatTokenizer, limits: EdgeConfig, kept: Truncation | None
+        self, tokenizer: ChatTokenizer, limits: EdgeConfig, truncation: Truncation | None
     ) -> tuple[list[int], PromptInputs | None]:
-        """Return the token ids and other inputs. kept: only this part of the tokens. Raises ApiError."""
-        if kept is not None and (self.images or self.embeds is not None):
+        """Return the token ids and other inputs. truncation: only this part of the tokens. Raises ApiError."""
+        if truncation is not None and (self.images or self.embeds is not None):
             raise unsupported("truncate_prompt_tokens", "with images or embeddings the prompt is whole")
         if self.chat is not None:
-            tokens, inputs = await encode_chat(self.chat, self.images, tokenizer, limits, kept, param="prompt")
-            return tokens if kept is None else kept.of(tokens), inputs
+            tokens, inputs = await encode_chat(self.chat, self.images, tokenizer, limits, truncation, param="prompt")
+            return tokens if truncation is None else truncation.of(tokens), inputs
         if self.tokens is not None:
             tokens = check_token_ids("prompt_token_ids", self.tokens, tokenizer)
         else:
             assert self.text is not None
-            tokens = await encode_prompt(self.text, True, "prompt", tokenizer, limits, kept)
-        return tokens if kept is None else kept.of(tokens), self.embeds
+            tokens = await encode_prompt(self.text, True, "prompt", tokenizer, limits, truncation)
+        return tokens if truncation is None else truncation.of(tokens), self.embeds
 
 
-def prompt_of(given: Any) -> Prompt:
+def prompt_of(prompt: Any) -> Prompt:
     """Return a prompt of `LLM.generate`. Raises TypeError."""
-    if isinstance(given, str):
-        return Prompt(given)
-    if isinstance(given, Mapping):
-        if other := [key for key, value in given.items() if key not in _KEYS and value is not None]:
+    if isinstance(prompt, str):
+        return Prompt(prompt)
+    if isinstance(prompt, Mapping):
+        if other := [key for key, value in prompt.items() if key not in _KEYS and value is not None]:
             raise TypeError(f"prompt[{other[0]!r}]: is not supported: prompts are texts, token ids or embeddings")
-        if given.get("prompt_embeds") is not None:
-            embeds = _embeddings(given["prompt_embeds"])
+        if prompt.get("prompt_embeds") is not None:
+            embeds = _embeddings(prompt["prompt_embeds"])
             tokens = [PLACEHOLDER] * embeds.num_rows
-            return Prompt(None, tokens, given.get("cache_salt"), embeds=PromptInputs((embeds,)))
-        if "prompt_token_ids" in given:
-            tokens = [int(token) for token in given["prompt_token_ids"]]
-            return Prompt(given.get("prompt"), tokens, given.get("cache_salt"))
-        if isinstance(given.get("prompt"), str):
-            return Prompt(given["prompt"], None, given.get("cache_salt"))
-    elif is_token_ids(given):
-        return Prompt(None, [int(token) for token in given])
+            return Prompt(None, tokens, prompt.get("cache_salt"), embeds=PromptInputs((embeds,)))
+        if "prompt_token_ids" in prompt:
+            tokens = [int(token) for token in prompt["prompt_token_ids"]]
+            return Prompt(prompt.get("prompt"), tokens, prompt.get("cache_salt"))
+        if isinstance(prompt.get("prompt"), str):
+            return Prompt(prompt["prompt"], None, prompt.get("cache_salt"))
+    elif is_token_ids(prompt):
+        return Prompt(None, [int(token) for token in prompt])
     raise TypeError(
-        f'prompt {given!r:.80}: must be a text, a list of token ids, {{"prompt": text}} or {{"prompt_token_ids": ids}}'
+        f'prompt {prompt!r:.80}: must be a text, a list of token ids, {{"prompt": text}} or {{"prompt_token_ids": ids}}'
     )
 
 
-def _embeddings(given: Any) -> Embeddings:
+def _embeddings(value: Any) -> Embeddings:
     """Return a prompt's embeddings. Raises ValueError."""
     try:
-        rows = torch.as_tensor(given).detach().float().cpu()
+        rows = torch.as_tensor(value).detach().float().cpu()
     except (TypeError, ValueError, RuntimeError):
         rows = torch.empty(0)
     if rows.dim() != 2 or rows.numel() == 0:
@@ -111,10 +111,10 @@ def _embeddings(given: Any) -> Embeddings:
     return Embeddings.of(0, rows.numpy())
 
 
-def is_token_ids(given: Any) -> bool:
+def is_token_ids(value: Any) -> bool:
     """Whether this is a list of token ids, which is one prompt."""
-    is_list = isinstance(given, Sequence) and not isinstance(given, str) and bool(given)
-    return is_list and all(isinstance(token, Integral) and not isinstance(token, bool) for token in given)
+    is_list = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
+    return is_list and all(isinstance(token, Integral) and not isinstance(token, bool) for token in value)
 
 
 async def chat_prompt(

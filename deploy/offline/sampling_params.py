@@ -163,7 +163,7 @@ class SamplingParams:
     def body(self) -> CompletionRequest:
         """Return these parameters as the body of an HTTP request has them. Raises ValueError; fields may have been set
         since the object was built."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _PYTHON_ONLY}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _PYTHON_ONLY}
         form = values["structured_outputs"]
         if isinstance(form, StructuredOutputsParams):
             values["structured_outputs"] = {key: value for key, value in vars(form).items() if value is not None}
@@ -187,11 +187,11 @@ _PYTHON_ONLY = ("detokenize", "output_kind")
 def honoured(values: Mapping[str, Any], refused: Refusals) -> dict[str, Any]:
     """Return `values` without refused and ignored parameters. Those that requests over HTTP ignore too are named once
     in the log if they ask for something. Raises ValueError for refused ones."""
-    kept = raised_as_value_error(without_refused, values, refused, _IGNORED)
-    for name in kept.keys() & _IGNORED.keys():
-        del kept[name]
+    used = raised_as_value_error(without_refused, values, refused, _IGNORED)
+    for name in used.keys() & _IGNORED.keys():
+        del used[name]
         _log_ignored(name)
-    return kept
+    return used
 
 
 @functools.cache
@@ -199,10 +199,10 @@ def _log_ignored(name: str) -> None:
     logger.warning("%s has no effect here and is ignored", name)
 
 
-def raised_as_value_error(work: Callable[..., T], *given: Any) -> T:
+def raised_as_value_error(work: Callable[..., T], *arguments: Any) -> T:
     """Return work(*given), an API's validation; its ApiError becomes a ValueError."""
     try:
-        return work(*given)
+        return work(*arguments)
     except ApiError as error:
         raise ValueError(error.message) from None
 

@@ -80,9 +80,9 @@ def run_guarded(run: Callable[[Callable[[], None]], int]) -> int:
 def remove_server_files(folder: Path, keep_session: bool = False) -> None:
     """Remove the server's files in `folder`, and the folders of its killed processes."""
     if keep_session:
-        note(is_kept=True)
+        note(keeps_logs=True)
     clear(folder, keep_session)
-    clear_abandoned(with_kept=False)
+    clear_abandoned(with_logs=False)
 
 
 def _start_cleaner(folder: Path) -> None:
@@ -116,7 +116,7 @@ def _keep(folder: Path, guard: int) -> None:
     while is_alive(server):
         time.sleep(_KEEPER_PERIOD_S)
     record = read(folder)
-    if record is not None and not record.is_kept:
+    if record is not None and not record.keeps_logs:
         remove_server_files(folder)
 
 
@@ -132,8 +132,8 @@ def end_descendants() -> None:
     if sys.platform != "linux":
         return
     deadline_s = time.monotonic() + _SWEEP_S
-    while (found := descendants(os.getpid())) and time.monotonic() < deadline_s:
-        for pid in found:
+    while (pids := descendants(os.getpid())) and time.monotonic() < deadline_s:
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
@@ -155,14 +155,14 @@ def process_tree(pid: int) -> dict[int, tuple[str, int]]:
             with contextlib.suppress(OSError):
                 state, parent, _ = process_state(name)
                 every[int(name)] = state, parent
-    found = {pid: ("", 0)}
+    tree = {pid: ("", 0)}
     rest = dict(every)
-    while below := {child: rest[child] for child in rest if rest[child][1] in found and child not in found}:
-        found |= below
+    while below := {child: rest[child] for child in rest if rest[child][1] in tree and child not in tree}:
+        tree |= below
         for child in below:
             del rest[child]
-    del found[pid]
-    return found
+    del tree[pid]
+    return tree
 
 
 def _is_closed(pipe: int) -> bool:

@@ -35,8 +35,8 @@ class Record:
     guard: pid of the process that receives signals (`aerie.deploy.processes.guard`); 0 for none.
     stop_limit_s: maximum time from SIGTERM to its end.
     session: session folder of the Ray that it started; "" if unknown.
-    beside: its private folder outside of the temporary folder; "" for none.
-    is_kept: it ended by a fault, so Ray's logs are kept.
+    private_folder: its private folder outside of the temporary folder; "" for none.
+    keeps_logs: it ended by a fault, so Ray's logs are kept.
     ray: variables by which other commands reach its Ray (`aerie.deploy.access`); empty until Ray runs.
     """
 
@@ -45,8 +45,8 @@ class Record:
     guard: int = 0
     stop_limit_s: float = 60.0
     session: str = ""
-    beside: str = ""
-    is_kept: bool = False
+    private_folder: str = ""
+    keeps_logs: bool = False
     ray: dict[str, str] = field(default_factory=dict)
 
 
@@ -91,10 +91,10 @@ def records() -> Iterator[tuple[Path, Record, dict[str, object]]]:
 def processes(folder: Path) -> list[int]:
     """Return the running processes of a server or node, except its owner and this process."""
     marker = f"{VARIABLE}={folder}".encode()
-    found = {pid for pid, words in _of_every_process("environ") if marker in words}
+    pids = {pid for pid, words in _words_of_processes("environ") if marker in words}
     with contextlib.suppress(OSError, ValueError):
-        found |= {each["pid"] for each in json.loads((folder / _PROCESSES).read_text()) if sockets.is_alive(each)}
-    return sorted(found - {os.getpid()})
+        pids |= {record["pid"] for record in json.loads((folder / _PROCESSES).read_text()) if sockets.is_alive(record)}
+    return sorted(pids - {os.getpid()})
 
 
 def clear(folder: Path, keep_session: bool = False) -> None:
@@ -113,16 +113,16 @@ def clear(folder: Path, keep_session: bool = False) -> None:
         return
     for session in sessions - {""}:
         remove_session(Path(session))
-    if record is not None and record.beside:
-        shutil.rmtree(record.beside, ignore_errors=True)
+    if record is not None and record.private_folder:
+        shutil.rmtree(record.private_folder, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear_abandoned(with_kept: bool) -> None:
-    """Clean up after this user's killed servers and nodes. with_kept: also after those that a fault ended."""
+def clear_abandoned(with_logs: bool) -> None:
+    """Clean up after this user's killed servers and nodes. with_logs: also after those that a fault ended."""
     spared = set()
     for folder, record, owner in list(records()):
-        if is_alive(folder, record, owner) or (record.is_kept and not with_kept):
+        if is_alive(folder, record, owner) or (record.keeps_logs and not with_logs):
             spared.add(folder)
         else:
             clear(folder)
@@ -145,12 +145,12 @@ def addresses_of(pids: Iterable[int]) -> set[str]:
 
 
 def _values(pids: Iterable[int], options: Iterable[str]) -> set[str]:
-    found = set()
+    values = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for word in Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0"):
-                found |= {word.removeprefix(option) for option in options if word.startswith(option)}
-    return found
+                values |= {word.removeprefix(option) for option in options if word.startswith(option)}
+    return values
 
 
 def remove_session(session: Path) -> None:
@@ -161,7 +161,7 @@ def remove_session(session: Path) -> None:
     private = session.parent.parent
     removed = private if (private / PRIVATE).is_file() else session
     name = str(removed).encode()
-    if any(name in word for _, words in _of_every_process("cmdline") for word in words):
+    if any(name in word for _, words in _words_of_processes("cmdline") for word in words):
         return
     shutil.rmtree(removed, ignore_errors=True)
     latest = session.with_name("session_latest")
@@ -170,7 +170,7 @@ def remove_session(session: Path) -> None:
             latest.unlink()
 
 
-def _of_every_process(name: str) -> Iterator[tuple[int, list[bytes]]]:
+def _words_of_processes(name: str) -> Iterator[tuple[int, list[bytes]]]:
     """For each process that this user can read, yield its pid and the words of /proc/PID/`name`."""
     for pid in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if pid.isdigit():

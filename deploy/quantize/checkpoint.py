@@ -19,7 +19,7 @@ from torch import Tensor
 from aerie.cluster.config import ConfigError
 from aerie.deploy.config.hub import model_folder
 from aerie.deploy.quantize.calibration import SHIPPED, Moments, Observed, mean_loss, moments_bytes, read_texts, reader
-from aerie.deploy.quantize.matrices import Layer, Source, chosen_layers, kept_modules, largest
+from aerie.deploy.quantize.matrices import Layer, Source, chosen_layers, largest, unquantised_modules
 from aerie.deploy.quantize.names import SCHEMES
 from aerie.deploy.quantize.rounding import ShardWriter, copy_others, quantised, unfinished
 from aerie.deploy.quantize.schemes import Scheme, scheme_of
@@ -92,7 +92,7 @@ class Job:
         texts = self._held_out()
         with unfinished(self.output) as folder, self.progress:
             self._check_space()
-            copy_others(self.source.folder, folder, self.scheme.config(kept_modules(self.source, self.modules)))
+            copy_others(self.source.folder, folder, self.scheme.config(unquantised_modules(self.source, self.modules)))
             read_target_config(ModelSource(str(folder)), 1)  # refuses unsupported models before the work
             before = self._loss(self.source.folder, texts, "loss before")
             writer = ShardWriter(folder, int(self.arguments.shard_gb * 1e9))
@@ -107,18 +107,18 @@ class Job:
 
     def _held_out(self) -> list[list[int]]:
         """Return the texts for the loss; empty if it is not measured."""
-        given = self.arguments
+        arguments = self.arguments
         needed, free = 4 * self.source.num_weights, HostMemory().free()
         if needed > free:
             what = f"{needed / 1e9:.1f} GB of memory in float32, and {free / 1e9:.1f} GB are free"
-            if given.calibrate:
+            if arguments.calibrate:
                 raise ConfigError(f"--calibrate: the model needs {what}; leave it out, or take a larger machine")
-            if given.loss:
+            if arguments.loss:
                 print(f"the loss is not measured: the model needs {what}")
             return []
-        if not given.loss:
+        if not arguments.loss:
             return []
-        return self._texts(given.loss_text or [str(SHIPPED)], given.loss_rows)
+        return self._texts(arguments.loss_text or [str(SHIPPED)], arguments.loss_rows)
 
     def _texts(self, sources: Sequence[str], num_rows: int) -> list[list[int]]:
         longest = min(self.arguments.max_length, self.source.config.max_position - 1)
@@ -126,8 +126,8 @@ class Job:
 
     def _check_space(self) -> None:
         """Raise ConfigError if the disk lacks space for the smallest possible result."""
-        kept = [entry for entry in self.source.entries.values() if entry.module not in self.modules]
-        least = sum(torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in kept)
+        unquantised = [entry for entry in self.source.entries.values() if entry.module not in self.modules]
+        least = sum(torch.Size(entry.shape).numel() * entry.dtype.itemsize for entry in unquantised)
         mine = [self.source.by_module[module] for module in self.modules]
         least += sum(torch.Size(entry.shape).numel() for entry in mine) * self.scheme.weights.num_bits // 8
         free = shutil.disk_usage(self.output.parent).free
@@ -177,12 +177,12 @@ class Job:
         weights = [self.source.read(entry) for entry in entries]
         magnitude = max(map(largest, weights))
         seen = moments.take(layer.observed)
-        found: dict[str, Tensor] = {}
+        stored: dict[str, Tensor] = {}
         for entry, weight in zip(entries, weights, strict=True):
             module = entry.name.removesuffix(".weight")
             tensors = quantised(weight, self.scheme, magnitude, seen)
-            found |= {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}
-        return found
+            stored |= {f"{module}.{kind}": tensor for kind, tensor in tensors.items()}
+        return stored
 
 
 def in_order(function: Callable[[Layer], ResultT], layers: Iterable[Layer]) -> Iterator[ResultT]:

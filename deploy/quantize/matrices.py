@@ -142,9 +142,11 @@ def chosen_layers(source: Source, ignored: Sequence[str], head: bool, multiple: 
         unused -= left
         if layer.modules == (HEAD,) and not head:
             continue
-        kept = [module for module in layer.modules if not any(_is_meant(entry, module) for entry in (*left, *_GATES))]
-        if kept:
-            chosen.append(replace(layer, modules=tuple(kept)))
+        modules = [
+            module for module in layer.modules if not any(_is_meant(entry, module) for entry in (*left, *_GATES))
+        ]
+        if modules:
+            chosen.append(replace(layer, modules=tuple(modules)))
     if unused:
         raise ConfigError(f"--ignore {sorted(unused)[0]}: matches no module that would be quantised; leave it out")
     if head and not any(layer.modules == (HEAD,) for layer in source.layers):
@@ -174,7 +176,7 @@ def _check(source: Source, layer: Layer, multiple: int) -> None:
         )
 
 
-def kept_modules(source: Source, quantised: Collection[str]) -> list[str]:
+def unquantised_modules(source: Source, quantised: Collection[str]) -> list[str]:
     """Return the modules that are not quantised, by canonical names and names in the files."""
     left = [entry for entry in source.entries.values() if len(entry.shape) == 2 and entry.module not in quantised]
     names = {name for entry in left for name in (entry.module, entry.name.removesuffix(".weight"))}

@@ -29,7 +29,7 @@ SHRINKS = tuple(1.0 - step / 32 for step in range(14))
 _SEARCHED = 1 << 19  # weights whose errors are computed at once: 2 MB, about the size of a core's cache
 _PACKED = 1 << 21  # weights that are packed at once
 _COMPENSATED = 1 << 24  # weights that are compensated at once; larger matrices are split by rows
-_OF_MATRIX = ("weight_shape", "weight_global_scale")  # tensors without a dimension of rows
+_PER_MATRIX = ("weight_shape", "weight_global_scale")  # tensors without a dimension of rows
 _DAMPING = 0.01  # share of the mean second moment that is added to all, as in the paper
 _BLOCK = 128  # columns whose errors are applied to later ones at once
 
@@ -61,9 +61,9 @@ def find_scales(weight: Tensor, args: QuantizationArgs, largest: float, moments:
     if args.strategy == "tensor_group":
         matrix = generate_gparam(torch.tensor(-largest), torch.tensor(largest))
     step = max(1, _SEARCHED // weight.shape[1])
-    found = [_search(rows, args, moments, matrix, weight.dtype) for rows in torch.split(weight, step)]
-    zero = None if args.symmetric else torch.cat([zeros for _, zeros in found])
-    return Scales(torch.cat([scales for scales, _ in found]), zero, matrix)
+    searched = [_search(rows, args, moments, matrix, weight.dtype) for rows in torch.split(weight, step)]
+    zero = None if args.symmetric else torch.cat([zeros for _, zeros in searched])
+    return Scales(torch.cat([scales for scales, _ in searched]), zero, matrix)
 
 
 def _search(
@@ -77,8 +77,8 @@ def _search(
         scale, zero = calculate_qparams(low * shrink, high * shrink, args, global_scale=matrix)
         if args.scale_dtype is None:
             scale = scale.to(dtype).float().clamp(min=torch.finfo(dtype).tiny)
-        each = Scales(scale, None if args.symmetric else zero, matrix)
-        error = (rounded(weight, args, each) - weight).square_()
+        scales = Scales(scale, None if args.symmetric else zero, matrix)
+        error = (rounded(weight, args, scales) - weight).square_()
         if moments is not None:
             error *= moments
         total = error.view(len(error), -1, size).sum(2)
@@ -111,7 +111,7 @@ def compensated(weight: Tensor, args: QuantizationArgs, scales: Scales, moments:
     group = order // (args.group_size or num_columns)
     by_column = args.model_copy(update={"strategy": "channel", "group_size": None})
     left = weight.float().t()[order]  # [columns, rows], so that a column is contiguous
-    scale, zero = (None if each is None else each.t()[group] for each in (scales.scale, scales.zero))
+    scale, zero = (None if part is None else part.t()[group] for part in (scales.scale, scales.zero))
     assert scale is not None
     meant = torch.empty_like(left)
     for first in range(0, num_columns, _BLOCK):
@@ -134,13 +134,13 @@ def packed(meant: Tensor, scheme: Scheme, scales: Scales, dtype: torch.dtype) ->
     meant: [rows, columns] float32 values of the codes, or a weight to round.
     dtype: dtype of scales, if the format does not define one.
     """
-    given: dict[str, Tensor] = {"weight": meant, "weight_scale": scales.scale}
+    by_kind: dict[str, Tensor] = {"weight": meant, "weight_scale": scales.scale}
     if scales.zero is not None:
-        given["weight_zero_point"] = scales.zero
+        by_kind["weight_zero_point"] = scales.zero
     if scales.matrix is not None:
-        given["weight_global_scale"] = scales.matrix
+        by_kind["weight_global_scale"] = scales.matrix
     compressor = BaseCompressor.get_value_from_registry(scheme.format)
-    tensors: dict[str, Tensor] = compressor.compress(given, scheme.scheme)
+    tensors: dict[str, Tensor] = compressor.compress(by_kind, scheme.scheme)
     if scheme.weights.scale_dtype is None:
         tensors["weight_scale"] = tensors["weight_scale"].to(dtype)
     return {kind: tensor.contiguous() for kind, tensor in tensors.items()}
@@ -154,13 +154,13 @@ def quantised(weight: Tensor, scheme: Scheme, largest: float, moments: Tensor | 
     diagonal = None if moments is None else moments.diagonal()
     size = _PACKED if moments is None else _COMPENSATED
     step = max(32, size // weight.shape[1] // 32 * 32)  # 32 rows are whole words of zero points
-    found = []
+    parts = []
     for rows in torch.split(weight, step):
         scales = find_scales(rows, scheme.weights, largest, diagonal)
         meant = rows.float() if moments is None else compensated(rows, scheme.weights, scales, moments)
-        found.append(packed(meant, scheme, scales, weight.dtype))
-    tensors = {kind: torch.cat([each[kind] for each in found]) for kind in found[0] if kind not in _OF_MATRIX}
-    whole = {kind: tensor for kind, tensor in found[0].items() if kind in _OF_MATRIX}
+        parts.append(packed(meant, scheme, scales, weight.dtype))
+    tensors = {kind: torch.cat([part[kind] for part in parts]) for kind in parts[0] if kind not in _PER_MATRIX}
+    whole = {kind: tensor for kind, tensor in parts[0].items() if kind in _PER_MATRIX}
     if "weight_shape" in whole:
         whole["weight_shape"] = torch.tensor(weight.shape)
     return tensors | whole

@@ -37,13 +37,13 @@ def checked_address(host: object, port: object, listens: bool = True) -> Address
     if not isinstance(host, str) or not host:
         raise ConfigError(f"http_options.host={host}: must be an address of this machine, such as 127.0.0.1 (--host)")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigError(
             f"http_options.host={host}: is no address of this machine ({error.strerror or error}); try 127.0.0.1, or "
             "0.0.0.0 for all interfaces"
         ) from None
-    family, _, _, _, where = found[0]
+    family, _, _, _, where = addresses[0]
     if not listens:
         return Address(host, port)
     try:

@@ -67,8 +67,8 @@ def recorded(name: str) -> dict[str, Any] | None:
     """Return the content of `record`; None if there is none."""
     from ray.experimental.internal_kv import _internal_kv_get
 
-    found: dict[str, Any] | None = msgspec.json.decode(_internal_kv_get(_key(name)) or "null")
-    return found
+    record: dict[str, Any] | None = msgspec.json.decode(_internal_kv_get(_key(name)) or "null")
+    return record
 
 
 def _key(name: str) -> bytes:
@@ -79,8 +79,11 @@ def _application(details: Mapping[str, Any]) -> Application:
     """Read one application of Serve's `ServeInstanceDetails`."""
     deployments = [
         DeploymentStatus(
-            name, each["status"].value, each["message"], dict(Counter(one["state"].value for one in each["replicas"]))
+            name,
+            deployment["status"].value,
+            deployment["message"],
+            dict(Counter(one["state"].value for one in deployment["replicas"])),
         )
-        for name, each in details["deployments"].items()
+        for name, deployment in details["deployments"].items()
     ]
     return Application(details["status"].value, details["message"], details.get("route_prefix"), deployments)

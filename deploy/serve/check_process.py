@@ -58,7 +58,7 @@ class CheckProcess:
             )
         self._end = ours.makefile("rw")
         ours.close()
-        self._found: Future[int] = Future()
+        self._length: Future[int] = Future()
         self._readers: list[threading.Thread] = []
 
     @property
@@ -79,19 +79,19 @@ class CheckProcess:
     def on_refusal(self, refuse: Callable[[str], None]) -> None:
         """Call `refuse` with the reason, in a thread, if the check finds a fault."""
 
-        def look(found: "Future[int]") -> None:
-            if not found.cancelled() and (error := found.exception()) is not None:
+        def look(future: "Future[int]") -> None:
+            if not future.cancelled() and (error := future.exception()) is not None:
                 refuse(str(error))
 
-        self._found.add_done_callback(look)
+        self._length.add_done_callback(look)
 
     def checked(self) -> int:
         """Wait for the check; return what `aerie.deploy.checks.check_checkpoints` found. Raises ConfigError."""
-        return self._found.result()
+        return self._length.result()
 
     def close(self) -> None:
         """End the process, and with it ranks without an attached actor."""
-        self._found.cancel()  # its end is expected
+        self._length.cancel()  # its end is expected
         self._process.kill()
         self._process.wait()
         for reader in self._readers:
@@ -109,13 +109,13 @@ class CheckProcess:
                 line = self._end.readline()
             except ConnectionError:
                 line = ""
-        found = json.loads(line) if line else {"refused": self._ended()}
-        if self._found.cancelled():
+        answer = json.loads(line) if line else {"refused": self._ended()}
+        if self._length.cancelled():
             return
-        if "refused" in found:
-            self._found.set_exception(ConfigError(found["refused"]))
+        if "refused" in answer:
+            self._length.set_exception(ConfigError(answer["refused"]))
         else:
-            self._found.set_result(int(found["max_model_len"]))
+            self._length.set_result(int(answer["max_model_len"]))
 
     def _ended(self) -> str:
         status = self._process.wait()
@@ -148,14 +148,16 @@ def run() -> None:
 
         task = Task(**json.loads(line))
 
-        def tell(found: dict[str, object]) -> None:
-            end.write(json.dumps(found) + "\n")
+        def tell(message: dict[str, object]) -> None:
+            end.write(json.dumps(message) + "\n")
             end.flush()
 
         try:
             config = AerieConfig.model_validate_json(task.config)
             here = gpus if task.has_nodes else None
-            check_and_start_ranks(task.name, config, here, task.ranks_to, lambda found: tell({"max_model_len": found}))
+            check_and_start_ranks(
+                task.name, config, here, task.ranks_to, lambda max_model_len: tell({"max_model_len": max_model_len})
+            )
         except ConfigError as error:
             tell({"refused": str(error)})
             sys.exit(2)

@@ -36,8 +36,8 @@ class Guest:
 
     @property
     def applications(self) -> Sequence[Mapping[str, Any]]:
-        found: Sequence[Mapping[str, Any]] = self.content["applications"]
-        return found
+        applications: Sequence[Mapping[str, Any]] = self.content["applications"]
+        return applications
 
     @property
     def names(self) -> list[str]:

@@ -133,8 +133,8 @@ def _drain_engines(applications: list[str], timeout_s: float) -> None:
 
     from aerie.cluster.transport.discovery import find_coordinators
 
-    found = [find_coordinators(name, {}) for name in applications]
-    drains = [coordinator.drain.remote() for coordinators in found for coordinator in coordinators.values()]
+    by_application = [find_coordinators(name, {}) for name in applications]
+    drains = [coordinator.drain.remote() for coordinators in by_application for coordinator in coordinators.values()]
     if drains:
         ray.wait(drains, num_returns=len(drains), timeout=timeout_s + 5)
 
@@ -249,7 +249,7 @@ def _server(chosen: Chosen, address: str | None) -> _Server:
 
 def _prepare_host(server: _Server) -> None:
     """Clear what killed servers left, record this one, and raise limits. Raises ConfigError without room for Ray."""
-    server_record.clear_abandoned(with_kept=True)
+    server_record.clear_abandoned(with_logs=True)
     limit_s = server.chosen.config.engine.drain_timeout_s + END_LIMIT_S + STOP_MARGIN_S
     server_record.note(port=server.address.port, stop_limit_s=limit_s)
     raise_open_files()
@@ -262,7 +262,7 @@ def _private_folder(ending: contextlib.ExitStack) -> Path:
     root = socket_root(tempfile.gettempdir())
     folder = ending.enter_context(temporary_folder(root))
     if root != tempfile.gettempdir():
-        server_record.note(beside=str(folder))
+        server_record.note(private_folder=str(folder))
     return folder
 
 

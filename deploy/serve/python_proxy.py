@@ -14,14 +14,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS
 
 from aerie.cluster.start_log import REQUEST_ID
-from aerie.deploy.haproxy import OF_TRACES, SERVES_OWN
+from aerie.deploy.haproxy import SERVES_OWN, TRACE_HEADERS
 
 ENVIRONMENT = {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": f"{__name__}.middlewares"}
 _UNREADABLE = b"not printable"  # replaces a request id: the ingress refuses it with an explanation
 _READABLE_ID = re.compile(REQUEST_ID.pattern.encode())
 _PRINTABLE = re.compile(rb"[ -~]*")
 _SERVES_OWN = re.compile(SERVES_OWN.encode(), re.IGNORECASE)
-_OF_TRACES = tuple(name.encode() for name in OF_TRACES)
+_TRACE_HEADERS = tuple(name.encode() for name in TRACE_HEADERS)
 
 
 class CleanHeaders:
@@ -35,7 +35,7 @@ class CleanHeaders:
             scope["headers"] = [
                 (name, _UNREADABLE if name == b"x-request-id" and not _READABLE_ID.fullmatch(value) else value)
                 for name, value in scope["headers"]
-                if not _SERVES_OWN.match(name) and (name not in _OF_TRACES or _PRINTABLE.fullmatch(value))
+                if not _SERVES_OWN.match(name) and (name not in _TRACE_HEADERS or _PRINTABLE.fullmatch(value))
             ]
         await self._app(scope, receive, send)
 

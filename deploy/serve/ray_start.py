@@ -96,7 +96,9 @@ def _wait_until_registered(node: Any) -> str:
             if name in ("raylet", "gcs_server"):
                 return cause(Path(node.get_logs_dir_path()), name, process.returncode)
         with contextlib.suppress(Exception):  # the GCS is not there yet, or has died
-            if any(found.hex() == node.node_id for found in node.get_gcs_client().get_all_node_info(timeout=5)):
+            if any(
+                registered.hex() == node.node_id for registered in node.get_gcs_client().get_all_node_info(timeout=5)
+            ):
                 return ""
         time.sleep(_POLL_S)
     raise RayletEndedError(f"Ray's raylet had not registered after {START_LIMIT_S:g} s: the machine is too busy")
@@ -132,8 +134,8 @@ def cause(logs: Path, name: str, status: int | None) -> str:
 
 
 def _newest(logs: Path, pattern: str) -> str:
-    found = sorted(logs.glob(pattern), key=lambda path: path.stat().st_mtime)
-    return found[-1].read_bytes()[-_MAX_LOG_BYTES:].decode(errors="replace") if found else ""
+    files = sorted(logs.glob(pattern), key=lambda path: path.stat().st_mtime)
+    return files[-1].read_bytes()[-_MAX_LOG_BYTES:].decode(errors="replace") if files else ""
 
 
 def _last_line(text: str) -> str:
@@ -217,9 +219,15 @@ def start_ray(
     import ray
 
     watch_raylets(say)
-    place = {} if folder is None else {"_temp_dir": str(folder)}
+    folder_option = {} if folder is None else {"_temp_dir": str(folder)}
     # "local": by default Ray would join a cluster that this host is a node of.
-    ray.init("local", namespace="serve", include_dashboard=False, object_store_memory=object_store_mb * 10**6, **place)
+    ray.init(
+        "local",
+        namespace="serve",
+        include_dashboard=False,
+        object_store_memory=object_store_mb * 10**6,
+        **folder_option,
+    )
     return ray._private.worker._global_node
 
 

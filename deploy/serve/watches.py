@@ -111,7 +111,7 @@ class RayWatch(Watch):
 def end_at_once(console: Console, reason: str, status: int = FAULT) -> None:
     """Print `reason`, and end this process and its descendants with `status`. Ray's logs stay after a fault only."""
     if status == FAULT:
-        note(is_kept=True)
+        note(keeps_logs=True)
     else:
         for session in sessions_of(process_tree(os.getpid())):  # a starting Ray has not reported it
             note(session=session)
@@ -149,7 +149,7 @@ class ProcessWatch(Watch):
         own = {
             pid: state for pid, (state, parent) in tree.items() if state == "T" or (state, parent) == ("Z", os.getpid())
         }
-        self._since_s = {each: self._since_s.get(each, now_s) for each in own.items()}
+        self._since_s = {process: self._since_s.get(process, now_s) for process in own.items()}
         for (pid, state), since_s in self._since_s.items():
             if state == "T" and now_s - since_s >= STOPPED_LIMIT_S:
                 self._report(f"{_name(pid)} (pid {pid}) had been stopped for {STOPPED_LIMIT_S:g} s and was ended")
@@ -188,8 +188,10 @@ class StartWatch(Watch):
         self._stopped.set()
 
     def look(self) -> None:
-        found = read_applications()
-        applications = {name: each for name, each in found.items() if self._names is None or name in self._names}
+        current = read_applications()
+        applications = {
+            name: application for name, application in current.items() if self._names is None or name in self._names
+        }
         self.reason = failure(applications, self._since)
         if self.reason:
             os.kill(os.getpid(), signal.SIGTERM)

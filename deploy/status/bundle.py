@@ -51,7 +51,7 @@ def is_secret_name(name: str) -> bool:
 
 def redacted(text: str, secrets: Iterable[str] = ()) -> str:
     """Return `text` without `secrets` and without what looks like one: keys, tokens, passwords in URLs."""
-    for secret in sorted({each for each in secrets if len(each) >= _MIN_LENGTH}, key=len, reverse=True):
+    for secret in sorted({value for value in secrets if len(value) >= _MIN_LENGTH}, key=len, reverse=True):
         text = text.replace(secret, REMOVED)
     for pattern in _PATTERNS:
         text = pattern.sub(lambda match: match[1] + REMOVED, text)
@@ -106,20 +106,20 @@ _VARIABLES = (
 )
 
 
-def write_bundle(file: Path, given: str, findings: Sequence[str]) -> None:
+def write_bundle(file: Path, source: str, findings: Sequence[str]) -> None:
     """Write the archive, readable for this user alone, and print what it contains.
 
-    given: the configuration's file or packaged name.
+    source: the configuration's file or packaged name.
     findings: lines of `aerie doctor`.
     Raises OSError."""
-    content = _content(given)
+    content = _content(source)
     secrets = [*secrets_of(content), *_secret_values(os.environ), *_token(os.environ)]
     parts = {
         "versions.txt": _versions(),
         "findings.txt": "\n".join(findings),
         "environment.txt": _environment(os.environ),
         "config.yaml": content if isinstance(content, str) else yaml.safe_dump(without_secrets(content)),
-        "plan.txt": _output("plan", given),
+        "plan.txt": _output("plan", source),
         "status.json": _output("status", "--json"),
     }
     began_s = time.time()
@@ -140,10 +140,10 @@ def write_bundle(file: Path, given: str, findings: Sequence[str]) -> None:
     print("secrets are removed, but read it before you send it; logs may name files and requests")
 
 
-def _content(given: str) -> object:
+def _content(source: str) -> object:
     """Return the configuration as written, or why it cannot be read."""
     try:
-        return yaml.safe_load(find_config(given).read_text())
+        return yaml.safe_load(find_config(source).read_text())
     except (ConfigError, OSError, ValueError, yaml.YAMLError) as error:
         return f"cannot be read: {error}"
 
@@ -166,7 +166,9 @@ def _environment(environment: Mapping[str, str]) -> str:
 
 
 def _versions() -> str:
-    packages = sorted({f"{each.name} {each.version}" for each in distributions()}, key=str.lower)
+    packages = sorted(
+        {f"{distribution.name} {distribution.version}" for distribution in distributions()}, key=str.lower
+    )
     return "\n".join((f"aerie {version()}", f"Python {sys.version}", platform.platform(), *packages))
 
 
@@ -189,20 +191,20 @@ def _logs(now_s: float) -> Iterator[tuple[str, str]]:
         places.append(("logs/aerie", folder, folder.glob("*.log*")))
     for session in _sessions():
         places.append((f"logs/ray/{session.name}", session / "logs", (session / "logs").rglob("*")))
-    for place, root, paths in places:
+    for title, root, paths in places:
         for path in _newest(paths, now_s):
             text = _end(path, min(MAX_LOG_BYTES, left))
             left -= len(text)
             if text:
-                yield f"{place}/{path.relative_to(root)}", text
+                yield f"{title}/{path.relative_to(root)}", text
 
 
 def _sessions() -> list[Path]:
     """Return the session folders of this user's Rays that run, or ended by a fault."""
-    found = set()
+    sessions = set()
     for folder, record, _ in records():
-        found |= {record.session, *sessions_of(processes(folder))} - {""}
-    return [Path(each) for each in sorted(found)]
+        sessions |= {record.session, *sessions_of(processes(folder))} - {""}
+    return [Path(session) for session in sorted(sessions)]
 
 
 def _newest(paths: Iterable[Path], now_s: float) -> list[Path]:

@@ -36,9 +36,11 @@ def read_report(address: str, name: str | None) -> Report:
             here = NodeStatus(here.address, True, written(everything), written(room.total))
         nodes.append(here)
     applications = [
-        ApplicationStatus(each, found.status, found.message, found.route_prefix, found.deployments, _engines(each))
-        for each, found in read_applications().items()
-        if name in (None, each)
+        ApplicationStatus(
+            app_name, state.status, state.message, state.route_prefix, state.deployments, _engines(app_name)
+        )
+        for app_name, state in read_applications().items()
+        if name in (None, app_name)
     ]
     waiting = [
         group for group in waiting_groups(ray.util.placement_group_table(), rooms) if name in (None, group.application)
@@ -48,7 +50,7 @@ def read_report(address: str, name: str | None) -> Report:
 
 def _engines(application: str) -> list[EngineStatus]:
     asked = {
-        each: coordinator.stats.remote() for each, coordinator in sorted(find_coordinators(application, {}).items())
+        name: coordinator.stats.remote() for name, coordinator in sorted(find_coordinators(application, {}).items())
     }
     if asked:
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=_STATS_LIMIT_S)

@@ -18,13 +18,13 @@ LIMIT_S = 40.0  # Ray's client tries to reach a GCS that hangs without limit
 def run(arguments: argparse.Namespace) -> int:
     """`aerie status`. Return 0 if all applications run with ready engines, 1 if not. Raises ConfigError if there is no
     Ray to ask."""
-    found = find_ray(arguments.port, arguments.address)
-    late = threading.Timer(LIMIT_S, _give_up, (found[ADDRESS],))
+    reach = find_ray(arguments.port, arguments.address)
+    late = threading.Timer(LIMIT_S, _give_up, (reach[ADDRESS],))
     late.daemon = True
     late.start()
     try:
-        reach_ray(found)
-        report: Report = load("aerie.deploy.status.collect:read_report")(found[ADDRESS], arguments.name)
+        reach_ray(reach)
+        report: Report = load("aerie.deploy.status.collect:read_report")(reach[ADDRESS], arguments.name)
     finally:
         late.cancel()
     print(as_json(report) if arguments.json else "\n".join(lines(report)))

@@ -34,8 +34,8 @@ def missing(bundles: Sequence[Resources], strategy: str, nodes: Sequence[NodeRoo
     total, free = _total([node.total for node in nodes]), _total([node.free for node in nodes])
     short = [name for name, count in wanted.items() if free.get(name, 0) < count - 1e-6]
     if short:
-        each = [f"{name} {wanted[name]:g}, free {free.get(name, 0):g} of {total.get(name, 0):g}" for name in short]
-        return "needs " + "; ".join(each)
+        lacking = [f"{name} {wanted[name]:g}, free {free.get(name, 0):g} of {total.get(name, 0):g}" for name in short]
+        return "needs " + "; ".join(lacking)
     for unit in units:
         if not any(_fits(unit, node.free) for node in nodes):
             return f"no node has {written(unit)} free: what is free is on several nodes"
@@ -47,11 +47,11 @@ def written(resources: Resources) -> str:
     return ", ".join(f"{name} {count:g}" for name, count in sorted(resources.items()))
 
 
-def _total(each: Sequence[Resources]) -> dict[str, float]:
-    found: Counter[str] = Counter()
-    for resources in each:
-        found.update(resources)
-    return dict(found)
+def _total(parts: Sequence[Resources]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for resources in parts:
+        total.update(resources)
+    return dict(total)
 
 
 def _fits(wanted: Resources, there: Resources) -> bool:
@@ -95,7 +95,7 @@ class ApplicationStatus:
     @property
     def is_well(self) -> bool:
         """Whether it runs, and each engine that should be there is ready."""
-        expected = [each for each in self.deployments if each.name == ENGINE]
+        expected = [deployment for deployment in self.deployments if deployment.name == ENGINE]
         ready = all(engine.status == "ready" for engine in self.engines)
         return self.status == "RUNNING" and ready and (bool(self.engines) or not expected)
 
@@ -136,12 +136,16 @@ class Report:
     @property
     def is_well(self) -> bool:
         """Whether an application is there, all of them are well, and nothing waits for room."""
-        return bool(self.applications) and all(each.is_well for each in self.applications) and not self.waiting
+        return (
+            bool(self.applications)
+            and all(application.is_well for application in self.applications)
+            and not self.waiting
+        )
 
 
 def waiting_groups(table: Mapping[str, Mapping[str, object]], rooms: Sequence[NodeRoom]) -> list[WaitingGroup]:
     """Return the placement groups of `ray.util.placement_group_table` that wait for room."""
-    found = []
+    groups = []
     for group in table.values():
         if group["state"] not in _WAITING:
             continue
@@ -152,5 +156,5 @@ def waiting_groups(table: Mapping[str, Mapping[str, object]], rooms: Sequence[No
         application, _, rest = replica.partition("#") if kind == "SERVE_REPLICA" else ("", "", "")
         lacks = missing(bundles, strategy, rooms)
         words = [written(bundle) for bundle in bundles]
-        found.append(WaitingGroup(application, rest.partition("#")[0], strategy, words, lacks))
-    return found
+        groups.append(WaitingGroup(application, rest.partition("#")[0], strategy, words, lacks))
+    return groups

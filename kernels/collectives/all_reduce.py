@@ -46,9 +46,9 @@ def _check(
     assert 0 < rows <= capacity and inbox.shape == (2, capacity, world, width // 2) and inbox.is_contiguous()
     assert inbox.dtype == inboxes.dtype == torch.int64 and epochs.dtype == torch.int32
     residual, weight, _ = norm if norm is not None else (x, None, 0.0)
-    for each in (x, out, residual):
-        assert each.shape == x.shape and each.dtype == x.dtype and each.is_contiguous()
-        assert each.data_ptr() % _WORD_BYTES == 0, "two numbers are read as one word"
+    for tensor in (x, out, residual):
+        assert tensor.shape == x.shape and tensor.dtype == x.dtype and tensor.is_contiguous()
+        assert tensor.data_ptr() % _WORD_BYTES == 0, "two numbers are read as one word"
     if weight is not None:
         assert weight.shape == (width,) and weight.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
 

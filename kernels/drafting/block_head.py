@@ -83,7 +83,7 @@ def score_candidates(
     ->          [B * k, n] float32; [B * k, n] int64
     """
     k = previous.shape[1]
-    mine, ids = (each[:, row].repeat_interleave(k, dim=0) for each in (unary, candidates))
+    mine, ids = (part[:, row].repeat_interleave(k, dim=0) for part in (unary, candidates))
     first = before[previous.flatten()].float()
     if projected is not None:
         first = first * projected[:, row].float().repeat_interleave(k, dim=0)
@@ -105,7 +105,7 @@ def gru_step(inputs: Tensor, hidden: Tensor, state: Tensor) -> Tensor:
     state   [n, S], contiguous, as inputs
     ->      [n, S], as inputs
     """
-    of_input, of_state = (each.float().chunk(3, dim=1) for each in (inputs, hidden))
-    reset, update = (torch.sigmoid(of_input[gate] + of_state[gate]) for gate in (0, 1))
-    new = torch.tanh(of_input[2] + reset * of_state[2])
+    input_parts, state_parts = (part.float().chunk(3, dim=1) for part in (inputs, hidden))
+    reset, update = (torch.sigmoid(input_parts[gate] + state_parts[gate]) for gate in (0, 1))
+    new = torch.tanh(input_parts[2] + reset * state_parts[2])
     return (new + update * (state.float() - new)).to(state.dtype)

@@ -37,8 +37,8 @@ def _convolve_blocks(
         if row % rows >= tap:
             x = tl.load(x_ptr + (row - tap) * channels + channel, mask=inside, other=0.0).to(tl.float32)
             kernel = tl.load(base_ptr + tap * channels + channel, mask=inside, other=0.0).to(tl.float32)
-            place = dynamic_ptr + row * dynamic_stride + tap * groups + channel // GROUP
-            total += x * (kernel + tl.load(place, mask=inside, other=0.0).to(tl.float32))
+            tap_ptr = dynamic_ptr + row * dynamic_stride + tap * groups + channel // GROUP
+            total += x * (kernel + tl.load(tap_ptr, mask=inside, other=0.0).to(tl.float32))
     tl.store(out_ptr + row * channels + channel, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -87,17 +87,17 @@ def _score_candidates(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     entry = tl.program_id(0).to(tl.int64)
-    place = entry // width * depths + row
+    cell = entry // width * depths + row
     column, part = tl.arange(0, N), tl.arange(0, RANK)
     inside, there = column < n, part < rank
-    token = tl.load(candidate_ptr + place * n + column, mask=inside, other=0)
+    token = tl.load(candidate_ptr + cell * n + column, mask=inside, other=0)
     previous = tl.load(previous_ptr + entry)
     first = tl.load(before_ptr + previous * rank + part, mask=there, other=0.0).to(tl.float32)
     if projected_ptr is not None:
-        first *= tl.load(projected_ptr + place * rank + part, mask=there, other=0.0).to(tl.float32)
+        first *= tl.load(projected_ptr + cell * rank + part, mask=there, other=0.0).to(tl.float32)
     seen = inside[:, None] & there[None, :]
     second = tl.load(after_ptr + token[:, None] * rank + part[None, :], mask=seen, other=0.0).to(tl.float32)
-    score = tl.load(unary_ptr + place * n + column, mask=inside, other=0.0) + tl.sum(second * first[None, :], 1)
+    score = tl.load(unary_ptr + cell * n + column, mask=inside, other=0.0) + tl.sum(second * first[None, :], 1)
     tl.store(score_ptr + entry * n + column, score, mask=inside)
     tl.store(id_ptr + entry * n + column, token, mask=inside)
 
@@ -148,8 +148,8 @@ def _gru_step(input_ptr, hidden_ptr, state_ptr, out_ptr, size, BLOCK: tl.constex
     update = tl.load(input_ptr + gate + size, mask=inside, other=0.0).to(tl.float32)
     update += tl.load(hidden_ptr + gate + size, mask=inside, other=0.0).to(tl.float32)
     new = tl.load(input_ptr + gate + 2 * size, mask=inside, other=0.0).to(tl.float32)
-    of_state = tl.load(hidden_ptr + gate + 2 * size, mask=inside, other=0.0).to(tl.float32)
-    new += of_state / (1.0 + tl.exp(-reset))
+    state_part = tl.load(hidden_ptr + gate + 2 * size, mask=inside, other=0.0).to(tl.float32)
+    new += state_part / (1.0 + tl.exp(-reset))
     new = 2.0 / (1.0 + tl.exp(-2.0 * new)) - 1.0
     state = tl.load(state_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
     state = new + (state - new) / (1.0 + tl.exp(-update))

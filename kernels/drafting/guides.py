@@ -95,10 +95,12 @@ def _check_mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor
     assert words.dtype == torch.int32 and words.is_contiguous() and ids.dtype == torch.int64 and ids.is_contiguous()
 
 
-def _check_children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children, unlikely: float) -> None:
+def _check_children(guides: GuideTable, slots: Tensor, states: Tensor, candidates: Children, unlikely: float) -> None:
     _check_states(guides, slots, states)
     assert (
-        found.ids.shape[0] == states.numel() and found.ids.is_contiguous() and found.log_probabilities.is_contiguous()
+        candidates.ids.shape[0] == states.numel()
+        and candidates.ids.is_contiguous()
+        and candidates.log_probabilities.is_contiguous()
     )
 
 
@@ -161,20 +163,20 @@ def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, state
 
 
 @operation(Implementation("triton", "aerie.kernels.drafting.guides_triton:children", on_gpu), contract=_check_children)
-def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children, unlikely: float) -> Children:
+def children(guides: GuideTable, slots: Tensor, states: Tensor, candidates: Children, unlikely: float) -> Children:
     """Return proposals in which a forced token is the first of its row, with log-probability 0.
 
-    slots     [B] int64, contiguous
-    states    [B, R] int32, contiguous
-    found     [B * R, k], contiguous
-    unlikely  added to the log-probability of a row's other tokens that have no edge, if one is forced
-    ->        [B * R, k], target ids
+    slots       [B] int64, contiguous
+    states      [B, R] int32, contiguous
+    candidates  [B * R, k], contiguous
+    unlikely    added to the log-probability of a row's other tokens that have no edge, if one is forced
+    ->          [B * R, k], target ids
     """
     batch = states.shape[0]
-    ids = found.ids if found.target_ids is None else found.target_ids[found.ids]
+    ids = candidates.ids if candidates.target_ids is None else candidates.target_ids[candidates.ids]
     forced = _forced(guides, slots, states).view(-1, 1)
     known = _hits(guides, slots, states.repeat_interleave(ids.shape[1], 1), ids.view(batch, -1)).any(2).view(ids.shape)
-    scores = torch.where(known, found.log_probabilities, found.log_probabilities + unlikely)
+    scores = torch.where(known, candidates.log_probabilities, candidates.log_probabilities + unlikely)
     # the forced token, then the others in order; the last is dropped unless the forced token was among them
     others = torch.cat((forced, ids), dim=1)
     scores = torch.cat((torch.zeros_like(forced, dtype=scores.dtype), scores), dim=1)
@@ -184,7 +186,7 @@ def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children,
     order = again.int().sort(dim=1, stable=True).indices[:, :-1]
     is_forced = forced >= 0
     return Children(
-        torch.where(is_forced, scores.gather(1, order), found.log_probabilities),
+        torch.where(is_forced, scores.gather(1, order), candidates.log_probabilities),
         torch.where(is_forced, others.gather(1, order), ids),
         None,
     )

@@ -144,7 +144,7 @@ def _mask(
     index_ptr,
     slot_ptr,
     state_ptr,
-    rows_each,
+    rows_per_request,
     word_ptr,
     num_words,
     id_ptr,
@@ -154,7 +154,7 @@ def _mask(
     row = tl.program_id(0).to(tl.int64)
     state = tl.load(state_ptr + row)
     if state >= 0:
-        guide = _guide_of(index_ptr, slot_ptr, row // rows_each)
+        guide = _guide_of(index_ptr, slot_ptr, row // rows_per_request)
         mask = tl.load(block_ptr + guide * block_stride + width + 2 * STATES + state).to(tl.int64)
         if mask >= 0:
             column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -197,7 +197,7 @@ def _children(
     index_ptr,
     slot_ptr,
     state_ptr,
-    rows_each,
+    rows_per_request,
     id_ptr,
     score_ptr,
     map_ptr,
@@ -211,13 +211,13 @@ def _children(
 ):
     row = tl.program_id(0).to(tl.int64)
     state = tl.load(state_ptr + row)
-    guide = tl.maximum(_guide_of(index_ptr, slot_ptr, row // rows_each), 0)
+    guide = tl.maximum(_guide_of(index_ptr, slot_ptr, row // rows_per_request), 0)
     states = block_ptr + guide * block_stride + width
     forced = tl.load(states + tl.maximum(state, 0)).to(tl.int64)
     is_forced = (state >= 0) & (forced >= 0)
     # the forced token first, then the others, without it, or without the last
 
-    place = tl.where(is_forced, 1, 0)
+    column = tl.where(is_forced, 1, 0)
     tl.store(out_id_ptr + row * K, forced, mask=is_forced)
     tl.store(out_score_ptr + row * K, 0.0, mask=is_forced)
     for i in tl.static_range(K):
@@ -228,14 +228,14 @@ def _children(
         known = _edge(states + 3 * STATES, state, token, EDGES) != -2
         score = tl.where(is_forced & (known == 0), score + UNLIKELY, score)
         stays = (is_forced == 0) | (token != forced)
-        tl.store(out_id_ptr + row * K + place, token, mask=stays & (place < K))
-        tl.store(out_score_ptr + row * K + place, score, mask=stays & (place < K))
-        place += tl.where(stays, 1, 0)
+        tl.store(out_id_ptr + row * K + column, token, mask=stays & (column < K))
+        tl.store(out_score_ptr + row * K + column, score, mask=stays & (column < K))
+        column += tl.where(stays, 1, 0)
 
 
-def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children, unlikely: float) -> Children:
+def children(guides: GuideTable, slots: Tensor, states: Tensor, candidates: Children, unlikely: float) -> Children:
     """`aerie.kernels.drafting.guides.children`."""
-    ids, scores = torch.empty_like(found.ids), torch.empty_like(found.log_probabilities)
+    ids, scores = torch.empty_like(candidates.ids), torch.empty_like(candidates.log_probabilities)
     _children[(ids.shape[0],)](
         guides.blocks,
         guides.blocks.stride(0),
@@ -244,13 +244,13 @@ def children(guides: GuideTable, slots: Tensor, states: Tensor, found: Children,
         slots,
         states,
         states.shape[1],
-        found.ids,
-        found.log_probabilities,
-        found.target_ids,
+        candidates.ids,
+        candidates.log_probabilities,
+        candidates.target_ids,
         ids,
         scores,
         UNLIKELY=unlikely,
-        HAS_MAP=found.target_ids is not None,
+        HAS_MAP=candidates.target_ids is not None,
         K=ids.shape[1],
         STATES=MAX_STATES,
         EDGES=MAX_EDGES,

@@ -76,9 +76,9 @@ def record_tokens(
     """
     column = torch.arange(tokens.shape[1], device=tokens.device)
     valid = column < counts.unsqueeze(1)
-    place = slots.unsqueeze(1) * history.shape[1] + length.long().unsqueeze(1) + 1 + column
+    index = slots.unsqueeze(1) * history.shape[1] + length.long().unsqueeze(1) + 1 + column
     flat = history.view(-1)
-    flat[place] = torch.where(valid, tokens.int(), flat[place])
+    flat[index] = torch.where(valid, tokens.int(), flat[index])
     chain, width = chains[slots], min(tokens.shape[1], chains.shape[1])
     equal = (chain[:, :width] == tokens[:, :width]) & valid[:, :width]
     return torch.where(chain[:, 0] == NO_TOKEN, -1, equal.cumprod(1).sum(1))
@@ -106,21 +106,21 @@ def find_matches(
     """
     own = history[slots, : min(max_tokens, history.shape[1])]
     count = seq_len[slots].long().unsqueeze(1) + 1
-    place = torch.arange(own.shape[1], device=own.device)
-    run, length = place < count - 1, torch.zeros_like(own)
+    column = torch.arange(own.shape[1], device=own.device)
+    run, length = column < count - 1, torch.zeros_like(own)
     for back in range(limits.longest):
         wanted = own.gather(1, (count - 1 - back).clamp_min(0))
         earlier = own.roll(back, dims=1)
-        run = run & (earlier == wanted) & (place >= back) & (count > back)
+        run = run & (earlier == wanted) & (column >= back) & (count > back)
         length += run
-    best = (length.long() << 32 | place).amax(1, keepdim=True)
-    found, at = best >> 32, best & 0xFFFFFFFF
+    best = (length.long() << 32 | column).amax(1, keepdim=True)
+    matched, at = best >> 32, best & 0xFFFFFFFF
     ahead = torch.arange(chains.shape[1], device=own.device)
     source = at + 1 + ahead % (count - 1 - at).clamp_min(1)
-    is_match = found >= limits.shortest
+    is_match = matched >= limits.shortest
     following = own.gather(1, source.clamp_max(own.shape[1] - 1)).long()
     chains[slots] = torch.where(is_match, following, NO_TOKEN)
-    return torch.where(is_match, found, 0).squeeze(1)
+    return torch.where(is_match, matched, 0).squeeze(1)
 
 
 @operation(
@@ -140,7 +140,7 @@ def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> Non
     first   number of nodes of the tree before this call, its root included; at least 1
     """
     chain, num_nodes = chains[slots], chains.shape[1]
-    tokens, parents, depths, masks = (each[slots, :first] for each in trees.fields)
+    tokens, parents, depths, masks = (field[slots, :first] for field in trees.fields)
     node = torch.zeros_like(slots).unsqueeze(1)
     merged, alive = torch.zeros_like(node), torch.ones_like(node, dtype=torch.bool)
     index = torch.arange(first, device=slots.device)

@@ -18,14 +18,14 @@ def record_tokens(
     """`aerie.kernels.drafting.suffix_match.record_tokens`."""
     texts, proposed = history.numpy(), chains.numpy()
     columns = zip(slots.tolist(), length.tolist(), tokens.tolist(), counts.tolist(), strict=True)
-    found = []
+    num_equal = []
     for slot, committed, row, count in columns:
         new = row[:count]
         texts[slot, committed + 1 : committed + 1 + count] = new
         chain = proposed[slot, : max(1, count)].tolist()
         equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(new, chain, strict=False))
-        found.append(-1 if chain[0] == NO_TOKEN else sum(1 for _ in equal))
-    return tensor(found, dtype=int64)
+        num_equal.append(-1 if chain[0] == NO_TOKEN else sum(1 for _ in equal))
+    return tensor(num_equal, dtype=int64)
 
 
 def find_matches(
@@ -33,7 +33,7 @@ def find_matches(
 ) -> Tensor:
     """`aerie.kernels.drafting.suffix_match.find_matches`."""
     texts, lengths, proposed = history.numpy(), seq_len.numpy(), chains.numpy()
-    found = np.zeros(slots.shape[0], np.int64)
+    matched = np.zeros(slots.shape[0], np.int64)
     ahead = np.arange(proposed.shape[1])
     for row, slot in enumerate(slots.tolist()):
         text = texts[slot, : lengths[slot] + 1]
@@ -41,9 +41,9 @@ def find_matches(
         if length < limits.shortest:
             proposed[slot] = NO_TOKEN
             continue
-        found[row] = length
+        matched[row] = length
         proposed[slot] = text[at + 1 + ahead % (len(text) - 1 - at)]
-    return from_numpy(found)
+    return from_numpy(matched)
 
 
 def _longest(text: npt.NDArray[np.int32], longest: int) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def _longest(text: npt.NDArray[np.int32], longest: int) -> tuple[int, int]:
 
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
     """`aerie.kernels.drafting.suffix_match.attach_chains`."""
-    tokens, parents, depths, masks = (each.numpy() for each in trees.fields)
+    tokens, parents, depths, masks = (field.numpy() for field in trees.fields)
     proposed, num_nodes = chains.numpy(), chains.shape[1]
     ahead = np.arange(num_nodes)
     own = ((1 << (ahead + 1)) - 1) << first

@@ -33,8 +33,8 @@ def _record_tokens(
     column = tl.arange(0, PADDED)
     valid = (column < count) & (column < M)
     token = tl.load(token_ptr + b * M + column, mask=valid, other=-1)
-    place = slot * history_stride + tl.load(length_ptr + b).to(tl.int64) + 1 + column
-    tl.store(history_ptr + place, token.to(tl.int32), mask=valid)
+    index = slot * history_stride + tl.load(length_ptr + b).to(tl.int64) + 1 + column
+    tl.store(history_ptr + index, token.to(tl.int32), mask=valid)
     chain = tl.load(chain_ptr + slot * K + column, mask=column < K, other=-1)
     differs = (chain != token) | (valid == 0)
     equal = tl.min(tl.where(differs, column, PADDED), 0)
@@ -84,15 +84,15 @@ def _scan(
     text_ptr = history_ptr + slot * history_stride
     best = tl.zeros([BLOCK], tl.int64)
     for start in range(program * BLOCK, last, PROGRAMS * BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        run = place < last
+        position = start + tl.arange(0, BLOCK)
+        run = position < last
         length = tl.zeros([BLOCK], tl.int64)
         for back in tl.static_range(LONGEST):
             wanted = tl.load(text_ptr + last - back, mask=back <= last, other=-2)
-            earlier = tl.load(text_ptr + place - back, mask=run & (place >= back), other=-1)
+            earlier = tl.load(text_ptr + position - back, mask=run & (position >= back), other=-1)
             run = run & (earlier == wanted)
             length += run.to(tl.int64)
-        best = tl.maximum(best, tl.where(length > 0, length << 32 | place.to(tl.int64), 0))
+        best = tl.maximum(best, tl.where(length > 0, length << 32 | position.to(tl.int64), 0))
     tl.store(best_ptr + b * PROGRAMS + program, tl.max(best, 0))
 
 

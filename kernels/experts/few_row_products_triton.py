@@ -72,14 +72,14 @@ def gate_up_of_few_rows(
         # reads.
         tl.extra.cuda.gdc_launch_dependents()
     if SPLITS > 1:
-        place = tile * blocks + block
+        cell = tile * blocks + block
         # outputs of a row are adjacent; rows from `rows` on are neither written nor read
         there = (m < rows)[None, :]
-        cells = part_ptr + place * (SPLITS * 2 * BLOCK_N * BLOCK_M)
+        cells = part_ptr + cell * (SPLITS * 2 * BLOCK_N * BLOCK_M)
         cells += tl.arange(0, BLOCK_N)[:, None] + m[None, :] * BLOCK_N
         tl.store(cells + 2 * split * (BLOCK_N * BLOCK_M), gate, mask=there)
         tl.store(cells + (2 * split + 1) * (BLOCK_N * BLOCK_M), up, mask=there)
-        if not comes_last(ticket_ptr + place, SPLITS):
+        if not comes_last(ticket_ptr + cell, SPLITS):
             return
         gate = sum_of_splits(cells, there, 2 * BLOCK_N * BLOCK_M, SPLITS)
         up = sum_of_splits(cells + BLOCK_N * BLOCK_M, there, 2 * BLOCK_N * BLOCK_M, SPLITS)
@@ -120,8 +120,8 @@ def _factor_and_scale(
 ):
     """Return the row factors [BLOCK_M] and the scales of outputs `n`, for one step of an expert."""
     factor = tl.load(factor_ptr + (tile * STEPS + step) * BLOCK_M + m)
-    place = (expert * (SIZE // 64) + n // 64) * GROUPS + step * STEP // 128 if BY_GROUP else expert * SIZE + n
-    return factor, tl.load(w_scales_ptr + place)
+    scale_index = (expert * (SIZE // 64) + n // 64) * GROUPS + step * STEP // 128 if BY_GROUP else expert * SIZE + n
+    return factor, tl.load(w_scales_ptr + scale_index)
 
 
 @triton.jit(do_not_specialize=["rows", "most"])

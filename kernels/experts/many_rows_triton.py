@@ -96,8 +96,8 @@ def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -
     Measured on an H200 (`tests.bench experts`). deterministic: whether a row must have the same result for any number
     of rows.
     """
-    each, in_fp8 = rows * sizes.share, sizes.step == 128
-    block_m = min(TALL, block_of(int(each * 1.25)))
+    rows_per_expert, in_fp8 = rows * sizes.share, sizes.step == 128
+    block_m = min(TALL, block_of(int(rows_per_expert * 1.25)))
     weights_first = block_m < TALL or (deterministic and not in_fp8)
     holds = cdiv(sizes.width, 64) <= _MAX_HELD
     product = ProductTiles(64, 1, stages=3, warps=4)

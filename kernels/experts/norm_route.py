@@ -83,8 +83,8 @@ def _check(
     assert x.is_contiguous() and residual.is_contiguous() and router.weight.is_contiguous()
     assert norm.weight.shape == x.shape[1:] and norm.weight.is_contiguous()
     assert router.weight.shape[0] == router.routing.num_logits
-    for each in (router.correction, router.expert_scales):
-        assert each is None or (each.dtype == torch.float32 and each.is_contiguous())
+    for tensor in (router.correction, router.expert_scales):
+        assert tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())
 
 
 @operation(
@@ -107,12 +107,12 @@ def norm_route(
     stream = residual.clone()
     normed = add_rms_norm.reference(x, stream, norm.weight, norm.eps)
     logits = F.linear(normed.float(), router.weight.float(), None if router.bias is None else router.bias.float())
-    given = RouterLogits(logits, router.correction, router.routing, live, router.expert_scales)
-    chosen, weight = given.choose()
+    router_logits = RouterLogits(logits, router.correction, router.routing, live, router.expert_scales)
+    chosen, weight = router_logits.choose()
     routing, shared = router.routing, torch.arange(router.num_shared, device=x.device) + router.routing.num_experts
     chosen = torch.cat((chosen[0], shared)).int()[None]
-    of_shared = given.shared_gate().sigmoid() if routing.shared_gate else torch.ones_like(weight[:, :1])
-    weight = torch.cat((weight, of_shared.expand(-1, router.num_shared)), 1)
+    shared_weight = router_logits.shared_gate().sigmoid() if routing.shared_gate else torch.ones_like(weight[:, :1])
+    weight = torch.cat((weight, shared_weight.expand(-1, router.num_shared)), 1)
     if live is not None:
         is_padding = (live.slots < live.first)[:, None]
         chosen, weight = chosen.masked_fill(is_padding, NO_EXPERT), weight.masked_fill(is_padding, 0.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from aerie.kernels.experts.norm_route import Norm, NormedAndRouted, RouterWeights
 from aerie.kernels.experts.route import Routed, TokenSlots
-from aerie.kernels.experts.route_row_triton import route_row
+from aerie.kernels.experts.route_row_triton import route_row, routing_constants
 from aerie.kernels.gemm.splits_triton import comes_last
 from aerie.kernels.gemm.workspace import Workspace
 from aerie.kernels.norm.norm_triton import inverse_rms, scaled_by
@@ -149,22 +149,8 @@ def norm_route(
         SPAN=_SPAN,
         BLOCK_N=block_n,
         PARTS=parts,
-        EXPERTS=routing.num_experts,
-        WIDTH=routing.num_logits,
-        GATED=routing.shared_gate,
-        K=routing.experts_per_token,
-        SHARED=router.num_shared,
-        GROUPS=routing.num_groups,
-        GROUPS_PADDED=triton.next_power_of_2(routing.num_groups),
-        SIZE_PADDED=triton.next_power_of_2(routing.num_experts // routing.num_groups),
-        BEST_GROUPS=routing.groups_per_token,
-        BEST_OF_GROUP=routing.best_of_group,
-        SOFTMAX=routing.scoring == "softmax",
-        NORMALISE=routing.normalise,
         HAS_BIAS=router.correction is not None,
-        SCALES_EXPERTS=router.expert_scales is not None,
-        HAS_LIVE=live is not None,
-        SLOTS_PADDED=triton.next_power_of_2(slots),
+        **routing_constants(routing, router.num_shared, router.expert_scales is not None, live is not None),
         num_warps=4,
         **pdl_wait(device),
     )

@@ -48,16 +48,14 @@ def _describe_blocks(
     [BINS] end of each expert's blocks and pairs."""
     block = first + tl.arange(0, BLOCKS)
     is_used = block < tl.max(ends, 0)
-    of_shared = block < shared_blocks
-    passed = (ends[:, None] <= block[None, :]) & (is_shared[:, None] == of_shared[None, :])
-    expert = tl.sum(passed.to(tl.int32), 0) + tl.where(of_shared, ROUTED, 0)
+    is_shared = block < shared_blocks
+    passed = (ends[:, None] <= block[None, :]) & (is_shared[:, None] == is_shared[None, :])
+    expert = tl.sum(passed.to(tl.int32), 0) + tl.where(is_shared, ROUTED, 0)
     expert = tl.where(is_used, expert, -1)
     tl.store(expert_ptr + block, expert, mask=block < max_blocks)
     end = tl.gather(pair_ends, tl.maximum(expert, 0), 0)
-    place = block[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
-    tl.store(
-        pair_ptr + place, tl.full([BLOCKS, BLOCK_M], -1, tl.int32), mask=is_used[:, None] & (place >= end[:, None])
-    )
+    cell = block[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    tl.store(pair_ptr + cell, tl.full([BLOCKS, BLOCK_M], -1, tl.int32), mask=is_used[:, None] & (cell >= end[:, None]))
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
@@ -110,9 +108,9 @@ def clear_counts(count_ptr, BINS: tl.constexpr, EXPERTS: tl.constexpr):
 def block_of_program(program, shared, stride):
     """Return a program's block of an `ExpertOrder`: every `stride`-th program takes one of the first `shared` blocks
     until none is left."""
-    turn = program // stride
-    is_first = (program % stride == 0) & (turn < shared)
-    return tl.where(is_first, turn, shared + program - tl.minimum(turn + 1, shared))
+    period = program // stride
+    is_first = (program % stride == 0) & (period < shared)
+    return tl.where(is_first, period, shared + program - tl.minimum(period + 1, shared))
 
 
 @dataclass(frozen=True)
@@ -171,8 +169,8 @@ def order_by_expert(routed: Routed, num_experts: int, block_m: int, num_shared: 
         **pdl_wait(chosen.device),
     )
     shared = num_shared * triton.cdiv(chosen.shape[0], block_m)
-    usual = max(min(num_experts, num_pairs), num_pairs // block_m)  # blocks under even routing
-    return ExpertOrder(pairs, experts, block_m, shared, max(1, usual // max(1, shared)), count)
+    expected_blocks = max(min(num_experts, num_pairs), num_pairs // block_m)  # blocks under even routing
+    return ExpertOrder(pairs, experts, block_m, shared, max(1, expected_blocks // max(1, shared)), count)
 
 
 def bins_of(num_experts: int) -> int:

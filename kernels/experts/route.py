@@ -108,9 +108,11 @@ class RouterLogits:
         values, routing = self.values, self.routing
         assert values.dtype == torch.float32 and values.is_contiguous() and 2 <= values.dim() <= 3
         assert values.shape[-2:] == (rows, routing.num_logits) and (self.bias is not None) == routing.has_bias
-        for each in (self.bias, self.expert_scales):
-            if each is not None:
-                assert each.shape == (routing.num_experts,) and each.is_contiguous() and each.dtype == torch.float32
+        for tensor in (self.bias, self.expert_scales):
+            if tensor is not None:
+                assert (
+                    tensor.shape == (routing.num_experts,) and tensor.is_contiguous() and tensor.dtype == torch.float32
+                )
         if self.live is not None:
             slots = self.live.slots
             assert slots.shape == (rows,) and slots.dtype == torch.int64 and slots.is_contiguous()

@@ -1,8 +1,12 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Chooses the experts of one row, for `route_triton` and `norm_route_triton`."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+from aerie.kernels.experts.route import Routing
 
 LEAST = tl.constexpr(-(1 << 31))  # below every result of `_ordered` except NaN's
 
@@ -26,10 +30,10 @@ def _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots):
     there = (slot < slots) & (chosen >= 0)
     number, other = chosen[:, None], chosen[None, :]
     twice = (number == other) & (slot[None, :] < slot[:, None]) & there[None, :]  # only with NaN logits
-    found = tl.where(there & (tl.max(twice.to(tl.int32), 1) == 0), chosen, -1)
-    smaller = (found[None, :] >= 0) & (found[None, :] < number)
-    num_used = tl.sum((found >= 0).to(tl.int32), 0)
-    tl.store(used_ptr + tl.sum(smaller.to(tl.int32), 1), chosen, mask=found >= 0)
+    distinct = tl.where(there & (tl.max(twice.to(tl.int32), 1) == 0), chosen, -1)
+    smaller = (distinct[None, :] >= 0) & (distinct[None, :] < number)
+    num_used = tl.sum((distinct >= 0).to(tl.int32), 0)
+    tl.store(used_ptr + tl.sum(smaller.to(tl.int32), 1), chosen, mask=distinct >= 0)
     tl.store(used_ptr + slot, -1, mask=(slot >= num_used) & (slot < most))
     tl.store(num_used_ptr, num_used)
 
@@ -109,15 +113,15 @@ def route_row(
         rest, worth = left, tl.zeros([GROUPS_PADDED], tl.float32)
         for _ in tl.static_range(BEST_OF_GROUP):
             best = tl.max(rest, 1)
-            place = tl.min(tl.where(rest == best[:, None], member[None, :], SIZE_PADDED), 1)
+            index = tl.min(tl.where(rest == best[:, None], member[None, :], SIZE_PADDED), 1)
             worth += _unordered(best)
-            rest = tl.where(member[None, :] == place[:, None], LEAST, rest)
-        kept = tl.zeros([GROUPS_PADDED], tl.int32)
+            rest = tl.where(member[None, :] == index[:, None], LEAST, rest)
+        is_best = tl.zeros([GROUPS_PADDED], tl.int32)
         for _ in tl.static_range(BEST_GROUPS):
-            place = tl.argmax(worth, 0)
-            kept = tl.where(group == place, 1, kept)
-            worth = tl.where(group == place, float("-inf"), worth)
-        left = tl.where(kept[:, None] > 0, left, LEAST)
+            index = tl.argmax(worth, 0)
+            is_best = tl.where(group == index, 1, is_best)
+            worth = tl.where(group == index, float("-inf"), worth)
+        left = tl.where(is_best[:, None] > 0, left, LEAST)
     left = tl.reshape(left, [GROUPS_PADDED * SIZE_PADDED])
     numbers = tl.reshape(expert, [GROUPS_PADDED * SIZE_PADDED])
     slot = tl.arange(0, SLOTS_PADDED)
@@ -133,11 +137,11 @@ def route_row(
     factor = scale
     if NORMALISE:
         factor = scale / (total + 1e-20)
-    of_shared = 1.0
+    shared_weight = 1.0
     if GATED:
         gate = _logits(logit_ptr + EXPERTS + slot, slot < 1, rows * WIDTH, PARTS)
-        of_shared = 1.0 / (1.0 + tl.exp(-tl.max(gate, 0)))
-    weight = tl.where(slot < K, weight * factor, of_shared)
+        shared_weight = 1.0 / (1.0 + tl.exp(-tl.max(gate, 0)))
+    weight = tl.where(slot < K, weight * factor, shared_weight)
     if SCALES_EXPERTS:
         weight *= tl.load(expert_scale_ptr + chosen, mask=slot < K, other=1.0)
     if HELD < EXPERTS:
@@ -164,11 +168,37 @@ def route_row(
             pair = tl.arange(0, ROWS_PADDED)[:, None] * slots + slot[None, :]
             inside = (tl.arange(0, ROWS_PADDED) < rows)[:, None] & (slot < slots)[None, :]
             all_chosen = tl.load(chosen_ptr + pair, mask=inside, other=-1, cache_modifier=".cg")
-            found = tl.where(all_chosen < 0, BINS - 1, all_chosen)
-            counts = tl.histogram(tl.reshape(found, [ROWS_PADDED * SLOTS_PADDED]), BINS)
+            bins = tl.where(all_chosen < 0, BINS - 1, all_chosen)
+            counts = tl.histogram(tl.reshape(bins, [ROWS_PADDED * SLOTS_PADDED]), BINS)
             number = tl.arange(0, BINS)
             is_used = ((counts > 0) & (number < HELD + SHARED)).to(tl.int32)
             num_used = tl.sum(is_used, 0)
             tl.store(used_ptr + tl.cumsum(is_used, 0) - 1, number, mask=is_used > 0)
             tl.store(used_ptr + number, -1, mask=(number >= num_used) & (number < most))
             tl.store(num_used_ptr, num_used)
+
+
+def routing_constants(routing: Routing, num_shared: int, scales_experts: bool, has_live: bool) -> dict[str, Any]:
+    """Return the constants of `route_row` that a rule decides.
+
+    num_shared: shared experts, which every row uses.
+    scales_experts: whether experts have a factor each.
+    has_live: whether padding rows are marked.
+    """
+    return {
+        "EXPERTS": routing.num_experts,
+        "WIDTH": routing.num_logits,
+        "GATED": routing.shared_gate,
+        "K": routing.experts_per_token,
+        "SHARED": num_shared,
+        "GROUPS": routing.num_groups,
+        "GROUPS_PADDED": triton.next_power_of_2(routing.num_groups),
+        "SIZE_PADDED": triton.next_power_of_2(routing.num_experts // routing.num_groups),
+        "BEST_GROUPS": routing.groups_per_token,
+        "BEST_OF_GROUP": routing.best_of_group,
+        "SOFTMAX": routing.scoring == "softmax",
+        "NORMALISE": routing.normalise,
+        "SCALES_EXPERTS": scales_experts,
+        "HAS_LIVE": has_live,
+        "SLOTS_PADDED": triton.next_power_of_2(routing.experts_per_token + num_shared),
+    }

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aerie.kernels.experts.route import MAX_LISTED, Routed, RouterLogits
-from aerie.kernels.experts.route_row_triton import route_row
+from aerie.kernels.experts.route_row_triton import route_row, routing_constants
 from aerie.kernels.pdl import pdl_wait
 from aerie.kernels.span import Span
 
@@ -133,7 +133,6 @@ def route(
         rank, count = torch.empty_like(chosen), tickets[: held.size + num_shared]
     if rows == 0:
         return Routed(chosen, weight, used, num_used, rank, count)
-    size = experts // routing.num_groups
     _route[(rows,)](
         logits,
         bias,
@@ -151,24 +150,10 @@ def route(
         0 if live is None else live.first,
         routing.scale,
         PARTS=logits.shape[0] if logits.dim() == 3 else 1,
-        EXPERTS=experts,
-        WIDTH=routing.num_logits,
-        GATED=routing.shared_gate,
         FIRST=held.first,
         HELD=held.size,
-        K=routing.experts_per_token,
-        SHARED=num_shared,
-        GROUPS=routing.num_groups,
-        GROUPS_PADDED=triton.next_power_of_2(routing.num_groups),
-        SIZE_PADDED=triton.next_power_of_2(size),
-        BEST_GROUPS=routing.groups_per_token,
-        BEST_OF_GROUP=routing.best_of_group,
-        SOFTMAX=routing.scoring == "softmax",
-        NORMALISE=routing.normalise,
         HAS_BIAS=bias is not None,
-        SCALES_EXPERTS=router.expert_scales is not None,
-        HAS_LIVE=live is not None,
-        SLOTS_PADDED=triton.next_power_of_2(slots),
+        **routing_constants(routing, num_shared, router.expert_scales is not None, live is not None),
         LIST=listed,
         ROWS_PADDED=triton.next_power_of_2(rows) if listed else 1,
         BINS=triton.next_power_of_2(held.size + num_shared + 1),

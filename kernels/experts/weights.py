@@ -204,8 +204,8 @@ def _fits_one_load(sizes: ExpertSizes) -> bool:
 
 def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:
     """Return float32 cells and tickets of a `Workspace` for the routing and all `few_row_tiles`."""
-    each = [partial_sizes(rows, sizes, few_row_tiles(rows, sizes)) for rows in range(1, MAX_FEW_ROWS + 1)]
-    return largest([(0, sizes.num_routed + sizes.num_shared), *each])
+    per_rows = [partial_sizes(rows, sizes, few_row_tiles(rows, sizes)) for rows in range(1, MAX_FEW_ROWS + 1)]
+    return largest([(0, sizes.num_routed + sizes.num_shared), *per_rows])
 
 
 def partial_sizes(rows: int, sizes: ExpertSizes, tiles: ExpertTiles) -> tuple[int, int]:

@@ -55,9 +55,9 @@ def _fp8_gemm_ahead(
     for start in tl.static_range(0, SPAN, TOGETHER):
         w_ahead = w_ahead + (w_desc.load([tile * BLOCK_N, (first + start) * 128]),)
     column, k = tl.arange(0, TOGETHER * ROWS), tl.arange(0, TOGETHER * 128)
-    place, row = column // ROWS, column % ROWS
+    group_offset, row = column // ROWS, column % ROWS
     live = row < rows
-    own = (k // 128)[None, :] == place[:, None]
+    own = (k // 128)[None, :] == group_offset[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, TOGETHER * ROWS], tl.float32)
@@ -65,8 +65,8 @@ def _fp8_gemm_ahead(
         group = first + start
         x = x_ptr + row.to(tl.int64)[:, None] * (GROUPS * 128) + group * 128 + k[None, :]
         inputs = tl.load(x, mask=own & live[:, None], other=0.0)
-        scale = tl.load(x_scales_ptr + row * GROUPS + group + place, mask=live, other=0.0)
-        scale *= tl.load(w_scales_ptr + tile * GROUPS + group + place)
+        scale = tl.load(x_scales_ptr + row * GROUPS + group + group_offset, mask=live, other=0.0)
+        scale *= tl.load(w_scales_ptr + tile * GROUPS + group + group_offset)
         acc += tl.dot(w_ahead[start // TOGETHER], tl.trans(inputs)) * scale[None, :]
     acc = tl.sum(tl.reshape(acc, [BLOCK_N, TOGETHER, ROWS]), 1)
     n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)

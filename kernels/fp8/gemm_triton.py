@@ -120,14 +120,14 @@ def _fp8_gemm(
         if GATED:
             up_scale = tl.load(up_scales + AHEAD + LAST)
     for step in range(AHEAD, SPAN):
-        place, following = step, step + 1
+        current, following = step, step + 1
         if LAST > 0:  # the same order of groups as with AHEAD
-            place = tl.where(step + LAST < SPAN, step + LAST, step + LAST - SPAN)
-            following = tl.where(place + 1 < SPAN, place + 1, 0)
-        weights = w_desc.load([tile * BLOCK_N, (first + place) * 128])
-        inputs = x_desc.load([0, (first + place) * 128])
+            current = tl.where(step + LAST < SPAN, step + LAST, step + LAST - SPAN)
+            following = tl.where(current + 1 < SPAN, current + 1, 0)
+        weights = w_desc.load([tile * BLOCK_N, (first + current) * 128])
+        inputs = x_desc.load([0, (first + current) * 128])
         if GATED:
-            weights_up = w_desc.load([N + tile * BLOCK_N, (first + place) * 128])
+            weights_up = w_desc.load([N + tile * BLOCK_N, (first + current) * 128])
         part = tl.dot(weights, tl.trans(inputs))
         if GATED:
             part_up = tl.dot(weights_up, tl.trans(inputs))

@@ -59,8 +59,8 @@ def build_product(weight: Fp8Matrix, options: GEMMOptions, dtype: torch.dtype) -
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> None:
     assert x.dim() == 2 and x.is_contiguous() and x.shape == out.values.shape and out.values.is_contiguous()
     assert weight.shape == x.shape[1:] and weight.is_contiguous() and weight.dtype in (x.dtype, torch.float32)
-    for each in (residual, out.plain):
-        assert each is None or (each.is_contiguous() and each.shape == x.shape and each.dtype == x.dtype)
+    for tensor in (residual, out.plain):
+        assert tensor is None or (tensor.is_contiguous() and tensor.shape == x.shape and tensor.dtype == x.dtype)
 
 
 @operation(Implementation("triton", "aerie.kernels.fp8.rows_triton:fp8_rms_norm", on_gpu), contract=_check)

@@ -24,7 +24,7 @@ from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.operation import Implementation, anywhere, on_host, operation
 
 _ROWS_HINT = 4  # number of rows for which oneDNN optimises its layout
-_MIN_KEPT_WEIGHTS = 1 << 21  # with fewer, shared memory does not limit Triton's kernels
+_MIN_SHARED_WEIGHTS = 1 << 21  # with fewer, shared memory does not limit Triton's kernels
 _MIN_PACKED_WEIGHTS = 1 << 18  # with fewer, the call overhead exceeds the gain
 
 
@@ -92,7 +92,7 @@ def _wants(deterministic: bool) -> Callable[[Tensor, GEMMOptions], bool]:
 
 
 def _fits_shared_memory(weight: Tensor, options: GEMMOptions) -> bool:
-    if not _wants(False)(weight, options) or weight.dtype.itemsize != 2 or weight.numel() < _MIN_KEPT_WEIGHTS:
+    if not _wants(False)(weight, options) or weight.dtype.itemsize != 2 or weight.numel() < _MIN_SHARED_WEIGHTS:
         return False
     n, k = weight.shape
     return one_row_bytes(n, k, num_multiprocessors(weight.device)) is not None

@@ -35,7 +35,7 @@ class HostWeight:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.codes, self.scales, self.offsets) if each is not None)
+        return sum(tensor.nbytes for tensor in (self.codes, self.scales, self.offsets) if tensor is not None)
 
 
 def stored_exactly(weight: Tensor) -> HostWeight:

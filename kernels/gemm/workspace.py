@@ -26,10 +26,10 @@ class Workspace:
     @staticmethod
     def create(shapes: Sequence[tuple[int, int]], device: torch.device) -> "Workspace":
         """Allocate a workspace for weights of these shapes [N, K]."""
-        return Workspace.of_size(*workspace_size(shapes), device)
+        return Workspace.allocate(*workspace_size(shapes), device)
 
     @staticmethod
-    def of_size(cells: int, tickets: int, device: torch.device) -> "Workspace":
+    def allocate(cells: int, tickets: int, device: torch.device) -> "Workspace":
         return Workspace(
             torch.empty(cells, dtype=torch.float32, device=device),
             torch.zeros(tickets, dtype=torch.int32, device=device),
@@ -71,5 +71,5 @@ class GEMMOptions:
         sizes = [workspace_size(shapes), *others]
         if deterministic:
             sizes.append(ordered_workspace_size(shapes))
-        workspace = Workspace.of_size(*largest(sizes), device)
+        workspace = Workspace.allocate(*largest(sizes), device)
         return GEMMOptions(workspace, deterministic, here.multiplies_fp8, packed=True)

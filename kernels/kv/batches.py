@@ -141,7 +141,7 @@ class PrefillBatch:
     window: maximum tokens that a row sees, in all layers, as in `DecodeBatch`; None: no limit.
     seen_limit: bound on the total number of tokens that chunks attend to, if only the device knows the chunks; None:
         unknown.
-    kept_from: [C] int32, first position of each chunk whose KV is stored. Earlier rows only advance the state of
+    store_from: [C] int32, first position of each chunk whose KV is stored. Earlier rows only advance the state of
         recurrent layers: their KV is already in shared pages, so they write to page 0. None: the KV of all rows is
         stored.
     slots: [C] int64, arbitrary for chunks without rows; None in captured steps of models without recurrent layers and
@@ -158,7 +158,7 @@ class PrefillBatch:
     lists: ChunkLists | None
     window: int | None = None
     seen_limit: int | None = None
-    kept_from: Tensor | None = None
+    store_from: Tensor | None = None
     slots: Tensor | None = None
     saved_at: Tensor | None = None
     saved_row: Tensor | None = None
@@ -239,7 +239,7 @@ class PrefillBatch:
 
 def narrower(one: int | None, other: int | None) -> int | None:
     """Return the smaller of two windows."""
-    return min((each for each in (one, other) if each is not None), default=None)
+    return min((window for window in (one, other) if window is not None), default=None)
 
 
 def newest_columns(mask: Tensor, suffix_len: int, count: int) -> Tensor:

@@ -25,8 +25,10 @@ def _check_prefill(batch: PrefillBatch, page_size: int) -> None:
     table, starts = batch.page_table, batch.starts
     assert table.dim() == 2 and table.stride(1) == 1 and table.dtype == torch.int32
     assert starts.shape == table.shape[:1] and batch.qo_indptr.shape == (starts.shape[0] + 1,)
-    for each in (batch.qo_indptr, starts) if batch.kept_from is None else (batch.qo_indptr, starts, batch.kept_from):
-        assert each.dtype == torch.int32 and each.is_contiguous()
+    for tensor in (
+        (batch.qo_indptr, starts) if batch.store_from is None else (batch.qo_indptr, starts, batch.store_from)
+    ):
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
 
 
 @operation(
@@ -47,7 +49,7 @@ def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]
     contract=_check_prefill,
 )
 def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """Map the rows of prompt chunks; padding rows get 0 and 0. Rows before `kept_from` write to page 0.
+    """Map the rows of prompt chunks; padding rows get 0 and 0. Rows before `store_from` write to page 0.
 
     ->  positions     [num_rows] int64, KV positions in the request
         slot_mapping  [num_rows] int64, page * page_size + offset
@@ -58,8 +60,8 @@ def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tenso
     row = torch.arange(batch.num_rows, device=chunk.device)
     positions = torch.where(inside, batch.starts[chunk] + row - batch.qo_indptr[chunk], 0)
     pages = batch.page_table[chunk, positions // page_size].long()
-    if batch.kept_from is not None:
-        pages = torch.where(positions < batch.kept_from[chunk], 0, pages)
+    if batch.store_from is not None:
+        pages = torch.where(positions < batch.store_from[chunk], 0, pages)
     return positions, torch.where(inside, pages * page_size + positions % page_size, 0)
 
 

@@ -37,7 +37,7 @@ def _map_decode_rows(
 def _map_prefill_rows(
     indptr_ptr,
     starts_ptr,
-    kept_ptr,
+    store_from_ptr,
     table_ptr,
     table_stride,
     position_ptr,
@@ -47,7 +47,7 @@ def _map_prefill_rows(
     page_size,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
+    HAS_STORE_FROM: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chunk = row * 0
@@ -60,9 +60,9 @@ def _map_prefill_rows(
     position = tl.where(inside, start + row - tl.load(indptr_ptr + chunk, mask=inside, other=0), 0)
     entry = table_ptr + chunk.to(tl.int64) * table_stride + position // page_size
     page = tl.load(entry, mask=inside, other=0).to(tl.int64)
-    if HAS_KEPT:
-        kept_from = tl.load(kept_ptr + chunk, mask=inside, other=0)
-        page = tl.where(position < kept_from, 0, page)
+    if HAS_STORE_FROM:
+        store_from = tl.load(store_from_ptr + chunk, mask=inside, other=0)
+        page = tl.where(position < store_from, 0, page)
     tl.store(position_ptr + row, position.to(tl.int64), mask=row < num_rows)
     slot = tl.where(inside, page * page_size + position % page_size, 0)
     tl.store(slot_ptr + row, slot, mask=row < num_rows)
@@ -88,12 +88,12 @@ def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]
 
 def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
     """`aerie.kernels.kv.slot_mapping.map_prefill_rows`."""
-    kept_from = batch.kept_from
+    store_from = batch.store_from
     positions, slots = _outputs(batch.num_rows, batch.starts.device)
     _map_prefill_rows[(triton.cdiv(batch.num_rows, BLOCK),)](
         batch.qo_indptr,
         batch.starts,
-        batch.starts if kept_from is None else kept_from,
+        batch.starts if store_from is None else store_from,
         batch.page_table,
         batch.page_table.stride(0),
         positions,
@@ -103,7 +103,7 @@ def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tenso
         page_size,
         BLOCK=BLOCK,
         CHUNKS=CHUNKS,
-        HAS_KEPT=kept_from is not None,
+        HAS_STORE_FROM=store_from is not None,
         num_warps=4,
     )
     return positions, slots

@@ -41,7 +41,7 @@ def head_products(
         return
     out[..., :n] = products
     if angles is not None:
-        out[..., n:] = rotate_pairs(x[..., k:], *angles.of_rows())
+        out[..., n:] = rotate_pairs(x[..., k:], *angles.by_row())
 
 
 MAX_ROWS = 16

@@ -70,7 +70,7 @@ def normed_latents(
     width = kv.rows.shape[2]
     both = both if both.dim() == 2 else both.sum(0).to(row_weight.dtype)
     q, row = both[:, :-width], both[:, -width:]
-    rotated = rotate_pairs(row[:, kv.latent :].unsqueeze(1), *angles.of_rows())
+    rotated = rotate_pairs(row[:, kv.latent :].unsqueeze(1), *angles.by_row())
     keys, latents = without_nan(rotated.squeeze(1), rms_norm.reference(row[:, : kv.latent], row_weight, eps))
     write_rows(kv.rows, slot_mapping, torch.cat((latents, keys), dim=-1), kv.scale)
     if q_weight is None:

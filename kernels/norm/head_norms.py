@@ -20,15 +20,15 @@ class HeadNorms:
     eps: float
     norms_values: bool = False
 
-    def of_queries(self, q: Tensor) -> Tensor:
+    def norm_q(self, q: Tensor) -> Tensor:
         """Return the norm of q [rows, q_heads, head_dim]."""
         return rms_norm(q, self.q, self.eps)
 
-    def of_keys(self, k: Tensor) -> Tensor:
+    def norm_k(self, k: Tensor) -> Tensor:
         """Return the norm of k [rows, kv_heads, head_dim]."""
         return k if self.k is None else rms_norm(k, self.k, self.eps)
 
-    def of_values(self, v: Tensor) -> Tensor:
+    def norm_v(self, v: Tensor) -> Tensor:
         """Return the norm of v [rows, kv_heads, head_dim], or v."""
         return rms_norm(v, None, self.eps) if self.norms_values else v
 

@@ -62,8 +62,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 def _check(ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float) -> None:
     assert ids.shape == hidden.shape[:1] and ids.dtype == torch.int64 and ids.is_contiguous()
-    for each in (table, hidden, table_weight, hidden_weight):
-        assert each.shape[-1] == table.shape[1] and each.dtype == table.dtype and each.is_contiguous()
+    for tensor in (table, hidden, table_weight, hidden_weight):
+        assert tensor.shape[-1] == table.shape[1] and tensor.dtype == table.dtype and tensor.is_contiguous()
 
 
 @operation(Implementation("triton", "aerie.kernels.norm.norm_triton:head_input", on_gpu), contract=_check)

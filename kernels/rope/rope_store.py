@@ -25,7 +25,7 @@ class Angles:
     sin: Tensor
     index: Tensor
 
-    def of_rows(self) -> tuple[Tensor, Tensor]:
+    def by_row(self) -> tuple[Tensor, Tensor]:
         """Return cos and sin of each row, [rows, rotated dimensions / 2] float32."""
         return self.cos[self.index], self.sin[self.index]
 
@@ -145,8 +145,8 @@ def rope_store(
     ->            as q; with norms contiguous
     """
     if norms is not None:
-        q, k, v = norms.of_queries(q), norms.of_keys(k), norms.of_values(v)
-    cos, sin = angles.of_rows()
+        q, k, v = norms.norm_q(q), norms.norm_k(k), norms.norm_v(v)
+    cos, sin = angles.by_row()
     k, v = without_nan(rotate(k, cos, sin), v)
     write_rows(kv.k, slot_mapping, k, kv.k_scale)
     write_rows(kv.v, slot_mapping, v, kv.v_scale)
@@ -178,4 +178,4 @@ def rope(q: Tensor, angles: Angles, norms: HeadNorms | None = None) -> Tensor:
     norms   of q; None: none
     ->      as q; with norms contiguous
     """
-    return rotate(q if norms is None else norms.of_queries(q), *angles.of_rows())
+    return rotate(q if norms is None else norms.norm_q(q), *angles.by_row())

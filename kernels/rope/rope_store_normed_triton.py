@@ -44,16 +44,16 @@ def _rotated(parts, weights, cos_ptr, sin_ptr, eps, D: tl.constexpr, ROTATED: tl
     cos, sin = tl.load(cos_ptr, mask=in_half, other=0.0), tl.load(sin_ptr, mask=in_half, other=0.0)
     dtype = x.dtype
     x, y = x.to(tl.float32), y.to(tl.float32)
-    of_x, of_y, of_rest = weights
+    weight_x, weight_y, weight_rest = weights
     squares = tl.sum(x * x + y * y, 1)
     if ROTATED < D:
         full = rest.to(tl.float32)
         squares += tl.sum(full * full, 1)
     inverse = inverse_rms(squares, D, eps)[:, None]
-    x = scaled_by(x, inverse, of_x, dtype).to(dtype).to(tl.float32)
-    y = scaled_by(y, inverse, of_y, dtype).to(dtype).to(tl.float32)
+    x = scaled_by(x, inverse, weight_x, dtype).to(dtype).to(tl.float32)
+    y = scaled_by(y, inverse, weight_y, dtype).to(dtype).to(tl.float32)
     if ROTATED < D:
-        rest = scaled_by(full, inverse, of_rest, dtype).to(dtype)
+        rest = scaled_by(full, inverse, weight_rest, dtype).to(dtype)
     return (x * cos - y * sin).to(dtype), (y * cos + x * sin).to(dtype), rest
 
 

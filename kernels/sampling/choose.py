@@ -80,8 +80,8 @@ def _mix(x: Tensor) -> Tensor:
 def _check(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> None:
     check_slots(draws.slots)
     assert logits.dim() == 2 and logits.stride(1) == 1 and logits.is_floating_point()
-    for each in () if limits is None else (limits.peaks, limits.gaps):
-        assert each.shape == logits.shape[:1] and each.is_contiguous()
+    for tensor in () if limits is None else (limits.peaks, limits.gaps):
+        assert tensor.shape == logits.shape[:1] and tensor.is_contiguous()
 
 
 @operation(Implementation("triton", "aerie.kernels.sampling.choose_triton:choose", on_gpu), contract=_check)

@@ -76,9 +76,9 @@ def _choose(
         index = tl.where(x > best, column, index)
         best = tl.maximum(best, x)
     largest = tl.max(best, 0)
-    place = row * tl.num_programs(1) + part
-    tl.store(value_ptr + place, largest)
-    tl.store(index_ptr + place, tl.min(tl.where(best == largest, index, size), 0))
+    cell = row * tl.num_programs(1) + part
+    tl.store(value_ptr + cell, largest)
+    tl.store(index_ptr + cell, tl.min(tl.where(best == largest, index, size), 0))
 
 
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
@@ -140,5 +140,5 @@ def norms_and_top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     column = (best.unsqueeze(2) * BLOCK + torch.arange(BLOCK, device=logits.device)).flatten(1)
     inside = column.clamp_max(size - 1)
     near = logits.gather(1, inside).float().masked_fill(column >= size, float("-inf"))
-    top, place = near.topk(k, -1)
-    return torch.logsumexp(norms, -1), top, inside.gather(1, place)
+    top, index = near.topk(k, -1)
+    return torch.logsumexp(norms, -1), top, inside.gather(1, index)

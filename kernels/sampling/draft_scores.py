@@ -39,7 +39,7 @@ def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
             its level and in each level below; undefined for rows without filters
     """
     rows, size = logits.shape
-    scaled = scaled_logits(logits.float(), filters.of_rows(slots, rows).temperature)
+    scaled = scaled_logits(logits.float(), filters.row_values(slots, rows).temperature)
     if size > PART:
         scaled = torch.nn.functional.pad(scaled, (0, -size % PART), value=float("-inf"))
     scaled = scaled.view(rows, -1, min(size, PART))
@@ -64,9 +64,9 @@ def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary
     noisy = draws.perturbed(logits, ids)
     if summary is None:
         return noisy
-    by_row = filters.of_rows(draws.slots, logits.shape[0])
+    by_row = filters.row_values(draws.slots, logits.shape[0])
     scaled = scaled_logits(logits.float(), by_row.temperature)
-    lowest = lowest_kept(summary, by_row.top_k, by_row.top_p, by_row.min_p)
+    lowest = lower_bound(summary, by_row.top_k, by_row.top_p, by_row.min_p)
     random = filters.is_random(draws.slots, logits.shape[0])
     return torch.where(random.unsqueeze(1) & (scaled < lowest.unsqueeze(1)), noisy - DROPPED, noisy)
 
@@ -76,7 +76,7 @@ def scaled_logits(logits: Tensor, temperature: Tensor) -> Tensor:
     return logits * (temperature.reciprocal() * LOG2_E).unsqueeze(1)
 
 
-def lowest_kept(summaries: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def lower_bound(summaries: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return the lowest scaled logit that each row keeps: [rows] float32.
 
     summaries: [rows, parts, 1 + LEVELS] float32.
@@ -87,8 +87,8 @@ def lowest_kept(summaries: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) 
     level = torch.arange(LEVELS, device=summaries.device)
     # a part's levels start at its own best token, which is `lower` levels below the row's
     lower = (peak.floor().unsqueeze(1) - peaks.floor()).clamp_max(LEVELS).long().unsqueeze(2)
-    place = level - lower
-    counts = torch.where(place >= 0, counts.gather(2, place.clamp_min(0)), 0.0).sum(1).long()
+    column = level - lower
+    counts = torch.where(column >= 0, counts.gather(2, column.clamp_min(0)), 0.0).sum(1).long()
     by_count = (counts.cumsum(1) < top_k.unsqueeze(1)).sum(1)
     by_count = torch.where(top_k > 0, by_count, LEVELS)
     # masses in units of 2^-31 of the best level's, because integer sums do not depend on the order

@@ -65,13 +65,13 @@ def _count_levels(
             below = tl.where(tile > float("-inf"), top - tl.floor(tile * scale), LEVELS * 1.0)
             total += (below[None, :] == level[:, None].to(tl.float32)).to(tl.int32)
             column += TILE
-        place = summary_ptr + (row * tl.num_programs(1) + part) * (1 + LEVELS)
-        tl.store(place, peak)
-        tl.store(place + 1 + level, tl.sum(total, 1).to(tl.float32))
+        out_ptr = summary_ptr + (row * tl.num_programs(1) + part) * (1 + LEVELS)
+        tl.store(out_ptr, peak)
+        tl.store(out_ptr + 1 + level, tl.sum(total, 1).to(tl.float32))
 
 
 @triton.jit
-def _lowest_kept(
+def _lower_bound(
     row,
     slot,
     summary_ptr,
@@ -90,8 +90,8 @@ def _lowest_kept(
     peak = tl.max(peaks, 0)
     top = tl.floor(peak)
     lower = tl.where(peaks > float("-inf"), tl.minimum(top - tl.floor(peaks), LEVELS * 1.0), LEVELS * 1.0)
-    place = level[None, :] - lower.to(tl.int32)[:, None]
-    counts = tl.sum(tl.load(summary[:, None] + 1 + place, mask=place >= 0, other=0.0), 0).to(tl.int64)
+    column = level[None, :] - lower.to(tl.int32)[:, None]
+    counts = tl.sum(tl.load(summary[:, None] + 1 + column, mask=column >= 0, other=0.0), 0).to(tl.int64)
     top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
     by_count = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0)
     by_count = tl.where(top_k > 0, by_count, LEVELS)
@@ -175,7 +175,7 @@ def _perturb(
         if FILTERED:
             slot = tl.load(slot_ptr + row // width)
             if is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
-                lowest = _lowest_kept(
+                lowest = _lower_bound(
                     row,
                     slot,
                     summary_ptr,

@@ -38,7 +38,7 @@ class Filters:
         assert self.top_p.stride(0) == stride and self.min_p.stride(0) == stride
         return self.temperature, self.top_p, self.min_p, stride, self.top_k, self.top_k.stride(0)
 
-    def of_rows(self, slots: Tensor, rows: int) -> "Filters":
+    def row_values(self, slots: Tensor, rows: int) -> "Filters":
         """Return the filters by row, for `rows` rows of the requests in slots [B] int64; temperature 0 becomes 1."""
         slots = slots.repeat_interleave(rows // slots.shape[0])
         temperature = self.temperature[slots]
@@ -85,7 +85,7 @@ def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
     between those of the last kept token and the next one.
     """
     rows, logits = logits.shape[0], logits.float()
-    by_row = filters.of_rows(slots, rows)
+    by_row = filters.row_values(slots, rows)
     limits = gap_limits(gaps(logits, by_row.temperature), by_row.top_k, by_row.top_p, by_row.min_p)
     return Limits(logits.amax(-1), torch.where(filters.is_random(slots, rows), limits, MAX_GAP))
 
@@ -107,12 +107,12 @@ def gap_limits(gap: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
     """
     ordered = gap.sort(-1).values
     last = torch.full_like(ordered[:, :1], MAX_GAP)
-    place = (top_k - 1).clamp(0, gap.shape[1] - 1).unsqueeze(1)
-    by_count = torch.where(top_k.unsqueeze(1) > 0, ordered.gather(1, place), last)
+    index = (top_k - 1).clamp(0, gap.shape[1] - 1).unsqueeze(1)
+    by_count = torch.where(top_k.unsqueeze(1) > 0, ordered.gather(1, index), last)
     mass = torch.exp(ordered.double() / -UNITS).cumsum(-1)
-    kept = (ordered <= by_count).sum(-1, keepdim=True)
-    needed = top_p.double().unsqueeze(1) * mass.gather(1, kept - 1)
-    place = (mass < needed).sum(-1, keepdim=True).clamp_max(gap.shape[1] - 1)
-    by_mass = torch.where(top_p.unsqueeze(1) < 1, ordered.gather(1, place), last)
+    num_within = (ordered <= by_count).sum(-1, keepdim=True)
+    needed = top_p.double().unsqueeze(1) * mass.gather(1, num_within - 1)
+    index = (mass < needed).sum(-1, keepdim=True).clamp_max(gap.shape[1] - 1)
+    by_mass = torch.where(top_p.unsqueeze(1) < 1, ordered.gather(1, index), last)
     by_share = (-torch.log(min_p) * UNITS).clamp(0, MAX_GAP).int().unsqueeze(1)
     return torch.minimum(torch.minimum(by_count, by_mass), by_share).squeeze(1)

@@ -53,15 +53,15 @@ def _advance(lowest, shift, needed, totals):
 
 
 @triton.jit
-def _settled(limit):
+def _encoded(limit):
     """Encode or decode a found limit: a negative number that is stored in place of a bracket's lower end."""
     return -1 - limit
 
 
 @triton.jit
-def _found(lowest, needed, sum_ptr, parts, PARTS: tl.constexpr):
+def _final_limit(lowest, needed, sum_ptr, parts, PARTS: tl.constexpr):
     """Return the limit found by a search."""
-    limit = _settled(lowest)
+    limit = _encoded(lowest)
     if lowest >= 0:
         limit = _advance(lowest, 0, needed, _totals(sum_ptr, parts, PARTS))
     return limit
@@ -138,18 +138,18 @@ def _narrow(
                 if BY_MASS:
                     needed = top_p * last if level == 1 else tl.load(needed_ptr + row)
                 if (level > 1) & (last < 2):
-                    lowest = _settled(lowest + (8 << (shift + 3)) - 1)
+                    lowest = _encoded(lowest + (8 << (shift + 3)) - 1)
                 else:
                     lowest = _advance(lowest, shift + 3, needed, totals)
             last_limit = lowest + (8 << shift) - 1
         elif BY_MASS & (top_k > 0):
-            last_limit = _found(tl.load(before_lowest_ptr + row), needed, before, parts, PARTS)
+            last_limit = _final_limit(tl.load(before_lowest_ptr + row), needed, before, parts, PARTS)
         if part == 0:
             tl.store(lowest_ptr + row, lowest)
             tl.store(needed_ptr + row, needed)
         if lowest >= 0:
-            place = tl.arange(0, PARTS)
-            peak = tl.max(tl.load(peak_ptr + row * parts + place, mask=place < parts, other=float("-inf")), 0)
+            part_index = tl.arange(0, PARTS)
+            peak = tl.max(tl.load(peak_ptr + row * parts + part_index, mask=part_index < parts, other=float("-inf")), 0)
             pivot = tl.arange(0, 8)
             limit = tl.where(pivot < 7, lowest + ((pivot + 1) << shift) - 1, last_limit)
             column = part * PART + tl.arange(0, TILE)
@@ -196,11 +196,11 @@ def _limits(
     peak = float("inf")
     limit = slot.to(tl.int32) * 0 + MAX_GAP
     if (searched | (min_p > 0)) & (temperature > 0):
-        place = tl.arange(0, PARTS)
-        peak = tl.max(tl.load(peak_ptr + row * parts + place, mask=place < parts, other=float("-inf")), 0)
+        part_index = tl.arange(0, PARTS)
+        peak = tl.max(tl.load(peak_ptr + row * parts + part_index, mask=part_index < parts, other=float("-inf")), 0)
         if searched:
             needed = tl.load(needed_ptr + row)
-            limit = _found(tl.load(lowest_ptr + row), needed, sum_ptr + row * parts * 8, parts, PARTS)
+            limit = _final_limit(tl.load(lowest_ptr + row), needed, sum_ptr + row * parts * 8, parts, PARTS)
         if min_p > 0:
             by_share = tl.minimum(tl.maximum(-log(min_p) * UNITS, 0.0), MAX_GAP * 1.0).to(tl.int32)
             limit = tl.minimum(limit, by_share)
@@ -221,8 +221,8 @@ def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
     needed = torch.empty(rows, dtype=torch.float32, device=device)
     padded = triton.next_power_of_2(parts)
     _peaks[(rows, parts)](*head, min_p, *top_k, peaks, BLOCK=PART, num_warps=8)
-    for turn in range(2 * LEVELS):
-        now, before = turn % 2, 1 - turn % 2
+    for pass_index in range(2 * LEVELS):
+        now, before = pass_index % 2, 1 - pass_index % 2
         _narrow[(rows, parts)](
             *head,
             *top_k,
@@ -232,14 +232,14 @@ def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
             lowest[now],
             sums[now],
             needed,
-            turn % LEVELS,
-            BY_MASS=turn >= LEVELS,
+            pass_index % LEVELS,
+            BY_MASS=pass_index >= LEVELS,
             PARTS=padded,
             PART=PART,
             TILE=TILE,
             num_warps=4,
         )
-    found = Limits(torch.empty_like(needed), torch.empty_like(lowest[0]))
+    limits = Limits(torch.empty_like(needed), torch.empty_like(lowest[0]))
     _limits[(rows,)](
         *head[3:],
         min_p,
@@ -248,10 +248,10 @@ def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
         lowest[1],
         sums[1],
         needed,
-        found.peaks,
-        found.gaps,
+        limits.peaks,
+        limits.gaps,
         parts,
         PARTS=padded,
         num_warps=1,
     )
-    return found
+    return limits

@@ -101,6 +101,6 @@ def commit(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) 
     tables.bonus[slots] = torch.where(was_finished, tables.bonus[slots], last)
     tables.finished[slots] = was_finished | (finish > 0)
     valid = (column < counts.unsqueeze(1)) & tables.shapes_logits[slots].unsqueeze(1)
-    place = slots.unsqueeze(1) * tables.output_counts.shape[1] + tokens
-    tables.output_counts.view(-1).scatter_add_(0, place.flatten(), valid.int().flatten())
+    index = slots.unsqueeze(1) * tables.output_counts.shape[1] + tokens
+    tables.output_counts.view(-1).scatter_add_(0, index.flatten(), valid.int().flatten())
     return counts, finish

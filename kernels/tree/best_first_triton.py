@@ -45,7 +45,7 @@ def _grow_best(
     above_score_ptr,
     above_candidate_ptr,
     token_ptr,
-    kept_score_ptr,
+    node_score_ptr,
     parent_ptr,
     depth_ptr,
     level_token_ptr,
@@ -54,7 +54,7 @@ def _grow_best(
     level_parent_ptr,
     num_pool,
     parents,
-    num_kept,
+    num_survivors,
     num_rows,
     depth,
     ROOT: tl.constexpr,
@@ -86,25 +86,25 @@ def _grow_best(
         level_of = tl.where(in_pool, tl.load(pool_depth_ptr + old, mask=in_pool, other=0).to(tl.int32), level_of)
         over = tl.load(above_candidate_ptr + row, mask=is_child, other=-1).to(tl.int32)
         over = tl.where(in_pool, tl.load(pool_parent_ptr + old, mask=in_pool, other=-1).to(tl.int32), over)
-    kept = in_pool | is_child
+    survives = in_pool | is_child
     if CUT:
-        kept = _are_best(score, kept, num_kept)
-    place = tl.cumsum(kept.to(tl.int32), 0) - 1
+        survives = _are_best(score, survives, num_survivors)
+    rank = tl.cumsum(survives.to(tl.int32), 0) - 1
     if not ROOT:
-        over = tl.where(over >= 0, tl.gather(place, tl.maximum(over, 0), 0), -1)
-    out = b * num_kept + place
-    tl.store(token_ptr + out, token, mask=kept)
-    tl.store(kept_score_ptr + out, score, mask=kept)
-    tl.store(parent_ptr + out, over.to(tl.int64), mask=kept)
-    tl.store(depth_ptr + out, level_of.to(tl.int64), mask=kept)
+        over = tl.where(over >= 0, tl.gather(rank, tl.maximum(over, 0), 0), -1)
+    out = b * num_survivors + rank
+    tl.store(token_ptr + out, token, mask=survives)
+    tl.store(node_score_ptr + out, score, mask=survives)
+    tl.store(parent_ptr + out, over.to(tl.int64), mask=survives)
+    tl.store(depth_ptr + out, level_of.to(tl.int64), mask=survives)
 
-    new = (kept & is_child).to(tl.int32)
+    new = (survives & is_child).to(tl.int32)
     at = tl.cumsum(new, 0) - 1
     writes = (new > 0) & (at < num_rows)
     at += b * num_rows
     tl.store(level_token_ptr + at, token, mask=writes)
     tl.store(level_score_ptr + at, score, mask=writes)
-    tl.store(level_candidate_ptr + at, place.to(tl.int64), mask=writes)
+    tl.store(level_candidate_ptr + at, rank.to(tl.int64), mask=writes)
     tl.store(level_parent_ptr + at, row.to(tl.int64), mask=writes)
     spare = tl.arange(0, ROWS)
     is_spare = (spare >= tl.sum(new, 0)) & (spare < num_rows)
@@ -124,14 +124,14 @@ def grow_best(
     batch, parents = (rows, 1) if above is None else above.tokens.shape
     num_pool = 0 if pool is None else pool.tokens.shape[1]
     total = num_pool + parents * k
-    num_kept = min(total, width - 1)
-    tokens, over, depths = torch.empty((3, batch, num_kept), dtype=torch.int64, device=device).unbind(0)
-    scores = torch.empty((batch, num_kept), dtype=torch.float32, device=device)
-    kept = Candidates(tokens, scores, over, depths, depth)
+    num_survivors = min(total, width - 1)
+    tokens, over, depths = torch.empty((3, batch, num_survivors), dtype=torch.int64, device=device).unbind(0)
+    scores = torch.empty((batch, num_survivors), dtype=torch.float32, device=device)
+    survivors = Candidates(tokens, scores, over, depths, depth)
     level_tokens, candidate, parent = torch.empty((3, batch, num_rows), dtype=torch.int64, device=device).unbind(0)
     level_scores = torch.empty((batch, num_rows), dtype=torch.float32, device=device)
     level = Level(level_tokens, level_scores, candidate, None, parent.flatten())
-    old, over_level = pool or kept, above or level
+    old, over_level = pool or survivors, above or level
     padded = max(16, triton.next_power_of_2(total))
     _grow_best[(batch,)](
         children.log_probabilities,
@@ -153,18 +153,18 @@ def grow_best(
         parent,
         num_pool,
         parents,
-        num_kept,
+        num_survivors,
         num_rows,
         depth,
         ROOT=above is None,
         SHARED=rows == batch,
-        CUT=num_kept < total,
+        CUT=num_survivors < total,
         K=k,
         TOTAL=padded,
         ROWS=triton.next_power_of_2(num_rows),
         num_warps=level_warps(padded),
     )
-    return kept, level
+    return survivors, level
 
 
 def level_warps(num_competing: int) -> int:

@@ -25,16 +25,16 @@ def _check_level(candidates: Candidates, above: Level | None, children: Children
     assert (
         candidates.tokens.is_contiguous() and candidates.scores.is_contiguous() and candidates.parents.is_contiguous()
     )
-    for each in () if above is None else (above.scores, above.candidate, above.mask):
-        assert each is not None and each.shape[1] == children.ids.shape[1] and each.is_contiguous()
+    for tensor in () if above is None else (above.scores, above.candidate, above.mask):
+        assert tensor is not None and tensor.shape[1] == children.ids.shape[1] and tensor.is_contiguous()
 
 
 def _check_cut(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
     check_trees(trees)
     check_slots(slots)
     assert width <= trees.tokens.shape[1] and bonus.dtype == torch.int64
-    for each in (candidates.tokens, candidates.scores, candidates.parents):
-        assert each.shape == candidates.scores.shape and each.is_contiguous()
+    for tensor in (candidates.tokens, candidates.scores, candidates.parents):
+        assert tensor.shape == candidates.scores.shape and tensor.is_contiguous()
 
 
 @operation(Implementation("triton", "aerie.kernels.tree.tree_growth_triton:grow", on_gpu), contract=_check_level)
@@ -109,17 +109,17 @@ def best_tree(root: Tensor, candidates: Candidates, width: int, spans: bool | No
     precedes it. spans: whether the masks are spans; None: if the tree has more nodes than bits.
     """
     spans = width > MASK_BITS if spans is None else spans
-    kept = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, : width - 1]
+    best = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, : width - 1]
     batch, node = root.shape[0], torch.arange(1, width, device=root.device)
-    place = torch.zeros((batch, candidates.scores.shape[1] + 1), dtype=torch.int64, device=root.device)
-    place.scatter_(1, kept + 1, node.expand(batch, -1))  # place[c + 1]: index of candidate c; place[0]: the root
-    parents = place.gather(1, candidates.parents.gather(1, kept) + 1)
+    node_of = torch.zeros((batch, candidates.scores.shape[1] + 1), dtype=torch.int64, device=root.device)
+    node_of.scatter_(1, best + 1, node.expand(batch, -1))  # place[c + 1]: index of candidate c; place[0]: the root
+    parents = node_of.gather(1, candidates.parents.gather(1, best) + 1)
     zero = torch.zeros_like(root).unsqueeze(1)
     parents = torch.cat((zero, parents), dim=1)
     return Tree(
-        tokens=torch.cat((root.unsqueeze(1), candidates.tokens.gather(1, kept)), dim=1),
+        tokens=torch.cat((root.unsqueeze(1), candidates.tokens.gather(1, best)), dim=1),
         parents=parents,
-        depths=torch.cat((zero, candidates.depths.expand(root.shape[0], -1).gather(1, kept)), dim=1),
+        depths=torch.cat((zero, candidates.depths.expand(root.shape[0], -1).gather(1, best)), dim=1),
         masks=(span_masks if spans else _ancestor_masks)(parents, candidates.max_depth),
     )
 
@@ -161,13 +161,13 @@ def _check(
     if above is not None and pool is not None:
         assert above.scores.is_contiguous() and above.candidate.is_contiguous()
         assert children.ids.shape[0] in (above.scores.numel(), above.scores.shape[0])
-        for each in (pool.tokens, pool.scores, pool.parents, pool.depths):
-            assert each.shape == pool.tokens.shape and each.is_contiguous()
+        for tensor in (pool.tokens, pool.scores, pool.parents, pool.depths):
+            assert tensor.shape == pool.tokens.shape and tensor.is_contiguous()
 
 
 def _competing(above: Level | None, pool: Candidates | None, top_k: int) -> int:
-    kept = 0 if pool is None else pool.tokens.shape[1]
-    return kept + top_k * (1 if above is None else above.tokens.shape[1])
+    pool_size = 0 if pool is None else pool.tokens.shape[1]
+    return pool_size + top_k * (1 if above is None else above.tokens.shape[1])
 
 
 @operation(
@@ -200,43 +200,43 @@ def grow_best(
     """
     batch = children.ids.shape[0] if above is None else above.tokens.shape[0]
     parents, top_k = 1 if above is None else above.tokens.shape[1], children.ids.shape[1]
-    device, of_all = children.ids.device, children.ids.shape[0] == batch
+    device, is_shared = children.ids.device, children.ids.shape[0] == batch
     ids = children.ids if children.target_ids is None else children.target_ids[children.ids]
-    found = children.log_probabilities
-    found = torch.where(found < float("inf"), found, float("-inf"))
-    shape = (batch, 1 if of_all else parents, top_k)
-    tokens, scores = (each.view(shape).expand(-1, parents, -1) for each in (ids, found))
+    log_probabilities = children.log_probabilities
+    log_probabilities = torch.where(log_probabilities < float("inf"), log_probabilities, float("-inf"))
+    shape = (batch, 1 if is_shared else parents, top_k)
+    tokens, scores = (field.view(shape).expand(-1, parents, -1) for field in (ids, log_probabilities))
     over = torch.full((batch, parents, top_k), -1, device=device)
     if above is not None:
         scores = scores + above.scores.unsqueeze(2)
         over = above.candidate.unsqueeze(2).expand(-1, -1, top_k)
     depths = torch.full_like(over, depth)
-    fields = [each.flatten(1) for each in (tokens, scores, over, depths)]
-    num_kept = 0
+    fields = [field.flatten(1) for field in (tokens, scores, over, depths)]
+    num_pool = 0
     if pool is not None:
-        num_kept = pool.tokens.shape[1]
-        kept_before = (pool.tokens, pool.scores, pool.parents, pool.depths)
-        fields = [torch.cat(pair, dim=1) for pair in zip(kept_before, fields, strict=True)]
+        num_pool = pool.tokens.shape[1]
+        earlier = (pool.tokens, pool.scores, pool.parents, pool.depths)
+        fields = [torch.cat(pair, dim=1) for pair in zip(earlier, fields, strict=True)]
     size = min(fields[0].shape[1], width - 1)
     best = torch.sort(fields[1], dim=1, descending=True, stable=True).indices[:, :size].sort(1).values
-    place = torch.full_like(fields[0], -1).scatter(1, best, torch.arange(size, device=device).expand(batch, -1))
-    tokens, scores, over, depths = (each.gather(1, best) for each in fields)
-    over = torch.where(over < 0, over, place.gather(1, over.clamp_min(0)))
-    kept = Candidates(tokens, scores, over, depths, depth)
+    rank_of = torch.full_like(fields[0], -1).scatter(1, best, torch.arange(size, device=device).expand(batch, -1))
+    tokens, scores, over, depths = (field.gather(1, best) for field in fields)
+    over = torch.where(over < 0, over, rank_of.gather(1, over.clamp_min(0)))
+    survivors = Candidates(tokens, scores, over, depths, depth)
 
-    is_new = best >= num_kept
+    is_new = best >= num_pool
     row = torch.where(is_new, is_new.cumsum(1) - 1, num_rows).clamp_max(num_rows)
     first_row = torch.arange(batch, device=device).unsqueeze(1) * parents
-    row_above = first_row + torch.where(is_new, (best - num_kept) // top_k, 0)
+    row_above = first_row + torch.where(is_new, (best - num_pool) // top_k, 0)
 
-    def of_level(values: Tensor, other: Tensor | float) -> Tensor:
+    def next_level(values: Tensor, other: Tensor | float) -> Tensor:
         out = torch.empty((batch, num_rows + 1), dtype=values.dtype, device=device)
         out[:] = other
         return out.scatter(1, row, values)[:, :num_rows].contiguous()
 
-    candidate = of_level(torch.arange(size, device=device).expand(batch, -1), 0)
-    parent = of_level(row_above, first_row).flatten()
-    return kept, Level(of_level(tokens, 0), of_level(scores, float("-inf")), candidate, None, parent)
+    candidate = next_level(torch.arange(size, device=device).expand(batch, -1), 0)
+    parent = next_level(row_above, first_row).flatten()
+    return survivors, Level(next_level(tokens, 0), next_level(scores, float("-inf")), candidate, None, parent)
 
 
 def _check_block(children: Children, width: int) -> None:
@@ -285,16 +285,16 @@ def grow_block(children: Children, width: int) -> Candidates:
     scores = scores.masked_fill(is_broken, float("-inf"))
     pool, level = None, None
     for depth in range(1, num_steps + 1):
-        of_depth = Children(scores[:, depth - 1].contiguous(), children.ids[:, depth - 1].contiguous(), None)
+        at_depth = Children(scores[:, depth - 1].contiguous(), children.ids[:, depth - 1].contiguous(), None)
         rows = level_rows(depth, num_steps, top_k, width)
-        pool, level = grow_best.reference(pool, level, of_depth, depth, width, rows)
+        pool, level = grow_best.reference(pool, level, at_depth, depth, width, rows)
     assert pool is not None, "a tree has levels"
     best = torch.sort(pool.scores, dim=1, descending=True, stable=True).indices
-    place = torch.empty_like(best).scatter(1, best, torch.arange(width - 1, device=best.device).expand(batch, -1))
+    rank_of = torch.empty_like(best).scatter(1, best, torch.arange(width - 1, device=best.device).expand(batch, -1))
     tokens, sorted_scores, over, depths = (
-        each.gather(1, best) for each in (pool.tokens, pool.scores, pool.parents, pool.depths)
+        field.gather(1, best) for field in (pool.tokens, pool.scores, pool.parents, pool.depths)
     )
     if children.target_ids is not None:
         tokens = children.target_ids[tokens]
-    over = torch.where(over < 0, over, place.gather(1, over.clamp_min(0)))
+    over = torch.where(over < 0, over, rank_of.gather(1, over.clamp_min(0)))
     return Candidates(tokens, sorted_scores, over, depths, num_steps)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from aerie.kernels.kv.mask_bits import MASK_BITS
-from aerie.kernels.score_order_triton import place_of, sort_key
+from aerie.kernels.score_order_triton import index_of, sort_key
 from aerie.kernels.tree import tree_growth
 from aerie.kernels.tree.nodes import Candidates, Children, Level, Tree
 from aerie.kernels.tree.tree_growth import MAX_CUT_CANDIDATES
@@ -27,9 +27,9 @@ def _grow(
     above_score_ptr,
     above_candidate_ptr,
     above_mask_ptr,
-    found_token_ptr,
-    found_score_ptr,
-    found_parent_ptr,
+    candidate_token_ptr,
+    candidate_score_ptr,
+    candidate_parent_ptr,
     token_ptr,
     level_score_ptr,
     candidate_ptr,
@@ -58,9 +58,9 @@ def _grow(
         score += tl.load(above_score_ptr + b * PARENTS + parent, mask=there, other=0.0)
         above = tl.load(above_candidate_ptr + b * PARENTS + parent, mask=there, other=0)
     out = b * num_candidates + first + child
-    tl.store(found_token_ptr + out, token, mask=there)
-    tl.store(found_score_ptr + out, score, mask=there)
-    tl.store(found_parent_ptr + out, above.to(tl.int64), mask=there)
+    tl.store(candidate_token_ptr + out, token, mask=there)
+    tl.store(candidate_score_ptr + out, score, mask=there)
+    tl.store(candidate_parent_ptr + out, above.to(tl.int64), mask=there)
     left, number = score, child
     for i in tl.static_range(K):
         best = tl.max(left, 0)
@@ -125,9 +125,9 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
 
 @triton.jit
 def _cut(
-    found_token_ptr,
-    found_score_ptr,
-    found_parent_ptr,
+    candidate_token_ptr,
+    candidate_score_ptr,
+    candidate_parent_ptr,
     depth_ptr,
     slot_ptr,
     bonus_ptr,
@@ -150,13 +150,13 @@ def _cut(
     b = tl.program_id(0)
     c = tl.arange(0, CANDIDATES)
     base = b * num_candidates
-    score = tl.load(found_score_ptr + base + c, mask=c < num_candidates, other=float("-inf"))
+    score = tl.load(candidate_score_ptr + base + c, mask=c < num_candidates, other=float("-inf"))
     # among equal scores the one drafted first wins, so a node's parent is kept, too, and precedes it
-    kept = place_of(tl.topk(sort_key(score, c, CANDIDATES), NODES), CANDIDATES)
+    best = index_of(tl.topk(sort_key(score, c, CANDIDATES), NODES), CANDIDATES)
     node = tl.arange(0, NODES)
     inside = (node > 0) & (node < W)
-    candidate = tl.where(inside, tl.gather(kept, tl.maximum(node - 1, 0), 0), -2)  # node 0 is the root
-    above = tl.load(found_parent_ptr + base + candidate, mask=inside, other=-1).to(tl.int32)
+    candidate = tl.where(inside, tl.gather(best, tl.maximum(node - 1, 0), 0), -2)  # node 0 is the root
+    above = tl.load(candidate_parent_ptr + base + candidate, mask=inside, other=-1).to(tl.int32)
     parent = node * 0
     for start in range(0, NODES, PART):  # pairs of nodes are compared in registers
         other = start + tl.arange(0, PART)
@@ -188,7 +188,7 @@ def _cut(
     slot = tl.load(slot_ptr + b)
     out = slot * W_TABLE + node
     root = node == 0
-    token = tl.load(found_token_ptr + base + candidate, mask=inside, other=0)
+    token = tl.load(candidate_token_ptr + base + candidate, mask=inside, other=0)
     token = tl.where(root, tl.load(bonus_ptr + slot * bonus_stride), token)
     tl.store(token_ptr + out, token, mask=node < W)
     tl.store(parent_ptr + out, parent.to(tl.int64), mask=node < W)
@@ -244,7 +244,7 @@ def _grow_block(
     map_ptr,
     clean_ptr,
     token_ptr,
-    kept_score_ptr,
+    node_score_ptr,
     parent_ptr,
     depth_ptr,
     num_nodes,
@@ -266,10 +266,10 @@ def _grow_block(
     tl.debug_barrier()
 
     nothing = 0x7FFFFFFFFFFFFFFF
-    place = tl.arange(0, PLACES)
-    score = tl.where(place == 0, tl.load(clean_ptr + own), float("-inf"))
+    entry = tl.arange(0, PLACES)
+    score = tl.where(entry == 0, tl.load(clean_ptr + own), float("-inf"))
     base = tl.zeros([PLACES], tl.float32)  # the parent's score
-    order = tl.where(place == 0, 0, nothing).to(tl.int64)
+    order = tl.where(entry == 0, 0, nothing).to(tl.int64)
     node = num_nodes * 0
     while node < num_nodes:
         best = tl.max(score, 0)
@@ -278,25 +278,25 @@ def _grow_block(
         above = tl.sum(tl.where(here, base, 0.0), 0)
         level = (first >> LEVEL_AT).to(tl.int32)
         rank = (first >> PARENT_BITS).to(tl.int32) & ((1 << RANK_BITS) - 1)
-        tl.store(kept_score_ptr + b * num_nodes + node, best)
+        tl.store(node_score_ptr + b * num_nodes + node, best)
         tl.store(depth_ptr + b * num_nodes + node, first)
         node += 1
         has_sibling = rank + 1 < K
-        beside = tl.load(clean_ptr + own + level * K + rank + 1, mask=has_sibling, other=float("-inf"))
+        sibling = tl.load(clean_ptr + own + level * K + rank + 1, mask=has_sibling, other=float("-inf"))
         has_child = level + 1 < STEPS
         below = tl.load(clean_ptr + own + (level + 1) * K, mask=has_child, other=float("-inf"))
         path = (first ^ (level.to(tl.int64) << LEVEL_AT)) >> PARENT_BITS
         child = ((level + 1).to(tl.int64) << LEVEL_AT) | (path << (RANK_BITS + PARENT_BITS)) | node
-        score = tl.where(here, above + beside, score)
+        score = tl.where(here, above + sibling, score)
         order = tl.where(here, tl.where(has_sibling, first + NEXT_RANK, nothing), order)
-        new = place == node
+        new = entry == node
         score = tl.where(new, best + below, score)
         base = tl.where(new, best, base)
         order = tl.where(new & has_child, child, order)
 
     tl.debug_barrier()
-    is_node = place < num_nodes
-    out = b * num_nodes + place
+    is_node = entry < num_nodes
+    out = b * num_nodes + entry
     order = tl.load(depth_ptr + out, mask=is_node, other=0)
     level = order >> LEVEL_AT
     rank = (order >> PARENT_BITS) & ((1 << RANK_BITS) - 1)
@@ -313,14 +313,14 @@ def grow_block(children: Children, width: int) -> Candidates:
     scores = children.log_probabilities
     (batch, steps, k), device = scores.shape, scores.device
     tokens, parents, depths = torch.empty((3, batch, width - 1), dtype=torch.int64, device=device).unbind(0)
-    kept = Candidates(tokens, scores.new_empty((batch, width - 1)), parents, depths, steps)
+    survivors = Candidates(tokens, scores.new_empty((batch, width - 1)), parents, depths, steps)
     _grow_block[(batch,)](
         scores,
         children.ids,
         children.target_ids,
         torch.empty_like(scores),
         tokens,
-        kept.scores,
+        survivors.scores,
         parents,
         depths,
         width - 1,
@@ -332,4 +332,4 @@ def grow_block(children: Children, width: int) -> Candidates:
         PLACES=max(32, triton.next_power_of_2(width)),
         num_warps=1,
     )
-    return kept
+    return survivors

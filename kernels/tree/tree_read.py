@@ -65,8 +65,8 @@ def read_trees(
     ->          trees of `width` nodes, their fields contiguous
     """
     spans = trees.tokens.shape[1] > MASK_BITS
-    tree = trimmed(Tree(*(each[slots, :width] for each in trees.fields)), max_depth, as_chain, spans)
-    tree = Tree(*(each.contiguous() for each in tree.fields))
+    tree = trimmed(Tree(*(field[slots, :width] for field in trees.fields)), max_depth, as_chain, spans)
+    tree = Tree(*(field.contiguous() for field in tree.fields))
     if mask_words is not None:
         bits = tree.masks.view(torch.uint16).view(*mask_words.shape[:2], 4)
         mask_words.copy_(bits[..., : mask_words.shape[2]])

@@ -17,7 +17,7 @@ def read_trees(
 ) -> RoundRows:
     """`aerie.kernels.tree.tree_read.read_trees`."""
     rows = slots.numpy()
-    tokens, parents, depths, masks = (each.numpy()[rows, :width] for each in trees.fields)
+    tokens, parents, depths, masks = (field.numpy()[rows, :width] for field in trees.fields)
     alive = depths <= max_depth
     if as_chain:
         node = np.arange(width)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from aerie.kernels.score_order_triton import place_of, score_of, sort_key
+from aerie.kernels.score_order_triton import index_of, score_of, sort_key
 from aerie.kernels.vocabulary.topk_log_softmax import MAX_K, NOT_FINITE
 
 BLOCK = 4096
@@ -34,24 +34,24 @@ def _partial(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
-    place = row * tl.num_programs(1) + part
+    part_row = row * tl.num_programs(1) + part
     top = tl.max(x, 0)
     origin = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(top_ptr + place, top)
-    tl.store(total_ptr + place, tl.sum(tl.exp(x - origin), 0))
+    tl.store(top_ptr + part_row, top)
+    tl.store(total_ptr + part_row, tl.sum(tl.exp(x - origin), 0))
     if SORTED:
         x = tl.where(x == x, x, float("-inf"))
         key = tl.topk(sort_key(x, tl.arange(0, BLOCK), BLOCK), K)
-        found = place * K + tl.arange(0, K)
-        tl.store(value_ptr + found, score_of(key))
-        tl.store(index_ptr + found, part * BLOCK + place_of(key, BLOCK))
+        entries = part_row * K + tl.arange(0, K)
+        tl.store(value_ptr + entries, score_of(key))
+        tl.store(index_ptr + entries, part * BLOCK + index_of(key, BLOCK))
         return
     for i in tl.static_range(K):
         best = tl.max(x, 0)  # ignores NaN
         # the smallest column among equals: see the contract
         index = tl.min(tl.where(x == best, column, size), 0)
-        tl.store(value_ptr + place * K + i, best)
-        tl.store(index_ptr + place * K + i, index)
+        tl.store(value_ptr + part_row * K + i, best)
+        tl.store(index_ptr + part_row * K + i, index)
         # NaN, not minus infinity, because masked tokens are minus infinity and this token must not be found again
         x = tl.where(column == index, float("nan"), x)
 
@@ -70,7 +70,7 @@ def _combine(
     k,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    FOUND: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SORTED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -83,12 +83,12 @@ def _combine(
     norm = top + tl.log(tl.maximum(tl.sum(totals * tl.exp(tops - origin), 0), 1.0))
     tl.store(norm_ptr + row, norm)
     origin = tl.where(norm == float("-inf"), 0.0, norm)
-    found = tl.arange(0, FOUND)
-    value = tl.load(value_ptr + row * parts * K + found, mask=found < parts * K, other=float("-inf"))
-    index = tl.load(index_ptr + row * parts * K + found, mask=found < parts * K, other=size)
+    column = tl.arange(0, COLUMNS)
+    value = tl.load(value_ptr + row * parts * K + column, mask=column < parts * K, other=float("-inf"))
+    index = tl.load(index_ptr + row * parts * K + column, mask=column < parts * K, other=size)
     if SORTED:  # parts are in order of columns, and each part's tokens in order of score and column
-        key = tl.topk(sort_key(value, found, FOUND), K)
-        chosen = tl.load(index_ptr + row * parts * K + place_of(key, FOUND), mask=place_of(key, FOUND) < parts * K)
+        key = tl.topk(sort_key(value, column, COLUMNS), K)
+        chosen = tl.load(index_ptr + row * parts * K + index_of(key, COLUMNS), mask=index_of(key, COLUMNS) < parts * K)
         i = tl.arange(0, K)
         tl.store(log_probability_ptr + row * k + i, score_of(key) - origin, mask=i < k)
         tl.store(id_ptr + row * k + i, tl.minimum(chosen, size - 1).to(tl.int64), mask=i < k)
@@ -107,9 +107,9 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, size = logits.shape
     assert k <= MAX_K
     parts, device, by_sorting = triton.cdiv(size, BLOCK), logits.device, k > ONE_BY_ONE
-    each = triton.next_power_of_2(k) if by_sorting else k
-    values = torch.empty((rows, parts, each), dtype=torch.float32, device=device)
-    indices = torch.empty((rows, parts, each), dtype=torch.int32, device=device)
+    per_part = triton.next_power_of_2(k) if by_sorting else k
+    values = torch.empty((rows, parts, per_part), dtype=torch.float32, device=device)
+    indices = torch.empty((rows, parts, per_part), dtype=torch.int32, device=device)
     # Both must be aligned to 16 bytes, because Triton compiles another kernel for other alignments.
     count = triton.cdiv(rows * parts, ALIGNED) * ALIGNED
     tops, totals = torch.empty((2, count), dtype=torch.float32, device=device).unbind(0)
@@ -117,7 +117,7 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     ids = torch.empty((rows, k), dtype=torch.int64, device=device)
     norms = torch.empty(rows, dtype=torch.float32, device=device)
     _partial[(rows, parts)](
-        logits, values, indices, tops, totals, size, logits.stride(0), each, BLOCK, by_sorting, num_warps=8
+        logits, values, indices, tops, totals, size, logits.stride(0), per_part, BLOCK, by_sorting, num_warps=8
     )
     _combine[(rows,)](
         values,
@@ -130,9 +130,9 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
         parts,
         size,
         k,
-        K=each,
+        K=per_part,
         PARTS=triton.next_power_of_2(parts),
-        FOUND=triton.next_power_of_2(parts * each),
+        COLUMNS=triton.next_power_of_2(parts * per_part),
         SORTED=by_sorting,
         num_warps=8 if by_sorting else 2,
     )
@@ -149,9 +149,9 @@ def _partial_largest(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.co
     best = tl.max(x, 0)
     # the smallest index among equals, as in torch on a CPU
     index = tl.min(tl.where(x == best, column, size), 0)
-    place = row * tl.num_programs(1) + part
-    tl.store(value_ptr + place, best)
-    tl.store(index_ptr + place, index)
+    part_row = row * tl.num_programs(1) + part
+    tl.store(value_ptr + part_row, best)
+    tl.store(index_ptr + part_row, index)
 
 
 @triton.jit

@@ -47,7 +47,7 @@ def check_width(path: str, model: ModelConfig, target: ModelConfig, why: str) ->
 
 def refuse_unknown(
     source: str,
-    given: Mapping[str, Any],
+    fields: Mapping[str, Any],
     only: Mapping[str, Any],
     known: Set[str],
     prefix: str = "",
@@ -61,7 +61,7 @@ def refuse_unknown(
     prefix: goes before the fields' names in errors.
     strict: refuse unknown numbers and strings, too.
     """
-    for key, value in given.items():
+    for key, value in fields.items():
         if key in only and key not in known:
             supported = only[key]
             works = value is None or value == supported or (supported is None and not value)

@@ -205,8 +205,8 @@ class Drafter:
             if tokens:
                 suffix = step.suffix
                 mask = self._chain_masks[suffix - 1].expand(slots.shape[0], 1)
-                of_pages = batch.page_table, batch.max_kv_len
-                decode = DecodeBatch(Mode.DRAFT_DECODE, 1, suffix, length, mask, *of_pages, slots=slots)
+                pages = batch.page_table, batch.max_kv_len
+                decode = DecodeBatch(Mode.DRAFT_DECODE, 1, suffix, length, mask, *pages, slots=slots)
                 hidden = head.step(tokens[-1], hidden, self._runner.context(decode))
             logits = self._scores(hidden, batch, length, step.depth, 1)
             best = head.to_target(head.lm_head.shard.argmax(logits))
@@ -224,8 +224,8 @@ class Drafter:
             if level is not None:
                 suffix, mask = step.suffix, level.mask
                 assert mask is not None, "`grow` computes it"
-                of_pages = batch.page_table, batch.max_kv_len
-                decode = DecodeBatch(Mode.DRAFT_DECODE, k, suffix, length, mask, *of_pages, slots=batch.slots)
+                pages = batch.page_table, batch.max_kv_len
+                decode = DecodeBatch(Mode.DRAFT_DECODE, k, suffix, length, mask, *pages, slots=batch.slots)
                 context = self._runner.context(decode, positions[step.depth - 2])
                 # copies, because the draft may change them in place
                 state = self._runner.model.step(level.tokens.flatten(), state.index_select(0, level.parent), context)
@@ -259,8 +259,8 @@ class Drafter:
         """Return the top_k tokens after hidden [B * rows, H], at `depth` of the trees."""
         head = self._runner.model
         scores = self._scores(hidden, batch, length, depth, rows)
-        found = Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)
-        return found if batch.guidance is None else batch.guidance.children(found)
+        children = Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)
+        return children if batch.guidance is None else batch.guidance.children(children)
 
 
 IGNORED_WEIGHTS = ("t2d", "*rotary_emb*")

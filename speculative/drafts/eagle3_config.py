@@ -95,10 +95,10 @@ def layers_config(path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
 def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:
     """Read the flags, first from `eagle_config`, where NVIDIA's heads have them. Raises ValueError for a flag that is
     not a boolean."""
-    given = {**raw, **section_of(raw, "eagle_config", f"draft {path}")}
+    fields = {**raw, **section_of(raw, "eagle_config", f"draft {path}")}
 
     def flag(name: str, *others: str, default: bool = False) -> bool:
-        values = [(key, given[key]) for key in (name, *others) if given.get(key) is not None]
+        values = [(key, fields[key]) for key in (name, *others) if fields.get(key) is not None]
         for key, value in values:
             if not isinstance(value, bool):
                 raise ValueError(f"draft {path}: {key}={value!r} must be true or false; set the trained value")
@@ -115,8 +115,8 @@ def read_flags(path: str, raw: Mapping[str, Any]) -> HeadFlags:
 
 def reads_captured_layers(raw: Mapping[str, Any]) -> bool:
     """Whether the head reads captured layers, or only the target's final hidden state."""
-    given = {**raw, **(raw.get("eagle_config") or {})}
-    return given.get("use_aux_hidden_state") is not False
+    fields = {**raw, **(raw.get("eagle_config") or {})}
+    return fields.get("use_aux_hidden_state") is not False
 
 
 def _flat_architecture(raw: Mapping[str, Any]) -> str:
@@ -137,8 +137,8 @@ def _refuse_other_family(source: str, architecture: str) -> None:
 
 
 def _refuse_windows(source: str, layers: Mapping[str, Any]) -> None:
-    given = layers.get("layer_types") or []
-    kinds = {str(kind) for kind in (given if isinstance(given, list) else [given])} - {"full_attention"}
+    declared = layers.get("layer_types") or []
+    kinds = {str(kind) for kind in (declared if isinstance(declared, list) else [declared])} - {"full_attention"}
     if kinds:
         raise ValueError(
             f"{source}: layer_types has {', '.join(sorted(kinds))}, which is not supported; use a head with full "
@@ -174,10 +174,10 @@ def captured_layers(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple
     pull request 25454.)
     """
     source, key = f"draft {path}", "eagle_aux_hidden_state_layer_ids"
-    given = ids_of(section_of(raw, "eagle_config", source), key, source) or ids_of(raw, key, source)
-    if given:
-        of_outputs = given[0] == 1 and "transformer_layer_config" not in raw
-        capture = tuple(i + of_outputs for i in given)
+    captured = ids_of(section_of(raw, "eagle_config", source), key, source) or ids_of(raw, key, source)
+    if captured:
+        counts_outputs = captured[0] == 1 and "transformer_layer_config" not in raw
+        capture = tuple(i + counts_outputs for i in captured)
     else:
         capture = default_capture(num_layers)
     count = size_of(raw, "num_aux_hidden_states", source, len(capture))

@@ -189,8 +189,8 @@ class AssistantModel(DraftModel):
         super().__init__(method, group)
         model = method.model
         widths = [(heads.rope, heads.head_dim) for heads in model.heads]
-        tables = {each: RotaryTable(*each, max_position, device) for each in dict.fromkeys(widths)}
-        self.rotary = [tables[each] for each in widths]
+        tables = {key: RotaryTable(*key, max_position, device) for key in dict.fromkeys(widths)}
+        self.rotary = [tables[key] for key in widths]
         self.embedding_scale = in_default_dtype(method.backbone**0.5)
         self.pre_projection = ReplicatedLinear(2 * method.backbone, model.hidden_size, bias=False)
         self.layers = nn.ModuleList(make_layer(model, layer, group) for layer in range(model.num_layers))

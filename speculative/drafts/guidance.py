@@ -39,9 +39,9 @@ class Guidance:
         tokens, self._states = guides.follow_chain(self._guides, self._slots, self._states, tokens)
         return tokens
 
-    def children(self, found: Children) -> Children:
+    def children(self, candidates: Children) -> Children:
         """Make a forced token the first proposal of its row, with probability 1."""
-        return guides.children(self._guides, self._slots, self._states, found, UNLIKELY)
+        return guides.children(self._guides, self._slots, self._states, candidates, UNLIKELY)
 
     def grown(self, level: Level) -> None:
         """Advance the states by one level of the trees."""

@@ -69,7 +69,7 @@ def fill_draft(
         fill_dummy(model, source.seed + 1)
         model.target_ids = _dummy_target_ids(method, device)
     else:
-        tensors = {names.canonical(each.name): each for each in draft_tensors(method.path, device)}
+        tensors = {names.canonical(entry.name): entry for entry in draft_tensors(method.path, device)}
         vocabulary = {name: tensors.pop(name).tensor for name in list(tensors) if name in ("d2t", "t2d")}
         ids = take_target_ids(vocabulary, method) if method.head_rows is None else _trimmed_ids(method, source, target)
         model.target_ids = None if ids is None else ids.to(device)
@@ -91,7 +91,9 @@ def running_draft(
             return False
         ids = torch.arange(method.vocab_size) if model.target_ids is None else model.target_ids.cpu()
         if name == "d2t":
-            return tensor.shape == ids.shape and any(torch.equal(each, ids) for each in (tensor, target_ids(tensor)))
+            return tensor.shape == ids.shape and any(
+                torch.equal(candidate, ids) for candidate in (tensor, target_ids(tensor))
+            )
         members = _members(tensor, method.vocab_size)
         return members is None or torch.equal(members, ids.sort().values)
 
@@ -152,7 +154,7 @@ def _share_with_target(
         model.lm_head = _head(model, Unquantized(), _target_names(source, target), target)
         model.lm_head.load(WeightKey("weight"), rows)
         return _share_with_target(model, tensors | {"lm_head.weight"}, method, source, target) | {"lm_head"}
-    lacking = [each for each in ("embed_tokens", "lm_head") if not any(name.startswith(f"{each}.") for name in tensors)]
+    lacking = [part for part in ("embed_tokens", "lm_head") if not any(name.startswith(f"{part}.") for name in tensors)]
     if "lm_head" in lacking and method.vocab_size != method.model.vocab_size:
         raise ValueError(
             f"draft {method.path}: has its own vocabulary of {method.vocab_size} but no lm_head.weight; "
@@ -210,8 +212,8 @@ def _copies(model: DraftModel, copied: Iterable[str], source: ModelSource, targe
 
 def _load_copies(wanted: Copies, tensors: Iterable[CheckpointTensor], names: NameMap) -> None:
     """Load the copies that are among `tensors`, and remove them from `wanted`."""
-    for given, tensor, _ in tensors:
-        for module, key in wanted.pop(names.canonical(given), ()):
+    for stored_name, tensor, _ in tensors:
+        for module, key in wanted.pop(names.canonical(stored_name), ()):
             module.reopen()
             module.load(key, tensor)
 
@@ -251,19 +253,19 @@ def take_target_ids(tensors: dict[str, Tensor], method: DraftMethod) -> Tensor |
     d2t. Raises ValueError if the vocabularies differ and there is no map, or one for another target.
     """
     source, vocab_size, target_size = f"draft {method.path}", method.vocab_size, method.model.vocab_size
-    given, members = tensors.pop("d2t", None), _members(tensors.pop("t2d", None), vocab_size)
-    if given is None:
+    offsets, members = tensors.pop("d2t", None), _members(tensors.pop("t2d", None), vocab_size)
+    if offsets is None:
         if vocab_size == target_size:
             return None
         raise ValueError(
             f"{source}: has its own vocabulary of {vocab_size} but no d2t, so nothing says which of the target's "
             "tokens these are; use a checkpoint that has d2t"
         )
-    if given.shape != (vocab_size,):
-        raise ValueError(f"{source}: d2t has shape {tuple(given.shape)}, draft_vocab_size={vocab_size}")
-    ids = target_ids(given)
-    if members is not None and torch.equal(given.long().sort().values, members):
-        ids = given.long()
+    if offsets.shape != (vocab_size,):
+        raise ValueError(f"{source}: d2t has shape {tuple(offsets.shape)}, draft_vocab_size={vocab_size}")
+    ids = target_ids(offsets)
+    if members is not None and torch.equal(offsets.long().sort().values, members):
+        ids = offsets.long()
     if int(ids.min()) < 0 or int(ids.max()) >= target_size:
         raise ValueError(
             f"{source}: d2t points outside the target's vocabulary of {target_size}; it belongs to another target"

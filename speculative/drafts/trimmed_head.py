@@ -117,8 +117,8 @@ def _check_equal(head: LMHead, ids: Tensor, source: str) -> None:
     weights = torch.arange(1, ids.shape[0] + 1, device=ids.device)
     # exact in float64: integers below 2^53
     sums = torch.stack(((ids * weights % 1_000_003).sum(), ids.sum())).double()
-    found = head.shard.group.all_gather(sums)
-    if not bool((found == found[0]).all()):
+    gathered = head.shard.group.all_gather(sums)
+    if not bool((gathered == gathered[0]).all()):
         raise ValueError(
             f"{source}: ranks trim the vocabulary differently; the target's folder must hold the same tokenizer.json "
             f"and {FILE} on every node"

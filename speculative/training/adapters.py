@@ -69,10 +69,10 @@ def add_adapter(head: nn.Module, rank: int, seed: int) -> None:
 def save_adapter(model: nn.Module, base: Path, folder: Path) -> None:
     """Write what `add_adapter` has added, as peft does. base: the model's own folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    matrices = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    tensors = {f"{MODULE_PREFIX}{name}": each.detach().cpu().contiguous() for name, each in matrices.items()}
+    matrices = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tensors = {f"{MODULE_PREFIX}{name}": parameter.detach().cpu().contiguous() for name, parameter in matrices.items()}
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    rank = min(min(each.shape) for each in matrices.values())
+    rank = min(min(parameter.shape) for parameter in matrices.values())
     config = {
         "peft_type": "LORA",
         "base_model_name_or_path": str(base),

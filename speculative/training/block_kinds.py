@@ -306,7 +306,7 @@ def load_block_head(folder: Path, kind: str, target: PreTrainedModel) -> tuple[B
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     objective = Objective(KINDS[kind].tv_weight)
     head = build_block_head(target, read_head(KINDS[kind].method, config, target, folder), objective, 0)
-    head.load_state_dict({name: each.float() for name, each in load_file(folder / "model.safetensors").items()})
+    head.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
     return head, DraftVocabulary.whole(target)
 
 

@@ -61,11 +61,11 @@ def block_attention(
     query: [B, heads, M * R, head_dim]. key, value: [B, kv_heads, M * R, head_dim].
     Returns [B, M * R, heads, head_dim].
     """
-    query, key = (each.to(value.dtype) for each in (query, key))  # rotated in float32
+    query, key = (part.to(value.dtype) for part in (query, key))  # rotated in float32
     (batch, kv_heads, _, head_dim), (_, blocks, length) = key.shape, context.visible.shape
     shape = (batch, length, kv_heads, head_dim)
     context_key = module.k_norm(module.k_proj(context.features).view(shape)).transpose(1, 2)
-    cos, sin = (each.unsqueeze(1) for each in context.angles)
+    cos, sin = (part.unsqueeze(1) for part in context.angles)
     context_key = (context_key * cos + rotate_half(context_key) * sin).to(value.dtype)
     context_value = module.v_proj(context.features).view(shape).transpose(1, 2)
     # by group: [B, kv_heads, group, M * R, d] and [B, kv_heads, 1, T, d]; by block: [B, kv_heads, group or 1, M, R, d]
@@ -74,7 +74,7 @@ def block_attention(
     rows = query.shape[3] // blocks
     hidden = ~context.visible.repeat_interleave(rows, dim=1)[:, None, None]
     context_scores = context_scores.masked_fill(hidden, float("-inf"))
-    own_key, own_value = (each.view(batch, kv_heads, 1, blocks, rows, head_dim) for each in (key, value))
+    own_key, own_value = (part.view(batch, kv_heads, 1, blocks, rows, head_dim) for part in (key, value))
     by_block = (*query.shape[:3], blocks, rows, -1)
     block_scores = query.view(by_block) @ own_key.transpose(-1, -2)
     if context.within is not None:

@@ -322,11 +322,11 @@ def check_output(output: Path, resume: bool) -> None:
     existing = next(folder for folder in (output, *output.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise TrainingError(f"output={output}: {existing} is not a writable folder; choose another")
-    found = checkpoints(output)
-    if found and not resume:
+    saved = checkpoints(output)
+    if saved and not resume:
         raise TrainingError(
             f"output={output}: holds a training's checkpoint; add --resume to continue it (after its end with more "
-            f"--steps or --epochs), delete {found[-1].name}, or choose another folder"
+            f"--steps or --epochs), delete {saved[-1].name}, or choose another folder"
         )
-    if resume and not found:
+    if resume and not saved:
         raise TrainingError(f"resume: {output} holds no checkpoint; start without --resume")

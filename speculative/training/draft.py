@@ -244,8 +244,10 @@ def make_readable(folder: Path) -> None:
 def checkpoints(output: Path) -> list[Path]:
     """Return the complete checkpoints in `output`, oldest first. The state file is written last, so a folder without
     one was left by a killed process."""
-    found = {path.parent.name.partition("-")[2]: path.parent for path in output.glob("checkpoint-*/trainer_state.json")}
-    return [found[step] for step in sorted(filter(str.isdigit, found), key=int)]
+    by_step = {
+        path.parent.name.partition("-")[2]: path.parent for path in output.glob("checkpoint-*/trainer_state.json")
+    }
+    return [by_step[step] for step in sorted(filter(str.isdigit, by_step), key=int)]
 
 
 def checkpoint_to_resume(output: Path, settings: Mapping[str, Any], max_steps: int, callback: str) -> str:

@@ -158,8 +158,8 @@ def read_draft_config(config: Mapping[str, Any], target: PreTrainedModel, folder
         "attention_bias=true": model.qkv_bias or model.o_bias,
         "norms on the heads of its attention": model.qk_norm,
     }
-    for what, found in untrained.items():
-        if found:
+    for what, names in untrained.items():
+        if names:
             raise TrainingError(
                 f"draft={folder}: has {what}, which can be served but not trained; use a head without it"
             )

@@ -74,7 +74,7 @@ class HeadLearner:
         """Return rounds and accepted tokens of each answer, with the served weights and with the trained ones. Greedy
         chains over the answers' own texts."""
         samples = [_sample(text) for text in texts]
-        served, trained = ([self._rounds(head, each) for each in samples] for head in (self._served, self._average))
+        served, trained = ([self._rounds(head, sample) for sample in samples] for head in (self._served, self._average))
         return served, trained
 
     def save(self, folder: Path) -> None:

@@ -89,11 +89,11 @@ def branch_attention(
     query = query.reshape(batch, kv_heads, -1, length, query.shape[3]) * scaling
     future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     prefix = (query @ branches.keys[0][:, :, None].transpose(-1, -2)).masked_fill(future, float("-inf"))
-    own = [(query * each[:, :, None]).sum(-1, keepdim=True) for each in branches.keys[1:]]
+    own = [(query * part[:, :, None]).sum(-1, keepdim=True) for part in branches.keys[1:]]
     weights = torch.softmax(torch.cat([prefix, *own], dim=-1).float(), dim=-1).to(query.dtype)
     attended = weights[..., :length] @ branches.values[0][:, :, None]
-    for step, each in enumerate(branches.values[1:]):
-        attended = attended + weights[..., length + step, None] * each[:, :, None]
+    for step, part in enumerate(branches.values[1:]):
+        attended = attended + weights[..., length + step, None] * part[:, :, None]
     return attended.flatten(1, 2).transpose(1, 2), None
 
 

@@ -88,18 +88,18 @@ def module_tensors(head: MtpHead) -> dict[str, Tensor]:
 def named_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of transformers' layers by their published names: one matrix per expert, a view of the stacked
     ones."""
-    found = {}
+    named_tensors = {}
     for path, tensor in tensors.items():
         layer, experts, part = path.partition(_EXPERTS)
         if not experts:
-            found[path] = tensor
+            named_tensors[path] = tensor
             continue
         parts = {"down_proj": tensor}
         if part == "gate_up_proj":
             parts = dict(zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True))
         for name, stacked in parts.items():
-            found |= {f"{layer}{_EXPERTS}{i}.{name}.weight": matrix for i, matrix in enumerate(stacked)}
-    return found
+            named_tensors |= {f"{layer}{_EXPERTS}{i}.{name}.weight": matrix for i, matrix in enumerate(stacked)}
+    return named_tensors
 
 
 def read_module(folder: Path) -> MtpHead:

@@ -55,8 +55,8 @@ def read_conversations(sources: Sequence[str]) -> list[Conversation]:
     conversations: list[Conversation] = []
     for source in sources:
         name, _, repeat = source.rpartition("@") if re.search(r"@\d+$", source) else (source, "", "1")
-        found = [row for path in _files(Path(name)) for row in _read_file(path)]
-        conversations += found * int(repeat)
+        rows = [row for path in _files(Path(name)) for row in _read_file(path)]
+        conversations += rows * int(repeat)
     if not conversations:
         raise TrainingError(f"{', '.join(sources)}: holds no rows; name a .json or .jsonl file with at least one")
     return conversations
@@ -78,10 +78,10 @@ def split_validation(
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
-        found = sorted(file for file in path.rglob("*") if file.suffix in (".json", ".jsonl"))
-        if not found:
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".json", ".jsonl"))
+        if not files:
             raise TrainingError(f"{path}: the folder holds no .json or .jsonl file")
-        return found
+        return files
     if not path.is_file():
         raise TrainingError(f"{path}: no such file or folder; give a .json or .jsonl file, or a folder of them")
     if path.suffix not in (".json", ".jsonl"):

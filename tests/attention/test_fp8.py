@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.kv_cache.layouts import HeadsLayout
+from aerie.attention.kv_cache.layout import HeadsLayout, LayerGroup
 from aerie.attention.kv_cache.pool import KVPool, bytes_per_page
 from aerie.kernels.kv.stored_values import FP8, KVScales, read_pages, stored, write_rows
 

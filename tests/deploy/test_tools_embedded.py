@@ -4,7 +4,7 @@ The pair was not trained for tools, so the calls are forced; what comes is valid
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import msgspec
@@ -15,13 +15,14 @@ from tokenizers import Tokenizer
 
 from aerie.cluster.http.text.harmony_prompt import HarmonyPrompt
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
-from aerie.cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
+from aerie.cluster.transport.messages import TokenDelta
 from aerie.deploy.cli import main
 from aerie.deploy.offline.llm import LLM
 from aerie.workers.scheduling.plan import SamplingParams
-from aerie.workers.scheduling.request import Owner, Request
+from aerie.workers.scheduling.request import Request
 from tests.support import MODELS
 from tests.support.edge_client import MODEL, served
+from tests.support.fake_engine import FakeEngine
 from tests.support.harmony import SOURCE
 
 TARGET = MODELS / "target"
@@ -36,22 +37,15 @@ TIME: Any = {"type": "function", "function": {"name": "time"}}
 MESSAGES: Any = [{"role": "user", "content": "How is the weather?"}]
 
 
-class OfflineEngine:
-    """`aerie.cluster.http.engine_client.EngineClient` over an engine of this process."""
+class OfflineEngine(FakeEngine):
+    """An engine of this process in place of the script."""
 
     def __init__(self, llm: LLM) -> None:
+        super().__init__(lambda prompt, sampling: ())
         self._llm = llm
 
     async def generate(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        request_id: str,
-        running_stats: bool = False,
-        token_origins: bool = False,
-        output: Sequence[int] = (),
-        owner: Owner = Owner(),  # noqa: B008 - immutable
-        inputs: object = None,
+        self, prompt: list[int], sampling: SamplingParams, request_id: str, *others: object, **options: object
     ) -> AsyncGenerator[TokenDelta, None]:
         ends = tuple(self._llm._engine.tokenizer.eos_token_ids)
         sampling = msgspec.structs.replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
@@ -61,15 +55,6 @@ class OfflineEngine:
             async for deltas in steps:
                 for delta in deltas:
                     yield delta
-
-    async def stats(self) -> list[EngineStats]:
-        return []
-
-    async def health(self) -> tuple[list[EngineStats], str]:
-        return [EngineStats(engine_id="offline", status="ready")], ""
-
-    async def flush_cache(self) -> list[FlushOutcome]:
-        return []
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backends.triton_backend import TritonBackend
-from aerie.attention.kv_cache.layouts import HeadsLayout
+from aerie.attention.kv_cache.layout import HeadsLayout
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
 from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask

@@ -53,7 +53,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         linear = [module.shape for module in modules if isinstance(module, LinearBase)]
         sizes = [module.workspace_size() for module in modules]
         sizes.append(ordered_workspace_size([(shape.out_features, shape.in_features) for shape in linear]))
-        workspace = Workspace.of_size(*(max(each) for each in zip(*sizes, strict=True)), torch.device("cpu"))
+        workspace = Workspace.allocate(*(max(each) for each in zip(*sizes, strict=True)), torch.device("cpu"))
         for module in modules:
             module.finish(GEMMOptions(workspace, deterministic, fp8=True))
             module.finished = True

@@ -340,14 +340,14 @@ class ScriptedExecutor:
         if self.kv is not None:
             slot.tokens += tokens
             following = [chunk.next_token] if chunk.next_token >= 0 else [scripted_token(slot.seed, end)]
-            kept_from = max(chunk.kept_from, chunk.start)
-            self.kv.check(slot.table, slot.tokens + following, min(kept_from, end))
-            if kept_from < end:
-                self.kv.write(slot.table, slot.tokens + following, kept_from, end)
+            store_from = max(chunk.store_from, chunk.start)
+            self.kv.check(slot.table, slot.tokens + following, min(store_from, end))
+            if store_from < end:
+                self.kv.write(slot.table, slot.tokens + following, store_from, end)
         if self.states is not None:
             self.states.chunk(chunk.slot, chunk.start, tokens, saved)
         else:
-            assert not chunk.kept_from, "KV is kept from a later position, without a state to compute"
+            assert not chunk.store_from, "KV is kept from a later position, without a state to compute"
         slot.seq_len = end
 
     def _first_token(self, slot: _Slot) -> tuple[list[int], int, int]:

@@ -177,7 +177,7 @@ def region_bytes(limits: Limits, ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Peer:
     """The process of a rank. host: differs between machines, and between containers that do not share /tmp's sockets or
     names. torch_problem: what its torch or Triton lacks; "" for nothing."""
 
@@ -187,18 +187,18 @@ class Place:
     torch_problem: str
 
 
-def why_not(places: Sequence[Place], limits: dict[int, Limits]) -> str:
+def why_not(places: Sequence[Peer], limits: dict[int, Limits]) -> str:
     """Return why these ranks cannot map each other's memory; "" if they may try. places: in rank order."""
     if len(places) not in limits:
         return f"no measurements for {len(places)} ranks, only for {sorted(limits)}"
-    problems = [f"rank {rank}: {place.torch_problem}" for rank, place in enumerate(places) if place.torch_problem]
+    problems = [f"rank {rank}: {peer.torch_problem}" for rank, peer in enumerate(places) if peer.torch_problem]
     if problems:
         return "; ".join(problems)
-    if len({place.host for place in places}) > 1:
-        return f"the ranks are on several hosts: {[place.host for place in places]}"
-    if len({place.gpu for place in places}) < len(places):
-        return f"ranks share a GPU: {[place.gpu for place in places]}"
-    fewest = min(place.num_processors for place in places)
+    if len({peer.host for peer in places}) > 1:
+        return f"the ranks are on several hosts: {[peer.host for peer in places]}"
+    if len({peer.gpu for peer in places}) < len(places):
+        return f"ranks share a GPU: {[peer.gpu for peer in places]}"
+    fewest = min(peer.num_processors for peer in places)
     if fewest < MAX_ROWS:
         return f"a GPU has {fewest} multiprocessors, at least {MAX_ROWS} are needed"
     return ""
@@ -209,7 +209,7 @@ def connect(
 ) -> CustomAllReduce | None:
     """Return this rank's part; None on all ranks if NCCL must be used, with the reason logged once. Collective over
     `group`, whose backend is NCCL and whose ranks use different devices."""
-    places: list[Place] = gather_objects(_place(device), group)
+    places: list[Peer] = gather_objects(_place(device), group)
     reason = why_not(places, limits)
     regions: list[Tensor] = []
     # Each step may fail on a single rank. So no step contains a collective, and all ranks exchange its outcome before
@@ -256,10 +256,10 @@ def _check_regions(
         raise RuntimeError(f"peer memory reads {seen} where the ranks wrote 1 to {size}")
 
 
-def _place(device: torch.device) -> Place:
+def _place(device: torch.device) -> Peer:
     properties = torch.cuda.get_device_properties(device)
     host = f"{socket.gethostname()} {boot_id()}"
-    return Place(host, str(properties.uuid), properties.multi_processor_count, _torch_problem())
+    return Peer(host, str(properties.uuid), properties.multi_processor_count, _torch_problem())
 
 
 def _torch_problem() -> str:

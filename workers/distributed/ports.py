@@ -17,15 +17,15 @@ def free_port(address: str = "127.0.0.1") -> int:
 def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
     """Return `count` different free ports, at most a hundred. Raises OSError if fewer of a hundred are free."""
     ports = random.SystemRandom().sample(PORTS, 100)
-    found: list[int] = []
-    while len(found) < count:
+    chosen: list[int] = []
+    while len(chosen) < count:
         port = ports.pop()
         with socket.socket() as probe:
             try:
                 probe.bind((address, port))
             except OSError:
-                if len(ports) + len(found) < count:
+                if len(ports) + len(chosen) < count:
                     raise
             else:
-                found.append(port)
-    return found
+                chosen.append(port)
+    return chosen

@@ -56,7 +56,7 @@ class SharedMemory:
         self._wait_limit_s = wait_limit_s
         self._words = memoryview(memory)[:_WORDS_BYTES].cast("q")
         slots = torch.frombuffer(memory, dtype=torch.uint8, offset=_WORDS_BYTES).view(2, len(pids), SLOT_BYTES)
-        self._slots = [list(turn) for turn in slots]
+        self._slots = [list(pair) for pair in slots]
         self._piece = 0
         self._ends = select.poll()
         self._rank_of: dict[int, int] = {}
@@ -99,14 +99,14 @@ class SharedMemory:
         return parts
 
     def _wait_for(self, rank: int) -> None:
-        words, place, piece = self._words, rank * _LINE, self._piece
+        words, index, piece = self._words, rank * _LINE, self._piece
         for _ in range(_LOOKS):
-            if words[place] >= piece:
+            if words[index] >= piece:
                 return
-        begun_s = time.monotonic()
-        while words[place] < piece:
+        began_s = time.monotonic()
+        while words[index] < piece:
             time.sleep(_NAP_S)  # with `sched_yield` instead, other processes stalled for a second
-            waited_s = time.monotonic() - begun_s
+            waited_s = time.monotonic() - began_s
             if waited_s > _PATIENCE_S:
                 self._check(rank, waited_s)
 
@@ -125,7 +125,7 @@ def region_bytes(ranks: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Peer:
     """The process of a rank.
 
     machine: differs between machines, containers and network namespaces.
@@ -137,14 +137,14 @@ class Place:
     problem: str
 
 
-def why_not(places: list[Place]) -> str:
+def why_not(places: list[Peer]) -> str:
     """Return why these ranks cannot share memory; "" if they may try. places: in rank order."""
     if len(places) > _MAX_RANKS:
         return f"there are {len(places)} ranks, more than {_MAX_RANKS}"
-    problems = [f"rank {rank}: {place.problem}" for rank, place in enumerate(places) if place.problem]
+    problems = [f"rank {rank}: {peer.problem}" for rank, peer in enumerate(places) if peer.problem]
     if problems:
         return "; ".join(problems)
-    if len({place.machine for place in places}) > 1:
+    if len({peer.machine for peer in places}) > 1:
         return "the ranks are on several machines, or in several containers of one"
     return ""
 
@@ -157,12 +157,12 @@ def connect_shared_memory(group: dist.ProcessGroup, rank: int, size: int, wait_l
     if rank == 0 and not problem:
         descriptor = os.memfd_create("aerie-ranks", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, region_bytes(size))
-    places: list[Place] = gather_objects(Place("" if problem else _machine(), os.getpid(), descriptor, problem), group)
+    places: list[Peer] = gather_objects(Peer("" if problem else _machine(), os.getpid(), descriptor, problem), group)
     reason, shared = why_not(places), None
     if not reason:
         failure = ""
         try:
-            shared = SharedMemory(rank, _mapped(places[0], size), [place.pid for place in places], wait_limit_s)
+            shared = SharedMemory(rank, _mapped(places[0], size), [peer.pid for peer in places], wait_limit_s)
         except OSError as error:  # /proc of another process may be inaccessible
             failure = f"rank {rank}: {error}"
         reason = problems_of_all(failure, group)
@@ -193,7 +193,7 @@ def _machine() -> str:
     return " ".join([boot_id(), *map(str, spaces)])
 
 
-def _mapped(first: Place, size: int) -> mmap.mmap:
+def _mapped(first: Peer, size: int) -> mmap.mmap:
     descriptor = os.open(f"/proc/{first.pid}/fd/{first.descriptor}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return mmap.mmap(descriptor, region_bytes(size))

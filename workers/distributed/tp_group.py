@@ -42,11 +42,11 @@ def ordered_all_reduce(x: Tensor, group: dist.ProcessGroup) -> None:
         flat.copy_(sum_in_order(parts.view(size, num)))
         return
     share = -(-num // size)
-    given = flat
+    sent = flat
     if share * size != num:
-        given = torch.nn.functional.pad(flat, (0, share * size - num))
-    received = torch.empty_like(given)
-    dist.all_to_all_single(received, given, group=group)
+        sent = torch.nn.functional.pad(flat, (0, share * size - num))
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
     sums = sum_in_order(received.view(size, share))
     if share * size == num:
         all_gather_single(flat, sums, group=group)

@@ -67,12 +67,14 @@ class KVScaleWeights(WeightedModule):
 
 def kv_scales(model: nn.Module) -> dict[int, KVScales]:
     """Return the KV scales by layer index in the KV pool."""
-    return {each.layer: KVScales(each.values["k_scale"], each.values["v_scale"]) for each in _of(model)}
+    return {
+        attention.layer: KVScales(attention.values["k_scale"], attention.values["v_scale"]) for attention in _of(model)
+    }
 
 
 def warn_of_missing(model: nn.Module, name: str) -> None:
     """Log a warning if layers of the model have no scales. name: name of the model."""
-    missing = [each.layer for each in _of(model) if each.missing]
+    missing = [attention.layer for attention in _of(model) if attention.missing]
     if missing:
         logger.warning(
             "%s: KV is kept in FP8, and the checkpoint has no k_scale and v_scale of %d layers: they get 1, and "
@@ -189,7 +191,7 @@ class Attention(AttentionLayer):
             q, kv = heads[:, :0], (heads[:, : self.num_kv_heads], heads[:, -self.num_kv_heads :])
         else:
             q, kv = self._heads(x)[:2]
-        context.of_layer(self.layer).keep(self.layer, q, kv, angles, self.head_norms)
+        context.for_layer(self.layer).keep(self.layer, q, kv, angles, self.head_norms)
 
     def _heads(self, x: Tensor | Fp8Rows) -> tuple[Tensor, tuple[Tensor, ...], Tensor | None]:
         """Return (q, kv, gate) before RoPE and `head_norms`.

@@ -53,8 +53,8 @@ def shared_columns(mlp: Tensor, num_shared: int) -> Tensor:
     mlp: [rows, num_shared * columns], or scales [rows, 1] of whole rows.
     """
     is_whole = mlp.shape[1] == 1
-    each = mlp.unsqueeze(1).expand(-1, num_shared, -1) if is_whole else mlp.view(mlp.shape[0], num_shared, -1)
-    return each.transpose(0, 1)
+    columns = mlp.unsqueeze(1).expand(-1, num_shared, -1) if is_whole else mlp.view(mlp.shape[0], num_shared, -1)
+    return columns.transpose(0, 1)
 
 
 _ALIGNMENT = 16  # bytes; row alignment that torch's grouped GEMM needs

@@ -56,7 +56,7 @@ class ForwardContext:
     expanded: `chunks` with expanded keys and values, for MLA layers; None if the absorbed form is faster.
     states: states of recurrent layers, which compute all rows; None without such layers.
     live_mapping: [rows] int64, like `slot_mapping`, but only padding rows are on page 0. None if this holds for
-        `slot_mapping`; `PrefillBatch.kept_from` and window pages put other rows there.
+        `slot_mapping`; `PrefillBatch.store_from` and window pages put other rows there.
     windowed: the context with the page table of window pages; None without windowed layers.
     inputs: of chunk rows, besides their ids; None for most passes.
     batches: the batches of all rows, from which `row_slots` is computed.
@@ -82,23 +82,23 @@ class ForwardContext:
     def embedded(self, x: Tensor) -> Tensor:
         """Return x [rows, hidden_size], the embeddings of the rows' ids, with those that requests give in their place;
         x itself if none does."""
-        given, first = self.inputs, self._first_chunk_row
-        if given is not None and given.rows is not None and given.embeddings is not None:
-            x = x.index_copy(0, first + given.rows, given.embeddings.to(x.dtype))
-        if given is not None and given.image_rows is not None and given.image_values is not None:
-            x = x.index_copy(0, first + given.image_rows, given.image_values[:, : x.shape[1]].to(x.dtype))
+        inputs, first = self.inputs, self._first_chunk_row
+        if inputs is not None and inputs.rows is not None and inputs.embeddings is not None:
+            x = x.index_copy(0, first + inputs.rows, inputs.embeddings.to(x.dtype))
+        if inputs is not None and inputs.image_rows is not None and inputs.image_values is not None:
+            x = x.index_copy(0, first + inputs.image_rows, inputs.image_values[:, : x.shape[1]].to(x.dtype))
         return x
 
     def deepened(self, layer: int, x: Tensor) -> Tensor:
         """Return x [rows, hidden_size], the residual stream after a layer, with what images add to it there; x itself
         if none does."""
-        given, begin = self.inputs, (layer + 1) * x.shape[1]
-        if given is None or given.image_rows is None or given.image_values is None:
+        inputs, begin = self.inputs, (layer + 1) * x.shape[1]
+        if inputs is None or inputs.image_rows is None or inputs.image_values is None:
             return x
-        if begin >= given.image_values.shape[1]:
+        if begin >= inputs.image_values.shape[1]:
             return x
-        added = given.image_values[:, begin : begin + x.shape[1]].to(x.dtype)
-        return x.index_add(0, self._first_chunk_row + given.image_rows, added)
+        added = inputs.image_values[:, begin : begin + x.shape[1]].to(x.dtype)
+        return x.index_add(0, self._first_chunk_row + inputs.image_rows, added)
 
     @property
     def _first_chunk_row(self) -> int:
@@ -120,7 +120,7 @@ class ForwardContext:
             parts.append(chunks.slots.int()[chunks.row_chunks().clamp_max(chunks.num_chunks - 1)])
         return _joined(parts)
 
-    def of_layer(self, layer: int) -> "ForwardContext":
+    def for_layer(self, layer: int) -> "ForwardContext":
         """Return the context whose pages have the layer's KV."""
         return self.windowed if self.windowed is not None and layer in self.pool.window_layers else self
 
@@ -178,7 +178,7 @@ class ForwardContext:
         rule, sinks: as in `aerie.attention.backend.Prepared.forward`.
         norms: norms of q and the rows, applied before RoPE.
         """
-        context = self.of_layer(layer)
+        context = self.for_layer(layer)
         context.plan(layer, q, rule)
         return context.attend_to_cached(layer, context.keep(layer, q, rows, angles, norms), rule, sinks)
 
@@ -277,12 +277,12 @@ def _context(
         slots.append(own_slots)
     if chunks is not None:
         chunk_positions, chunk_slots = map_rows(chunks, pool.page_size)
-        given = None if chunks.inputs is None else chunks.inputs.positions
-        positions.append(chunk_positions if given is None else given)
-        if given is not None and given.dim() == 2:  # a row of a round has three equal positions
-            positions = [each.expand(given.shape[0], -1) for each in positions]
-        if chunks.kept_from is not None:
-            live = _joined([*slots, map_rows(replace(chunks, kept_from=None), pool.page_size)[1]])
+        rotary_positions = None if chunks.inputs is None else chunks.inputs.positions
+        positions.append(chunk_positions if rotary_positions is None else rotary_positions)
+        if rotary_positions is not None and rotary_positions.dim() == 2:  # a row of a round has three equal positions
+            positions = [part.expand(rotary_positions.shape[0], -1) for part in positions]
+        if chunks.store_from is not None:
+            live = _joined([*slots, map_rows(replace(chunks, store_from=None), pool.page_size)[1]])
         slots.append(chunk_slots)
     if attending is not None:
         decode, chunks = attending.decode, attending.chunks

@@ -110,7 +110,7 @@ class DeltaCore(WeightedModule):
         if key.part == _CONV:
             check_shape(full, (sum(span.total for span in self._channels), 1, TAPS))
             whole = torch.split(full.squeeze(1), [span.total for span in self._channels])
-            mine = [each[span.first : span.end] for each, span in zip(whole, self._channels, strict=True)]
+            mine = [part[span.first : span.end] for part, span in zip(whole, self._channels, strict=True)]
             self.conv.data.copy_(torch.cat(mine).t())
         elif key.part == _NORM:
             check_shape(full, self.norm.shape)

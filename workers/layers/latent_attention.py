@@ -145,8 +145,8 @@ class LatentAttention(AttentionLayer):
             head_products(by_head[:num_absorbed], up.keys, q, _rows(angles, 0, num_absorbed), fixed=fixed)
             out = absorbed.attend_to_cached(self.layer, q, self.rule)
             head_products(out, up.values, values[: out.shape[0]], fixed=fixed)
-        of_chunks = _rows(angles, num_absorbed, rows)
-        self._attend_expanded(by_head[num_absorbed:], of_chunks, context, expanded, values[num_absorbed:])
+        chunk_angles = _rows(angles, num_absorbed, rows)
+        self._attend_expanded(by_head[num_absorbed:], chunk_angles, context, expanded, values[num_absorbed:])
         return self.o_proj.partial(values.flatten(1))
 
     def _values(self, out: Tensor) -> Tensor | Fp8Rows:

@@ -142,7 +142,9 @@ def norm_projections(norms: Sequence[ProjectionNorm], parts: Sequence[Tensor], g
     total = sum_in_halves if group.ordered else torch.Tensor.sum
     squares = torch.stack([total(part.float().square().flatten(1), 1) for part in parts], 1)
     sums = group.all_reduce(squares).unbind(1)
-    return [norm.scaled(part, each, group.size) for norm, part, each in zip(norms, parts, sums, strict=True)]
+    return [
+        norm.scaled(part, projection, group.size) for norm, part, projection in zip(norms, parts, sums, strict=True)
+    ]
 
 
 def sum_in_halves(x: Tensor, dim: int) -> Tensor:

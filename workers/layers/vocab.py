@@ -69,11 +69,11 @@ class VocabShard:
         norms, values, ids = gathered[..., :1], gathered[..., 1 : 1 + local_k], gathered[..., 1 + local_k :]
         values = values.movedim(0, 1).flatten(1)
         if self.size * self.group.size == self.vocab_size:
-            best, place = values.topk(k, -1)
+            best, rank = values.topk(k, -1)
         else:  # padding is -inf like masked tokens; a stable sort keeps it after them
-            best, place = (each[:, :k] for each in values.sort(dim=-1, descending=True, stable=True))
+            best, rank = (tensor[:, :k] for tensor in values.sort(dim=-1, descending=True, stable=True))
         log_probability = best - torch.logsumexp(norms.squeeze(-1), 0).unsqueeze(-1)
-        return log_probability.float(), ids.movedim(0, 1).flatten(1).gather(1, place).long()
+        return log_probability.float(), ids.movedim(0, 1).flatten(1).gather(1, rank).long()
 
     def values_at(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Return the logits of token ids that every rank has: [rows, n] float32, the same on every rank. Gathers n
@@ -86,8 +86,8 @@ class VocabShard:
             return logits.gather(1, ids).float()
         local = ids - self.first
         mine = (local >= 0) & (local < self.size)
-        found = logits.gather(1, torch.where(mine, local, 0)).float()
-        return self.group.all_gather(torch.where(mine, found, float("-inf"))).amax(0)
+        own_values = logits.gather(1, torch.where(mine, local, 0)).float()
+        return self.group.all_gather(torch.where(mine, own_values, float("-inf"))).amax(0)
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """Gather logits [rows, size] of all ranks: [rows, vocab_size]."""

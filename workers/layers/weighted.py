@@ -80,7 +80,9 @@ class WeightedModule(nn.Module, ABC):
         if full.is_floating_point() and full.numel():
             plain = full if full.dtype in _PLAIN_DTYPES else full.float()
             low, high = torch.aminmax(plain)
-            limit = max(torch.finfo(each.dtype).max for each in self.parameters() if each.is_floating_point())
+            limit = max(
+                torch.finfo(parameter.dtype).max for parameter in self.parameters() if parameter.is_floating_point()
+            )
             if not (float(low) >= -limit and float(high) <= limit):  # false for NaN, too
                 raise WrongTensorError(f"has weights that are NaN, infinite or beyond {limit:g}")
 

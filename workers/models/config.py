@@ -10,8 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.kv_cache.layouts import HeadsLayout
+from aerie.attention.kv_cache.layout import HeadsLayout, LayerGroup
 from aerie.attention.recurrent.layout import StateGroup
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
@@ -178,9 +177,9 @@ def read_config_json(folder: str | Path) -> dict[str, Any]:
 def _other_quantization(config: Mapping[str, Any], folder: Path) -> dict[str, Any] | None:
     """Return the quantisation settings that older exporters store elsewhere: compressed-tensors under another key,
     AutoGPTQ in a separate file."""
-    given = config.get("compression_config")
-    if isinstance(given, dict):
-        return given
+    compression = config.get("compression_config")
+    if isinstance(compression, dict):
+        return compression
     try:
         settings = json.loads((folder / "quantize_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -241,9 +240,9 @@ def rope_of(config: Mapping[str, Any], source: str) -> RopeConfig:
     if kind not in ROPE_KINDS:
         raise ValueError(f"{source}: rope_type={kind!r} is not supported; it is one of {', '.join(ROPE_KINDS)}")
     theta = number_of(scaling, "rope_theta", source, number_of(config, "rope_theta", source, 10000.0))
-    found = _yarn_of(scaling, theta, source) if kind == "yarn" else _scaled_rope(scaling, theta, kind, source)
+    rope = _yarn_of(scaling, theta, source) if kind == "yarn" else _scaled_rope(scaling, theta, kind, source)
     interleaved = scaling.get("mrope_interleaved") is True
-    return replace(found, sections=_sections_of(scaling, source), interleaved=interleaved)
+    return replace(rope, sections=_sections_of(scaling, source), interleaved=interleaved)
 
 
 def _scaled_rope(scaling: Mapping[str, Any], theta: float, kind: str, source: str) -> RopeConfig:
@@ -269,7 +268,7 @@ def with_mrope(text: Mapping[str, Any], sections: tuple[int, ...], interleaved: 
 def _sections_of(scaling: Mapping[str, Any], source: str) -> tuple[int, ...]:
     """Return `RopeConfig.sections`."""
     sections = scaling.get("mrope_section") or ()
-    if sections and (len(sections) != 3 or not all(isinstance(each, int) and each > 0 for each in sections)):
+    if sections and (len(sections) != 3 or not all(isinstance(size, int) and size > 0 for size in sections)):
         raise ValueError(f"{source}: config.json: mrope_section={sections!r}: must be three numbers; correct it")
     return tuple(sections)
 

@@ -15,8 +15,8 @@ _REMEDY = "correct it, or download the checkpoint again"
 
 def architecture_of(config: Mapping[str, Any], default: str = "") -> str:
     """Return the first of "architectures", or `default`."""
-    given = config.get("architectures") or [default]
-    return str(given[0]) if isinstance(given, list) else str(given)
+    declared = config.get("architectures") or [default]
+    return str(declared[0]) if isinstance(declared, list) else str(declared)
 
 
 def size_of(
@@ -78,7 +78,7 @@ def ids_of(config: Mapping[str, Any], key: str, source: str) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
-    if any(isinstance(each, bool) or not isinstance(each, int) or not -1 <= each <= MAX_SIZE for each in ids):
+    if any(isinstance(token, bool) or not isinstance(token, int) or not -1 <= token <= MAX_SIZE for token in ids):
         raise _refused(source, key, value, "must be a token id, or a list of token ids")
     return tuple(ids)
 

@@ -6,8 +6,7 @@ from typing import Any, Self
 
 import torch
 
-from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.kv_cache.layouts import LatentLayout
+from aerie.attention.kv_cache.layout import LatentLayout, LayerGroup
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability
 from aerie.kernels.experts.route import Routing

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.kv_cache.layouts import HeadsLayout
+from aerie.attention.kv_cache.layout import HeadsLayout, LayerGroup
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.attention import Attention
 from aerie.workers.layers.decoder_layer import DecoderLayer
@@ -160,8 +159,8 @@ def is_served(config: Mapping[str, Any]) -> bool:
 
 def _ropes_in(scaling: Any) -> list[dict[str, Any]]:
     """Return the RoPE settings, for all layers or by kind of layer."""
-    found = [scaling, *scaling.values()] if isinstance(scaling, dict) else []
-    return [each for each in found if isinstance(each, dict)]
+    ropes = [scaling, *scaling.values()] if isinstance(scaling, dict) else []
+    return [rope for rope in ropes if isinstance(rope, dict)]
 
 
 def make_attention(

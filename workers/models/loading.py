@@ -68,16 +68,16 @@ def check_finite(
     if not bad:
         return
     wanted = wanted_tensors(model, names, elsewhere)
-    found = []
+    faults = []
     for name, tensor, file in read():
         modules_of = {wanted.get(piece, (None, None))[0] for piece, _ in names.pieces(name, tensor)}
         if modules_of & bad.keys() and not bool(torch.isfinite(tensor.float()).all()):
-            found.append(f"{name} ({file})")
-    if not found:
+            faults.append(f"{name} ({file})")
+    if not faults:
         dtype = next(model.parameters()).dtype
         named = first_names(list(bad.values()))
         raise ValueError(f"{source}: weights of {named} overflow {dtype}; set dtype: bfloat16")
-    raise ValueError(f"{source}: weights are NaN or infinite: {first_names(found)}; download the checkpoint again")
+    raise ValueError(f"{source}: weights are NaN or infinite: {first_names(faults)}; download the checkpoint again")
 
 
 def _not_finite(modules: list[tuple[str, WeightedModule]]) -> dict[WeightedModule, str]:

@@ -161,12 +161,12 @@ def stacked_experts(
     projections, gate first, and one of all down projections. theirs: the experts' name in the checkpoint.
     gate_up_name, down_name: the matrices' names there."""
     experts = [f"{theirs}.{i}" for i in range(num_experts)]
-    gate_up = tuple(f"{each}.{part}.weight" for each in experts for part in ("gate_proj", "up_proj"))
+    gate_up = tuple(f"{expert}.{part}.weight" for expert in experts for part in ("gate_proj", "up_proj"))
     return (
         Packed(f"{theirs}.{gate_up_name}", gate_up, lambda full, _: _stacked(full, num_experts, 2)),
         Packed(
             f"{theirs}.{down_name}",
-            tuple(f"{each}.down_proj.weight" for each in experts),
+            tuple(f"{expert}.down_proj.weight" for expert in experts),
             lambda full, _: _stacked(full, num_experts, 1),
         ),
     )
@@ -196,28 +196,28 @@ def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
     MXFP4 blocks, scales and biases; or transposed 16-bit weights and biases. theirs: the layer's name in the
     checkpoint."""
     experts = [f"{theirs}.mlp.experts.{i}" for i in range(num_experts)]
-    found = [
+    packed = [
         Packed(
             f"{theirs}.mlp.experts.gate_up_proj",
-            tuple(f"{each}.{part}.weight" for each in experts for part in ("gate_proj", "up_proj")),
-            lambda full, _: _in_turn(_transposed(full), num_experts, 2),
+            tuple(f"{expert}.{part}.weight" for expert in experts for part in ("gate_proj", "up_proj")),
+            lambda full, _: _interleaved(_transposed(full), num_experts, 2),
         ),
         Packed(
             f"{theirs}.mlp.experts.down_proj",
-            tuple(f"{each}.down_proj.weight" for each in experts),
-            lambda full, _: _in_turn(_transposed(full), num_experts, 1),
+            tuple(f"{expert}.down_proj.weight" for expert in experts),
+            lambda full, _: _interleaved(_transposed(full), num_experts, 1),
         ),
     ]
     for kind in ("blocks", "scales", "bias"):
-        gate_up = tuple(f"{each}.{part}.{kind}" for each in experts for part in ("gate_proj", "up_proj"))
-        down = tuple(f"{each}.down_proj.{kind}" for each in experts)
-        found += [
+        gate_up = tuple(f"{expert}.{part}.{kind}" for expert in experts for part in ("gate_proj", "up_proj"))
+        down = tuple(f"{expert}.down_proj.{kind}" for expert in experts)
+        packed += [
             Packed(
-                f"{theirs}.mlp.experts.gate_up_proj_{kind}", gate_up, lambda full, _: _in_turn(full, num_experts, 2)
+                f"{theirs}.mlp.experts.gate_up_proj_{kind}", gate_up, lambda full, _: _interleaved(full, num_experts, 2)
             ),
-            Packed(f"{theirs}.mlp.experts.down_proj_{kind}", down, lambda full, _: _in_turn(full, num_experts, 1)),
+            Packed(f"{theirs}.mlp.experts.down_proj_{kind}", down, lambda full, _: _interleaved(full, num_experts, 1)),
         ]
-    return tuple(found)
+    return tuple(packed)
 
 
 def _transposed(full: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def _transposed(full: Tensor) -> Tensor:
     return full.mT if full.dim() == 3 else full.flatten()
 
 
-def _in_turn(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
+def _interleaved(full: Tensor, num_experts: int, parts: int) -> list[Tensor]:
     """Return `parts` matrices of each expert; matrix i has the rows i, i + parts, i + 2 * parts, ..."""
     if full.dim() < 2 or full.shape[0] != num_experts or full.shape[1] % parts:
         raise WrongTensorError(f"has shape {tuple(full.shape)}, config.json implies {num_experts} experts")

@@ -45,16 +45,16 @@ class Packed:
         """Return the checkpoint's module that contains the part `module`; None if it is not a part. Only for patterns
         that end with a kind; the others are not modules."""
         matches = (pattern.fullmatch(module) for pattern in self._modules)
-        match = next((each for each in matches if each is not None), None)
+        match = next((candidate for candidate in matches if candidate is not None), None)
         return None if match is None else self.name.removesuffix(_KIND).format_map(match.groupdict())
 
     def holding(self, tensor: str) -> str | None:
         """Return the checkpoint's tensor that contains the part `tensor`; None if it is not a part. Only for patterns
         that do not end with a kind."""
         starts = [0, *(i for i, letter in enumerate(tensor) if letter == ".")]
-        found = (self._endings.get(tensor[start:]) for start in starts)
-        matches = (pattern.fullmatch(tensor) for pattern in found if pattern is not None)
-        match = next((each for each in matches if each is not None), None)
+        patterns = (self._endings.get(tensor[start:]) for start in starts)
+        matches = (pattern.fullmatch(tensor) for pattern in patterns if pattern is not None)
+        match = next((candidate for candidate in matches if candidate is not None), None)
         return None if match is None else self.name.format_map(match.groupdict())
 
     @cached_property
@@ -104,8 +104,8 @@ class NameMap:
     def module_name(self, path: str, part: str = "", expert: int | None = None) -> str:
         """Return the checkpoint's module for our module `path`. Raises ValueError if no rule matches, or if the
         arguments do not match the rule's holes {part} and {expert}."""
-        template, wanted, found = self._rule(path)
-        holes = dict(found)
+        template, wanted, numbers = self._rule(path)
+        holes = dict(numbers)
         if part:
             holes["part"] = part
         if expert is not None:
@@ -119,29 +119,29 @@ class NameMap:
         return self._holder(self.module_name(path, part, expert))
 
     def _holder(self, module: str) -> str:
-        return next((name for each in self.packed if (name := each.holder(module)) is not None), module)
+        return next((name for packed in self.packed if (name := packed.holder(module)) is not None), module)
 
     def in_checkpoint(self, tensor: str) -> str:
         """Return the checkpoint's name of a rule's tensor, or of the tensor that contains it."""
-        whole = next((name for each in self.packed if (name := each.holding(tensor)) is not None), None)
+        whole = next((name for packed in self.packed if (name := packed.holding(tensor)) is not None), None)
         module, _, kind = tensor.rpartition(".")
         return f"{self._holder(module)}.{kind}" if whole is None else whole
 
     def _rule(self, path: str) -> tuple[str, Set[str], Mapping[str, str]]:
         """Return the first matching rule: the checkpoint's name, its holes, and the holes that the path fills. Cached,
         because a layer of experts has a thousand names."""
-        if path not in self._found:
+        if path not in self._rules_by_path:
             for pattern, template in self._patterns:
                 match = pattern.fullmatch(path)
                 if match is not None:
-                    self._found[path] = template, frozenset(_HOLE.findall(template)), match.groupdict()
+                    self._rules_by_path[path] = template, frozenset(_HOLE.findall(template)), match.groupdict()
                     break
             else:
                 raise ValueError(f"name map: no rule for {path}; there are {', '.join(self.rules)}")
-        return self._found[path]
+        return self._rules_by_path[path]
 
     @cached_property
-    def _found(self) -> dict[str, tuple[str, Set[str], Mapping[str, str]]]:
+    def _rules_by_path(self) -> dict[str, tuple[str, Set[str], Mapping[str, str]]]:
         return {}
 
     def tensor_name(self, path: str, key: WeightKey) -> str:
@@ -167,8 +167,8 @@ class NameMap:
         """Split a tensor of the checkpoint, if it is packed, into (canonical name, tensor) pairs. Raises
         WrongTensorError if its shape does not fit."""
         name = self.canonical(name)
-        found = (each.pieces(name, tensor) for each in self.packed)
-        return next((pieces for pieces in found if pieces is not None), [(name, tensor)])
+        candidates = (packed.pieces(name, tensor) for packed in self.packed)
+        return next((pieces for pieces in candidates if pieces is not None), [(name, tensor)])
 
     @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], str]]:

@@ -27,15 +27,17 @@ def read_config(config: dict[str, Any], source: str) -> LocalRopeConfig:
     kind = architecture_of(config)
     config = _DEFAULTS[kind] | {"rms_norm_eps": 1e-5} | {k: v for k, v in config.items() if v is not None}
     dense = llama.read_config({**config, "rope_parameters": None, "rope_scaling": None}, source)
-    usual = [SLIDING if kind.startswith("Olmo3") and (i + 1) % _PERIOD else FULL for i in range(dense.num_layers)]
-    kinds = (config.get("layer_types") or usual) if kind.startswith("Olmo3") else usual
+    default_kinds = [
+        SLIDING if kind.startswith("Olmo3") and (i + 1) % _PERIOD else FULL for i in range(dense.num_layers)
+    ]
+    kinds = (config.get("layer_types") or default_kinds) if kind.startswith("Olmo3") else default_kinds
     windows = windows_of({**config, "layer_types": kinds}, dense.num_layers, dense.max_position, source)
     theta = _DEFAULTS[kind].get("rope_theta", 10000.0)
     ropes = ropes_of(config, source, theta, theta)
     # older exporters scale RoPE only in layers without a window
     rope, local = ropes or (rope_of(config, source), RopeConfig(theta=dense.rope.theta))
     own = vars(dense) | {"rope": rope, "qk_norm": True}
-    return LocalRopeConfig(**own, windows=windows, is_local=tuple(each == SLIDING for each in kinds), local_rope=local)
+    return LocalRopeConfig(**own, windows=windows, is_local=tuple(name == SLIDING for name in kinds), local_rope=local)
 
 
 def make_layer(config: LocalRopeConfig, layer: int, group: TPGroup) -> SandwichLayer:

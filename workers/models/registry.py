@@ -96,12 +96,12 @@ class MtpModules:
     `aerie.deploy.config.drafts` finds them.
 
     count_key: config.json's field with their number.
-    usual: their number if the field is missing and the checkpoint has the tensors.
+    default_number: their number if the field is missing and the checkpoint has the tensors.
     after_layers: whether they are stored as layers after the last one, with names of layers; else as `mtp.*`.
     """
 
     count_key: str
-    usual: int = 0
+    default_number: int = 0
     after_layers: bool = False
 
     def count(self, config: Mapping[str, Any], source: str) -> int | None:
@@ -130,7 +130,7 @@ MTP_MODULES = {  # by architecture; the other ones of the registry have none tha
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5MoeForCausalLM": _QWEN3_5,
-    "Qwen3NextForCausalLM": MtpModules("mtp_num_hidden_layers", usual=1),
+    "Qwen3NextForCausalLM": MtpModules("mtp_num_hidden_layers", default_number=1),
 }
 
 

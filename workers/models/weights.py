@@ -67,7 +67,7 @@ def checkpoint_tensors(folder: str | Path, device: torch.device = _CPU) -> Itera
     Raises ValueError, naming the file, if there are no files, the index names a missing one, or one cannot be read.
     """
     if is_gguf_folder(folder):
-        yield from (CheckpointTensor(*each) for each in gguf_tensors(folder, device))
+        yield from (CheckpointTensor(*entry) for entry in gguf_tensors(folder, device))
         return
     files = checkpoint_files(folder)
     ahead = _ReadAhead(files) if Capability.of(device).has_memory else None
@@ -111,9 +111,9 @@ class _ReadAhead:
 def counted(tensors: Iterable[CheckpointTensor], folder: str | Path, advance: Advance) -> Iterator[CheckpointTensor]:
     """Yield `tensors`, and call `advance` after each. Dequantised tensors are larger than in the files."""
     total, taken = num_checkpoint_bytes(folder), 0
-    for each in tensors:
-        yield each
-        taken += each.tensor.nbytes
+    for entry in tensors:
+        yield entry
+        taken += entry.tensor.nbytes
         advance(min(taken, total), total)
 
 
@@ -230,8 +230,8 @@ class Fit(NamedTuple):
     @property
     def problems(self) -> list[str]:
         """Return the unexpected names and those with wrong tensors, for an error message."""
-        found = {"unexpected": self.unexpected, "wrong": self.wrong}
-        return [f"{what}: {first_names(which)}" for what, which in found.items() if which]
+        by_fault = {"unexpected": self.unexpected, "wrong": self.wrong}
+        return [f"{what}: {first_names(which)}" for what, which in by_fault.items() if which]
 
 
 def fill(
@@ -241,25 +241,25 @@ def fill(
     wanted = wanted_tensors(model, names, elsewhere)
     loaded: set[str] = set()
     unexpected, wrong = [], []
-    for given, whole, file in tensors:
+    for stored_name, whole, file in tensors:
         try:
-            pieces = names.pieces(given, whole)
+            pieces = names.pieces(stored_name, whole)
         except WrongTensorError as error:
-            wrong.append(f"{given} ({file}) {error}")
+            wrong.append(f"{stored_name} ({file}) {error}")
             continue
         for name, tensor in pieces:
             if name not in wanted:
                 if not names.ignores(name) and not _is_unused_bias(name, tensor, wanted):
-                    unexpected.append(f"{given} ({file})")
+                    unexpected.append(f"{stored_name} ({file})")
                 continue
             module, key = wanted[name]
             if name in loaded:
-                wrong.append(f"{given} ({file}) is there twice")
+                wrong.append(f"{stored_name} ({file}) is there twice")
             loaded.add(name)
             try:
                 module.load(key, tensor)
             except WrongTensorError as error:
-                wrong.append(f"{given} ({file}) {error}")
+                wrong.append(f"{stored_name} ({file}) {error}")
     missing = [n for n, (module, key) in wanted.items() if n not in loaded and not module.fill_missing(key)]
     return Fit(list(dict.fromkeys(map(names.in_checkpoint, missing))), unexpected, wrong)
 
@@ -290,11 +290,11 @@ def wanted_tensors(
 def weighted_modules(model: nn.Module) -> list[tuple[str, WeightedModule]]:
     """Return the modules with weights, by path. Every parameter must belong to one, because others would stay
     uninitialised."""
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, WeightedModule)]
-    owned = {parameter for _, module in found for parameter in module.parameters()}
+    named = [(path, module) for path, module in model.named_modules() if isinstance(module, WeightedModule)]
+    owned = {parameter for _, module in named for parameter in module.parameters()}
     orphans = [name for name, parameter in model.named_parameters() if parameter not in owned]
     assert not orphans, f"no WeightedModule loads {orphans}"
-    return found
+    return named
 
 
 def first_names(names: list[str]) -> str:
@@ -332,7 +332,7 @@ def weight_bytes(model: nn.Module, multiplies_fp8: bool, without: tuple[str, ...
         id(tensor) for module in model.modules() if isinstance(module, WeightMethod) for tensor in module.parameters()
     }
     named = (*model.named_parameters(), *model.named_buffers())
-    others = [tensor for name, tensor in named if not name.startswith(tuple(f"{each}." for each in without))]
+    others = [tensor for name, tensor in named if not name.startswith(tuple(f"{prefix}." for prefix in without))]
     return total + sum(tensor.nbytes for tensor in others if id(tensor) not in methods)
 
 

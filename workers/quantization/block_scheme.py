@@ -243,8 +243,8 @@ class BlockQuant(SchemeQuant):
     types: Mapping[str, str]
 
     def declared(self, name: str) -> BlockScheme | None:
-        found = self.types.get(name)
-        return None if found is None or BLOCK_TYPES[found].packed is None else BlockScheme(found)
+        kind = self.types.get(name)
+        return None if kind is None or BLOCK_TYPES[kind].packed is None else BlockScheme(kind)
 
     def method_of(self, names: Sequence[str], scheme: ModuleScheme | None, shape: LinearShape) -> LinearMethod:
         if scheme is not None:

@@ -247,10 +247,10 @@ def read_modelopt(quantization: Mapping[str, Any], source: str) -> QuantMethod:
 
 def read_compressed_fp4(quantization: Mapping[str, Any], source: str) -> QuantMethod | None:
     """Read `quant_method: compressed-tensors` with 4-bit float weights; None for other weights."""
-    given = quantization.get("config_groups")
-    groups = [group for group in given.values() if isinstance(group, dict)] if isinstance(given, dict) else []
+    declared = quantization.get("config_groups")
+    groups = [group for group in declared.values() if isinstance(group, dict)] if isinstance(declared, dict) else []
     weights = [group.get("weights") or {} for group in groups]
-    if not any(each.get("type") == "float" and each.get("num_bits") == 4 for each in weights):
+    if not any(entry.get("type") == "float" and entry.get("num_bits") == 4 for entry in weights):
         return None
     if len(groups) != 1 or groups[0].get("targets") != ["Linear"]:
         raise ValueError(
@@ -272,17 +272,17 @@ def read_compressed_fp4(quantization: Mapping[str, Any], source: str) -> QuantMe
 
 def read_compressed_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     """Read compressed-tensors' `float-quantized`. See `aerie.workers.quantization.table.QuantReader`."""
-    given_groups = quantization.get("config_groups")
-    groups = list(given_groups.values()) if isinstance(given_groups, dict) else []
+    groups = quantization.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
     if len(groups) != 1 or not isinstance(groups[0], dict) or groups[0].get("targets") != ["Linear"]:
         raise ValueError(f"{source}: quantization_config.config_groups: must be one group of all Linear; {_REMEDY}")
     for name, wanted in (("weights", _WEIGHTS), ("input_activations", _INPUTS)):
-        given = groups[0].get(name)
-        given = given if isinstance(given, dict) else {}
+        part = groups[0].get(name)
+        part = part if isinstance(part, dict) else {}
         for key, supported in wanted.items():
-            if given.get(key) not in supported:
+            if part.get(key) not in supported:
                 raise ValueError(
-                    f"{source}: quantization_config: {name}.{key}={given.get(key)!r} is not supported; {_REMEDY}"
+                    f"{source}: quantization_config: {name}.{key}={part.get(key)!r} is not supported; {_REMEDY}"
                 )
     scheme = TENSOR if groups[0]["weights"]["strategy"] == "tensor" else CHANNEL
     is_static = groups[0]["input_activations"]["strategy"] == "tensor"

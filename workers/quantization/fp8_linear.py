@@ -62,8 +62,10 @@ class Fp8Linear(DenseLinearMethod):
 
     def num_bytes(self, options: GEMMOptions) -> int:
         assert self.weight is not None, "is finished"
-        is_kept = options.fp8 and unreadable(self.shape.parts, self.scheme) is None
-        return self.weight.numel() * (1 if is_kept else self._dtype.itemsize) + sum(int(s.nbytes) for s in self.scales)
+        stays_fp8 = options.fp8 and unreadable(self.shape.parts, self.scheme) is None
+        return self.weight.numel() * (1 if stays_fp8 else self._dtype.itemsize) + sum(
+            int(s.nbytes) for s in self.scales
+        )
 
     def dense_weight(self) -> Tensor:
         """Return the dense weight, dequantised at each call if it stays in FP8; for layers that multiply by a part of
@@ -190,8 +192,8 @@ class Fp8Experts(DenseExperts):
 
     def num_bytes(self, options: GEMMOptions) -> int:
         shapes = (self.shape.gate_up, self.shape.down)
-        is_kept = options.fp8 and all(unreadable(one.parts, self.scheme) is None for one in shapes)
-        size = 1 if is_kept else self.dtype.itemsize
+        stays_fp8 = options.fp8 and all(unreadable(one.parts, self.scheme) is None for one in shapes)
+        size = 1 if stays_fp8 else self.dtype.itemsize
         return sum(int(w.numel()) * size for w in self.weights) + sum(
             int(scale.nbytes) for scale in self.scales.values()
         )
@@ -217,11 +219,11 @@ class Fp8Experts(DenseExperts):
         if not isinstance(gate_up, Fp8Linear) or not isinstance(down, Fp8Linear):
             return False
         alike = self.scheme == gate_up.scheme == down.scheme
-        if alike and self.shape.num_shared and self._is_kept(options):
+        if alike and self.shape.num_shared and self._stays_fp8(options):
             self._shared = gate_up, down
         return self._shared is not None
 
-    def _is_kept(self, options: GEMMOptions) -> bool:
+    def _stays_fp8(self, options: GEMMOptions) -> bool:
         shapes = (self.shape.gate_up, self.shape.down)
         return fuses(self.shape.size, self.shape.width, options, in_fp8=True) and all(
             unreadable(one.parts, self.scheme) is None for one in shapes
@@ -230,7 +232,7 @@ class Fp8Experts(DenseExperts):
     def finish(self, options: GEMMOptions) -> None:
         if self._fused is not None:
             return
-        if self._is_kept(options):
+        if self._stays_fp8(options):
             self._keep(options)
             return
         if self._dense is None:

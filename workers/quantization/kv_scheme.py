@@ -23,12 +23,12 @@ def read_kv_scheme(folder: str | Path, config: Mapping[str, Any]) -> str | None:
     folder: the checkpoint's folder. config: its config.json.
     """
     quantization = config.get("quantization_config")
-    found = [quantization, _modelopt_file(folder)]
-    found += [each.get("quantization") for each in found if isinstance(each, Mapping)]
-    for each in found:
-        if not isinstance(each, Mapping):
+    sections = [quantization, _modelopt_file(folder)]
+    sections += [section.get("quantization") for section in sections if isinstance(section, Mapping)]
+    for section in sections:
+        if not isinstance(section, Mapping):
             continue
-        scheme, algorithm = each.get("kv_cache_scheme"), each.get("kv_cache_quant_algo")
+        scheme, algorithm = section.get("kv_cache_scheme"), section.get("kv_cache_quant_algo")
         if isinstance(scheme, Mapping):
             wrong = {key: scheme[key] for key, only in _SCHEME.items() if key in scheme and scheme[key] != only}
             return f"kv_cache_scheme with {wrong}" if wrong else FP8_E4M3

@@ -92,9 +92,9 @@ class PackedExperts(ExpertsMethod):
         weights = self._packed(shape.down.parts, lambda matrix: _with_columns(matrix, self.scheme.group, width))
         gate_up_bias = down_bias = None
         if shape.biased:
-            each = [self.biases[part.name].data.float() for part in shape.gate_up.parts]
+            biases = [self.biases[part.name].data.float() for part in shape.gate_up.parts]
             gate_up_bias = torch.cat(
-                [nn.functional.pad(bias, (first, width - first - bias.shape[1])) for bias in each], 1
+                [nn.functional.pad(bias, (first, width - first - bias.shape[1])) for bias in biases], 1
             )
             # because the ranks' parts are summed
             down_bias = self.biases[down.name].data.float() if down.columns.first == 0 else None

@@ -182,7 +182,7 @@ class PackedLinear(DenseLinearMethod):
             packed = self.layout.pack([self._of(part) for part in self.shape.parts], self.shape)
             self._packed = [_Product.of(part, options) for part in packed]
             self.stored = nn.ModuleList()
-        if not options.packed and any(type(each.product) is PackedProduct for each in self._packed):
+        if not options.packed and any(type(weight.product) is PackedProduct for weight in self._packed):
             self._dense = self.dense_weight()
             self._packed = []
             super().finish(options)
@@ -310,7 +310,7 @@ class PackedScheme(LinearLayout):
         return _StoredPacked(self, part)
 
     def pack(self, stored: Sequence[StoredMatrix], shape: LinearShape) -> list[PackedPart]:
-        matrices = [self.read(each.matrix) for each in stored if isinstance(each, _StoredPacked)]
+        matrices = [self.read(part.matrix) for part in stored if isinstance(part, _StoredPacked)]
         if shape.padding:
             matrices[-1] = with_rows(matrices[-1], 0, matrices[-1].codes.shape[0] + shape.padding)
         columns = shape.parts[0].columns
@@ -338,8 +338,8 @@ class _StoredPacked(StoredMatrix):
     def __init__(self, scheme: PackedScheme, part: Part) -> None:
         super().__init__()
         self._scheme, self._part = scheme, part
-        kept = scheme.storage(part).items()
-        self.tensors = nn.ParameterDict({kind: nn.Parameter(tensor, requires_grad=False) for kind, tensor in kept})
+        tensors = scheme.storage(part).items()
+        self.tensors = nn.ParameterDict({kind: nn.Parameter(tensor, requires_grad=False) for kind, tensor in tensors})
 
     @property
     def matrix(self) -> dict[str, Tensor]:
@@ -372,10 +372,10 @@ def packed_below(matrices: list[MatrixCodes], scheme: PackedScheme) -> PackedWei
     """Pack vertically stacked matrices."""
 
     def joined(tensors: list[Tensor | None]) -> Tensor | None:
-        given = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(given) if given else None
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present) if present else None
 
     codes = torch.cat([matrix.codes for matrix in matrices])
     scales = torch.cat([matrix.scales for matrix in matrices])
-    zeros, row_scale = joined([each.zeros for each in matrices]), joined([each.row_scale for each in matrices])
+    zeros, row_scale = joined([item.zeros for item in matrices]), joined([item.row_scale for item in matrices])
     return pack(codes, scales, zeros, row_scale, scheme.group or codes.shape[1], scheme.code)

@@ -142,6 +142,6 @@ def flag_in(quantization: Mapping[str, Any], source: str, key: str, default: boo
 def only(quantization: Mapping[str, Any], source: str, key: str, *supported: object) -> None:
     """Raise ValueError unless a key has one of these values, or is null or missing."""
     value = quantization.get(key)
-    given = value.lower() if isinstance(value, str) else value
-    if value is not None and given not in supported:
+    declared = value.lower() if isinstance(value, str) else value
+    if value is not None and declared not in supported:
         refuse(source, key, value, f"is not supported; only {', '.join(map(repr, supported))} is")

@@ -25,8 +25,8 @@ QuantReader = Callable[[Mapping[str, Any], str], QuantMethod]
 def read_compressed_tensors(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     """See `QuantReader`."""
     others = (read_compressed_fp4, read_pack_quantized)
-    found = (read(quantization, source) for read in others)
-    return next((method for method in found if method is not None), None) or read_compressed_fp8(quantization, source)
+    methods = (read(quantization, source) for read in others)
+    return next((method for method in methods if method is not None), None) or read_compressed_fp8(quantization, source)
 
 
 # Key: quantization_config.quant_method.

@@ -9,7 +9,7 @@ import torch
 from aerie.attention import registry
 from aerie.attention.backend import AttentionBackend
 from aerie.attention.config import TargetAttention
-from aerie.attention.kv_cache.layouts import HeadsLayout, LatentLayout
+from aerie.attention.kv_cache.layout import HeadsLayout, LatentLayout
 from aerie.attention.limits import AttentionUse
 from aerie.attention.registry import Choice, choose_backends
 from aerie.kernels.capability import Capability
@@ -36,8 +36,8 @@ class ModelShape:
         layouts = [group.layout for group in groups]
         rules = (self.config.score_rule(layer) for group in groups for layer in group.layers)
         layout = layouts[0]
-        assert {each.kind for each in layouts} == {layout.kind}, "a mode has one backend, which reads one KV layout"
-        sizes = [each.head_dim for each in layouts if isinstance(each, HeadsLayout)]
+        assert {other.kind for other in layouts} == {layout.kind}, "a mode has one backend, which reads one KV layout"
+        sizes = [other.head_dim for other in layouts if isinstance(other, HeadsLayout)]
         return AttentionUse(
             mode=mode,
             num_heads=self.config.num_heads // self.tensor_parallel,

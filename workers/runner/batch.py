@@ -113,11 +113,11 @@ class RowLayout:
     def num_round_rows(self) -> int:
         return self.num_requests * self.width
 
-    def of_rounds(self, x: Tensor) -> Tensor:
+    def round_rows(self, x: Tensor) -> Tensor:
         """Select the round rows from x [rows, ...]."""
         return x if self.chunks is None else x[: self.num_round_rows]
 
-    def of_chunks(self, x: Tensor) -> Tensor:
+    def chunk_rows(self, x: Tensor) -> Tensor:
         """Select the chunk rows from x [rows, ...]."""
         return x[self.num_round_rows :]
 

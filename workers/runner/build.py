@@ -3,7 +3,7 @@ of an engine with a draft. Used by Serve, benchmarks and tests."""
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -21,6 +21,7 @@ from aerie.workers.device import make_current, resolve_device
 from aerie.workers.distributed.tp_group import TPGroup, join_tp_group
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.layers.attention import kv_scales, warn_of_missing
+from aerie.workers.models.decoder import TargetModel
 from aerie.workers.models.loading import allocate_target, load_target, weight_names
 from aerie.workers.quantization.kv_scheme import kv_dtype
 from aerie.workers.runner.backends import (
@@ -32,8 +33,10 @@ from aerie.workers.runner.backends import (
     target_choices,
 )
 from aerie.workers.runner.costs.cost_probe import probe_costs
+from aerie.workers.runner.decoding import DecodingStrategy
 from aerie.workers.runner.deterministic import checked_deterministic
 from aerie.workers.runner.graphs.compile_jobs import CompileProcesses
+from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.graphs.graph_keys import GraphKey
 from aerie.workers.runner.graphs.kernel_compilation import report_compilations
 from aerie.workers.runner.graphs.step_capture import CudaRecorder
@@ -57,6 +60,7 @@ from aerie.workers.runner.weight_update import META, RunningModel, WeightUpdate
 from aerie.workers.runner.worker import Worker
 from aerie.workers.sampling import Sampler
 from aerie.workers.scheduling.commands.command import LoadWeights, SumWeights
+from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.structured_output.mask_table import MaskTable
 from aerie.workers.structured_output.slot_grammars import SlotGrammars
 from aerie.workers.timer import Timer
@@ -118,28 +122,12 @@ def build_rank(
         phases.done(compile_ahead(graphed, first, group, compilers, *launch))
     parts = _with_pages(parts, memory, eager, 0 if graphed is None else graphed.num_always_captured, phases.done)
     phases.done("KV cache allocated")
-    if graphed is not None:
-        remedy = "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"
-        with torch.inference_mode(), must_fit("CUDA graphs", remedy):
-            graphed.capture(
-                memory.capture_limits(group, parts.layout.scheduler.num_slots),
-                group,
-                first,
-                advance=lambda done, total: advance("capturing graphs", done, total, "graphs"),
-            )
-        phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
     built = eager
     if graphed is not None:
+        _capture_first(graphed, first, parts, memory, advance)
+        phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
         built = parts.worker_of(graphed, graphed)
-    transfer = WeightTransfer(parts.models, group, device)
-    transfer.register(built.handlers)
-    built.handlers.add(SumWeights, WeightChecker(parts.models))
-    built.handlers.add(LoadWeights, WeightUpdate(parts.models, group, device, transfer))
-    if parts.adapters is not None:
-        parts.adapters.register(built.handlers)
-        parts.adapters.launch_kernels()
-    if parts.experts is not None:
-        parts.experts.register(built.handlers)
+    _register_commands(built, parts, device)
     warm_up(built, parts.layout, None if parts.tower is None else parts.tower.small())
     if parts.tower is not None:
         parts.tower.clear()  # the scheduler knows nothing of that image
@@ -152,16 +140,54 @@ def build_rank(
         phases.done("largest steps again")
     if worker.measure_costs:
         tokens = () if graphed is None else graphed.token_buckets
-        built.costs = probe_costs(
-            graphed or strategy, parts.slots, group, parts.layout, worker.cache.page_size, tokens, parts.states
-        )
-        if parts.tower is not None:
-            patches, image_ms = parts.tower.costs(Timer(device), group)
-            built.costs = msgspec.structs.replace(built.costs, image_patches=patches, image_ms=image_ms)
+        built.costs = _measured_costs(graphed or strategy, parts, tokens, device)
         phases.done("costs measured")
     if graphed is not None:
         report_compilations(True)
     return BuiltRank(built, layout)
+
+
+def _capture_first(
+    graphed: GraphedDecoding,
+    first: frozenset[GraphKey],
+    parts: EngineParts,
+    memory: RankMemory,
+    advance: PhaseAdvance,
+) -> None:
+    """Capture the graphs of a start: `first`, and those that are always captured."""
+    remedy = "lower graph_capture.limit_gb, scheduler.max_running or cache.memory_share"
+    with torch.inference_mode(), must_fit("CUDA graphs", remedy):
+        graphed.capture(
+            memory.capture_limits(parts.group, parts.layout.scheduler.num_slots),
+            parts.group,
+            first,
+            advance=lambda done, total: advance("capturing graphs", done, total, "graphs"),
+        )
+
+
+def _register_commands(built: Worker, parts: EngineParts, device: torch.device) -> None:
+    """Let the rank carry out commands: about weights, adapters and the experts that ran."""
+    transfer = WeightTransfer(parts.models, parts.group, device)
+    transfer.register(built.handlers)
+    built.handlers.add(SumWeights, WeightChecker(parts.models))
+    built.handlers.add(LoadWeights, WeightUpdate(parts.models, parts.group, device, transfer))
+    if parts.adapters is not None:
+        parts.adapters.register(built.handlers)
+        parts.adapters.launch_kernels()
+    if parts.experts is not None:
+        parts.experts.register(built.handlers)
+
+
+def _measured_costs(
+    strategy: DecodingStrategy, parts: EngineParts, token_buckets: Sequence[int], device: torch.device
+) -> CostTable:
+    """Measure step times, and those of images."""
+    page_size = parts.worker.cache.page_size
+    costs = probe_costs(strategy, parts.slots, parts.group, parts.layout, page_size, token_buckets, parts.states)
+    if parts.tower is None:
+        return costs
+    patches, image_ms = parts.tower.costs(Timer(device), parts.group)
+    return msgspec.structs.replace(costs, image_patches=patches, image_ms=image_ms)
 
 
 def load_parts(
@@ -181,23 +207,7 @@ def load_parts(
     advance: called with the progress of loading.
     """
     device, name = memory.device, f"model {worker.model.path}"
-    with memory.counting_weights(), must_fit("the weights", "raise parallel.tensor_parallel, or take a smaller dtype"):
-        model = load_target(
-            worker.model,
-            engine.target,
-            group,
-            device,
-            engine.layout.max_position,
-            engine.speculation.captured_layers,
-            deterministic,
-            lambda loaded, total: advance("loading the target", loaded / 1e9, total / 1e9, "GB"),
-        )
-    tower = None
-    if engine.vision is not None and engine.layout.images is not None:
-        with memory.counting_weights(), must_fit("the vision tower", "set model.images=off, or raise tensor_parallel"):
-            tower = VisionTower(
-                engine.vision, worker.model, engine.layout.images, engine.dtype, device, worker.cuda_graphs
-            )
+    model, tower = _load_models(worker, engine, group, memory, deterministic, advance)
     done("target loaded")
     layout = memory.settle_slots(engine.layout, group)
     with must_fit(f"the tables of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
@@ -208,8 +218,8 @@ def load_parts(
     if engine.kv_dtype == FP8 and group.rank == 0:
         warn_of_missing(model, name)
     pool, draft_pool = (
-        KVPool(each, 1, worker.cache.page_size, device, of, worker.cache.releasable)
-        for each, of in zip(groups, scales, strict=True)
+        KVPool(layers, 1, worker.cache.page_size, device, of, worker.cache.releasable)
+        for layers, of in zip(groups, scales, strict=True)
     )
     recurrent = engine.target.state_groups(group.size, engine.dtype)
     with must_fit(f"the states of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
@@ -228,18 +238,39 @@ def load_parts(
     sampler = Sampler(slots, model.lm_head.shard, masks)
     tolerates_violations = engine.speculation.has_synthetic_acceptance
     grammars = SlotGrammars(worker.model.path, engine.target.vocab_size, masks, tolerates_violations)
-    running = RunningModel(
-        name,
-        model,
-        names,
-        lambda: allocate_target(
-            engine.target, group, META, layout.max_position, engine.speculation.captured_layers, engine.dtype, name
-        ),
-    )
+    own = layout.max_position, engine.speculation.captured_layers, engine.dtype, name
+    running = RunningModel(name, model, names, lambda: allocate_target(engine.target, group, META, *own))
     models = {"target": running}
     return EngineParts(
         worker, layout, group, target, draft_pool, slots, sampler, grammars, models, tower, adapters, experts
     )
+
+
+def _load_models(
+    worker: WorkerConfig,
+    engine: EnginePlan,
+    group: TPGroup,
+    memory: RankMemory,
+    deterministic: bool,
+    advance: PhaseAdvance,
+) -> tuple[TargetModel, VisionTower | None]:
+    """Load this rank's shard of the target, and its vision tower. Arguments as for `load_parts`."""
+    with memory.counting_weights(), must_fit("the weights", "raise parallel.tensor_parallel, or take a smaller dtype"):
+        model = load_target(
+            worker.model,
+            engine.target,
+            group,
+            memory.device,
+            engine.layout.max_position,
+            engine.speculation.captured_layers,
+            deterministic,
+            lambda loaded, total: advance("loading the target", loaded / 1e9, total / 1e9, "GB"),
+        )
+    if engine.vision is None or engine.layout.images is None:
+        return model, None
+    with memory.counting_weights(), must_fit("the vision tower", "set model.images=off, or raise tensor_parallel"):
+        images, device = engine.layout.images, memory.device
+        return model, VisionTower(engine.vision, worker.model, images, engine.dtype, device, worker.cuda_graphs)
 
 
 def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graphs: int, done: PhaseDone) -> EngineParts:
@@ -267,8 +298,8 @@ def _with_pages(parts: EngineParts, memory: RankMemory, eager: Worker, num_graph
 
 def attention_choices(worker: WorkerConfig, engine: EnginePlan, dtype: torch.dtype, device: Capability) -> list[Choice]:
     """Return the configured backends of all models. dtype: dtype of the models on `device`."""
-    of_kv = kv_dtype(worker.cache.dtype, engine.target.kv_scheme, dtype)
-    shape = ModelShape(engine.target, worker.tensor_parallel, dtype, worker.cache.page_size, device, of_kv)
+    kv_type = kv_dtype(worker.cache.dtype, engine.target.kv_scheme, dtype)
+    shape = ModelShape(engine.target, worker.tensor_parallel, dtype, worker.cache.page_size, device, kv_type)
     return [
         *target_choices(worker.attention, shape, engine.speculation.verified_modes),
         *engine.speculation.attention(worker.cache.page_size, dtype, device),

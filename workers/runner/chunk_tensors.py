@@ -71,7 +71,7 @@ def prompt_chunks(
             page_table=page_table[slots],
             num_rows=sum(counts),
             lists=ChunkLists(tuple(chunk.start for chunk in chunks), counts),
-            kept_from=columns["chunk kept from"] if has_states else None,
+            store_from=columns["chunk kept from"] if has_states else None,
             slots=slots,
             saved_at=columns["chunk saved at"] if has_states else None,
             saved_row=columns["chunk saved rows"] if has_states else None,
@@ -91,22 +91,22 @@ def _input_columns(chunks: list[Chunk], counts: npt.NDArray[np.int32]) -> dict[s
         return columns
     rows, image_rows, embeddings, positions, first = [], [], [], [], 0
     inputs = [PromptInputs() if chunk.inputs is None else chunk.inputs for chunk in chunks]
-    num_axes = max(each.num_axes for each in inputs)
-    for chunk, given, count in zip(chunks, inputs, counts.tolist(), strict=True):
+    num_axes = max(part.num_axes for part in inputs)
+    for chunk, chunk_inputs, count in zip(chunks, inputs, counts.tolist(), strict=True):
         before = first - chunk.start
-        for each in given.embeddings:
-            rows.append(np.arange(before + each.start, before + each.end, dtype=np.int64))
-            embeddings.append(each.rows())
-        for image in given.images:
+        for part in chunk_inputs.embeddings:
+            rows.append(np.arange(before + part.start, before + part.end, dtype=np.int64))
+            embeddings.append(part.rows())
+        for image in chunk_inputs.images:
             image_rows.append(np.arange(before + image.start, before + image.end, dtype=np.int64))
-        own = given.axes if given.positions else np.arange(chunk.start, chunk.start + count)[None]
+        own = chunk_inputs.axes if chunk_inputs.positions else np.arange(chunk.start, chunk.start + count)[None]
         positions.append(np.broadcast_to(own, (num_axes, count)))
         first += count
     if rows:
         columns |= {"embedded rows": np.concatenate(rows), "embeddings": np.concatenate(embeddings)}
     if image_rows:
         columns["image rows"] = np.concatenate(image_rows)
-    if any(each.positions for each in inputs):
+    if any(part.positions for part in inputs):
         whole = np.concatenate(positions, axis=1).astype(np.int64)
         columns["chunk positions"] = whole[0] if num_axes == 1 else whole
     return columns
@@ -155,7 +155,7 @@ def _state_columns(plan: StepPlan, chunks: list[Chunk]) -> dict[str, npt.NDArray
     saved = {slot: (position, row) for slot, position, row in unpack_i32(plan.saved_states).reshape(-1, 3).tolist()}
     at, rows = zip(*(saved.get(chunk.slot, (-1, 0)) for chunk in chunks), strict=True)
     return {
-        "chunk kept from": np.array([chunk.kept_from for chunk in chunks], np.int32),
+        "chunk kept from": np.array([chunk.store_from for chunk in chunks], np.int32),
         "chunk saved at": np.array(at, np.int32),
         "chunk saved rows": np.array(rows, np.int64),
     }

@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 
 from aerie.attention.config import CacheConfig
-from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.kv_cache.layouts import ExpertIds, HeadsLayout, has_latent_rows
+from aerie.attention.kv_cache.layout import ExpertIds, HeadsLayout, LayerGroup, has_latent_rows
 from aerie.attention.kv_cache.pool import KVPool, bytes_per_page
 from aerie.attention.recurrent.layout import chunk_bytes, saved_dtype, slot_bytes, snapshot_bytes
 from aerie.attention.recurrent.pool import StatePool
@@ -140,8 +139,8 @@ class EngineParts:
 
     def worker_of(self, strategy: DecodingStrategy, captures: LateCaptures | None = None) -> Worker:
         """Return the rank's worker with a strategy. captures: None without graphs."""
-        of_slots = (self.slots, self.group, self.worker.debug, self.grammars, captures)
-        return Worker(strategy, *of_slots, self.pools, self.states, self.tower, self.adapters)
+        slot_parts = (self.slots, self.group, self.worker.debug, self.grammars, captures)
+        return Worker(strategy, *slot_parts, self.pools, self.states, self.tower, self.adapters)
 
     def allocate(self, layout: EngineLayout) -> None:
         """Replace the KV pages and snapshots with empty ones, in the numbers of the layout."""
@@ -196,12 +195,12 @@ def plan_engine(
     """
     device = device or Capability(resolve_device(worker.model.device, 0).type)
     dtype = resolve_dtype(worker.model.dtype, target.dtype, device)
-    of_kv = kv_dtype(worker.cache.dtype, target.kv_scheme, dtype)
+    kv_type = kv_dtype(worker.cache.dtype, target.kv_scheme, dtype)
     recurrent = target.state_groups(worker.tensor_parallel, dtype)
     max_model_len = worker.model.max_model_len or target.max_position
-    of_target = target.kv_groups(worker.tensor_parallel, of_kv)
-    window = None if recurrent else longest_window(target, of_target, max_model_len)
-    of_target = split_windows(target, of_target, window) + expert_groups(target, worker.cache)
+    target_groups = target.kv_groups(worker.tensor_parallel, kv_type)
+    window = None if recurrent else longest_window(target, target_groups, max_model_len)
+    target_groups = split_windows(target, target_groups, window) + expert_groups(target, worker.cache)
     shapes = replace(speculation.shapes, eager=not device.captures_graphs or not worker.cuda_graphs)
     # two rounds in flight may write after max_model_len
     max_position = max_model_len + 3 * (shapes.max_kv_tokens + shapes.max_new_tokens)
@@ -216,11 +215,11 @@ def plan_engine(
         max_model_len=max_model_len,
         max_position=max_position,
         lookahead=speculation.lookahead,
-        bytes_per_page=bytes_per_page([*of_target, *speculation.kv_groups(dtype)], cache.page_size),
+        bytes_per_page=bytes_per_page([*target_groups, *speculation.kv_groups(dtype)], cache.page_size),
         window=window,
-        bytes_per_window_page=bytes_per_page(of_target, cache.page_size, of_windows=True),
-        kv_in_fp8=of_kv == FP8,
-        has_latent_rows=has_latent_rows(of_target),
+        bytes_per_window_page=bytes_per_page(target_groups, cache.page_size, in_windows=True),
+        kv_in_fp8=kv_type == FP8,
+        has_latent_rows=has_latent_rows(target_groups),
         served_by=target.served_by,
         hidden_size=target.hidden_size,
         images=None if vision is None else _image_sizes(vision, target, dtype, scheduler),
@@ -240,7 +239,7 @@ def plan_engine(
     pages = pages_asked(layout.with_slots(min_slots), tables + saved)
     if pages is not None and (scheduler.max_running != "auto" or cache.num_pages is not None):
         layout = layout.with_pages(*pages)
-    return EnginePlan(target, dtype, of_kv, speculation, layout, vision)
+    return EnginePlan(target, dtype, kv_type, speculation, layout, vision)
 
 
 def _image_sizes(

@@ -220,10 +220,10 @@ class LocalEngine:
     ) -> list[Request]:
         """Run one request per prompt. Return the finished requests in order. sampling: one for all prompts, or one per
         prompt."""
-        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
+        samplings = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
         requests = [
             Request(f"local-{id(self):x}-{i}", list(prompt), params)
-            for i, (prompt, params) in enumerate(zip(prompts, each, strict=True))
+            for i, (prompt, params) in enumerate(zip(prompts, samplings, strict=True))
         ]
         self.run(requests, concurrency)
         return requests

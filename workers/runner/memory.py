@@ -157,7 +157,7 @@ def _field(path: Path, name: str) -> int:
 
 GRAPH_BYTES = 8 * 10**6  # bytes of a captured round, without its tensors; measured on an H200: 0.1 GB for 22 graphs
 GRAPH_SHARE = 0.05  # limit of optional graphs, as a share of the memory that is free at the start
-GRAPH_SHARE_BESIDE_WEIGHTS = 0.1
+GRAPH_SHARE_OF_WEIGHTS = 0.1
 GRAPH_BYTES_PER_SLOT = 30 * 10**6  # with more slots there are more graphs, of larger tensors: 25 MB for 192 on a 70B
 FEW_GRAPHS_BYTES = 2 * 10**9
 _MAX_WAIT_S = 10.0  # maximum wait until a killed process's memory is freed
@@ -181,7 +181,7 @@ class RankMemory:
         self.device = device
         self._shares_host_memory = Capability.of(device).shares_host_memory
         if layout.memory is not None:
-            wait_until_free(memory, layout.memory.of_rank)
+            wait_until_free(memory, layout.memory.rank_total)
         self._free_at_start = memory.free()
         self._used_at_start = memory.used()
         self._weights = self._activations = self._in_use = self._for_graphs = 0
@@ -218,12 +218,12 @@ class RankMemory:
 
     def capture_limits(self, group: TPGroup, num_slots: int | None = None) -> GraphCapture:
         """Return the limits of optional graphs: as configured, but at most `GRAPH_SHARE` of the memory, and beyond
-        `FEW_GRAPHS_BYTES` at most `GRAPH_SHARE_BESIDE_WEIGHTS` of what weights leave, and `GRAPH_BYTES_PER_SLOT`.
+        `FEW_GRAPHS_BYTES` at most `GRAPH_SHARE_OF_WEIGHTS` of what weights leave, and `GRAPH_BYTES_PER_SLOT`.
 
         num_slots: `SchedulerConfig.num_slots`; None: not known yet.
         """
         limits = self._worker.graph_capture
-        needed = GRAPH_SHARE_BESIDE_WEIGHTS * (self._free_at_start - self._weights)
+        needed = GRAPH_SHARE_OF_WEIGHTS * (self._free_at_start - self._weights)
         if num_slots is not None:
             needed = min(needed, GRAPH_BYTES_PER_SLOT * num_slots)
         most = min(GRAPH_SHARE * self._free_at_start, max(FEW_GRAPHS_BYTES, needed))
@@ -243,10 +243,10 @@ class RankMemory:
             kv_bytes = self._default_kv_bytes(int(self.capture_limits(group).limit_gb * 1e9))
         tokens = min(TYPICAL_TOKENS, layout.max_model_len)
         kv_bytes -= layout.with_snapshots(kv_bytes).saved_bytes
-        each = layout.bytes_per_page * tokens // cache.page_size + layout.bytes_per_slot
+        bytes_per_request = layout.bytes_per_page * tokens // cache.page_size + layout.bytes_per_slot
         if layout.window is not None:
-            each += layout.bytes_per_window_page * layout.window_pages(min(tokens, layout.window))
-        return layout.with_slots(self._min_over_ranks(slots_for(kv_bytes, each, self.device.type), group))
+            bytes_per_request += layout.bytes_per_window_page * layout.window_pages(min(tokens, layout.window))
+        return layout.with_slots(self._min_over_ranks(slots_for(kv_bytes, bytes_per_request, self.device.type), group))
 
     def settle_pages(self, layout: EngineLayout, group: TPGroup, peaks: StepPeaks, num_graphs: int) -> EngineLayout:
         """Return the layout with its number of KV pages.

@@ -77,11 +77,11 @@ class TargetRunner(ModelRunner[TargetModel]):
         if self.states is not None and self.states.has(self.model.config.num_layers - 1):  # it needs all rows
             output = self._run(ids, context)
             return replace(output, hidden=output.hidden.index_select(0, rows))
-        of_last, ends_of_chunks = context.of_layer(self.model.config.num_layers - 1), chunks.last_rows()
-        if of_last is not context:
+        last, ends_of_chunks = context.for_layer(self.model.config.num_layers - 1), chunks.last_rows()
+        if last is not context:
             ends_of_chunks = through_windows(ends_of_chunks, self.pool)
         prepared = self.backends[Mode.PREFILL].prepare(ends_of_chunks)
-        last = replace(of_last, attending=rows, chunks=prepared, expanded=None, windowed=None)
+        last = replace(last, attending=rows, chunks=prepared, expanded=None, windowed=None)
         return self._run(ids, replace(context, last=last))
 
     def _run(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:

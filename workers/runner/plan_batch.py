@@ -99,8 +99,8 @@ class PlanBatches:
         if plan.inits and self._group.size > 1:
             # A request that failed on one rank must emit nothing on any rank, because all ranks must emit the same
             # tokens. NCCL's gather takes about 20 us; the request's prompt takes milliseconds.
-            of_ranks = self._group.all_gather(sent["failed inits"])
-            table.finished[sent["init slots"]] = of_ranks.any(0)
+            rank_reports = self._group.all_gather(sent["failed inits"])
+            table.finished[sent["init slots"]] = rank_reports.any(0)
         if self._states is not None:
             _enter_states(self._states, sent)
         if self._grammars is not None:
@@ -176,7 +176,7 @@ def _enter_pages(pool: KVPool, columns: Mapping[str, Tensor]) -> None:
     if "cleared pages" in columns:
         pool.clear(columns["cleared pages"])
     if "cleared window pages" in columns:
-        pool.clear(columns["cleared window pages"], of_windows=True)
+        pool.clear(columns["cleared window pages"], in_windows=True)
     if "window pages" in columns and pool.window_layers:
         pool.attach(columns["windowed pages"], columns["window pages"])
 

@@ -37,16 +37,16 @@ class RankAdapters:
     row_index: for `TargetRunner`.
     """
 
-    def __init__(self, model: nn.Module, names: NameMap, config: LoraConfig, of_slot: Tensor, title: str) -> None:
-        """model: finished. names: the checkpoint's names of its tensors. of_slot: see `AdapterRows`. title: names the
-        model in errors. Raises ValueError if adapters cannot change any layer of it, or one of `config.modules` does
-        not fit."""
+    def __init__(self, model: nn.Module, names: NameMap, config: LoraConfig, slot_table: Tensor, title: str) -> None:
+        """model: finished. names: the checkpoint's names of its tensors. slot_table: see `AdapterRows`. title: names
+        the model in errors. Raises ValueError if adapters cannot change any layer of it, or one of `config.modules`
+        does not fit."""
         layers = checked_layers(model, title)
-        self.row_index = AdapterRows(of_slot)
+        self.row_index = AdapterRows(slot_table)
         self._names = AdapterNames(layers, names)
         self._draft_names: AdapterNames | None = None
-        self._config, self._of_slot = config, of_slot
-        self._device = of_slot.device
+        self._config, self._slot_table = config, slot_table
+        self._device = slot_table.device
         self._host: dict[int, Read] = {}
         self._reads: dict[int, Future[Read]] = {}
         self._reader = ThreadPoolExecutor(1, "adapters")  # one: steps need the other cores
@@ -62,7 +62,7 @@ class RankAdapters:
     def adapt_draft(self, model: nn.Module, names: NameMap) -> AdapterRows:
         """Let adapters that have one for the draft change it, too. Return the index for the draft's runner. model,
         names: of the draft, as for the target. Raises ValueError if one of `LoraConfig.modules` does not fit."""
-        rows, self._draft_names = AdapterRows(self._of_slot), AdapterNames.of_draft(model, names)
+        rows, self._draft_names = AdapterRows(self._slot_table), AdapterNames.of_draft(model, names)
         self._adapt(self._draft_names.layers, rows)
         for number, (name, folder) in enumerate(self._config.modules.items()):
             try:
@@ -118,31 +118,31 @@ class RankAdapters:
 
     def place(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy adapters to places of the tables, after the steps launched so far. pairs: (number, place)."""
-        for number, place in pairs:
+        for number, index in pairs:
             layers = self._host[number]
             for path, tables in self._tables.items():
                 matrices = layers.get(path)
                 if matrices is None:
-                    tables.up[place].zero_()
+                    tables.up[index].zero_()
                 else:
-                    tables.down[place].copy_(matrices.down, non_blocking=True)
-                    tables.up[place].copy_(matrices.up, non_blocking=True)
+                    tables.down[index].copy_(matrices.down, non_blocking=True)
+                    tables.up[index].copy_(matrices.up, non_blocking=True)
 
     def _read(self, folder: str) -> Read:
         """Read an adapter to host memory. Raises ValueError if it does not fit."""
-        return {**self._of_model(folder, self._names), **self._read_draft(folder)}
+        return {**self._read_model(folder, self._names), **self._read_draft(folder)}
 
     def _read_draft(self, folder: str) -> Read:
         """Read an adapter's part for the draft, if both exist."""
-        of_draft = draft_folder(folder)
-        if self._draft_names is None or of_draft is None:
+        draft_path = draft_folder(folder)
+        if self._draft_names is None or draft_path is None:
             return {}
-        return self._of_model(of_draft, self._draft_names)
+        return self._read_model(draft_path, self._draft_names)
 
-    def _of_model(self, folder: str | Path, names: AdapterNames) -> Read:
+    def _read_model(self, folder: str | Path, names: AdapterNames) -> Read:
         return {
-            path: LayerMatrices(pinned(each.down, self._device), pinned(each.up, self._device))
-            for path, each in read_layers(folder, names, self._tables, self._config.max_lora_rank).items()
+            path: LayerMatrices(pinned(matrices.down, self._device), pinned(matrices.up, self._device))
+            for path, matrices in read_layers(folder, names, self._tables, self._config.max_lora_rank).items()
         }
 
 

@@ -92,8 +92,8 @@ class RunningModel:
     def load(self, read: Read) -> None:
         """Load a source that has been checked."""
         wanted, opened = self._wanted, deque[WeightedModule]()
-        for given, whole, _ in self._without_fixed(read(CPU)):
-            for name, tensor in self.names.pieces(given, whole):
+        for stored_name, whole, _ in self._without_fixed(read(CPU)):
+            for name, tensor in self.names.pieces(stored_name, whole):
                 if name in wanted:
                     module, key = wanted[name]
                     if module not in opened:
@@ -102,26 +102,26 @@ class RunningModel:
                     module.load(key, tensor)
             while len(opened) > _MAX_OPEN:
                 opened.popleft().reloaded()
-        for each in self.model.modules():
-            if isinstance(each, WeightedModule | DecoderLayer):
-                each.reloaded()
+        for child in self.model.modules():
+            if isinstance(child, WeightedModule | DecoderLayer):
+                child.reloaded()
 
     def _without_fixed(self, tensors: Iterable[CheckpointTensor]) -> Iterable[CheckpointTensor]:
-        return (each for each in tensors if self.names.canonical(each.name) not in self.fixed)
+        return (entry for entry in tensors if self.names.canonical(entry.name) not in self.fixed)
 
     def _faults(self, tensors: Iterable[CheckpointTensor]) -> Iterable[str]:
         wanted = self._wanted
         ignored = self.names.ignores
-        for given, whole, file in tensors:
-            canonical = self.names.canonical(given)
+        for stored_name, whole, file in tensors:
+            canonical = self.names.canonical(stored_name)
             if canonical in self.fixed:
                 if not self.fixed[canonical](whole):
-                    yield f"{given} ({file}) differs from that of the running engine; start it again"
+                    yield f"{stored_name} ({file}) differs from that of the running engine; start it again"
                 continue
-            for name, tensor in self.names.pieces(given, whole):
+            for name, tensor in self.names.pieces(stored_name, whole):
                 if name not in wanted:
                     if not ignored(name):
-                        yield f"{given} ({file}) is of a module that was joined with others"
+                        yield f"{stored_name} ({file}) is of a module that was joined with others"
                     continue
                 module, key = wanted[name]
                 try:
@@ -129,7 +129,7 @@ class RunningModel:
                         raise WrongTensorError(module.reload_fault)
                     module.check_values(key, tensor)
                 except WrongTensorError as error:
-                    yield f"{given} ({file}) {error}"
+                    yield f"{stored_name} ({file}) {error}"
 
     def _raise_problems(self, fit: Fit) -> None:
         if problems := fit.problems:
@@ -200,9 +200,9 @@ class WeightUpdate:
 
 
 def _tensors(source: Tensors, device: torch.device) -> Iterable[CheckpointTensor]:
-    for each in source.tensors:
-        tensor = tensor_of(each.name, each.dtype, each.shape, each.data, device)
-        yield CheckpointTensor(each.name, tensor, "the message")
+    for entry in source.tensors:
+        tensor = tensor_of(entry.name, entry.dtype, entry.shape, entry.data, device)
+        yield CheckpointTensor(entry.name, tensor, "the message")
 
 
 def tensor_of(name: str, dtype: str, shape: Sequence[int], data: bytes, device: torch.device) -> Tensor:

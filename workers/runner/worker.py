@@ -118,19 +118,19 @@ def _prompt_logprobs(pending: PendingStep, ranking: PromptRanking) -> tuple[Prom
 
     ranking: of the chunks with log-probabilities, in the order of `in_order`, on the host.
     """
-    found, first = {}, 0
+    logprobs, first = {}, 0
     scored = [chunk for chunk in in_order(pending.plan) if chunk.logprobs >= 0]
     for chunk, number in zip(scored, pending.scored_requests, strict=True):
         rows = slice(first, first + chunk.num_logprobs)
         first = rows.stop
         try:
-            found[chunk.slot] = _scores_of(chunk, ranking, rows)
+            logprobs[chunk.slot] = _scores_of(chunk, ranking, rows)
         except Exception as error:
             logger.exception("could not convert the log-probabilities of a prompt")
             why = f"its prompt's log-probabilities failed: {type(error).__name__}: {error}"
             pending.failed_requests[number] = Failure(why)
-            found[chunk.slot] = PromptLogprobs(chunk.start + 1, b"", b"")
-    return tuple(found[chunk.slot] for chunk in pending.plan.chunks if chunk.logprobs >= 0)
+            logprobs[chunk.slot] = PromptLogprobs(chunk.start + 1, b"", b"")
+    return tuple(logprobs[chunk.slot] for chunk in pending.plan.chunks if chunk.logprobs >= 0)
 
 
 def _logprobs(
@@ -314,8 +314,8 @@ class Worker:
     def _assert_ranks_agree(self, tensors: StepTensors) -> None:
         """Compare the step's output over the ranks. Needs a gather and a device sync, so only in debug mode."""
         own = torch.cat((_mask_invalid(tensors), tensors.counts.unsqueeze(1), tensors.finish.unsqueeze(1)), dim=1)
-        of_ranks = self._group.all_gather(own)
-        different = (of_ranks != of_ranks[0]).flatten(1).any(1)
+        rank_reports = self._group.all_gather(own)
+        different = (rank_reports != rank_reports[0]).flatten(1).any(1)
         if bool(different.any()):
             raise RanksDisagreeError(f"ranks {different.nonzero().flatten().tolist()} emitted other tokens than rank 0")
 

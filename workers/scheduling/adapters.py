@@ -105,7 +105,7 @@ class Adapters:
             known = ", ".join(sorted(self._by_name)) or "none"
             raise ValueError(f"adapter={name}: " + (f"is not loaded; loaded: {known}" if self.is_enabled else _NONE))
 
-    def of_request(self, name: str) -> Adapter | None:
+    def find(self, name: str) -> Adapter | None:
         """Return the adapter of a request that has come; None without one. `left` must follow."""
         if not name:
             return None
@@ -123,7 +123,7 @@ class Adapters:
         """Whether a request with this adapter may get a slot: the adapter is in the tables, or a place is unused."""
         if adapter is None or adapter.place >= 0:
             return True
-        return adapter.is_read and any(each is None or not each.num_running for each in self._places)
+        return adapter.is_read and any(other is None or not other.num_running for other in self._places)
 
     def enter(self, adapter: Adapter | None) -> int:
         """Record that a request gets a slot. Return the place of its adapter, from the next plan on; -1 without one.
@@ -131,20 +131,22 @@ class Adapters:
         if adapter is None:
             return -1
         if adapter.place < 0:
-            unused = [place for place, each in enumerate(self._places) if each is None or not each.num_running]
-            place = min(unused, key=self._use_of)
-            if (former := self._places[place]) is not None:
+            unused = [
+                index for index, occupant in enumerate(self._places) if occupant is None or not occupant.num_running
+            ]
+            index = min(unused, key=self._use_of)
+            if (former := self._places[index]) is not None:
                 former.place = -1
-            self._places[place] = adapter
-            adapter.place = place
-            self._placed.append((adapter.number, place))
+            self._places[index] = adapter
+            adapter.place = index
+            self._placed.append((adapter.number, index))
         self._num_uses += 1
         adapter.last_used = self._num_uses
         adapter.num_running += 1
         return adapter.place
 
-    def _use_of(self, place: int) -> int:
-        adapter = self._places[place]
+    def _use_of(self, index: int) -> int:
+        adapter = self._places[index]
         return -1 if adapter is None else adapter.last_used
 
     def leave(self, adapter: Adapter | None) -> None:
@@ -154,9 +156,9 @@ class Adapters:
 
     def take_changes(self) -> bytes:
         """Return `StepPlan.placed_adapters` since the last plan. The last adapter in a place counts."""
-        changes = {place: number for number, place in self._placed}
+        changes = {index: number for number, index in self._placed}
         self._placed.clear()
-        return pack_i32([value for place, number in changes.items() for value in (number, place)])
+        return pack_i32([value for index, number in changes.items() for value in (number, index)])
 
     @property
     def is_loading(self) -> bool:
@@ -216,12 +218,14 @@ class Adapters:
     def _answered(self, answers: Sequence[CommandAnswer]) -> None:
         if answers[0].rank < 0:
             return  # `fail_loads` ends all
-        ended = [each.result.ended if isinstance(each.result, AdapterReads) else {} for each in answers]
-        for number in [number for number in self._reading if all(number in each for each in ended)]:
+        ended = [answer.result.ended if isinstance(answer.result, AdapterReads) else {} for answer in answers]
+        for number in [number for number in self._reading if all(number in answer for answer in ended)]:
             adapter, on_loaded = self._reading.pop(number)
             adapter.is_read = True
             faults = zip(answers, ended, strict=True)
-            on_loaded(first_error([CommandAnswer(0, 0, each.rank, error=found[number]) for each, found in faults]))
+            on_loaded(
+                first_error([CommandAnswer(0, 0, answer.rank, error=errors[number]) for answer, errors in faults])
+            )
         self.due_s = self._clock() + self._poll_s if self._reading else math.inf
         self._poll_s = min(2 * self._poll_s, _MAX_POLL_S)
 
@@ -249,9 +253,11 @@ class Adapters:
         if change.stamp:
             self.changes.pop(name, None)
             self.changes[name] = change
-            unloaded = [each for each, last in self.changes.items() if not (last.path or each in self._config.modules)]
-            for each in unloaded[:-_MAX_UNLOADED]:
-                del self.changes[each]
+            unloaded = [
+                number for number, last in self.changes.items() if not (last.path or number in self._config.modules)
+            ]
+            for number in unloaded[:-_MAX_UNLOADED]:
+                del self.changes[number]
 
     def _retire(self, name: str) -> None:
         adapter = self._by_name.pop(name, None)
@@ -275,13 +281,13 @@ class Adapters:
         """Queue the adapters for new ranks, which have `LoraConfig.modules` only, under the same numbers."""
         self._places = [None] * len(self._places)
         self._placed.clear()
-        given = len(self._config.modules)
+        num_configured = len(self._config.modules)
         wanted = sorted({*self._by_name.values(), *self._retired}, key=lambda adapter: adapter.number)
         for adapter in wanted:
             adapter.place, adapter.num_running = -1, 0
-            if adapter.number >= given:
+            if adapter.number >= num_configured:
                 self._read(adapter, self._restored(adapter))
-        for number in set(range(given)) - {adapter.number for adapter in wanted}:
+        for number in set(range(num_configured)) - {adapter.number for adapter in wanted}:
             self._commands.add(UnloadAdapter(number), lambda answers: None)
 
     def _restored(self, adapter: Adapter) -> OnLoaded:

@@ -41,7 +41,7 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     chunk_ms: [chunk_requests][chunk_tokens] milliseconds of the whole step.
     default: index of the default shape.
     ms_per_chunk_kv: attention time per (token of a chunk, token before the chunk).
-    beside: shape of the rounds in `chunk_ms`, one per entry of chunk_requests; empty: always the default.
+    mixed_shapes: shape of the rounds in `chunk_ms`, one per entry of chunk_requests; empty: always the default.
     image_patches: patches of measured images, ascending; empty: none was measured.
     image_ms: milliseconds to encode each.
     """
@@ -52,7 +52,7 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     chunk_ms: tuple[tuple[float, ...], ...]
     default: int = 0
     ms_per_chunk_kv: float = 0.0
-    beside: tuple[int, ...] = ()
+    mixed_shapes: tuple[int, ...] = ()
     image_patches: tuple[int, ...] = ()
     image_ms: tuple[float, ...] = ()
 
@@ -65,9 +65,9 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
             1.0, num_patches / largest
         )
 
-    def shape_beside(self, index: int) -> int:
+    def mixed_shape(self, index: int) -> int:
         """Shape of the rounds in `chunk_ms[index]`."""
-        return self.beside[index] if self.beside else self.default
+        return self.mixed_shapes[index] if self.mixed_shapes else self.default
 
     def round_ms(self, shape: int, num_requests: int, kv_tokens: int = 0) -> float:
         """Milliseconds of a round of `shape`. kv_tokens: committed tokens of all its requests."""
@@ -99,9 +99,9 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         right = min(bisect_left(at, num_requests), len(at) - 1)
         left = max(right - 1, 0) if num_requests < at[right] else right
         share = 0.0 if left == right else (num_requests - at[left]) / (at[right] - at[left])
-        low_ms, high_ms = (self.round_ms(self.shape_beside(index), at[index]) for index in (left, right))
+        low_ms, high_ms = (self.round_ms(self.mixed_shape(index), at[index]) for index in (left, right))
         rounds_ms = low_ms + share * (high_ms - low_ms)
-        if left != right and shape == self.shape_beside(right):
+        if left != right and shape == self.mixed_shape(right):
             rounds_ms = max(rounds_ms, self.round_ms(shape, num_requests))
         return [
             max(0.0, low + share * (high - low) - rounds_ms)
@@ -124,10 +124,10 @@ def default_itl_target_ms(costs: CostTable, step_ms: Callable[[int, int, int, in
     H200, chain of 3: 26 ms for Llama-3.1-8B with 128 slots; 51 ms for one of eight ranks of DeepSeek-V3 with 64.
     """
     step_ms = costs.step_ms if step_ms is None else step_ms
-    shape = costs.shape_beside(len(costs.chunk_requests) - 1)
+    shape = costs.mixed_shape(len(costs.chunk_requests) - 1)
     rounds = costs.rounds[shape]
     half, tokens = rounds.num_requests[-1] // 2, min(TARGET_CHUNK_TOKENS, costs.chunk_tokens[-1])
-    measured = [(costs.shape_beside(index), count) for index, count in enumerate(costs.chunk_requests)]
+    measured = [(costs.mixed_shape(index), count) for index, count in enumerate(costs.chunk_requests)]
     steps = [step_ms(of, count, 0, tokens) for of, count in [*measured, (shape, half)] if count <= half]
     alone = {(shape, count) for count in rounds.num_requests} | {of for of in measured if of[1]}
     return max(*steps, TARGET_ROUNDS * max(step_ms(of, count, 0, 0) for of, count in alone))

@@ -30,7 +30,7 @@ class ImageChunks:
         self._encoded = EncodedImages(0 if sizes is None else sizes.cache_bytes)
         self._left = STEP_PATCHES  # of the plan under construction
         self._planned: set[bytes] = set()
-        self._beside = False  # whether rounds wait for the plan under construction
+        self._is_mixed = False  # whether rounds wait for the plan under construction
         self._costs: CostTable | None = None
         self._encodings: dict[bytes, Encoding] = {}  # of that plan
         self._partial, self._num_done = b"", 0  # digest of the image whose pass has not ended, and computed layers
@@ -38,12 +38,12 @@ class ImageChunks:
     def use_costs(self, costs: CostTable) -> None:
         self._costs = costs if costs.image_patches else None
 
-    def begin(self, beside: bool = False) -> None:
-        """Begin a plan. beside: whether requests wait for their next token."""
+    def begin(self, is_mixed: bool = False) -> None:
+        """Begin a plan. is_mixed: whether requests wait for their next token."""
         self._left = STEP_PATCHES
         self._planned.clear()
         self._encodings.clear()
-        self._beside = beside and self._costs is not None
+        self._is_mixed = is_mixed and self._costs is not None
 
     def encode(self, sequence: Sequence, start: int, budget: StepBudget) -> None:
         """Encode the next image if it begins at most `SHORT_TEXT` tokens after `start`: beside rounds, a part of it or
@@ -55,13 +55,13 @@ class ImageChunks:
             is_partial = image.digest == self._partial
             if image.end <= start or not self._is_new(image):
                 continue
-            if image.start > start + SHORT_TEXT or not (self._beside or is_partial):
+            if image.start > start + SHORT_TEXT or not (self._is_mixed or is_partial):
                 return
             if self._encodings and budget.ms_left < self._costs.encode_ms(image.num_patches):
                 return
             block_ms = self._costs.encode_ms(image.num_patches) / self._sizes.num_blocks
             left = self._sizes.num_blocks - (self._num_done if is_partial else 0)
-            count = min(left, max(1, int(budget.ms_left / max(block_ms, 1e-6)))) if self._beside else left
+            count = min(left, max(1, int(budget.ms_left / max(block_ms, 1e-6)))) if self._is_mixed else left
             budget.spend(count * block_ms)
             self._encodings[image.digest] = Encoding(image, 0 if count == left else count)
             if count < left:
@@ -83,7 +83,7 @@ class ImageChunks:
         for image in inputs.images:
             if image.end <= start or image.start >= start + count or not self._is_new(image):
                 continue
-            if self._beside:
+            if self._is_mixed:
                 return image.start - start if image.start > start + SHORT_TEXT else 0
             if left < image.num_patches and (left < STEP_PATCHES or image.start > start):
                 return max(0, image.start - start)
@@ -101,24 +101,24 @@ class ImageChunks:
     def sent(self, chunks: List[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Encoding, ...], bool]:
         """Return the chunks of a plan, without the pixels of images that the ranks have encoded, what they encode
         before, and whether they encode any. Must be called for each plan, in order."""
-        encodings = tuple(map(self._begun, self._encodings.values()))
+        encodings = tuple(map(self._started, self._encodings.values()))
         if self._sizes is None or all(chunk.inputs is None or not chunk.inputs.images for chunk in chunks):
             return tuple(chunks), encodings, bool(encodings)
-        found, encodes = [], bool(encodings)
+        sent, encodes = [], bool(encodings)
         for chunk in chunks:
             if chunk.inputs is not None and chunk.inputs.images:
                 images = []
                 for image in chunk.inputs.images:
-                    is_kept = image.digest in self._encoded
-                    encodes |= not is_kept
-                    images.append(msgspec.structs.replace(image, data=b"") if is_kept else image)
+                    is_cached = image.digest in self._encoded
+                    encodes |= not is_cached
+                    images.append(msgspec.structs.replace(image, data=b"") if is_cached else image)
                     self._use(image)
                 inputs = msgspec.structs.replace(chunk.inputs, images=tuple(images))
                 chunk = msgspec.structs.replace(chunk, inputs=inputs)
-            found.append(chunk)
-        return tuple(found), encodings, encodes
+            sent.append(chunk)
+        return tuple(sent), encodings, encodes
 
-    def _begun(self, encoding: Encoding) -> Encoding:
+    def _started(self, encoding: Encoding) -> Encoding:
         """Count a part that is sent, and return it with its image's pixels if it is the first one."""
         image, is_first = encoding.image, encoding.image.digest != self._partial
         if encoding.num_blocks:

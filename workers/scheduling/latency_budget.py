@@ -120,8 +120,8 @@ class LatencyBudget:
         fitting = step_time.chunk_tokens_within(self.target_ms, alone, backlog_tokens, backlog_context)
         if fitting >= backlog_tokens or BACKLOG_SHARE * self.prompt_ms(backlog_tokens) > self.target_ms:
             return False
-        beside = alone._replace(chunk_tokens=max(fitting, step_time.costs.chunk_tokens[0]))
-        added_ms = step_time.ms(beside) - step_time.ms(beside._replace(num_requests=0, kv_tokens=0))
+        mixed = alone._replace(chunk_tokens=max(fitting, step_time.costs.chunk_tokens[0]))
+        added_ms = step_time.ms(mixed) - step_time.ms(mixed._replace(num_requests=0, kv_tokens=0))
         return added_ms >= REST_SHARE * step_time.ms(alone)
 
     def step_limit_ms(

@@ -186,7 +186,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
         token is sampled.
     logprobs: -1: none; k: the result has log-probabilities of the prompt tokens after each of `tokens`, with the k most
         likely tokens. There is at least one such token.
-    kept_from: the first position whose KV is written; earlier tokens only advance recurrent states.
+    store_from: the first position whose KV is written; earlier tokens only advance recurrent states.
     inputs: inputs besides `tokens`, at positions of the prompt.
     """
 
@@ -195,7 +195,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     next_token: int
     logprobs: int = -1
-    kept_from: int = 0
+    store_from: int = 0
     inputs: PromptInputs | None = None
 
     @property

@@ -94,18 +94,18 @@ class PrefillPlanner:
         builder: PlanBuilder,
         drafted: RoundShape,
         rounds: StepRounds,
-        usual_shape: int | None = None,
+        preferred_shape: int | None = None,
         rests: bool = False,
     ) -> StepBudget:
         """Add prompt chunks of admitted and new requests to `rounds`, as long as slots, pages and budget allow. Return
         the budget after these chunks.
 
         drafted: the shape to draft after a prompt's last chunk, if its request speculates.
-        usual_shape: index of the shape that later rounds are expected to verify; None: that of `rounds`.
+        preferred_shape: index of the shape that later rounds are expected to verify; None: that of `rounds`.
         rests: see `LatencyBudget.step_limit_ms`.
         """
         queues, budget = self._queues, self._step_budget(rounds, rests)
-        usual = rounds if usual_shape is None else rounds._replace(shape=usual_shape)
+        preferred = rounds if preferred_shape is None else rounds._replace(shape=preferred_shape)
         admitted, turns = AdmittedPrompts(queues.prefilling.values(), self._turns.only), self._turns
         self.shared.begin()
         self._images.begin(len(queues.active) > len(queues.prefilling))
@@ -115,7 +115,7 @@ class PrefillPlanner:
             if waiting is not None and turns.only not in (None, waiting.tenant):
                 waiting = None
             if waiting is not None:
-                builder.admits = self._may_grow(waiting, builder, usual) and self._admit(waiting, builder, budget)
+                builder.admits = self._may_grow(waiting, builder, preferred) and self._admit(waiting, builder, budget)
                 if builder.admits:
                     self.shared.admitted(waiting)
                     count = self._plan_chunk(waiting, budget, builder, drafted)
@@ -146,7 +146,7 @@ class PrefillPlanner:
                 return None
             if sequence.adapter is not None and not sequence.adapter.is_read:
                 continue
-            if not self._has_place(sequence, passed):
+            if not self._has_table(sequence, passed):
                 passed = passed or sequence
                 continue
             if rounds.num_requests and not self._grammars.is_ready(sequence):
@@ -156,7 +156,7 @@ class PrefillPlanner:
             builder.held.add(sequence.number)
         return None
 
-    def _has_place(self, sequence: Sequence, passed: Sequence | None) -> bool:
+    def _has_table(self, sequence: Sequence, passed: Sequence | None) -> bool:
         """Return whether the request's adapter has a place in the ranks' tables, or gets one. A request that found none
         waits at most `MAX_PASS_S` while later requests keep the places in use."""
         if sequence.adapter is None:
@@ -225,9 +225,12 @@ class PrefillPlanner:
         next_token = -1 if is_last else int(sequence.ids(end, end + 1)[0])
         asks = sequence.request.wants_prompt_logprobs and count > is_last
         logprobs = sequence.request.sampling.prompt_logprobs if asks else -1
-        tokens, kept_from = pack_i32(sequence.ids(start, end)), sequence.kept if start < sequence.kept else 0
+        tokens, store_from = (
+            pack_i32(sequence.ids(start, end)),
+            sequence.store_from if start < sequence.store_from else 0,
+        )
         inputs = None if sequence.request.inputs is None else sequence.request.inputs.cut(start, end)
-        builder.chunks.append(Chunk(sequence.slot, start, tokens, next_token, logprobs, kept_from, inputs))
+        builder.chunks.append(Chunk(sequence.slot, start, tokens, next_token, logprobs, store_from, inputs))
         if saves is not None:
             saves.plan_chunk(sequence.slot, start, sequence.tokens[start:end], sequence.request.sampling.stop_token_ids)
         if asks:

@@ -43,9 +43,9 @@ class SharedPrefixes:
 
     def admitted(self, sequence: Sequence) -> None:
         """Record that a request is admitted; its prompt is computed from now on."""
-        for page, found in self._by_page.items():
+        for page, by_key in self._by_page.items():
             if key := self._key(sequence, page):
-                found[key].append(sequence)
+                by_key[key].append(sequence)
 
     def ended(self, builder: PlanBuilder) -> None:
         """Record the prompts that end in this plan, which is complete."""
@@ -90,13 +90,13 @@ class SharedPrefixes:
         key = self._key(sequence, page)
         if not key or (page + 1) * self._slot_pages.page_size >= len(sequence.tokens):
             return []
-        found = self._by_page.get(page)
-        if found is None:
-            found = self._by_page[page] = defaultdict(list)
+        by_key = self._by_page.get(page)
+        if by_key is None:
+            by_key = self._by_page[page] = defaultdict(list)
             for other in self._computed(builder):
                 if other_key := self._key(other, page):
-                    found[other_key].append(other)
-        return [other for other in found.get(key, ()) if other.slot >= 0]
+                    by_key[other_key].append(other)
+        return [other for other in by_key.get(key, ()) if other.slot >= 0]
 
     def _computed(self, builder: PlanBuilder) -> Iterator[Sequence]:
         yield from self._queues.prefilling.values()
@@ -136,7 +136,7 @@ class AdmittedPrompts:
     def first(self) -> Sequence | None:
         """Return the first one, None if there is none."""
         heads = [prompts[-1] for prompts in self._by_tenant.values() if prompts]
-        return min(heads, key=lambda each: each.rank(each.tenant.served), default=None)
+        return min(heads, key=lambda head: head.rank(head.tenant.served), default=None)
 
     def remove(self, first: Sequence) -> None:
         """Remove the first one."""
@@ -171,7 +171,7 @@ class TenantTurns:
         if len(self._queues.tenants) > 1:
             running = self._shares.running_with(sequence)
             is_less = running[sequence.tenant] < max(running.values())
-            sequence.turn = sequence.tenant.served if is_less else None
+            sequence.tenant_counter = sequence.tenant.served if is_less else None
 
     def make_room(self, builder: PlanBuilder, promised_pages: Callable[[], int]) -> None:
         """Preempt a request, if the first waiting one has no slot or not enough pages and its tenant may take them
@@ -189,14 +189,14 @@ class TenantTurns:
             return  # its other prompt is computed first, and this one's prefix may be a part of it
         pages = slot_pages.pages
         if not slot_pages.num_free_slots:
-            found = self._shares.above_share(first.tenant, lambda sequence: 1, len(slot_pages.number))
+            victim = self._shares.above_share(first.tenant, lambda sequence: 1, len(slot_pages.number))
         elif first.pages_missing[1] > slot_pages.allocator.num_available - promised_pages():
             total = slot_pages.allocator.num_pages
-            found = self._shares.above_share(first.tenant, lambda sequence: len(pages[sequence.slot]), total)
+            victim = self._shares.above_share(first.tenant, lambda sequence: len(pages[sequence.slot]), total)
         else:
             return
-        if found is not None:
-            queues.preempt(found, builder.step - 1)
+        if victim is not None:
+            queues.preempt(victim, builder.step - 1)
             self._stats.num_preemptions += 1
 
     def running(self, slots: Slots, budget: LatencyBudget) -> Slots:
@@ -210,8 +210,10 @@ class TenantTurns:
             return slots
         now, first = self._clock(), self._first()
         if first is not None and now - self._all_ran_s <= budget.limit_ms / 1000:
-            running, turn = self._shares.running_with(first), first.rank(first.tenant.served)[0]
-            wait = {each for each in running if running[each] > running[first.tenant] and each.served >= turn}
+            running, first_rank = self._shares.running_with(first), first.rank(first.tenant.served)[0]
+            wait = {
+                tenant for tenant in running if running[tenant] > running[first.tenant] and tenant.served >= first_rank
+            }
             by_slot = self._queues.by_slot
             stays = np.array([by_slot[slot].tenant not in wait for slot in slots.tolist()], np.bool_)
             if not stays.all():

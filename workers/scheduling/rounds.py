@@ -94,10 +94,10 @@ class RoundPlanner:
         )
         return choice.choose(load, step_time)
 
-    def usual(self, shape: int) -> int:
+    def preferred(self, shape: int) -> int:
         """Return the expected shape of later rounds: this step's, unless it is a probe's."""
-        usual, is_probe = self._shape_choice.usual, self._shape_choice.reason is Reason.PROBE
-        return usual if is_probe and usual is not None else shape
+        preferred, is_probe = self._shape_choice.preferred, self._shape_choice.reason is Reason.PROBE
+        return preferred if is_probe and preferred is not None else shape
 
     def plan(
         self,

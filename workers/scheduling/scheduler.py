@@ -90,22 +90,23 @@ class Scheduler:
         windows = None if window is None else WindowPages(window, num_pages, cache.page_size, cache.prefix_cache)
         self.allocator = PageAllocator(num_pages, windows)
         snapshots = Snapshots(range(num_snapshots)) if num_snapshots is not None else None
-        of_pages = (self.allocator, cache.page_size, lookahead, snapshots)
-        self.prefix_cache = PrefixCache(*of_pages) if cache.prefix_cache else None
-        of_slots = (config.num_slots, cache.page_size, cache.state_interval, shapes.max_ahead_tokens)
-        self.slot_pages = SlotPages(self.allocator, self.prefix_cache, *of_slots)
+        self.prefix_cache = None
+        if cache.prefix_cache:
+            self.prefix_cache = PrefixCache(self.allocator, cache.page_size, lookahead, snapshots)
+        slot_sizes = (config.num_slots, cache.page_size, cache.state_interval, shapes.max_ahead_tokens)
+        self.slot_pages = SlotPages(self.allocator, self.prefix_cache, *slot_sizes)
         self.stats = SchedulerStats(accepted_histogram=[0] * shapes.max_new_tokens)
         self._grammars = GrammarQueue()
         self.commands = CommandQueue()
         self.adapters = Adapters(lora, self.commands, clock)
-        of_requests = (self._grammars, self.adapters, shapes.keeps_tokens)
-        self.queues = RequestQueues(self.slot_pages, self.stats, *of_requests)
+        keeps_tokens = shapes.keeps_tokens
+        self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars, self.adapters, keeps_tokens)
         self._images = ImageChunks(images)
-        of_prompts = (self.stats, clock, config.step_token_limit, shapes, self._grammars, self._images)
-        self._prefill = PrefillPlanner(self.queues, *of_prompts)
+        prompt_parts = (self.stats, clock, config.step_token_limit, shapes, self._grammars, self._images)
+        self._prefill = PrefillPlanner(self.queues, *prompt_parts)
         self.rounds = RoundPlanner(self.queues, shapes, self.shape_choice, choose_shape)
-        acceptance = self.shape_choice.acceptance
-        self.admission = Admission(config, max_model_len, self.queues, shapes, acceptance, clock, hidden_size, images)
+        engine = (shapes, self.shape_choice.acceptance, clock, hidden_size, images)
+        self.admission = Admission(config, max_model_len, self.queues, *engine)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.is_paused = False  # whether no step is planned; commands are carried out
         draft = DraftCheck(lambda: self.stats.accepted_histogram)
@@ -172,7 +173,7 @@ class Scheduler:
     def prefill_tokens_per_s(self) -> float:
         """Return the speed of prefill together with the current rounds, in tokens per second; 0 without costs."""
         slots = self.slot_pages.round_slots()
-        rounds = self.rounds.load(slots, self._shapes.largest_beside_chunks(len(slots)))
+        rounds = self.rounds.load(slots, self._shapes.largest_mixed_shape(len(slots)))
         return self._prefill.budget.tokens_per_s(rounds) if self._prefill.budget else 0.0
 
     @property
@@ -274,8 +275,8 @@ class Scheduler:
         running, all_slots = self._prefill.give_way(builder)
         planned = self.rounds.plan(builder, running, self.step_time, self._prefill.budget, self._rests)
         rests = len(planned.slots) == 0 < len(running)
-        drafted, usual = self._shapes[planned.next_shape], self.rounds.usual(planned.next_shape)
-        budget = self._prefill.plan(builder, drafted, planned.load, usual, rests)
+        drafted, preferred = self._shapes[planned.next_shape], self.rounds.preferred(planned.next_shape)
+        budget = self._prefill.plan(builder, drafted, planned.load, preferred, rests)
         if (rests or len(running) < len(all_slots)) and not builder.chunks:
             rests = False
             planned = self.rounds.plan(builder, self.slot_pages.round_slots(), self.step_time, self._prefill.budget)
@@ -290,7 +291,7 @@ class Scheduler:
         """Launch the step of these rounds and the builder's chunks, and return its plan. States are saved before the
         launch, which moves the lengths that they belong to."""
         slot_pages, shape, next_shape, slots, ends = self.slot_pages, *planned[:4]
-        of_windows = slot_pages.take_window_changes()
+        window_changes = slot_pages.take_window_changes()
         saved_states = slot_pages.save_states(slots, self._shapes.max_new_tokens)
         chunks, encodings, encodes = self._images.sent(builder.chunks)
         in_flight = self._launch(builder, shape, slots, load, is_change=next_shape != shape or encodes)
@@ -315,8 +316,8 @@ class Scheduler:
             mask_wait_ms=self._prefill.mask_wait_ms(in_flight.expected),
             cleared_pages=slot_pages.take_cleared(),
             saved_states=saved_states,
-            window_updates=of_windows[0],
-            cleared_window_pages=of_windows[1],
+            window_updates=window_changes[0],
+            cleared_window_pages=window_changes[1],
             placed_adapters=self.adapters.take_changes(),
             encodings=encodings,
         )

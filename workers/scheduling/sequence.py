@@ -25,12 +25,12 @@ class Sequence:
     tenant: whose request it is.
     prompt: keys of the prompt in the prefix cache: its tokens, except where `Request.inputs` begin (`InputKeys`).
     tokens: keys of prompt and output at its last admission.
-    turn: its tenant's counter when its prompt was begun, by which the whole prompt is ranked; None while it waits, or
-        if no tenant ran more requests then.
+    tenant_counter: its tenant's counter when its prompt began, by which the whole prompt is ranked; None while it
+        waits, or if no tenant ran more requests then.
     deadline_s: its priority among prompts (`aerie.workers.scheduling.prefill`).
     num_cached: tokens found in the prefix cache on arrival; 0 without costs.
     computed: tokens that are cached or in planned chunks.
-    kept: tokens whose KV was cached at its last admission; recomputing them for states writes no KV.
+    store_from: tokens whose KV was cached at its last admission; recomputing them for states writes no KV.
     probation: steps with new tokens that it must still complete before another suspect may run; 0 if it is not a
         suspect.
     not_before: the last step planned before its preemption; it may be admitted again after that step's result.
@@ -47,10 +47,10 @@ class Sequence:
     tokens: npt.NDArray[np.int32] = field(init=False)
     max_len: int = field(init=False)
     slot: int = -1
-    turn: float | None = None
+    tenant_counter: float | None = None
     num_cached: int = 0
     computed: int = 0
-    kept: int = 0
+    store_from: int = 0
     not_before: int = -1
     probation: int = 0
     pages_missing: tuple[int, int] = (-1, 0)  # (number of cache insertions, missing pages) when it last did not fit
@@ -72,8 +72,8 @@ class Sequence:
 
     def rank(self, served: float) -> tuple[float, ...]:
         """Return its priority among those of other tenants. served: its tenant's counter."""
-        turn = served if self.turn is None else self.turn
-        return turn + PRIORITY_TOKENS * self.request.owner.priority, self.deadline_s, self.number
+        order = served if self.tenant_counter is None else self.tenant_counter
+        return order + PRIORITY_TOKENS * self.request.owner.priority, self.deadline_s, self.number
 
     def precedes(self, other: "Sequence") -> bool:
         """Whether its prompt is computed first."""
@@ -88,7 +88,7 @@ class Sequence:
             return keys
         replaced = (np.flatnonzero(keys < 0) + start).tolist()
         ids = keys.copy()
-        ids[[place - start for place in replaced]] = [self.request.prompt[place] for place in replaced]
+        ids[[index - start for index in replaced]] = [self.request.prompt[index] for index in replaced]
         return ids
 
     def known_tokens(self) -> npt.NDArray[np.int32]:

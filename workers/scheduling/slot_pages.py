@@ -42,8 +42,8 @@ class SlotPages(SlotLengths):
         super().__init__(num_slots)
         has_states = cache is not None and cache.snapshots is not None
         self.saves = StateSaves(cache, num_slots, state_interval) if cache is not None and has_states else None
-        of_windows = allocator.windows
-        self.windows = SlotWindows(of_windows, num_slots, page_size, round_tokens) if of_windows is not None else None
+        windows = allocator.windows
+        self.windows = SlotWindows(windows, num_slots, page_size, round_tokens) if windows is not None else None
         self.allocator = allocator
         self.cache = cache
         self.page_size = page_size
@@ -184,8 +184,8 @@ class SlotPages(SlotLengths):
             return
         table = self.pages[slot]
         num_pages = int(self.committed[slot]) >> self._shift if num_pages is None else num_pages
-        kept = self.cache.insert(tokens, table[:num_pages], self.cache_salt[slot])
-        for index, page in enumerate(kept):
+        cached = self.cache.insert(tokens, table[:num_pages], self.cache_salt[slot])
+        for index, page in enumerate(cached):
             if table[index] != page:
                 if self.windows is not None:
                     self.windows.replace(slot, index, table[index], page)
@@ -194,7 +194,7 @@ class SlotPages(SlotLengths):
                 table[index] = page
                 self._updates[slot, index] = page
         if self.saves is not None:
-            self.saves.inserted(slot, tokens, len(kept), self.cache_salt[slot])
+            self.saves.inserted(slot, tokens, len(cached), self.cache_salt[slot])
 
     def release(self, slot: int, tokens: npt.NDArray[np.int32], num_committed: int, has_ended: bool = False) -> None:
         """Free the slot and its pages. Full pages below `num_committed` go to the prefix cache, with the states saved
@@ -204,14 +204,14 @@ class SlotPages(SlotLengths):
         if self.windows is not None:
             self.windows.leave(slot, table)
         if self.cache is not None:
-            kept = self.cache.insert(tokens, table[: num_committed >> self._shift], self.cache_salt[slot])
+            cached = self.cache.insert(tokens, table[: num_committed >> self._shift], self.cache_salt[slot])
             if self.windows is not None:
-                self.windows.give(table, kept)
+                self.windows.give(table, cached)
             if self.saves is not None:
                 next_start, in_flight = int(self.committed[slot]), int(self.min_pending[slot])
                 max_start = next_start if has_ended or in_flight <= 1 else next_start + int(self.max_pending[slot])
                 starts = (next_start, max_start) if in_flight else None
-                self.saves.leave(slot, tokens, len(kept), starts, self.cache_salt[slot])
+                self.saves.leave(slot, tokens, len(cached), starts, self.cache_salt[slot])
         self.allocator.release(table)
         self._clear(slot)
         # Its table is no longer read, and is emptied when the slot gets a new request, perhaps in the same plan.

@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_NONE, FINISH_NOT_FINITE, FINISH_STOP
 from aerie.workers.config import RoundShapes
+from aerie.workers.scheduling.adapters import Adapter
 from aerie.workers.scheduling.plan import Failure, StepResult, unpack_i32
 from aerie.workers.scheduling.queues.admission import Admission
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
@@ -84,10 +85,8 @@ class StepResults:
             if num_accepted >= 0:
                 request.acceptance_histogram[num_accepted] += 1
                 request.num_draft_tokens += num_drafts
-                if (adapter := sequence.adapter) is not None:
-                    adapter.draft.count(num_accepted)
-                    if self._shapes.learns_acceptance and adapter.draft.judge():
-                        self._queues.stop_drafting(adapter)
+                if sequence.adapter is not None:
+                    self._judge(sequence.adapter, num_accepted)
             reason, pages = None, tuple[int, ...]()
             if index >= num_rounds:
                 self._prompt_ended(sequence, now)
@@ -114,6 +113,12 @@ class StepResults:
             self._stats.num_draft_tokens += int((step.num_drafted if all_ran else step.num_drafted[counts > 0]).sum())
         self._count(result, step)
         return outputs
+
+    def _judge(self, adapter: Adapter, num_accepted: int) -> None:
+        """Count a round of an adapter's draft, which stops drafting if it is of no use."""
+        adapter.draft.count(num_accepted)
+        if self._shapes.learns_acceptance and adapter.draft.judge():
+            self._queues.stop_drafting(adapter)
 
     def _end_failed(self, step: InFlightStep, result: StepResult, now: float) -> list[RequestOutput]:
         """End requests that failed, with or without a slot. Return their outputs."""
@@ -206,15 +211,15 @@ class StepResults:
         count = step.num_rounds
         if step.shape == 0 and not min_entropies:
             return [0] * len(accepted)
-        of_rounds = accepted[:count]
+        round_accepted = accepted[:count]
         if self._shape_choice.learns_from_step(step.shape, bool(min_entropies)):
             slots, numbers = step.slots[:count], step.numbers[:count]
             live = self._slot_pages.number[slots] == numbers
             nats = np.where(live, unpack_i32(min_entropies)[:count] * 1e-3, np.nan) if min_entropies else None
-            reported = np.where(live, of_rounds, -1)
+            reported = np.where(live, round_accepted, -1)
             self._shape_choice.acceptance.record(step.shape, slots, numbers, step.drafted, reported, nats)
-        of_slots = self._num_drafts[step.shape if self._shapes.model_free else step.drafted]
-        num_drafted: list[int] = np.where(of_rounds >= 0, of_slots, 0).tolist()
+        slot_counts = self._num_drafts[step.shape if self._shapes.model_free else step.drafted]
+        num_drafted: list[int] = np.where(round_accepted >= 0, slot_counts, 0).tolist()
         return num_drafted + [0] * (len(accepted) - count)
 
     def _observe(self, step: InFlightStep, counts: npt.NDArray[np.int32], matches: npt.NDArray[np.int32]) -> None:

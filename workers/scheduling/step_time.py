@@ -253,8 +253,8 @@ class StepTime:
         """
         sizes, (without, per_pair) = self.costs.chunk_tokens, self._chunk_points(rounds)
         points = [
-            ms + each * (more_pairs + tokens * context_tokens)
-            for ms, each, tokens in zip(without, per_pair, sizes, strict=True)
+            ms + pair_ms * (more_pairs + tokens * context_tokens)
+            for ms, pair_ms, tokens in zip(without, per_pair, sizes, strict=True)
         ]
         # a chunk below the smallest measured one costs as much as that one, except for its context
         points = [without[0] + per_pair[0] * more_pairs, *accumulate(points, max)]
@@ -280,8 +280,8 @@ class StepTime:
         counts = self._num_observed[parts[:, 2]]
         few = np.where((counts > 0) & (counts < SURE_AFTER), FEW_ERROR / np.maximum(counts, 1), 0.0)
         few[[step.shape == other.shape for step in rounds]] = 0.0
-        found: list[float] = np.hypot(np.sqrt(np.maximum(variances, 0.0)), few).tolist()
-        return found
+        errors: list[float] = np.hypot(np.sqrt(np.maximum(variances, 0.0)), few).tolist()
+        return errors
 
     def correction(self, step: Step) -> float:
         """Return the ratio of a step's predicted milliseconds to the table's."""

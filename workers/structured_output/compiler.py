@@ -135,11 +135,11 @@ def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
     priority. A tag cannot forbid whitespace in a JSON schema, so the schema is replaced with its grammar; so is one
     with lengths."""
     if isinstance(part, list):
-        return [_with_bounded_whitespace(each, any_whitespace) for each in part]
+        return [_with_bounded_whitespace(item, any_whitespace) for item in part]
     if not isinstance(part, dict):
         return part
     if part.get("type") != "json_schema":
-        return {name: _with_bounded_whitespace(each, any_whitespace) for name, each in part.items()}
+        return {name: _with_bounded_whitespace(item, any_whitespace) for name, item in part.items()}
     if part.get("style", "json") != "json":
         return part
     schema = json.dumps(part["json_schema"])

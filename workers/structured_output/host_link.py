@@ -127,8 +127,8 @@ class HostLink:
                 orders, their_orders = map(unused.enter_context, socket.socketpair())
                 pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 control, their_control = map(unused.enter_context, pair)
-                for each in (orders, their_orders):
-                    each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+                for end in (orders, their_orders):
+                    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
                 files = [their_orders.fileno(), their_control.fileno(), self._table.file]
                 work = msgspec.structs.replace(self._work, end_token_ids=end_token_ids)
                 process = template("masks").fork(work, files)

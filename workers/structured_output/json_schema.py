@@ -17,7 +17,7 @@ from aerie.workers.structured_output.schema_keywords import (
     ANNOTATIONS,
     DEFINITIONS,
     ENFORCED,
-    OF_TYPE,
+    KEYWORDS_OF_TYPE,
     REMEDIES,
     UNIONS,
     References,
@@ -43,13 +43,13 @@ class _Alternatives:
 
     def __init__(self, references: References, branches: Sequence[Any], path: str) -> None:
         self._references = references
-        self._num_found = 0
-        self.each = [(i, leaf) for i, branch in enumerate(branches) for leaf in self._leaves(branch, path, ())]
+        self._num_parts = 0
+        self.leaves = [(i, leaf) for i, branch in enumerate(branches) for leaf in self._leaves(branch, path, ())]
 
     def _leaves(self, schema: Any, path: str, outer: tuple[str, ...]) -> Iterator[Schema]:
         path, schema = self._references.followed(schema, path)
-        self._num_found += 1
-        if path in outer or self._num_found > MAX_ALTERNATIVES or not isinstance(schema, dict):
+        self._num_parts += 1
+        if path in outer or self._num_parts > MAX_ALTERNATIVES or not isinstance(schema, dict):
             yield {}  # anything
             return
         union = next((name for name in UNIONS if isinstance(schema.get(name), list)), None)
@@ -77,14 +77,16 @@ def discriminator(references: References, branches: Sequence[Any], path: str) ->
 
     path: place of the union. Raises UnsupportedSchemaError for invalid references.
     """
-    found = _Alternatives(references, branches, path)
+    alternatives = _Alternatives(references, branches, path)
     objects: list[tuple[int, Schema]] = []
     for kind in _TYPES:
-        of_kind = [(i, leaf) for i, leaf in found.each if kind in _types(leaf)]
-        is_shared = len({i for i, _ in of_kind}) > 1 and any(kind in _enforced_types(leaf) for _, leaf in of_kind)
+        leaves_of_kind = [(i, leaf) for i, leaf in alternatives.leaves if kind in _types(leaf)]
+        is_shared = len({i for i, _ in leaves_of_kind}) > 1 and any(
+            kind in _enforced_types(leaf) for _, leaf in leaves_of_kind
+        )
         if is_shared and kind == "object":
-            objects = of_kind
-        elif is_shared and not _differ([(i, found.values(leaf, path)) for i, leaf in of_kind], kind):
+            objects = leaves_of_kind
+        elif is_shared and not _differ([(i, alternatives.values(leaf, path)) for i, leaf in leaves_of_kind], kind):
             return None
     if not objects:
         return ""
@@ -93,7 +95,7 @@ def discriminator(references: References, branches: Sequence[Any], path: str) ->
     described = [(i, leaf["properties"]) for i, leaf in objects]
     for name in described[0][1]:
         if all(name in properties for _, properties in described):
-            named = [(i, found.values(properties[name], path)) for i, properties in described]
+            named = [(i, alternatives.values(properties[name], path)) for i, properties in described]
             if all(_differ(named, kind) for kind in _TYPES):
                 return str(name)
     return None
@@ -105,7 +107,7 @@ def _differ(listed: Sequence[tuple[int, frozenset[tuple[str, Any]] | None]], kin
     for branch, values in listed:
         if values is None:
             return False
-        if any(owner.setdefault(value, branch) != branch for of_type, value in values if of_type == kind):
+        if any(owner.setdefault(value, branch) != branch for kind_of_value, value in values if kind_of_value == kind):
             return False
     return True
 
@@ -115,14 +117,14 @@ def _types(schema: Schema) -> frozenset[str]:
     if "const" in schema or isinstance(schema.get("enum"), list):
         listed = [schema["const"]] if "const" in schema else schema["enum"]
         return frozenset(kind for kind in _TYPES for value in listed if is_of(value, kind))
-    given = schema.get("type", _TYPES)
-    kinds = given if isinstance(given, list | tuple) else [given]
+    declared = schema.get("type", _TYPES)
+    kinds = declared if isinstance(declared, list | tuple) else [declared]
     return frozenset("number" if kind == "integer" else kind for kind in kinds if isinstance(kind, str))
 
 
 def _enforced_types(schema: Schema) -> frozenset[str]:
     """Return the types of the answers: a schema without a type has those of its keywords."""
-    implied = [kind for kind in ("string", "number", "array", "object") if OF_TYPE[kind] & schema.keys()]
+    implied = [kind for kind in ("string", "number", "array", "object") if KEYWORDS_OF_TYPE[kind] & schema.keys()]
     if "type" not in schema and "const" not in schema and "enum" not in schema and implied:
         return frozenset(implied)
     return _types(schema)
@@ -183,8 +185,8 @@ class _Writer:
 
     @staticmethod
     def _may_be_text(schema: Schema) -> bool:
-        given = schema.get("type", "string")
-        return "string" in given if isinstance(given, list) else bool(given == "string")
+        declared = schema.get("type", "string")
+        return "string" in declared if isinstance(declared, list) else bool(declared == "string")
 
     def _without_annotations(self, schema: Schema, path: str, depth: int, more: frozenset[str]) -> Schema:
         if "$ref" in schema:
@@ -200,16 +202,16 @@ class _Writer:
 
     def _reference(self, schema: Schema, path: str, more: frozenset[str]) -> Schema:
         check_alone(schema, "$ref", path, allowed=())
-        place, target = self._references.followed(schema, path)
-        if place == "#" and not more:
+        location, target = self._references.followed(schema, path)
+        if location == "#" and not more:
             return {"$ref": "#"}
-        if (place, more) not in self._names:
-            name = re.sub(r"[^A-Za-z0-9_]", "_", place.rpartition("/")[2]) or "_"
+        if (location, more) not in self._names:
+            name = re.sub(r"[^A-Za-z0-9_]", "_", location.rpartition("/")[2]) or "_"
             while name in self._names.values():
                 name += "_"
-            self._names[place, more] = name
-            self._pending.append((name, place, target, more))
-        return {"$ref": f"#/$defs/{self._names[place, more]}"}
+            self._names[location, more] = name
+            self._pending.append((name, location, target, more))
+        return {"$ref": f"#/$defs/{self._names[location, more]}"}
 
     def _enum(self, schema: Schema, path: str, keyword: str) -> Schema:
         """Return the schema with only those values that have its `type`."""
@@ -244,7 +246,7 @@ class _Writer:
         if name == "oneOf" and (key := discriminator(self._references, branches, path)) is not None:
             written_as, more = "anyOf", more | {key} if key else more
         written = [
-            self._written(branch, place, depth + 1, more) for branch, place in zip(branches, places, strict=True)
+            self._written(branch, location, depth + 1, more) for branch, location in zip(branches, places, strict=True)
         ]
         return written[0] if name == "allOf" else {written_as: written}
 
@@ -255,10 +257,12 @@ class _Writer:
         return {"type": kind, **branch}
 
     def _types(self, schema: Schema, path: str) -> list[str]:
-        given = schema["type"]
-        types = given if isinstance(given, list) else [given]
-        if not types or not all(isinstance(kind, str) and kind in OF_TYPE for kind in types):
-            raise UnsupportedSchemaError(path, "type", f"{given!r}: must be one of {', '.join(sorted(OF_TYPE))}")
+        declared = schema["type"]
+        types = declared if isinstance(declared, list) else [declared]
+        if not types or not all(isinstance(kind, str) and kind in KEYWORDS_OF_TYPE for kind in types):
+            raise UnsupportedSchemaError(
+                path, "type", f"{declared!r}: must be one of {', '.join(sorted(KEYWORDS_OF_TYPE))}"
+            )
         return types
 
     def _typed(self, schema: Schema, path: str, depth: int, more: frozenset[str]) -> Schema:
@@ -267,112 +271,112 @@ class _Writer:
             types = self._types(schema, path)
         else:
             kinds = ("string", "number", "array", "object")
-            types = [kind for kind in kinds if OF_TYPE[kind] & schema.keys()]
+            types = [kind for kind in kinds if KEYWORDS_OF_TYPE[kind] & schema.keys()]
             if not types:
                 return {}
-        known = {"type"}.union(*(OF_TYPE[kind] for kind in types))
+        known = {"type"}.union(*(KEYWORDS_OF_TYPE[kind] for kind in types))
         for key in schema:
             if key not in known:
                 raise UnsupportedSchemaError(path, key, f"it has no effect on {' or '.join(types)}; leave it out")
-        written = [self._of_type(schema, kind, path, depth, more) for kind in types]
+        written = [self._for_type(schema, kind, path, depth, more) for kind in types]
         return written[0] if len(written) == 1 else {"anyOf": written}
 
-    def _of_type(self, schema: Schema, kind: str, path: str, depth: int, more: frozenset[str]) -> Schema:
-        found: Schema = {"type": kind} | {key: schema[key] for key in schema if key in OF_TYPE[kind]}
+    def _for_type(self, schema: Schema, kind: str, path: str, depth: int, more: frozenset[str]) -> Schema:
+        written: Schema = {"type": kind} | {key: schema[key] for key in schema if key in KEYWORDS_OF_TYPE[kind]}
         match kind:
             case "string":
-                if "pattern" in found:  # with a pattern, the format is only its name, as zod writes it
-                    found.pop("format", None)
-                    found["pattern"] = compiled_form(found["pattern"])
-                found = without_lengths(found)
-                check_string(found, path)
-                if "pattern" in found:
-                    found["pattern"] = handed_over(found["pattern"])
+                if "pattern" in written:  # with a pattern, the format is only its name, as zod writes it
+                    written.pop("format", None)
+                    written["pattern"] = compiled_form(written["pattern"])
+                written = without_lengths(written)
+                check_string(written, path)
+                if "pattern" in written:
+                    written["pattern"] = handed_over(written["pattern"])
             case "number" | "integer":
-                check_number(found, kind, path)
+                check_number(written, kind, path)
             case "array":
-                return self._array(found, path, depth)
+                return self._array(written, path, depth)
             case "object":
-                return self._object(found, path, depth, more)
-        return found
+                return self._object(written, path, depth, more)
+        return written
 
-    def _array(self, found: Schema, path: str, depth: int) -> Schema:
-        check_counts(found, ("minItems", "maxItems"), path)
-        if isinstance(found.get("items"), list):
-            found = self._of_2020(found, path)
-        if "additionalItems" in found:
+    def _array(self, part: Schema, path: str, depth: int) -> Schema:
+        check_counts(part, ("minItems", "maxItems"), path)
+        if isinstance(part.get("items"), list):
+            part = self._as_2020_12(part, path)
+        if "additionalItems" in part:
             raise UnsupportedSchemaError(path, "additionalItems", "it is only for a list of items; write items")
-        if "prefixItems" in found:
-            if not isinstance(found["prefixItems"], list):
+        if "prefixItems" in part:
+            if not isinstance(part["prefixItems"], list):
                 raise UnsupportedSchemaError(path, "prefixItems", "must be a list of schemas")
-            prefix = enumerate(found["prefixItems"])
-            found["prefixItems"] = [self._written(item, f"{path}/prefixItems/{i}", depth + 1) for i, item in prefix]
-        elif "items" not in found and "unevaluatedItems" not in found:
-            found["items"] = {}  # the compiler would allow no items
+            prefix = enumerate(part["prefixItems"])
+            part["prefixItems"] = [self._written(item, f"{path}/prefixItems/{i}", depth + 1) for i, item in prefix]
+        elif "items" not in part and "unevaluatedItems" not in part:
+            part["items"] = {}  # the compiler would allow no items
         for name in ("items", "unevaluatedItems"):
-            if found.get(name, False) is not False:
-                found[name] = self._written(found[name], f"{path}/{name}", depth + 1)
-        return found
+            if part.get(name, False) is not False:
+                part[name] = self._written(part[name], f"{path}/{name}", depth + 1)
+        return part
 
     @staticmethod
-    def _of_2020(found: Schema, path: str) -> Schema:
+    def _as_2020_12(part: Schema, path: str) -> Schema:
         """Convert a tuple of drafts before 2020-12, where prefixItems are called items, and items additionalItems."""
-        if "prefixItems" in found:
+        if "prefixItems" in part:
             raise UnsupportedSchemaError(path, "prefixItems", "not with a list of items; leave one of the two out")
-        others = {key: value for key, value in found.items() if key not in ("items", "additionalItems")}
-        rest = {"items": found["additionalItems"]} if "additionalItems" in found else {}
-        return others | {"prefixItems": found["items"]} | rest
+        others = {key: value for key, value in part.items() if key not in ("items", "additionalItems")}
+        rest = {"items": part["additionalItems"]} if "additionalItems" in part else {}
+        return others | {"prefixItems": part["items"]} | rest
 
-    def _object(self, found: Schema, path: str, depth: int, more: frozenset[str]) -> Schema:
-        check_counts(found, ("minProperties", "maxProperties"), path)
-        found = self._of_listed_names(found, path)
+    def _object(self, part: Schema, path: str, depth: int, more: frozenset[str]) -> Schema:
+        check_counts(part, ("minProperties", "maxProperties"), path)
+        part = self._with_listed_names(part, path)
         for name in ("properties", "patternProperties"):
-            if name in found:
-                found[name] = self._each(found, name, path, depth)
-        names, required = found.get("properties", {}), found.get("required", [])
+            if name in part:
+                part[name] = self._members(part, name, path, depth)
+        names, required = part.get("properties", {}), part.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise UnsupportedSchemaError(path, "required", "must be a list of names")
         if added := sorted(more & names.keys() - set(required)):
-            found["required"] = required = [*required, *added]
-        check_repeats(found, path)
-        check_patterns(names, found.get("patternProperties", ()), path)
-        if "patternProperties" in found:
-            found["patternProperties"] = {
-                handed_over(pattern): each for pattern, each in found["patternProperties"].items()
+            part["required"] = required = [*required, *added]
+        check_repeats(part, path)
+        check_patterns(names, part.get("patternProperties", ()), path)
+        if "patternProperties" in part:
+            part["patternProperties"] = {
+                handed_over(pattern): value for pattern, value in part["patternProperties"].items()
             }
         for name in required:
             if name not in names:
                 raise UnsupportedSchemaError(path, "required", f"{name!r} is not among properties; describe it there")
-        if "propertyNames" in found and ("properties" in found or "patternProperties" in found):
+        if "propertyNames" in part and ("properties" in part or "patternProperties" in part):
             raise UnsupportedSchemaError(path, "propertyNames", "not enforced together with properties; leave it out")
-        described = {"properties", "patternProperties", "propertyNames", "unevaluatedProperties"} & found.keys()
-        if not described and "additionalProperties" not in found:
-            found["additionalProperties"] = True
+        described = {"properties", "patternProperties", "propertyNames", "unevaluatedProperties"} & part.keys()
+        if not described and "additionalProperties" not in part:
+            part["additionalProperties"] = True
         for name in ("additionalProperties", "unevaluatedProperties", "propertyNames"):
-            if isinstance(found.get(name), dict):
-                found[name] = self._written(found[name], f"{path}/{name}", depth + 1)
-        return found
+            if isinstance(part.get(name), dict):
+                part[name] = self._written(part[name], f"{path}/{name}", depth + 1)
+        return part
 
-    def _of_listed_names(self, found: Schema, path: str) -> Schema:
+    def _with_listed_names(self, part: Schema, path: str) -> Schema:
         """Describe each name of `propertyNames` with an enum as a property, as for a map from an enumeration."""
-        if "propertyNames" not in found or {"properties", "patternProperties"} & found.keys():
-            return found
-        _, names = self._references.followed(found["propertyNames"], path)
+        if "propertyNames" not in part or {"properties", "patternProperties"} & part.keys():
+            return part
+        _, names = self._references.followed(part["propertyNames"], path)
         listed = names.get("enum", [names.get("const")]) if isinstance(names, dict) else []
         if not listed or not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-            return found
-        rest = found.get("additionalProperties", True)
+            return part
+        rest = part.get("additionalProperties", True)
         if (
             rest is False
-            or {"unevaluatedProperties", "minProperties"} & found.keys()
+            or {"unevaluatedProperties", "minProperties"} & part.keys()
             or {"pattern", "minLength", "maxLength"} & names.keys()
         ):
-            return found
-        others = {key: value for key, value in found.items() if key != "propertyNames"}
+            return part
+        others = {key: value for key, value in part.items() if key != "propertyNames"}
         return others | {"properties": dict.fromkeys(listed, rest), "additionalProperties": False}
 
-    def _each(self, schema: Schema, keyword: str, path: str, depth: int) -> Schema:
-        given = schema[keyword]
-        if not isinstance(given, dict):
+    def _members(self, schema: Schema, keyword: str, path: str, depth: int) -> Schema:
+        members = schema[keyword]
+        if not isinstance(members, dict):
             raise UnsupportedSchemaError(path, keyword, "must be an object of schemas")
-        return {name: self._written(each, f"{path}/{keyword}/{name}", depth + 1) for name, each in given.items()}
+        return {name: self._written(value, f"{path}/{keyword}/{name}", depth + 1) for name, value in members.items()}

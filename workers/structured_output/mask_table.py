@@ -190,8 +190,8 @@ class GuideBlock:
         """Add edges. All arguments are [n]."""
         since = self._num_edges
         count = min(len(tokens), MAX_EDGES - since)
-        for part, given in ((self._origins, origins), (self._tokens, tokens), (self._targets, targets)):
-            part[since : since + count] = given[:count]
+        for part, values in ((self._origins, origins), (self._tokens, tokens), (self._targets, targets)):
+            part[since : since + count] = values[:count]
         self._num_edges += count
 
     def add_edge(self, origin: int, token: int, target: int) -> None:

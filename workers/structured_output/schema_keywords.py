@@ -34,7 +34,7 @@ ANNOTATIONS = frozenset(
 )
 DEFINITIONS = ("$defs", "definitions")
 # Enforced keywords that restrict instances, by type.
-OF_TYPE: dict[str, frozenset[str]] = {
+KEYWORDS_OF_TYPE: dict[str, frozenset[str]] = {
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
     "array": frozenset({"items", "additionalItems", "prefixItems", "minItems", "maxItems", "unevaluatedItems"}),
@@ -53,9 +53,9 @@ OF_TYPE: dict[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-OF_TYPE["integer"] = OF_TYPE["number"]
+KEYWORDS_OF_TYPE["integer"] = KEYWORDS_OF_TYPE["number"]
 UNIONS = ("anyOf", "oneOf", "allOf")
-ENFORCED = frozenset({"type", "enum", "const", "$ref", *UNIONS, *DEFINITIONS}).union(*OF_TYPE.values())
+ENFORCED = frozenset({"type", "enum", "const", "$ref", *UNIONS, *DEFINITIONS}).union(*KEYWORDS_OF_TYPE.values())
 FORMATS = frozenset(
     {
         "date",
@@ -117,10 +117,10 @@ def pattern_fault(pattern: Any) -> str | None:
     JavaScript, and in Python it forbids backtracking; the compiler repeats what was repeated."""
     if not isinstance(pattern, str):
         return None
-    if found := _HALF.search(pattern):
-        return f"{found[1]} is half of a character; write the character itself"
-    if found := _REPEATED_QUANTIFIER.search(_ATOMS.sub("x", pattern)):
-        return f"{found[0]} has a quantifier after a quantifier; put a group around the first"
+    if match := _HALF.search(pattern):
+        return f"{match[1]} is half of a character; write the character itself"
+    if match := _REPEATED_QUANTIFIER.search(_ATOMS.sub("x", pattern)):
+        return f"{match[0]} has a quantifier after a quantifier; put a group around the first"
     return None
 
 
@@ -151,7 +151,7 @@ def check_patterns(names: Mapping[str, Any], patterns: Iterable[str], path: str)
     for pattern in patterns:
         check_pattern(pattern, "patternProperties", path)
     prefixes = [_PREFIX.fullmatch(pattern) for pattern in patterns]
-    known = [found[1] for found in prefixes if found]
+    known = [match[1] for match in prefixes if match]
     if (len(prefixes) > 1 or names) and len(known) < len(prefixes):
         reason = "with properties or other patterns, only patterns of a prefix are enforced, such as ^x-"
         raise UnsupportedSchemaError(path, "patternProperties", reason)
@@ -163,7 +163,7 @@ def check_patterns(names: Mapping[str, Any], patterns: Iterable[str], path: str)
 
 
 def check_number(schema: Schema, kind: str, path: str) -> None:
-    for name in OF_TYPE["number"]:
+    for name in KEYWORDS_OF_TYPE["number"]:
         if name in schema and type(schema[name]) not in (int, float):
             raise UnsupportedSchemaError(path, name, "must be a number")
     if "multipleOf" in schema and (kind == "number" or len(schema) > 2):
@@ -261,17 +261,17 @@ class References:
         if any(f"{path}/".startswith(resource) for resource in self._resources):
             reason = f"{target!r}: is inside of a part with a $id, which it would start from; refer to that $id"
             raise UnsupportedSchemaError(path, "$ref", reason)
-        place, part = "#", self._schema
+        location, part = "#", self._schema
         for step in unquote(target).split("/")[1:]:
             name = step.replace("~1", "/").replace("~0", "~")
-            place = f"{place}/{name}"
+            location = f"{location}/{name}"
             if isinstance(part, list) and name.isascii() and name.isdigit() and int(name) < len(part):
                 part = part[int(name)]
             elif isinstance(part, dict) and name in part:
                 part = part[name]
             else:
                 raise UnsupportedSchemaError(path, "$ref", f"{target!r}: nothing is there")
-        return place, part
+        return location, part
 
     def followed(self, schema: Any, path: str) -> tuple[str, Any]:
         """Return the place and the schema at the end of a chain of references; `schema` itself if it is none. Raises
@@ -292,6 +292,6 @@ def _parts(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         path, value = pending.pop()
         if isinstance(value, dict):
             yield path, value
-            pending += [(f"{path}/{key}", each) for key, each in value.items() if key not in _VALUES]
+            pending += [(f"{path}/{key}", item) for key, item in value.items() if key not in _VALUES]
         elif isinstance(value, list):
-            pending += [(f"{path}/{i}", each) for i, each in enumerate(value)]
+            pending += [(f"{path}/{i}", item) for i, item in enumerate(value)]

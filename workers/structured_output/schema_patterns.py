@@ -33,7 +33,7 @@ _ALLOWED = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x10FFFF))
 
 def without_escaped(pattern: str) -> str:
     """Return a pattern that matches the texts of `pattern` without the characters that JSON escapes."""
-    return "".join(_without_escaped(found[0]) for found in _PART.finditer(pattern))
+    return "".join(_without_escaped(match[0]) for match in _PART.finditer(pattern))
 
 
 def _without_escaped(part: str) -> str:
@@ -46,7 +46,7 @@ def _without_escaped(part: str) -> str:
         inner = part[2:-1]
         return f"[^{_NOT}{chr(92) if inner[0] == '-' else ''}{inner}]"
     if part.startswith("[") and len(part) > 2:
-        inner = "".join(_item(found["low"], found["high"]) for found in _ITEM.finditer(part[1:-1]))
+        inner = "".join(_item(match["low"], match["high"]) for match in _ITEM.finditer(part[1:-1]))
         return f"[{inner}]" if inner else _NEVER
     code = _code(part)
     return part if code is None or any(low <= code <= high for low, high in _ALLOWED) else _NEVER
@@ -122,13 +122,13 @@ def without_lengths(schema: Schema) -> Schema:
     least, most, pattern = _LENGTHS[kind]
     if low > least or (type(high) is not int and high != math.inf):
         return schema
-    found = {key: value for key, value in schema.items() if key not in ("minLength", "maxLength")}
+    fields = {key: value for key, value in schema.items() if key not in ("minLength", "maxLength")}
     if high == math.inf or (pattern is None and high >= most):
-        return found
+        return fields
     if pattern is None or high < most:
         return schema
-    found.pop("format", None)
-    return found | {"pattern": pattern}
+    fields.pop("format", None)
+    return fields | {"pattern": pattern}
 
 
 def compiled_form(pattern: Any) -> Any:

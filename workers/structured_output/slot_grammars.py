@@ -118,7 +118,7 @@ class HeldRequests:
         """Return and forget the requests whose delay is over."""
         now_s = time.monotonic()
         due = [number for due_s, number in self._retries if due_s <= now_s]
-        self._retries = [each for each in self._retries if each[0] > now_s]
+        self._retries = [retry for retry in self._retries if retry[0] > now_s]
         return due
 
     def forget(self, number: int) -> None:
@@ -247,19 +247,19 @@ class SlotGrammars:
         failures, num_rows = dict[int, Failure](), 0
         if filled is not None:
             num_rows = filled.num_rows
-            failures = {asked[place][0]: failure for place, failure in filled.failures.items()}
+            failures = {asked[index][0]: failure for index, failure in filled.failures.items()}
             self.num_forced += filled.num_forced
             self.work_s += filled.took_s
         elif self._link.fault:
             failures = {i: Failure(self._link.fault, True) for i, _, _ in asked}
-        for place, (_, slot, _) in enumerate(asked):
-            row = LATE if filled is None else filled.rows[place]
+        for index, (_, slot, _) in enumerate(asked):
+            row = LATE if filled is None else filled.rows[index]
             masks.host_index[slot] = HELD if row == LATE else row
             if filled is None and not self._link.fault:
                 self._held.add(requests[slot])  # the process may have filled it, but answered too late
             requests[slot].is_held |= row == LATE
             if masks.host_guides is not None and row != LATE:
-                masks.host_guides.index[slot] = place
+                masks.host_guides.index[slot] = index
         masks.upload(num_rows)
         self.fill_s += time.perf_counter() - began_s
         self.num_fills += 1
@@ -295,13 +295,13 @@ class SlotGrammars:
     def _digests(self) -> Tensor:
         """Return a digest of each slot's guide: [num_slots + 1] int32, on the device. Ranks may differ."""
         masks = self.masks
-        found = np.zeros(masks.host_index.shape[0], np.int32)
+        digests = np.zeros(masks.host_index.shape[0], np.int32)
         if masks.host_guides is not None:
             blocks = masks.host_guides.blocks.numpy()
             for slot, number in enumerate(masks.host_guides.index.tolist()):
                 if number != NOWHERE:
-                    found[slot] = zlib.crc32(blocks[number].tobytes()) & 0x7FFFFFFF
-        return torch.from_numpy(found).to(masks.index.device, non_blocking=True)
+                    digests[slot] = zlib.crc32(blocks[number].tobytes()) & 0x7FFFFFFF
+        return torch.from_numpy(digests).to(masks.index.device, non_blocking=True)
 
     def _read(self) -> list[Advanced]:
         """Return the tokens of the steps whose results were not read yet."""
@@ -326,7 +326,7 @@ class SlotGrammars:
         if not fills or not self._has_process(wait_s):
             return None
         if generation != self._generation:  # the new process has received all tokens
-            advanced = [msgspec.structs.replace(each, tokens=[]) for each in advanced]
+            advanced = [msgspec.structs.replace(request, tokens=[]) for request in advanced]
         left_s = wait_s - (time.perf_counter() - began_s)
         return self._link.ask(Order(0, advanced=tuple(advanced), fills=fills), max(left_s, wait_s / 2))
 

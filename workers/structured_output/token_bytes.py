@@ -41,20 +41,20 @@ class TokenBytes:
         raw = self._bytes.get(token)
         if raw is None:
             name = self._tokenizer.id_to_token(token)
-            raw = self._bytes[token] = self._of_name(name, token) if name else b""
+            raw = self._bytes[token] = self._named_bytes(name, token) if name else b""
         return raw
 
-    def _of_name(self, name: str, token: int) -> bytes:
+    def _named_bytes(self, name: str, token: int) -> bytes:
         byte = _BYTE_TOKEN.fullmatch(name) if self._has_byte_tokens else None
         if byte is not None:
             return bytes([int(byte[1], 16)])
         if not (self._is_plain or self._has_letters):
-            return self._of_difference(token)
+            return self._differing_bytes(token)
         for text, content in self._replaced:
             name = name.replace(text, content)
         return _bytes_of_letters(name) if self._has_letters else name.encode()
 
-    def _of_difference(self, token: int) -> bytes:
+    def _differing_bytes(self, token: int) -> bytes:
         """Return what a second token adds to a text of one: for decoders that treat the first token differently."""
         alone, twice = self._decode([token]), self._decode([token, token])
         return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
@@ -150,10 +150,10 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _add_tokens(tokenizer: Tokenizer, given: Any, file: Path) -> None:
+def _add_tokens(tokenizer: Tokenizer, declared: Any, file: Path) -> None:
     """Add tokens of tokenizer_config.json that the tokenizer lacks, in the order of their ids. A token that would get
     another id stays text, because the model would read another token."""
-    entries = given if isinstance(given, dict) else {}
+    entries = declared if isinstance(declared, dict) else {}
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     for token_id in sorted((key for key in entries if key.isdecimal()), key=int):
         fields = entries[token_id]

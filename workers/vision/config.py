@@ -218,10 +218,10 @@ def _read_gemma(
 
 def image_settings(folder: Path) -> Mapping[str, Any]:
     """Return the settings of a checkpoint's image processor."""
-    found: Mapping[str, Any] = read_json(folder / PREPROCESSOR) or read_json(folder / PROCESSOR).get(
+    settings: Mapping[str, Any] = read_json(folder / PREPROCESSOR) or read_json(folder / PROCESSOR).get(
         "image_processor", {}
     )
-    return found
+    return settings
 
 
 def vision_of(source: ModelSource, served_by: str | None = None) -> VisionConfig | None:
@@ -235,7 +235,7 @@ _BIDIRECTIONAL = "use_bidirectional_attention"
 
 def _one(tower: Mapping[str, Any], key: str, name: str) -> int:
     """Return a size that may be written as a list of equal numbers."""
-    given = tower.get(key)
-    if isinstance(given, list | tuple) and len(set(given)) == 1:
-        tower = {**tower, key: given[0]}
+    value = tower.get(key)
+    if isinstance(value, list | tuple) and len(set(value)) == 1:
+        tower = {**tower, key: value[0]}
     return size_of(tower, key, name, _DEFAULTS.get(key))

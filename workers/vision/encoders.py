@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 from aerie.kernels.capability import Capability
 from aerie.workers.vision.config import CHANNELS, VisionConfig
@@ -200,6 +199,8 @@ def attend_spans(
     query, key, value: [1, heads, rows, dim], 16 bits, on a GPU. cu_seq_lens_q: int32 [spans + 1], there too. Returns
     [1, rows, heads, dim].
     """
+    from torch.nn.attention.varlen import varlen_attn  # imports Triton (torch 2.13), which a CPU does without
+
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
     assert isinstance(out, Tensor)

@@ -113,9 +113,9 @@ def _qwen(image: Any, job: ImageJob, processor: Any) -> tuple[Values, tuple[int,
     """Return [patches, channels, pixels], and rows and columns of patches."""
     sizes = processor.size
     smallest, largest = (min(sizes[key], job.max_pixels) for key in ("shortest_edge", "longest_edge"))
-    found = processor(images=image, min_pixels=smallest, max_pixels=largest, **_RAW)
-    patches = np.asarray(found["pixel_values"])
-    _, rows, columns = found["image_grid_thw"][0].tolist()
+    output = processor(images=image, min_pixels=smallest, max_pixels=largest, **_RAW)
+    patches = np.asarray(output["pixel_values"])
+    _, rows, columns = output["image_grid_thw"][0].tolist()
     # [patches, channels, frames, pixels]: an image's frames are equal
     return patches.reshape(len(patches), CHANNELS, processor.temporal_patch_size, -1)[:, :, 0], (rows, columns)
 
@@ -131,9 +131,9 @@ def _gemma3(image: Any, job: ImageJob, processor: Any) -> tuple[Values, tuple[in
 
 def _gemma4(image: Any, job: ImageJob, processor: Any) -> tuple[Values, tuple[int, int]]:
     """As `_qwen`."""
-    found = processor(images=image, **_RAW)
-    columns, rows = (int(each) + 1 for each in np.asarray(found["image_position_ids"][0]).max(0))
-    patches = np.asarray(found["pixel_values"][0])[: rows * columns]  # without padding
+    output = processor(images=image, **_RAW)
+    columns, rows = (int(size) + 1 for size in np.asarray(output["image_position_ids"][0]).max(0))
+    patches = np.asarray(output["pixel_values"][0])[: rows * columns]  # without padding
     return patches.reshape(len(patches), -1, CHANNELS).transpose(0, 2, 1), (rows, columns)
 
 

@@ -44,14 +44,14 @@ def image_sizes(config: VisionConfig, target: ModelConfig, dtype: torch.dtype) -
     sizes += [("vision_config: the number of deepstack_visual_indexes", config.num_deep, deep)]
     if config.has_mrope:
         sizes.append(("text_config: mrope_section", sum(sections), num_frequencies))
-    for name, given, wanted in sizes:
-        if given != wanted:
-            raise ValueError(f"config.json: {name}: is {given}, must be {wanted}; correct it, or set model.images=off")
+    for name, actual, wanted in sizes:
+        if actual != wanted:
+            raise ValueError(f"config.json: {name}: is {actual}, must be {wanted}; correct it, or set model.images=off")
     row_bytes = config.row_values * dtype.itemsize
     largest = config.max_patches // config.merge_size**2 * row_bytes
     with torch.device("meta"):
         tower = build_encoder(config)
-    weights = sum(each.numel() for each in tower.parameters()) * dtype.itemsize
+    weights = sum(parameter.numel() for parameter in tower.parameters()) * dtype.itemsize
     return ImageSizes(
         merge_size=config.merge_size,
         patch_bytes=config.patch_bytes,
@@ -170,11 +170,11 @@ class VisionTower:
 
     def costs(self, timer: Timer, group: TPGroup) -> tuple[tuple[int, ...], tuple[float, ...]]:
         """Return numbers of patches, ascending, and the milliseconds to encode an image of each on the slowest rank."""
-        patches, found = list[int](), list[float]()
+        patches, times_ms = list[int](), list[float]()
         largest = self._sizes.max_patches
-        smaller = () if self._config.fixed else (each for each in COST_PATCHES if each < largest)
+        smaller = () if self._config.fixed else (size for size in COST_PATCHES if size < largest)
         for image in map(self._square, (*smaller, largest)):
-            if found and found[-1] * (image.num_patches / patches[-1]) ** 2 > _COST_LIMIT_MS:
+            if times_ms and times_ms[-1] * (image.num_patches / patches[-1]) ** 2 > _COST_LIMIT_MS:
                 break
             runs = list[float]()
             while len(runs) < 2 and sum(runs) < _COST_LIMIT_MS / 4:  # the first one may choose kernels
@@ -184,8 +184,8 @@ class VisionTower:
                 own = torch.tensor(timer.read(), dtype=torch.float64, device=self._device)
                 runs.append(float(group.all_gather(own).max()))
             patches.append(image.num_patches)
-            found.append(min(runs))
-        return tuple(patches), tuple(found)
+            times_ms.append(min(runs))
+        return tuple(patches), tuple(times_ms)
 
     def encode_largest(self) -> None:
         """Encode an image of the largest size, to measure its memory."""
@@ -217,8 +217,8 @@ def _loaded(config: VisionConfig, source: ModelSource, dtype: torch.dtype, devic
     if source.load_format == "dummy":
         generator = torch.Generator(device).manual_seed(source.seed)
         with torch.no_grad():
-            for each in encoder.parameters():
-                each.normal_(0.0, _DUMMY_STD, generator=generator)
+            for parameter in encoder.parameters():
+                parameter.normal_(0.0, _DUMMY_STD, generator=generator)
             for name, buffer in encoder.named_buffers():
                 if name.endswith(("std_bias", "std_scale")):  # allocated without values
                     buffer.fill_(1.0)

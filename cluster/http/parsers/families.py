@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aerie.cluster.http.config import OutputParserName
-from aerie.cluster.http.parsers.json_calls import Found, read_calls
+from aerie.cluster.http.parsers.json_calls import Parsed, read_calls
 from aerie.cluster.http.parsers.literal_calls import (
     GEMMA_END,
     GEMMA_QUOTE,
@@ -84,7 +84,7 @@ class Family:
     not_shown_by: str | None = None
     thinking: tuple[str, str] | None = _THINK
     calls: Mapping[str, Callable[[Types], CallBody] | None] = field(default_factory=dict)
-    reader: Callable[[Source, Found], Reading[None]] | None = None
+    reader: Callable[[Source, Parsed], Reading[None]] | None = None
     other_marks: tuple[str, ...] | None = ()
     calls_end_thinking: bool = False
     ids: Callable[[str], CallIds] = lambda prompt: random_id

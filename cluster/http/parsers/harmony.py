@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 
 from aerie.cluster.http.answer import Piece
-from aerie.cluster.http.parsers.json_calls import Found, read_arguments
+from aerie.cluster.http.parsers.json_calls import Parsed, read_arguments
 from aerie.cluster.http.parsers.output_parser import CallDeltas, ReplyDelta
 from aerie.cluster.http.parsers.source import SPACES, Reading, Running, Source
 from aerie.cluster.http.text.detokenizer import start_of_partial
@@ -49,15 +49,15 @@ class HarmonyParser:
         self._tools = tools
         self._marks = TokenMarks(mark_ids) if mark_ids else TextMarks()
         self._deltas = CallDeltas(parallel)
-        self._found = Found()  # content and calls
+        self._parsed = Parsed()  # content and calls
         self._reasoning: list[str] = []
         self._head: str | None = ""  # None: inside a message
         self._has_role = False  # the head has one
         self._channel = ""
         self._call: Running | None = None  # reads the arguments of the function that the message is for
-        begun = prompt[prompt.rfind(START) :].partition(MESSAGE) if START in prompt else ("", "", "")
-        if begun[1]:
-            self._open(begun[0].removeprefix(START).removeprefix("assistant"))
+        open_message = prompt[prompt.rfind(START) :].partition(MESSAGE) if START in prompt else ("", "", "")
+        if open_message[1]:
+            self._open(open_message[0].removeprefix(START).removeprefix("assistant"))
 
     def push(self, piece: Piece) -> ReplyDelta:
         """See `aerie.cluster.http.parsers.output_parser.OutputParser`."""
@@ -71,10 +71,10 @@ class HarmonyParser:
                 self._show_rest(self._head)
             elif piece.finish == "stop" or (self._call is not None and self._call.source.position):
                 self._close()
-        content, parts = self._found.taken()
+        content, parts = self._parsed.taken()
         deltas = self._deltas.of(parts)
         reasoning, self._reasoning = "".join(self._reasoning), []
-        ended = piece.finish == "stop" and self._deltas.any and not self._found.is_cut
+        ended = piece.finish == "stop" and self._deltas.any and not self._parsed.is_cut
         return ReplyDelta(content, reasoning, deltas, "tool_calls" if ended else piece.finish)
 
     def _take_text(self, text: str) -> None:
@@ -119,7 +119,7 @@ class HarmonyParser:
         self._head = None
         if self._with_calls and function and (function != name or name in self._tools):
             source = Source()
-            self._call = Running(source, _read_message(source, self._found, function))
+            self._call = Running(source, _read_message(source, self._parsed, function))
 
     def _show(self, text: str) -> None:
         """Add text of the message."""
@@ -128,7 +128,7 @@ class HarmonyParser:
         elif self._channel == "analysis":
             self._reasoning.append(text)
         else:
-            self._found.text(text)
+            self._parsed.text(text)
 
     def _show_rest(self, head: str) -> None:
         """Add to the content the text that stands in place of a message's header."""
@@ -136,7 +136,7 @@ class HarmonyParser:
             return
         rest = _PARTS.sub("", head)
         if rest.strip():
-            self._found.text(rest)
+            self._parsed.text(rest)
 
     def _close(self) -> None:
         if self._call is not None:
@@ -144,21 +144,21 @@ class HarmonyParser:
         self._call = None
 
 
-def _read_message(source: Source, found: Found, function: str) -> Reading[None]:
+def _read_message(source: Source, parsed: Parsed, function: str) -> Reading[None]:
     """Read a message to a function; without any text, it has no arguments. Text that is none is content."""
-    source.keep()
+    source.record()
     if not (yield from source.has(1)):
-        found.call(function)
-        found.arguments("{}")
+        parsed.call(function)
+        parsed.arguments("{}")
         return
-    is_call = yield from read_arguments(source, found, function)
-    text = source.kept()
+    is_call = yield from read_arguments(source, parsed, function)
+    text = source.recorded()
     if not is_call:
-        found.text(text)
+        parsed.text(text)
     if is_call:
         yield from source.run(SPACES)
     while not source.is_over:
-        found.text(source.rest())
+        parsed.text(source.rest())
         yield
 
 
@@ -171,9 +171,9 @@ class TextMarks:
     def take(self, piece: Piece) -> Iterator[tuple[str, str | None]]:
         """Return the next text, and the mark after it; None while unknown."""
         text, at = self._held + piece.text, 0
-        for found in _MARK.finditer(text):
-            yield text[at : found.start()], found[0]
-            at = found.end()
+        for match in _MARK.finditer(text):
+            yield text[at : match.start()], match[0]
+            at = match.end()
         end = len(text) if piece.finish is not None else at + start_of_partial(text[at:], MARKS)
         self._held = text[end:]
         yield text[at:end], None
@@ -196,12 +196,12 @@ class TokenMarks:
         text, at = self._held + piece.text, 0
         while self._expected:
             offset, mark = self._expected[0]
-            found = text.find(mark, max(at, offset - self._at))
-            if found < 0:
+            index = text.find(mark, max(at, offset - self._at))
+            if index < 0:
                 break
             self._expected.popleft()
-            yield text[at:found], mark
-            at = found + len(mark)
+            yield text[at:index], mark
+            at = index + len(mark)
         end = len(text)
         if self._expected and piece.finish is None:
             end = min(end, max(at, self._expected[0][0] - self._at))

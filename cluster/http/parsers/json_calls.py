@@ -36,7 +36,7 @@ class CallPart(NamedTuple):
     arguments: str
 
 
-class Found:
+class Parsed:
     """What readers found: content, and parts of calls.
 
     num_calls: calls that have begun.
@@ -107,7 +107,7 @@ class Arguments:
 
     def _text(self, quote: str) -> Reading[bool]:
         inner = Source()
-        inner.keep()
+        inner.record()
         arguments = Arguments(inner, self._write)
         running = Running(inner, arguments._object())
         is_closed = yield from read_string(
@@ -115,7 +115,7 @@ class Arguments:
         )
         running.push("", True)
         unread = inner.rest()
-        self.rest = (inner.kept(arguments.end) if arguments.end else unread).strip()
+        self.rest = (inner.recorded(arguments.end) if arguments.end else unread).strip()
         self.is_read = arguments.is_read
         self.is_complete = arguments.is_complete and (is_closed or self.has_any)
         return is_closed
@@ -137,13 +137,13 @@ class CallObject:
     """Reads one object {"name": ..., "arguments" or "parameters": {...}}, with keys in any order. It may be in the
     value of a key "function"."""
 
-    def __init__(self, source: Source, found: Found) -> None:
+    def __init__(self, source: Source, parsed: Parsed) -> None:
         self._source = source
-        self._found = found
+        self._parsed = parsed
         self._name: str | None = None
         self._early: list[str] = []  # arguments before the name
         self._arguments = Arguments(source, self._write)
-        self._has_begun = False
+        self._is_open = False
         self._has_others = False  # keys that no call has
         self.end = 0  # the position after what was understood
 
@@ -172,10 +172,10 @@ class CallObject:
                 is_whole = yield from self._member(json.loads(key))
         if not depth:
             self.end = self._source.position
-        self._found.is_cut = self._has_begun and not self._arguments.is_complete and self._source.is_over
-        is_call = self._has_begun or (is_whole and self._end())
+        self._parsed.is_cut = self._is_open and not self._arguments.is_complete and self._source.is_over
+        is_call = self._is_open or (is_whole and self._end())
         if is_call and self._arguments.rest:
-            self._found.text(self._arguments.rest)
+            self._parsed.text(self._arguments.rest)
         return is_call
 
     def _member(self, key: str) -> Reading[bool]:
@@ -205,10 +205,10 @@ class CallObject:
         """Add text to the arguments, which begin the call once its name is known."""
         self._early.append(text)
         if self._name is not None:
-            if not self._has_begun:
-                self._found.call(self._name)
-            self._has_begun = True
-            self._found.arguments("".join(self._early))
+            if not self._is_open:
+                self._parsed.call(self._name)
+            self._is_open = True
+            self._parsed.arguments("".join(self._early))
             self._early = []
 
     def _end(self) -> bool:
@@ -222,7 +222,7 @@ def _discard(text: str) -> None:
     """Write nothing."""
 
 
-def read_calls(source: Source, found: Found) -> Reading[int | None]:
+def read_calls(source: Source, parsed: Parsed) -> Reading[int | None]:
     """Read consecutive call objects, in a list, or separated by white space, "," or ";". Return None if there is one at
     least, and only other text follows; else the position of what is in place of an object."""
     start, has_calls, in_list = source.position, False, False
@@ -236,7 +236,7 @@ def read_calls(source: Source, found: Found) -> Reading[int | None]:
         if first != "{":
             return None if has_calls else start
         start = source.position if has_calls else start
-        call = CallObject(source, found)
+        call = CallObject(source, parsed)
         if not (yield from call.read()):
             return start
         if call.end != source.position:
@@ -244,22 +244,22 @@ def read_calls(source: Source, found: Found) -> Reading[int | None]:
         has_calls = True
 
 
-def read_arguments(source: Source, found: Found, name: str) -> Reading[bool]:
+def read_arguments(source: Source, parsed: Parsed, name: str) -> Reading[bool]:
     """Read the arguments of a call of `name`; return False if these are no arguments. They may be omitted."""
-    begun = False
+    is_open = False
 
     def write(text: str) -> None:
-        nonlocal begun
-        if not begun:
-            found.call(name)
-        begun = True
-        found.arguments(text)
+        nonlocal is_open
+        if not is_open:
+            parsed.call(name)
+        is_open = True
+        parsed.arguments(text)
 
     arguments = Arguments(source, write)
     yield from arguments.read()
-    found.is_cut = begun and not arguments.is_complete and source.is_over
-    if arguments.is_read and not begun:
+    parsed.is_cut = is_open and not arguments.is_complete and source.is_over
+    if arguments.is_read and not is_open:
         write("{}")
-    if begun and arguments.rest:
-        found.text(arguments.rest)
-    return begun
+    if is_open and arguments.rest:
+        parsed.text(arguments.rest)
+    return is_open

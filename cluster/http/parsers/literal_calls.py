@@ -9,7 +9,7 @@ import re
 import warnings
 from typing import Any
 
-from aerie.cluster.http.parsers.json_calls import Found
+from aerie.cluster.http.parsers.json_calls import Parsed
 from aerie.cluster.http.parsers.source import SPACES, Marks, Reading, Source
 from aerie.cluster.http.text.json_text import parsed, without_surrogates
 
@@ -27,7 +27,7 @@ def keywords_json(text: str) -> str:
     call = _expression(text)
     if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
         raise ValueError("no call with keywords alone")
-    return _json({_keyword(each): _value(each.value) for each in call.keywords})
+    return _json({_keyword(keyword): _value(keyword.value) for keyword in call.keywords})
 
 
 def _expression(text: str) -> ast.expr:
@@ -91,33 +91,33 @@ _CONSTANTS = {"True": True, "False": False, "None": None}
 _MAX_DEPTH = 64
 
 
-def read_python_calls(source: Source, found: Found) -> Reading[None]:
+def read_python_calls(source: Source, parsed: Parsed) -> Reading[None]:
     """Read an answer, which is either a list of calls from its start, or content."""
-    source.keep()
+    source.record()
     yield from source.run(SPACES)
     yield from source.take(PYTHON_START)
     yield from source.run(SPACES)
     position: int | None = 0
     if (yield from source.take("[")):
-        position = yield from _read_list(source, found)
-    text = source.kept(position or 0)
+        position = yield from _read_list(source, parsed)
+    text = source.recorded(position or 0)
     if position is not None:
-        found.text(text)
+        parsed.text(text)
         return
     yield from source.run(SPACES)
     yield from source.take(PYTHON_END)
-    source.keep()
+    source.record()
     yield from source.run(SPACES)
-    text = source.kept()
-    found.text("" if source.is_over else text)
+    text = source.recorded()
+    parsed.text("" if source.is_over else text)
 
 
-def _read_list(source: Source, found: Found) -> Reading[int | None]:
+def _read_list(source: Source, parsed: Parsed) -> Reading[int | None]:
     """Read calls up to the list's end. Return None, or the position of text that is no call."""
     start = 0
     while True:
         yield from source.run(_BETWEEN)
-        if found.num_calls:
+        if parsed.num_calls:
             if (yield from source.take("]")):
                 return None
             start = source.position
@@ -133,8 +133,8 @@ def _read_list(source: Source, found: Found) -> Reading[int | None]:
             written = keywords_json(f"f{arguments}")
         except ValueError:
             return start
-        found.call(name)
-        found.arguments(written)
+        parsed.call(name)
+        parsed.arguments(written)
 
 
 def _parenthesized(source: Source) -> Reading[str]:
@@ -159,7 +159,7 @@ def _parenthesized(source: Source) -> Reading[str]:
             return "".join(parts)
 
 
-def read_gemma_call(source: Source, found: Found) -> Reading[int | None]:
+def read_gemma_call(source: Source, parsed: Parsed) -> Reading[int | None]:
     """Read one call after Gemma 4's mark, up to the mark that ends it, or the end of the answer."""
     start = source.position
     parts: list[str] = []
@@ -171,8 +171,8 @@ def read_gemma_call(source: Source, found: Found) -> Reading[int | None]:
     call = gemma_call("".join(parts))
     if call is None:
         return start
-    found.call(call[0])
-    found.arguments(call[1])
+    parsed.call(call[0])
+    parsed.arguments(call[1])
     return None
 
 
@@ -226,10 +226,10 @@ def _gemma_key(text: str, at: int) -> tuple[str, int]:
         if not text.startswith(":", at):
             raise ValueError("a name without a value")
         return str(name), at + 1
-    found = _GEMMA_KEY.match(text, at)
-    if found is None:
+    match = _GEMMA_KEY.match(text, at)
+    if match is None:
         raise ValueError("a value without a name")
-    return found[1].strip().strip("\"'"), found.end()
+    return match[1].strip().strip("\"'"), match.end()
 
 
 def _scalar(text: str) -> Any:
@@ -242,6 +242,6 @@ def _scalar(text: str) -> Any:
 
 
 def _blank(text: str, at: int) -> int:
-    found = SPACES.match(text, at)
-    assert found is not None
-    return found.end()
+    match = SPACES.match(text, at)
+    assert match is not None
+    return match.end()

@@ -120,8 +120,8 @@ class CallDeltas:
             self._num += name is not None
             if self._num == 1 or self._parallel:
                 calls.setdefault(self._num - 1, (name, []))[1].append(arguments)
-        found = [self._delta(index, name, "".join(arguments)) for index, (name, arguments) in calls.items()]
-        return tuple(delta for delta in found if delta is not None)
+        deltas = [self._delta(index, name, "".join(arguments)) for index, (name, arguments) in calls.items()]
+        return tuple(delta for delta in deltas if delta is not None)
 
     def _delta(self, index: int, name: str | None, arguments: str) -> ToolCallDelta | None:
         if name is not None:
@@ -145,9 +145,9 @@ class Cut(NamedTuple):
 
 def cut(text: str, marks: tuple[str, ...]) -> Cut:
     """Cut `text` at the earliest of `marks`, none of which is a prefix of another."""
-    found = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
-    if found:
-        at, mark = min(found)
+    hits = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
+    if hits:
+        at, mark = min(hits)
         return Cut(text[:at], mark, text[at + len(mark) :])
     start = start_of_partial(text, marks)
     return Cut(text[:start], None, text[start:])

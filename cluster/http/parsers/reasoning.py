@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from aerie.cluster.http.parsers.json_calls import Found
+from aerie.cluster.http.parsers.json_calls import Parsed
 from aerie.cluster.http.parsers.output_parser import ReplyDelta
 from aerie.cluster.http.parsers.source import SPACES, Marks, Reading, Running, Source
 from aerie.cluster.http.parsers.tool_calls import MarkedCalls
@@ -80,10 +80,10 @@ class ReasoningReader:
     def _read(self) -> Reading[None]:
         source = self._source
         if not self.is_inside:
-            source.keep()
+            source.record()
             yield from source.run(SPACES)
             self.is_inside = yield from source.take(self._opens)
-            text = source.kept()
+            text = source.recorded()
             if not self.is_inside:
                 self._content.append(text)
         if self.is_inside:
@@ -105,11 +105,11 @@ class ReasoningReader:
             if not mark:
                 continue
             source.back(mark)
-            source.keep()
-            found = yield from self._read_calls()
-            draft = source.kept()
-            is_last = source.is_over and not (found.is_cut and self._closes in draft)
-            if found.num_calls and (self._at_once or is_last):
+            source.record()
+            parsed = yield from self._read_calls()
+            draft = source.recorded()
+            is_last = source.is_over and not (parsed.is_cut and self._closes in draft)
+            if parsed.num_calls and (self._at_once or is_last):
                 source.back(draft)
                 return
             before, closes, after = draft.partition(self._closes)  # of a draft without an end
@@ -118,15 +118,15 @@ class ReasoningReader:
                 source.back(after)
                 return
 
-    def _read_calls(self) -> Reading[Found]:
+    def _read_calls(self) -> Reading[Parsed]:
         """Read calls up to other text, or only the start of one where it ends reasoning."""
         assert self._calls is not None, "no mark of a call was searched"
-        found = Found()
-        for _ in self._calls.read_only_calls(self._source, found):
-            if self._at_once and found.num_calls:
+        parsed = Parsed()
+        for _ in self._calls.read_only_calls(self._source, parsed):
+            if self._at_once and parsed.num_calls:
                 break
             yield
-        return found
+        return parsed
 
     def _show(self, text: str) -> None:
         """Add reasoning. White space is held back until other text follows."""
@@ -154,10 +154,10 @@ class ReasoningTokens:
         """token_bytes: bytes of the tokens of `delta`'s piece."""
         if self._is_over:
             return
-        for each in token_bytes:
-            self._ends.append((self._ends[-1] if self._ends else 0) + len(each))
+        for piece in token_bytes:
+            self._ends.append((self._ends[-1] if self._ends else 0) + len(piece))
             if self._start < 0:
-                self._text += each
+                self._text += piece
         reasoning = delta.reasoning.encode()
         if reasoning and self._start < 0:
             self._start, self._text = max(0, self._text.find(reasoning)), bytearray()
@@ -243,5 +243,5 @@ def _parts(delta: TokenDelta, thinking: ReasoningReader) -> Iterator[TokenDelta]
 
 
 def _forced(tokens: tuple[int, ...], logprobs: bool) -> TokenDelta:
-    each = tuple(TokenLogprobs(0.0) for _ in tokens) if logprobs else None
-    return TokenDelta("", tokens, logprobs=each, drafted=(False,) * len(tokens))
+    forced_logprobs = tuple(TokenLogprobs(0.0) for _ in tokens) if logprobs else None
+    return TokenDelta("", tokens, logprobs=forced_logprobs, drafted=(False,) * len(tokens))

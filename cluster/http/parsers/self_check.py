@@ -55,14 +55,16 @@ def findings(tokenizer: ChatTokenizer, parser: OutputParserName) -> list[Finding
         return [Finding("template", "chats are refused: the model has no chat template")]
 
     prompt = _prompt_of(tokenizer)
-    found = [] if prompt(HELLO, begins=True) is not None else [Finding("chat", "the chat template refuses a question")]
+    results = (
+        [] if prompt(HELLO, begins=True) is not None else [Finding("chat", "the chat template refuses a question")]
+    )
     if FAMILIES[parser].reads_calls and tokenizer.shows_tools:
-        found += [*_history(prompt), *_read_back(prompt, parser)]
+        results += [*_history(prompt), *_read_back(prompt, parser)]
     elif FAMILIES[parser].reads_calls:
-        found.append(Finding("tools", "tools are refused: the chat template does not show them to the model"))
+        results.append(Finding("tools", "tools are refused: the chat template does not show them to the model"))
     elif tokenizer.shows_tools:
-        found.append(Finding("parser", "tools are refused: no parser reads the calls of this chat template"))
-    return [*found, *_reasoning(tokenizer, prompt, parser)]
+        results.append(Finding("parser", "tools are refused: no parser reads the calls of this chat template"))
+    return [*results, *_reasoning(tokenizer, prompt, parser)]
 
 
 def chosen_parser(tokenizer: ChatTokenizer, configured: OutputParserName | Literal["auto"]) -> OutputParserName:
@@ -70,13 +72,13 @@ def chosen_parser(tokenizer: ChatTokenizer, configured: OutputParserName | Liter
     that the template writes, a parser without calls, so that tools are refused."""
     if configured != "auto":
         return configured
-    found = detect_family(tokenizer.template_source, tokenizer.response_template is not None)
-    if not FAMILIES[found].reads_calls or found in PARSERS:
-        return found
+    family = detect_family(tokenizer.template_source, tokenizer.response_template is not None)
+    if not FAMILIES[family].reads_calls or family in PARSERS:
+        return family
     text = rendered_answer(_prompt_of(tokenizer), _turn("", 1))
-    if text is not None and _VALUE in text and not _calls_in(text, found):
+    if text is not None and _VALUE in text and not _calls_in(text, family):
         return "think" if "</think>" in tokenizer.template_source else "text"
-    return found
+    return family
 
 
 def chat_lines(tokenizer: ChatTokenizer, configured: OutputParserName | Literal["auto"]) -> list[str]:
@@ -86,19 +88,19 @@ def chat_lines(tokenizer: ChatTokenizer, configured: OutputParserName | Literal[
     variables = dict.fromkeys(name for values in efforts.values() for name in values)
     uses = "shown and read" if family.reads_calls and tokenizer.shows_tools else "refused"
     levels = f"reasoning_effort sets {', '.join(variables)}" if efforts else "reasoning_effort has no effect"
-    return [f"parser {parser}; tools {uses}; {levels}", *(each.text for each in findings(tokenizer, parser))]
+    return [f"parser {parser}; tools {uses}; {levels}", *(finding.text for finding in findings(tokenizer, parser))]
 
 
 def check_parser(tokenizer: ChatTokenizer, configured: OutputParserName | Literal["auto"]) -> None:
     """Raise ValueError for a configured parser of calls whose tools do not reach the prompt. The parser that would be
     found is accepted: it may be there for reasoning."""
-    found = detect_family(tokenizer.template_source, tokenizer.response_template is not None)
-    if configured == "auto" or configured == found or not FAMILIES[configured].reads_calls:
+    family = detect_family(tokenizer.template_source, tokenizer.response_template is not None)
+    if configured == "auto" or configured == family or not FAMILIES[configured].reads_calls:
         return
     if tokenizer.template_source and not tokenizer.shows_tools:
         raise ValueError(
             f"ingress.output_parser={configured}: reads tool calls, but the chat template does not show tools to the "
-            f"model; leave it auto ({found}), or give a template that shows them (ingress.chat_template)"
+            f"model; leave it auto ({family}), or give a template that shows them (ingress.chat_template)"
         )
 
 
@@ -127,20 +129,20 @@ def _history(prompt: Prompt) -> list[Finding]:
         return wanted in (prompt(HELLO, _turn(text, 1), *more, tools=TOOLS, begins=bool(more)) or "")
 
     result = {"role": "tool", "tool_call_id": "aerie0000", "name": CALLS[0][0], "content": _RESULT}
-    found = []
+    findings = []
     if not shows("", _VALUE):
-        found.append(Finding("call", "tool calls of earlier turns are not shown to the model"))
+        findings.append(Finding("call", "tool calls of earlier turns are not shown to the model"))
     elif not shows(_TEXT, _VALUE):
-        found.append(
+        findings.append(
             Finding("text", "a tool call of an earlier turn is not shown to the model if text stands beside it")
         )
     elif not shows(_TEXT, _TEXT):
-        found.append(
+        findings.append(
             Finding("text", "text of an earlier turn is not shown to the model if a tool call stands beside it")
         )
     if not shows("", _RESULT, result):
-        found.append(Finding("result", "results of tools are not shown to the model"))
-    return found
+        findings.append(Finding("result", "results of tools are not shown to the model"))
+    return findings
 
 
 def _read_back(prompt: Prompt, parser: OutputParserName) -> list[Finding]:

@@ -23,17 +23,17 @@ class Source:
         self._at = 0
         self._ended = False
         self._before = 0  # characters of the answer before `_text`
-        self._kept: list[str] | None = None  # pieces read since `keep`, up to `_kept_to` in `_text`
-        self._kept_to = 0
-        self._kept_from = 0  # the position at `keep`
+        self._record: list[str] | None = None  # pieces read since `record`, up to `_record_end` in `_text`
+        self._record_end = 0
+        self._record_start = 0  # the position at `record`
 
     def push(self, text: str, end: bool) -> None:
         """Add text. end: no more follows."""
-        if self._kept is not None:
-            self._kept.append(self._text[self._kept_to : self._at])
+        if self._record is not None:
+            self._record.append(self._text[self._record_end : self._at])
         self._before += self._at
         self._text = self._text[self._at :] + text
-        self._at = self._kept_to = 0
+        self._at = self._record_end = 0
         self._ended = end
 
     @property
@@ -46,15 +46,15 @@ class Source:
         """Whether all text is read and no more follows."""
         return self._ended and self._at == len(self._text)
 
-    def keep(self) -> None:
+    def record(self) -> None:
         """Keep the text that is read from here on, for `kept`."""
-        self._kept, self._kept_to, self._kept_from = [], self._at, self.position
+        self._record, self._record_end, self._record_start = [], self._at, self.position
 
-    def kept(self, position: int = 0) -> str:
-        """Return the text read since `keep`, from `position` on, and stop to keep it."""
-        assert self._kept is not None, "`keep` was not called"
-        text = "".join(self._kept) + self._text[self._kept_to : self._at]
-        start, self._kept = max(0, position - self._kept_from), None
+    def recorded(self, position: int = 0) -> str:
+        """Return the text read since `record`, from `position` on, and stop to record it."""
+        assert self._record is not None, "`record` was not called"
+        text = "".join(self._record) + self._text[self._record_end : self._at]
+        start, self._record = max(0, position - self._record_start), None
         return text[start:]
 
     def rest(self) -> str:
@@ -67,7 +67,7 @@ class Source:
         if self._text.endswith(text, 0, self._at):
             self._at -= len(text)
         else:
-            assert self._kept is None, "kept text is read once"
+            assert self._record is None, "kept text is read once"
             self._before = self.position - len(text)
             self._text, self._at = text + self._text[self._at :], 0
 
@@ -81,10 +81,10 @@ class Source:
 
     def available(self, pattern: re.Pattern[str]) -> str:
         """Read what `pattern` matches of the text that has arrived."""
-        found = pattern.match(self._text, self._at)
-        assert found is not None, "the pattern matches nothing, too"
-        self._at = found.end()
-        return found[0]
+        match = pattern.match(self._text, self._at)
+        assert match is not None, "the pattern matches nothing, too"
+        self._at = match.end()
+        return match[0]
 
     def has(self, num: int) -> Reading[bool]:
         """Wait for `num` characters; return whether there are as many."""
@@ -131,10 +131,10 @@ class Marks:
         The mark is "" if more text may precede it, and None at the end of the source."""
         while True:
             text, at = source._text, source._at
-            found = self._pattern.search(text, at)
-            if found is not None:
-                source._at = found.end()
-                return text[at : found.start()], found[0]
+            match = self._pattern.search(text, at)
+            if match is not None:
+                source._at = match.end()
+                return text[at : match.start()], match[0]
             tail = max(at, len(text) - self._longest + 1)
             end = len(text) if source._ended else tail + start_of_partial(text[tail:], self._marks)
             if end > at:

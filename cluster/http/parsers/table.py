@@ -83,8 +83,8 @@ def _parts(value: Any) -> list[CallPart]:
         function = call.get("function", call) if isinstance(call, Mapping) else {}
         arguments = function.get("arguments", {})
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        if isinstance(function.get("name"), str) and (found := _object(written)) is not None:
-            parts.append(CallPart(function["name"], found))
+        if isinstance(function.get("name"), str) and (call_arguments := _object(written)) is not None:
+            parts.append(CallPart(function["name"], call_arguments))
     return parts
 
 

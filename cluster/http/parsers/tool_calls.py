@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from aerie.cluster.http.parsers.json_calls import CallPart, Found, read_arguments, read_calls
+from aerie.cluster.http.parsers.json_calls import CallPart, Parsed, read_arguments, read_calls
 from aerie.cluster.http.parsers.literal_calls import literal_json
 from aerie.cluster.http.parsers.source import SPACES, Marks, Reading, Running, Source
 from aerie.cluster.http.text.json_text import parsed, repaired
-from aerie.workers.structured_output.schema_keywords import OF_TYPE, UNIONS, is_of
+from aerie.workers.structured_output.schema_keywords import KEYWORDS_OF_TYPE, UNIONS, is_of
 
 PYTHON_TAG = "<|python_tag|>"
 MISTRAL_MARK = "[TOOL_CALLS]"
@@ -27,32 +27,32 @@ _HEAD_PART = re.compile(r"[^{\"'<\[]*")
 _FENCE = "```"
 
 # Reads the calls after an opening mark. The result is None, or the position of text that is no call, which is last.
-CallBody = Callable[[Source, Found], Reading[int | None]]
+CallBody = Callable[[Source, Parsed], Reading[int | None]]
 
 
 class StreamedCalls:
     """Finds the calls of one answer. read: reads a whole answer."""
 
-    def __init__(self, read: Callable[[Source, Found], Reading[None]]) -> None:
-        source, self._found = Source(), Found()
-        self._running = Running(source, read(source, self._found))
+    def __init__(self, read: Callable[[Source, Parsed], Reading[None]]) -> None:
+        source, self._parsed = Source(), Parsed()
+        self._running = Running(source, read(source, self._parsed))
 
     @property
     def is_cut(self) -> bool:
         """Whether the answer ended within the arguments of the last call."""
-        return self._found.is_cut
+        return self._parsed.is_cut
 
     @property
     def num_calls(self) -> int:
         """Number of calls so far."""
-        return self._found.num_calls
+        return self._parsed.num_calls
 
     def take(self, text: str, end: bool) -> tuple[str, list[CallPart]]:
         """Return content and parts of calls in further text. Text may be held back except at the end."""
         self._running.push(text, end)
         if self._running.is_done:
-            self._found.text(self._running.source.rest())
-        return self._found.taken()
+            self._parsed.text(self._running.source.rest())
+        return self._parsed.taken()
 
 
 class MarkedCalls:
@@ -62,7 +62,7 @@ class MarkedCalls:
         self.bodies = bodies
         self._marks = Marks(bodies)
 
-    def read(self, source: Source, found: Found) -> Reading[None]:
+    def read(self, source: Source, parsed: Parsed) -> Reading[None]:
         """Read an answer."""
         spaces: list[str] = []
         has_failed = False  # the mark after a call that is none is content, too
@@ -72,37 +72,39 @@ class MarkedCalls:
                 break
             shown = text.rstrip()
             if shown:
-                found.text("".join(spaces) + shown)
+                parsed.text("".join(spaces) + shown)
                 spaces = []
             spaces.append(text[len(shown) :])
             if not mark:
                 continue
             body = self.bodies[mark]
-            num_before = found.num_calls
-            no_call = (mark if has_failed else "") if body is None else (yield from _no_call(body, mark, source, found))
+            num_before = parsed.num_calls
+            no_call = (
+                (mark if has_failed else "") if body is None else (yield from _no_call(body, mark, source, parsed))
+            )
             if no_call:
-                found.text("".join(spaces) + no_call)
-            has_failed, spaces = body is not None and bool(no_call) and found.num_calls == num_before, []
-        if not found.num_calls:
-            found.text("".join(spaces))
+                parsed.text("".join(spaces) + no_call)
+            has_failed, spaces = body is not None and bool(no_call) and parsed.num_calls == num_before, []
+        if not parsed.num_calls:
+            parsed.text("".join(spaces))
 
-    def read_only_calls(self, source: Source, found: Found) -> Reading[None]:
+    def read_only_calls(self, source: Source, parsed: Parsed) -> Reading[None]:
         """Read calls up to other text, in which a mark begins no call."""
         while True:
             yield from source.run(SPACES)
             mark = yield from self._marks.take(source)
             body = self.bodies[mark] if mark else None
-            if not mark or (body is not None and (yield from body(source, found)) is not None):
+            if not mark or (body is not None and (yield from body(source, parsed)) is not None):
                 return
 
 
-def _no_call(body: CallBody, mark: str, source: Source, found: Found) -> Reading[str]:
+def _no_call(body: CallBody, mark: str, source: Source, parsed: Parsed) -> Reading[str]:
     """Read the calls after `mark`. Return the text that is none, with the mark if there was no call."""
-    num_before = found.num_calls
-    source.keep()
-    position = yield from body(source, found)
-    text = source.kept(position or 0)
-    return "" if position is None else (text if found.num_calls > num_before else mark + text)
+    num_before = parsed.num_calls
+    source.record()
+    position = yield from body(source, parsed)
+    text = source.recorded(position or 0)
+    return "" if position is None else (text if parsed.num_calls > num_before else mark + text)
 
 
 def named_call(head: re.Pattern[str], tail: str, mark: str) -> CallBody:
@@ -113,7 +115,7 @@ def named_call(head: re.Pattern[str], tail: str, mark: str) -> CallBody:
     mark: the opening mark, which no head has.
     """
 
-    def read(source: Source, found: Found) -> Reading[int | None]:
+    def read(source: Source, parsed: Parsed) -> Reading[int | None]:
         start = source.position
         text = ""
         while len(text) <= _MAX_HEAD:
@@ -132,9 +134,9 @@ def named_call(head: re.Pattern[str], tail: str, mark: str) -> CallBody:
         if name is None:
             return start
         if has_ended:
-            found.call(name[1])
-            found.arguments("{}")
-        elif not (yield from read_arguments(source, found, name[1])):
+            parsed.call(name[1])
+            parsed.arguments("{}")
+        elif not (yield from read_arguments(source, parsed, name[1])):
             return start
         elif tail:
             yield from source.run(SPACES)
@@ -149,28 +151,28 @@ def named_call(head: re.Pattern[str], tail: str, mark: str) -> CallBody:
 _mistral_call = named_call(_MISTRAL_HEAD, "", MISTRAL_MARK)
 
 
-def read_mistral_calls(source: Source, found: Found) -> Reading[int | None]:
+def read_mistral_calls(source: Source, parsed: Parsed) -> Reading[int | None]:
     """Read a list of calls, or (tokenizers from version 11 on) one call's name and arguments."""
     start = source.position
     yield from source.run(SPACES)
     is_list = (yield from source.peek()) in ("[", "{")
-    position = yield from (read_calls if is_list else _mistral_call)(source, found)
-    return position if position is None or found.num_calls else start
+    position = yield from (read_calls if is_list else _mistral_call)(source, parsed)
+    return position if position is None or parsed.num_calls else start
 
 
-def read_llama3_calls(source: Source, found: Found) -> Reading[None]:
+def read_llama3_calls(source: Source, parsed: Parsed) -> Reading[None]:
     """Read an answer of Llama 3.x, which is either calls from its start, or content."""
-    source.keep()
+    source.record()
     yield from source.run(SPACES)
     is_tagged = yield from source.take(PYTHON_TAG)
     yield from source.run(SPACES)
     first = yield from source.peek()
     position: int | None = 0
     if first == "{" or (first == "[" and is_tagged):
-        position = yield from read_calls(source, found)
-    text = source.kept(position if position and found.num_calls else 0)
+        position = yield from read_calls(source, parsed)
+    text = source.recorded(position if position and parsed.num_calls else 0)
     if position is not None:
-        found.text(text)
+        parsed.text(text)
 
 
 _SCALARS = {"True": "true", "False": "false", "None": "null"}  # Python's names, which some chat templates write
@@ -190,13 +192,13 @@ class ArgumentTypes:
         return cls({}, frozenset())
 
     @classmethod
-    def of_schema(cls, schema: Any) -> "ArgumentTypes":
+    def from_schema(cls, schema: Any) -> "ArgumentTypes":
         """Return the types of a function. schema: schema of its arguments, an object."""
         if not isinstance(schema, Mapping):
             return cls.unknown()
         named = schema.get("properties")
         properties = named if isinstance(named, Mapping) else {}
-        by_name = {name: _types(each, schema, _MAX_REFERENCES) for name, each in properties.items()}
+        by_name = {name: _types(value, schema, _MAX_REFERENCES) for name, value in properties.items()}
         return cls(by_name, _types(schema.get("additionalProperties"), schema, _MAX_REFERENCES))
 
     def of(self, name: str) -> frozenset[str]:
@@ -211,27 +213,27 @@ def _types(schema: Any, root: Mapping[str, Any], references: int) -> frozenset[s
     if isinstance(reference := schema.get("$ref"), str):
         return _types(_referred(root, reference), root, references - 1) if references else frozenset()
     if isinstance(named := schema.get("type"), str | list):
-        return frozenset([named] if isinstance(named, str) else map(str, named)) & OF_TYPE.keys()
+        return frozenset([named] if isinstance(named, str) else map(str, named)) & KEYWORDS_OF_TYPE.keys()
     if "const" in schema or isinstance(schema.get("enum"), list):
         values = schema.get("enum", [schema.get("const")])
-        return frozenset(next(kind for kind in OF_TYPE if is_of(value, kind)) for value in values)
+        return frozenset(next(kind for kind in KEYWORDS_OF_TYPE if is_of(value, kind)) for value in values)
     for key in UNIONS:
         branches = schema.get(key)
         if isinstance(branches, list) and references:
-            found = [_types(branch, root, references - 1) for branch in branches]
+            per_branch = [_types(branch, root, references - 1) for branch in branches]
             if key == "allOf":
-                return next((each for each in found if each), frozenset())
-            return frozenset().union(*found) if all(found) else frozenset()
+                return next((types for types in per_branch if types), frozenset())
+            return frozenset().union(*per_branch) if all(per_branch) else frozenset()
     return frozenset()
 
 
 def _referred(root: Mapping[str, Any], reference: str) -> Any:
     """Return the part of `root` at a JSON pointer, None without one."""
-    found: Any = root
+    target: Any = root
     for step in reference.removeprefix("#").strip("/").split("/"):
         name = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
+        target = target.get(name) if isinstance(target, Mapping) else None
+    return target
 
 
 def json_value(text: str, types: frozenset[str]) -> str:

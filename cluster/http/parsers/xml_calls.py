@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from aerie.cluster.http.parsers.json_calls import NAME, Found
+from aerie.cluster.http.parsers.json_calls import NAME, Parsed
 from aerie.cluster.http.parsers.json_copy import Write
 from aerie.cluster.http.parsers.source import SPACES, Marks, Reading, Source
 from aerie.cluster.http.parsers.tool_calls import ArgumentTypes, CallBody, json_value
@@ -115,7 +115,7 @@ def xml_calls(types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: 
         call.
     """
 
-    def read(source: Source, found: Found) -> Reading[int | None]:
+    def read(source: Source, parsed: Parsed) -> Reading[int | None]:
         is_first = True
         while True:
             start = source.position
@@ -126,8 +126,8 @@ def xml_calls(types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: 
             name = yield from _name(source, form)
             if not name or (opened and name not in types):
                 return start
-            found.call(name)
-            position = yield from _Function(source, found, form, types.get(name, ArgumentTypes.unknown())).read()
+            parsed.call(name)
+            position = yield from _Function(source, parsed, form, types.get(name, ArgumentTypes.unknown())).read()
             if position is not None or not form.opens:
                 return position
             is_first = False
@@ -151,9 +151,9 @@ def _name(source: Source, form: XmlForm) -> Reading[str]:
 class _Function:
     """The parameters of one function, from after its name to the function's end."""
 
-    def __init__(self, source: Source, found: Found, form: XmlForm, types: ArgumentTypes) -> None:
+    def __init__(self, source: Source, parsed: Parsed, form: XmlForm, types: ArgumentTypes) -> None:
         self._source = source
-        self._found = found
+        self._parsed = parsed
         self._form = form
         self._types = types
         self._opens = "{"  # written before the next parameter
@@ -167,8 +167,8 @@ class _Function:
         while not self._has_ended:
             text, mark = yield from form.next_marks.find(source)
             if text.strip():
-                self._found.is_cut = source.is_over and form.next_marks.may_begin(text.strip())
-                source.back("" if self._found.is_cut else text.lstrip() + (mark or ""))
+                self._parsed.is_cut = source.is_over and form.next_marks.may_begin(text.strip())
+                source.back("" if self._parsed.is_cut else text.lstrip() + (mark or ""))
                 break
             if mark == form.key:
                 start = source.position - len(mark)
@@ -176,13 +176,13 @@ class _Function:
                     position = start
                     break
             elif mark is None:
-                self._found.is_cut = True
+                self._parsed.is_cut = True
                 break
             elif mark not in ("", form.value_end):
                 if mark != form.function_end:
                     source.back(mark)
                 break
-        self._found.arguments("}" if self._opens == ", " else "{}")
+        self._parsed.arguments("}" if self._opens == ", " else "{}")
         return position
 
     def _parameter(self) -> Reading[bool]:
@@ -195,12 +195,12 @@ class _Function:
             parts.append(text)
         if mark != form.key_end:
             source.back(mark or "")
-            self._found.is_cut = mark is None
+            self._parsed.is_cut = mark is None
             return mark is None
         if form.value:
             yield from source.run(SPACES)
             if not (yield from source.take(form.value)):
-                self._found.is_cut = source.is_over
+                self._parsed.is_cut = source.is_over
                 return source.is_over
         if form.has_breaks:
             yield from source.take("\n")
@@ -209,7 +209,7 @@ class _Function:
         return True
 
     def _write_text(self, text: str) -> None:
-        self._found.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+        self._parsed.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _value(self, key: str, types: frozenset[str]) -> Reading[None]:
         """Read the value of `key`, which is JSON. types: its possible JSON types; empty: any."""
@@ -217,13 +217,13 @@ class _Function:
         opens = f"{self._opens}{key}: "
         parts: list[str] = []
         if is_text:
-            self._found.arguments(opens + '"')
+            self._parsed.arguments(opens + '"')
             self._opens = ", "
         is_whole = yield from self._text(self._write_text if is_text else parts.append)
         if is_text:
-            self._found.arguments('"')
+            self._parsed.arguments('"')
         elif is_whole:
-            self._found.arguments(opens + json_value("".join(parts), types))
+            self._parsed.arguments(opens + json_value("".join(parts), types))
             self._opens = ", "
 
     def _text(self, write: Write) -> Reading[bool]:
@@ -237,7 +237,7 @@ class _Function:
             more, mark = yield from form.value_marks.find(source)
             if mark is None:
                 write(text)
-                self._found.is_cut = self._has_ended = True
+                self._parsed.is_cut = self._has_ended = True
                 return False
             text += more
             break_at = len(text) - (form.has_breaks and text.endswith("\n"))
@@ -263,4 +263,4 @@ class _Function:
 def types_of_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, ArgumentTypes]:
     """Return the argument types of each function, by its name. tools: in the chat template's form."""
     functions = (tool.get("function", tool) for tool in tools)
-    return {function["name"]: ArgumentTypes.of_schema(function.get("parameters")) for function in functions}
+    return {function["name"]: ArgumentTypes.from_schema(function.get("parameters")) for function in functions}

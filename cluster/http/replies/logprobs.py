@@ -55,10 +55,10 @@ class LogprobFormats:
         """Return vLLM's format: for each position the prompt's own token, then the most likely ones."""
         places: list[dict[str, PromptToken] | None] = [None]
         for token, score in zip(prompt[1:], scores, strict=True):
-            place = {str(token): self._prompt_token(token, score.logprob, score.rank)}
+            entry = {str(token): self._prompt_token(token, score.logprob, score.rank)}
             for rank, (other, logprob) in enumerate(_top(score, num_top), 1):
-                place.setdefault(str(other), self._prompt_token(other, logprob, rank))
-            places.append(place)
+                entry.setdefault(str(other), self._prompt_token(other, logprob, rank))
+            places.append(entry)
         return places
 
     def _entry(self, token: int, logprob: float) -> tuple[str, float, list[int]]:

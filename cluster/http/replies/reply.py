@@ -117,12 +117,12 @@ class ReplyContext:
         """Return which weights wrote the tokens of choice `index`, if requested."""
         if not self.request.return_weight_versions:
             return UNSET
-        answer, start, found = self.answers[index], 0, []
+        answer, start, versions = self.answers[index], 0, []
         for version, count in answer.versions:
             end = min(start + count, answer.num_tokens)
-            found += [WeightVersion(version or "0", start, end)] if end > start else []
+            versions += [WeightVersion(version or "0", start, end)] if end > start else []
             start = end
-        return found
+        return versions
 
     def usage(self) -> Usage:
         """Return the numbers of tokens so far. Cached tokens are left out until they are known."""

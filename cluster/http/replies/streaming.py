@@ -13,7 +13,7 @@ STREAM_HEADERS = [
 ]
 
 _encode = msgspec.json.Encoder().encode
-_PLACE = "\x00text\x00"  # placeholder of the text; occurs in no id or model name
+_PLACEHOLDER = "\x00text\x00"  # placeholder of the text; occurs in no id or model name
 
 
 def event(payload: bytes) -> bytes:
@@ -35,8 +35,8 @@ class TextEvents:
     """Events that differ in one text. chunk: returns the chunk with a given text; called once."""
 
     def __init__(self, chunk: Callable[[str], msgspec.Struct]) -> None:
-        self._before, place, self._after = chunk_event(chunk(_PLACE)).partition(_encode(_PLACE))
-        assert place
+        self._before, marker, self._after = chunk_event(chunk(_PLACEHOLDER)).partition(_encode(_PLACEHOLDER))
+        assert marker
 
     def event(self, text: str) -> bytes:
         """Return the event with `text`."""

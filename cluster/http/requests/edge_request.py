@@ -135,8 +135,8 @@ class EdgeRequest:
     @property
     def grammars(self) -> dict[Grammar, str]:
         """The answers' grammars, and the parameter of each."""
-        found = ((choice.sampling.grammar, choice.grammar_param) for choice in self.choices)
-        return {grammar: param for grammar, param in found if grammar is not None}
+        pairs = ((choice.sampling.grammar, choice.grammar_param) for choice in self.choices)
+        return {grammar: param for grammar, param in pairs if grammar is not None}
 
     @property
     def is_constrained(self) -> bool:
@@ -219,8 +219,8 @@ async def _chat_prompt(
         prompt = check_token_ids("input_ids", body.input_ids, tokenizer)
         return await tokenizer.decode_long(prompt), prompt, None
     chat = await _chat_text(body, calls, config, tokenizer)
-    kept = truncation_of(body, max_tokens, config)
-    return chat.text, *await encode_chat(chat, images, tokenizer, config, kept)
+    truncation = truncation_of(body, max_tokens, config)
+    return chat.text, *await encode_chat(chat, images, tokenizer, config, truncation)
 
 
 async def _chat_text(
@@ -248,17 +248,17 @@ async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: C
         raise invalid("max_tokens", "max_tokens must be at least 1, or 0 with echo: true for the prompt alone")
     if body.prompt_embeds is not None:
         return _embedded_request(body, config, tokenizer)
-    given = listed_prompts(body.prompt, config.max_choices, tokenizer)
-    num_choices(body.n, len(given), config)
-    kept = truncation_of(body, body.max_tokens, config)
+    listed = listed_prompts(body.prompt, config.max_choices, tokenizer)
+    num_choices(body.n, len(listed), config)
+    truncation = truncation_of(body, body.max_tokens, config)
     prompts = [
-        await encode_prompt(prompt, body.add_special_tokens is not False, "prompt", tokenizer, config, kept)
+        await encode_prompt(prompt, body.add_special_tokens is not False, "prompt", tokenizer, config, truncation)
         if isinstance(prompt, str)
         else prompt
-        for prompt in given
+        for prompt in listed
     ]
     skips = body.skip_special_tokens is not False
-    echo = [p if isinstance(p, str) else await tokenizer.decode_long(p, skips) for p in given] if body.echo else []
+    echo = [p if isinstance(p, str) else await tokenizer.decode_long(p, skips) for p in listed] if body.echo else []
     logprobs = -1 if body.logprobs is None else body.logprobs
     return _request(body, prompts, echo, logprobs, body.max_tokens, config, tokenizer)
 
@@ -270,7 +270,7 @@ def _embedded_request(body: CompletionRequest, config: EdgeConfig, tokenizer: Ch
         if values[name] not in (None, False, "", []):
             raise unsupported(name, "embeddings stand for the whole prompt, and have no tokens")
     inputs = read_embeds(body.prompt_embeds, config.max_choices)
-    prompts = [[PLACEHOLDER] * each.embeddings[0].num_rows for each in inputs]
+    prompts = [[PLACEHOLDER] * part.embeddings[0].num_rows for part in inputs]
     logprobs = -1 if body.logprobs is None else body.logprobs
     request = _request(body, prompts, [], logprobs, body.max_tokens, config, tokenizer)
     return dataclasses.replace(request, inputs=tuple(inputs))
@@ -289,14 +289,14 @@ def _request(
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
     chat = isinstance(body, ChatCompletionRequest)
     n = num_choices(body.n, len(prompts), config)
-    if (kept := truncation_of(body, max_tokens, config)) is not None:
-        prompts = [kept.of(prompt) for prompt in prompts]
+    if (truncation := truncation_of(body, max_tokens, config)) is not None:
+        prompts = [truncation.of(prompt) for prompt in prompts]
     eos = frozenset(() if body.ignore_eos else tokenizer.eos_token_ids)
     prompt_logprobs = -1 if body.prompt_logprobs is None else body.prompt_logprobs
     scored = max(prompt_logprobs, logprobs if echo else -1)
     check_scores(body, scored, sum(map(len, prompts)) * n, config)
     check_token_ids("allowed_token_ids", body.allowed_token_ids or [], tokenizer)
-    grammar_param, grammar = GrammarMaker(config, eos).of_body(body) or ("", None)
+    grammar_param, grammar = GrammarMaker(config, eos).from_body(body) or ("", None)
     sampling = sampling_params(body, logprobs, eos, grammar, config, tokenizer)
     sampling = msgspec.structs.replace(sampling, prompt_logprobs=scored)
     form = AnswerForm(

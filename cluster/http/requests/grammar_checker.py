@@ -62,18 +62,18 @@ class ProcessChecker(GrammarChecker):
             process.kill()
 
     async def check(self, grammar: Grammar, param: str) -> None:
-        found = self._known.get(grammar)
-        if found is None:
-            found = await self._found(grammar)
-        if found.fault:
-            raise _refusal(grammar, param, found)
+        result = self._known.get(grammar)
+        if result is None:
+            result = await self._result(grammar)
+        if result.fault:
+            raise _refusal(grammar, param, result)
 
     def close(self) -> None:
         """End all trials."""
         for trial in self._trials.values():
             trial.cancel()
 
-    async def _found(self, grammar: Grammar) -> TrialResult:
+    async def _result(self, grammar: Grammar) -> TrialResult:
         """Return the result of a trial. Requests with the same grammar share one trial."""
         trial = self._trials.get(grammar)
         if trial is None:
@@ -93,8 +93,8 @@ class ProcessChecker(GrammarChecker):
 
     async def _try(self, grammar: Grammar) -> TrialResult:
         """Try a grammar. Raises ApiError if that is not possible now."""
-        async with contextlib.AsyncExitStack() as place:
-            await place.enter_async_context(self._quick)
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._quick)
             try:
                 process, own = await asyncio.to_thread(self._forked, grammar.end_token_ids)
             except VocabularyError as error:
@@ -106,7 +106,7 @@ class ProcessChecker(GrammarChecker):
             try:
                 done, _ = await asyncio.wait([trying], timeout=QUICK_S)
                 if not done:
-                    await place.aclose()  # the next one may begin
+                    await stack.aclose()  # the next one may begin
                     if self._num_slow >= self._max_slow:
                         raise overloaded(
                             f"the grammar takes longer than {QUICK_S:g} s to try, and {self._num_slow} such are being "
@@ -173,10 +173,10 @@ async def _trial_result(own: socket.socket, process: ForkedProcess, trial: Trial
         writer.close()
 
 
-def _refusal(grammar: Grammar, param: str, found: TrialResult) -> ApiError:
+def _refusal(grammar: Grammar, param: str, result: TrialResult) -> ApiError:
     kind = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "grammar"}.get(
         grammar.kind, grammar.kind.replace("_", " ")
     )
-    if found.is_model_fault:
-        return unsupported(param, found.fault)
-    return invalid(param, f"The {kind} cannot be used: {found.fault}", "unsupported_grammar")
+    if result.is_model_fault:
+        return unsupported(param, result.fault)
+    return invalid(param, f"The {kind} cannot be used: {result.fault}", "unsupported_grammar")

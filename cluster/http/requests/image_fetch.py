@@ -73,10 +73,10 @@ class Fetcher:
         try:
             async with asyncio.timeout(self._timeout_s):
                 for _ in range(MAX_REDIRECTS + 1):
-                    found = await self._get(url, param)
-                    if isinstance(found, bytes):
-                        return found
-                    url = urljoin(url, found)
+                    reply = await self._get(url, param)
+                    if isinstance(reply, bytes):
+                        return reply
+                    url = urljoin(url, reply)
         except TimeoutError:
             raise invalid(param, f"{param}: the image did not arrive in {self._timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -119,42 +119,48 @@ class Fetcher:
             raise invalid(
                 param, f"{param}: must be a data URL, or an http(s) URL of {MAX_URL} characters without a user"
             )
-        if not any(host == each or (each.startswith("*.") and host.endswith(each[1:])) for each in self._hosts):
+        if not any(
+            host == pattern or (pattern.startswith("*.") and host.endswith(pattern[1:])) for pattern in self._hosts
+        ):
             raise unsupported(param, f"host {host[:100]!r}: images are fetched from ingress.image_hosts only")
         port = port or (443 if split.scheme == "https" else 80)
         try:
-            found = await self._resolve(host, port)
+            addresses = await self._resolve(host, port)
         except OSError:
-            found = ()
-        if not found:
+            addresses = ()
+        if not addresses:
             raise invalid(param, f"{param}: host {host[:100]!r} has no address")
-        if not all(map(self._is_public, found)):
+        if not all(map(self._is_public, addresses)):
             raise unsupported(param, f"host {host[:100]!r} has an address that is not public")
-        return host, port, found[0]
+        return host, port, addresses[0]
 
 
 async def addresses_of(host: str, port: int) -> list[str]:
     """Return the addresses of a host. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(entry[4][0]) for entry in found]
+    entries = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in entries]
 
 
 def is_public_address(address: str) -> bool:
     """Whether an address belongs to the public internet, also if it contains an IPv4 address: mapped, NAT64, 6to4 and
     Teredo."""
     try:
-        found = ipaddress.ip_address(address.partition("%")[0])
+        parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return False
     inner: list[ipaddress.IPv4Address | None] = []
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = [found.ipv4_mapped, found.sixtofour, *(found.teredo or ())]
-        if found in _NAT64:
-            inner.append(ipaddress.IPv4Address(int(found) & 0xFFFFFFFF))
-        if found.ipv4_mapped is not None:
-            return is_public_address(str(found.ipv4_mapped))
-    public = found.is_global and not found.is_multicast
-    return public and all(each.is_global and not each.is_multicast for each in inner if each is not None)
+    if isinstance(parsed, ipaddress.IPv6Address):
+        inner = [parsed.ipv4_mapped, parsed.sixtofour, *(parsed.teredo or ())]
+        if parsed in _NAT64:
+            inner.append(ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF))
+        if parsed.ipv4_mapped is not None:
+            return is_public_address(str(parsed.ipv4_mapped))
+    public = parsed.is_global and not parsed.is_multicast
+    return public and all(
+        inner_address.is_global and not inner_address.is_multicast
+        for inner_address in inner
+        if inner_address is not None
+    )
 
 
 def _too_large(param: str, max_bytes: int) -> ApiError:

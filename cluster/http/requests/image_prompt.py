@@ -17,14 +17,14 @@ from aerie.workers.vision.positions import mrope_positions
 
 def images_of(messages: Sequence[Message]) -> list[PreparedImage]:
     """Return the images of messages, in order."""
-    found = []
+    images = []
     for i, message in enumerate(messages):
         for j, part in enumerate(message.content if isinstance(message.content, list) else ()):
             if isinstance(part, ImagePart):
                 if part.image is None:
                     raise invalid(f"messages[{i}].content[{j}].type", "images are not read here; send text")
-                found.append(part.image)
-    return found
+                images.append(part.image)
+    return images
 
 
 async def encode_chat(
@@ -32,14 +32,14 @@ async def encode_chat(
     images: Sequence[PreparedImage],
     tokenizer: ChatTokenizer,
     config: EdgeConfig,
-    kept: Truncation | None = None,
+    truncation: Truncation | None = None,
     add_special_tokens: bool = False,
     param: str = "messages",
 ) -> tuple[list[int], PromptInputs | None]:
     """Return the tokens of a chat and its other inputs. images: its `images_of`. Others: see `encode_prompt`."""
-    if images and (found := images[0].placeholder).text:
-        chat = chat.replaced(found.text, found.replacement)
-    tokens = await encode_prompt(chat, add_special_tokens, param, tokenizer, config, kept)
+    if images and (placeholder := images[0].placeholder).text:
+        chat = chat.replaced(placeholder.text, placeholder.replacement)
+    tokens = await encode_prompt(chat, add_special_tokens, param, tokenizer, config, truncation)
     return _with_images(tokens, images) if images else (tokens, None)
 
 
@@ -53,9 +53,9 @@ def _with_images(tokens: list[int], images: Sequence[PreparedImage]) -> tuple[li
             f"the chat template shows {len(places)} of the {len(images)} images of the messages to the model",
         )
     prompt, inputs = tokens[: places[0]], list[Image]()
-    for image, (place, following) in zip(images, pairwise([*places, len(tokens)]), strict=True):
+    for image, (index, following) in zip(images, pairwise([*places, len(tokens)]), strict=True):
         inputs.append(Image.of(len(prompt), image.num_rows, image.grid, image.data))
-        prompt += [placeholder.filler_id] * image.num_rows + tokens[place + 1 : following]
+        prompt += [placeholder.filler_id] * image.num_rows + tokens[index + 1 : following]
     if not placeholder.has_mrope:
         return prompt, PromptInputs(images=tuple(inputs))
     positions = mrope_positions(len(prompt), inputs, placeholder.merge_size)

@@ -56,7 +56,7 @@ class ProcessReader(ImageReader):
         super().__init__()
         self._folder, self._vision, self._config = str(source.folder), vision, config
         self._fetcher = Fetcher(config.image_hosts, config.max_image_bytes, config.image_timeout_s)
-        self._place = asyncio.Semaphore(min(4, os.cpu_count() or 1))
+        self._semaphore = asyncio.Semaphore(min(4, os.cpu_count() or 1))
         self._num_waiting = 0
         self._known: collections.OrderedDict[bytes, PreparedImage] = collections.OrderedDict()
         self._known_bytes = 0
@@ -68,10 +68,10 @@ class ProcessReader(ImageReader):
             process.kill()
 
     async def read(self, messages: Sequence[Message], param: str = "messages") -> None:
-        found = list(_images(messages, param))
-        if len(found) > self._config.max_images:
-            raise invalid(param, f"{len(found)} images are more than {self._config.max_images} (ingress.max_images)")
-        for where, part in found:
+        images = list(_images(messages, param))
+        if len(images) > self._config.max_images:
+            raise invalid(param, f"{len(images)} images are more than {self._config.max_images} (ingress.max_images)")
+        for where, part in images:
             at, limit = f"{where}.image_url", self._config.max_image_bytes
             is_data = part.url[:5].lower() == "data:"
             data = data_of(part.url, at, limit) if is_data else await self._fetcher.fetch(part.url, at)
@@ -90,7 +90,7 @@ class ProcessReader(ImageReader):
             raise overloaded(f"{self._num_waiting} images wait to be decoded; retry later", 1.0)
         self._num_waiting += 1
         try:
-            async with self._place:
+            async with self._semaphore:
                 image = await self._decoded(data)
         finally:
             self._num_waiting -= 1

@@ -171,9 +171,9 @@ def _salt(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _logit_bias(given: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, float]:
+def _logit_bias(bias_by_token: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, float]:
     biases = {}
-    for key, bias in given.items():
+    for key, bias in bias_by_token.items():
         # str.isdigit alone would accept digits of other scripts.
         token = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else -1
         if not 0 <= token < tokenizer.num_ids:

@@ -31,16 +31,16 @@ async def encode_prompt(
     param: str,
     tokenizer: ChatTokenizer,
     config: EdgeConfig,
-    kept: Truncation | None = None,
+    truncation: Truncation | None = None,
 ) -> list[int]:
     """Return the tokens of a prompt's text. A text that certainly exceeds the model's length is refused before it is
-    encoded. kept: return only this part of the tokens, and perhaps a few more."""
+    encoded. truncation: return only this part of the tokens, and perhaps a few more."""
     longest = config.max_bytes_per_token or tokenizer.longest_token_bytes
     # A text has at least len(text) bytes; counting bytes copies it.
-    if kept is None and longest and len(text) > longest * config.max_model_len:
+    if truncation is None and longest and len(text) > longest * config.max_model_len:
         raise _too_long(f"{len(text)} characters, which are more tokens in any case", param, config)
     try:
-        return await tokenizer.encode(text, add_special_tokens, config.max_model_len, kept)
+        return await tokenizer.encode(text, add_special_tokens, config.max_model_len, truncation)
     except TooManyTokensError as error:
         raise _too_long(f"more than {error.num_tokens} tokens", param, config) from None
 
@@ -198,27 +198,27 @@ _DTYPES: dict[str, tuple[Literal["float32", "float16", "bfloat16"], int]] = {
 }
 
 
-def read_embeds(given: Any, max_prompts: int) -> list[PromptInputs]:
+def read_embeds(value: Any, max_prompts: int) -> list[PromptInputs]:
     """Return the inputs of each prompt: one for a text, several for a list of them. Raises ApiError."""
-    listed = given if isinstance(given, list) else [given]
+    listed = value if isinstance(value, list) else [value]
     if not 1 <= len(listed) <= max_prompts or not all(isinstance(text, str) for text in listed):
         raise invalid(PARAM, f"{PARAM} must be a string, or a list of 1 to {max_prompts} strings")
-    found = []
+    prompts = []
     for i, text in enumerate(listed):
-        where = f"{PARAM}[{i}]" if listed is given else PARAM
+        where = f"{PARAM}[{i}]" if listed is value else PARAM
         try:
-            found.append(PromptInputs((_embeddings(text),)))
+            prompts.append(PromptInputs((_embeddings(text),)))
         except (ValueError, TypeError, LookupError, NotImplementedError, zipfile.BadZipFile) as error:
             rule = "must be base64 of the bytes of torch.save, of a contiguous tensor [tokens, hidden_size]"
             raise invalid(where, f"{where}: {rule} of float32, float16 or bfloat16 ({str(error)[:200]})") from None
-    return found
+    return prompts
 
 
 def _embeddings(text: str) -> Embeddings:
     """Raises ValueError, and what a foreign file makes zipfile and the indexing of its description raise."""
     with zipfile.ZipFile(io.BytesIO(a2b_base64(text, strict_mode=True))) as archive:
-        entries = {each.filename.partition("/")[2]: each for each in archive.infolist()}
-        if any(each.compress_type != zipfile.ZIP_STORED for each in entries.values()):
+        entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):
             raise ValueError("the file is compressed")
         if entries["data.pkl"].file_size > _MAX_DESCRIPTION:
             raise ValueError("the file has more than a tensor")

@@ -144,9 +144,9 @@ def _functions(body: ResponsesRequest) -> Iterator[tuple[str, str, ResponseTool]
     """Yield name, namespace ("" without one) and declaration of each function that the model is shown."""
     for tool in body.tools or ():
         namespace = tool.name if isinstance(tool, Namespace) else ""
-        for each in tool.tools if isinstance(tool, Namespace) else [tool]:
-            if isinstance(each, ResponseTool):
-                yield joined_name(namespace, each.name), namespace, each
+        for member in tool.tools if isinstance(tool, Namespace) else [tool]:
+            if isinstance(member, ResponseTool):
+                yield joined_name(namespace, member.name), namespace, member
 
 
 def input_messages(items: str | Sequence[Item]) -> list[MessageDict]:

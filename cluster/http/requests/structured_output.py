@@ -31,7 +31,7 @@ class GrammarMaker:
         self._config = config
         self._end = tuple(sorted(end_token_ids))
 
-    def of_body(self, body: Any) -> tuple[str, Grammar] | None:
+    def from_body(self, body: Any) -> tuple[str, Grammar] | None:
         """Return the grammar of a body of `aerie.cluster.http.schema.request` and the parameter that asks for it; None
         without one. Raises ApiError."""
         makers: dict[str, Callable[[str, Any], Grammar | None]] = {
@@ -47,16 +47,16 @@ class GrammarMaker:
             "allowed_token_ids": self.tokens,
             "bad_words": self.without,
         }
-        found: dict[str, Grammar] = {}
+        grammars: dict[str, Grammar] = {}
         for param, make in makers.items():
             value = getattr(body, param)
             grammar = make(param, value) if value is not None else None
             if grammar is not None:
-                found[param] = grammar
-        if len(found) > 1:
-            first, second, *_ = found
+                grammars[param] = grammar
+        if len(grammars) > 1:
+            first, second, *_ = grammars
             raise invalid(second, f"{second} cannot be combined with {first}; ask for one form of answer")
-        return next(iter(found.items()), None)
+        return next(iter(grammars.items()), None)
 
     def json_schema(self, param: str, schema: Any, any_whitespace: bool = True) -> Grammar:
         """Return a grammar of JSON that fits `schema`: an object, true, or a string of JSON. Raises ApiError."""
@@ -101,8 +101,8 @@ class GrammarMaker:
 
     def tokens(self, param: str, ids: Sequence[int]) -> Grammar:
         """Return a grammar of one or more tokens of `ids`."""
-        each = [{"type": "token", "token": token} for token in ids]
-        return self.structural_tag(param, {"format": {"type": "plus", "content": {"type": "or", "elements": each}}})
+        elements = [{"type": "token", "token": token} for token in ids]
+        return self.structural_tag(param, {"format": {"type": "plus", "content": {"type": "or", "elements": elements}}})
 
     def without(self, param: str, words: Sequence[str]) -> Grammar | None:
         """Return a grammar of text without any of `words`."""
@@ -115,16 +115,16 @@ class GrammarMaker:
         if depth == 0:
             raise UnsupportedSchemaError("", "", f"it is nested more than {self._config.max_schema_depth} deep")
         if isinstance(value, list):
-            return [self._with_checked_schemas(each, depth - 1) for each in value]
+            return [self._with_checked_schemas(part, depth - 1) for part in value]
         if not isinstance(value, dict):
             return value
         if value.get("type") == "regex":
             check_pattern(value.get("pattern"), "pattern", "")
         return {
-            key: json.loads(checked_schema(each, self._config.max_schema_depth))
-            if key in ("schema", "json_schema") and isinstance(each, dict | bool)
-            else self._with_checked_schemas(each, depth - 1)
-            for key, each in value.items()
+            key: json.loads(checked_schema(part, self._config.max_schema_depth))
+            if key in ("schema", "json_schema") and isinstance(part, dict | bool)
+            else self._with_checked_schemas(part, depth - 1)
+            for key, part in value.items()
         }
 
     def _response_format(self, param: str, value: Any) -> Grammar | None:
@@ -135,10 +135,10 @@ class GrammarMaker:
             case "json_object":
                 return self.json_schema(param, ANY_OBJECT)
             case "json_schema":
-                given = value.get("json_schema")
-                if not isinstance(given, dict) or "schema" not in given:
+                declared = value.get("json_schema")
+                if not isinstance(declared, dict) or "schema" not in declared:
                     raise invalid(f"{param}.json_schema", f"{param}.json_schema must be an object with `schema`")
-                return self.json_schema(f"{param}.json_schema.schema", given["schema"])
+                return self.json_schema(f"{param}.json_schema.schema", declared["schema"])
             case "structural_tag":
                 return self.structural_tag(param, value)
         known = "text, json_object, json_schema, structural_tag"
@@ -150,12 +150,12 @@ class GrammarMaker:
                 raise invalid(f"{param}.{name[:100]}", f"Unknown parameter: {param}.{name[:100]}", "unknown_parameter")
         if value.get("whitespace_pattern") is not None:
             raise unsupported(f"{param}.whitespace_pattern", "use disable_any_whitespace")
-        given = [name for name in _KINDS if value.get(name) not in (None, False)]
-        if len(given) > 1:
-            raise invalid(param, f"{param}: {given[1]} cannot be combined with {given[0]}; ask for one form of answer")
-        if not given:
+        names = [name for name in _KINDS if value.get(name) not in (None, False)]
+        if len(names) > 1:
+            raise invalid(param, f"{param}: {names[1]} cannot be combined with {names[0]}; ask for one form of answer")
+        if not names:
             return None
-        (name,) = given
+        (name,) = names
         where, wanted = f"{param}.{name}", value[name]
         any_whitespace = not value.get("disable_any_whitespace")
         match name:

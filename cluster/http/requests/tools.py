@@ -205,25 +205,25 @@ def answer_grammar(
     that the answer continues."""
     if calls.forced:
         own = None
-    of_calls: Any = None
+    calls_tag: Any = None
     if calls.tools and FAMILIES[parser].syntax is not None:
         forced = calls.forced or own is not None
-        of_calls = calls_format(parser, calls.callable_tools, forced, calls.parallel, template)
-        if of_calls is not None:
-            checked = maker.structural_tag("tools", {"format": of_calls})
-            of_calls, end = json.loads(checked.text)["format"], checked.end_token_ids
+        calls_tag = calls_format(parser, calls.callable_tools, forced, calls.parallel, template)
+        if calls_tag is not None:
+            checked = maker.structural_tag("tools", {"format": calls_tag})
+            calls_tag, end = json.loads(checked.text)["format"], checked.end_token_ids
     if own is None:
-        if of_calls is None:
+        if calls_tag is None:
             return None
-        form = after_thinking(parser, of_calls, prompt, template, continued) if calls.forced else of_calls
+        form = after_thinking(parser, calls_tag, prompt, template, continued) if calls.forced else calls_tag
         return Grammar("structural_tag", _structural_tag(form), end)
     content = content_format(parser, own)
     if content is None:  # an older structural tag without formats
         return own
-    if of_calls is not None:
-        content = {"type": "or", "elements": [of_calls, content]}
+    if calls_tag is not None:
+        content = {"type": "or", "elements": [calls_tag, content]}
     form = after_thinking(parser, content, prompt, template, continued)
-    if form is content and of_calls is None and parser != "harmony":
+    if form is content and calls_tag is None and parser != "harmony":
         return own
     return Grammar("structural_tag", _structural_tag(form), own.end_token_ids, own.any_whitespace)
 
@@ -243,9 +243,13 @@ def template_variables(body: ChatCompletionRequest, tokenizer: ChatTokenizer) ->
     return {**tokenizer.efforts.get(body.reasoning_effort, {}), **(variables or {})}
 
 
-def _response_format(given: Mapping[str, Any] | None) -> str:
+def _response_format(response_format: Mapping[str, Any] | None) -> str:
     """Return the section of a harmony prompt that shows a JSON schema; "" without one."""
-    form = given.get("json_schema") if given is not None and given.get("type") == "json_schema" else None
+    form = (
+        response_format.get("json_schema")
+        if response_format is not None and response_format.get("type") == "json_schema"
+        else None
+    )
     if not isinstance(form, Mapping) or not isinstance(form.get("schema"), Mapping):
         return ""
     schema = json.dumps(form["schema"], ensure_ascii=False, separators=(",", ":"))

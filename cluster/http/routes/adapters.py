@@ -53,11 +53,11 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         if name in edge.engine.adapters() and not body.load_inplace:
             raise _refused(f"adapter {name}: is loaded already; unload it, or set load_inplace")
         outcomes = await administer(edge, http, LoadLora(name, body.lora_path, body.load_inplace))
-        present = [each for each in outcomes if each.num_ranks]  # the ingress repeats the call for the others
+        present = [outcome for outcome in outcomes if outcome.num_ranks]  # the ingress repeats the call for the others
         if not present:
             raise unavailable(errors_of(outcomes), edge.config.retry_after_s)
         if failed := errors_of(present):
-            if not body.load_inplace and any(not each.error for each in present):
+            if not body.load_inplace and any(not outcome.error for outcome in present):
                 await edge.engine.administer(UnloadLora(name))  # all engines have the same ones
             raise _refused(failed)
         await _heard(edge, name, True)
@@ -68,7 +68,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         name = body.lora_name
         outcomes = await administer(edge, http, UnloadLora(name))
         failed = errors_of(outcomes)
-        if failed and all(each.error for each in outcomes):
+        if failed and all(outcome.error for outcome in outcomes):
             is_enabled = edge.config.serves_adapters
             raise model_not_found(name, edge.config.served_model_name) if is_enabled else _refused(failed)
         await _heard(edge, name, False)

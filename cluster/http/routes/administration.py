@@ -25,7 +25,7 @@ async def administer(edge: Edge, http: Request, call: AdminCall) -> Sequence[Adm
     outcomes = await edge.engine.administer(call)
     if not outcomes:
         raise unavailable("No engine is known yet", edge.config.retry_after_s)
-    lost = [f"{each.engine_id}: {each.fault}" for each in outcomes if each.fault]
+    lost = [f"{outcome.engine_id}: {outcome.fault}" for outcome in outcomes if outcome.fault]
     if lost and not errors_of(outcomes) and not isinstance(call, Inspect):
         raise unavailable("; ".join(lost), edge.config.retry_after_s)
     return outcomes
@@ -33,4 +33,4 @@ async def administer(edge: Edge, http: Request, call: AdminCall) -> Sequence[Adm
 
 def errors_of(outcomes: Sequence[AdminOutcome]) -> str:
     """Return the errors of all engines; "" without one."""
-    return "; ".join(f"{each.engine_id}: {each.error}" for each in outcomes if each.error)
+    return "; ".join(f"{outcome.engine_id}: {outcome.error}" for outcome in outcomes if outcome.error)

@@ -255,10 +255,10 @@ class TextReply(OpenAIReply):
     def _choice(self, index: int, answer: WholeAnswer) -> TextChoice:
         piece, delta, _ = answer
         assert delta.finish is not None
-        logprobs, of_echo = self._logprobs(index, piece), self._echo_logprobs(index)
+        logprobs, echo = self._logprobs(index, piece), self._echo_logprobs(index)
         return TextChoice(
             text=self._echo(index) + delta.content,
-            logprobs=logprobs if logprobs is None or of_echo is None else joined_logprobs(of_echo, logprobs),
+            logprobs=logprobs if logprobs is None or echo is None else joined_logprobs(echo, logprobs),
             finish_reason=delta.finish,
             prompt_token_ids=self._context.prompt(index) if self._context.request.return_token_ids else None,
             prompt_logprobs=self._context.prompt_logprobs(index),

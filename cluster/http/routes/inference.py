@@ -125,7 +125,7 @@ class InferenceReply(Struct):
     usage: Usage | UnsetType = UNSET
 
 
-_OF_SAMPLING = frozenset(InferenceSampling.model_fields)
+_SAMPLING_FIELDS = frozenset(InferenceSampling.model_fields)
 _SAME = {"model", "stream", "stream_options", "cache_salt", "priority", "request_id"}
 
 
@@ -134,7 +134,7 @@ async def inference_request(body: InferenceRequest, config: EdgeConfig, tokenize
     sampling = body.sampling_params
     try:
         without_refused(sampling.model_extra or {}, InferenceSampling.refused, InferenceSampling.ignored)
-        values = sampling.model_dump(exclude_none=True, include=set(_OF_SAMPLING - {"detokenize", "output_kind"}))
+        values = sampling.model_dump(exclude_none=True, include=set(_SAMPLING_FIELDS - {"detokenize", "output_kind"}))
         values |= body.model_dump(exclude_none=True, include=_SAME)
         values |= {"prompt": body.token_ids, "return_token_ids": True, "return_weight_versions": True}
         request = await text_request(validated(values, CompletionRequest), config, tokenizer)
@@ -156,7 +156,7 @@ def _with_experts(request: EdgeRequest, config: EdgeConfig) -> EdgeRequest:
 
 def _renamed(error: ApiError) -> ApiError:
     base = (error.param or "").partition(".")[0].partition("[")[0]
-    param = f"sampling_params.{error.param}" if base in {*_OF_SAMPLING, *InferenceSampling.refused} else error.param
+    param = f"sampling_params.{error.param}" if base in {*_SAMPLING_FIELDS, *InferenceSampling.refused} else error.param
     param = "token_ids" if base == "prompt" else param
     return ApiError(error.status, error.message, kind=error.kind, param=param, code=error.code, headers=error.headers)
 

@@ -68,13 +68,13 @@ class MessagesForm(Reply):
         return _event("message_start", message=message)
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
-        continued, begun = delta.split_calls()
+        continued, opened = delta.split_calls()
         events = [self._call(call) for call in continued]
         if delta.reasoning:
             events += [self._begin(ThinkingBlock("")), self._delta(ThinkingDelta(delta.reasoning))]
         if delta.content:
             events += [self._begin(TextBlock("")), self._delta(TextDelta(delta.content))]
-        return b"".join([*events, *(self._call(call) for call in begun)])
+        return b"".join([*events, *(self._call(call) for call in opened)])
 
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         assert delta.finish is not None

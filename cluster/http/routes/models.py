@@ -37,11 +37,11 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
     def all_cards() -> dict[str, ModelCard]:
         adapters = edge.engine.adapters() if edge.config.serves_adapters else {}
-        of_adapters = {
+        adapter_cards = {
             name: msgspec.structs.replace(cards[root], id=name, root=path, parent=root)
             for name, path in sorted(adapters.items())
         }
-        return cards | of_adapters
+        return cards | adapter_cards
 
     async def models(http: Request) -> ModelList:
         """The served model, under each of its names, and its LoRA adapters; 503 until an engine has been ready, because

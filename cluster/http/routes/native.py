@@ -56,28 +56,28 @@ async def native_request(body: NativeRequest, config: EdgeConfig, tokenizer: Cha
     """Return the request with `n` choices for each prompt. Raises ApiError."""
     if (body.text is None) == (body.input_ids is None):
         raise invalid("text", "give either text or input_ids")
-    prompts, given = _prompts(body), body.sampling_params
-    if not isinstance(given, list):
-        return await _request(body, prompts, given or NativeSampling(), config, tokenizer)
+    prompts, samplings = _prompts(body), body.sampling_params
+    if not isinstance(samplings, list):
+        return await _request(body, prompts, samplings or NativeSampling(), config, tokenizer)
     try:
         listed = listed_prompts(prompts, config.max_choices, tokenizer)
     except ApiError as error:
         raise _to_native_error(error, "") from None
-    if not has_several(body) or len(listed) != len(given):
-        message = f"sampling_params has {len(given)} entries for {len(listed)} prompts; give one for each"
+    if not has_several(body) or len(listed) != len(samplings):
+        message = f"sampling_params has {len(samplings)} entries for {len(listed)} prompts; give one for each"
         raise invalid("sampling_params", message)
-    for i, sampling in enumerate(given):
-        if sampling.n != given[0].n:
+    for i, sampling in enumerate(samplings):
+        if sampling.n != samplings[0].n:
             raise invalid(f"sampling_params[{i}].n", f"sampling_params[{i}].n must be that of the others")
-    n = num_choices(given[0].n, len(given), config)
-    each = [await _request(body, listed[i], given[i], config, tokenizer, i) for i in range(len(given))]
+    n = num_choices(samplings[0].n, len(samplings), config)
+    requests = [await _request(body, listed[i], samplings[i], config, tokenizer, i) for i in range(len(samplings))]
     check_total_scores(
-        max(request.choices[0].sampling.prompt_logprobs for request in each),
-        n * sum(len(request.prompts[0]) for request in each),
+        max(request.choices[0].sampling.prompt_logprobs for request in requests),
+        n * sum(len(request.prompts[0]) for request in requests),
         "logprob_start_len",
         config,
     )
-    return joined_request(each)
+    return joined_request(requests)
 
 
 def has_several(body: NativeRequest) -> bool:
@@ -110,14 +110,14 @@ async def _request(
         request = await text_request(_completion(body, prompt, sampling), config, tokenizer)
     except ApiError as error:
         raise _to_native_error(error, where) from None
-    named = [replace(each, grammar_param=_native_name(each.grammar_param, where)) for each in request.choices]
+    named = [replace(choice, grammar_param=_native_name(choice.grammar_param, where)) for choice in request.choices]
     return replace(request, choices=named)
 
 
 def _completion(body: NativeRequest, prompt: Any, sampling: NativeSampling) -> CompletionRequest:
     """Return the equivalent completion. Raises ApiError."""
-    given = sampling.model_dump(exclude_none=True, include=set(_FIELDS))
-    values = {_NAMES.get(name, name): value for name, value in given.items()}
+    fields = sampling.model_dump(exclude_none=True, include=set(_FIELDS))
+    values = {_NAMES.get(name, name): value for name, value in fields.items()}
     if (tag := values.pop("structural_tag", None)) is not None:
         values["structured_outputs"] = {"structural_tag": tag}
     values.setdefault("max_tokens", DEFAULT_NEW_TOKENS)
@@ -189,8 +189,8 @@ class NativeReply(Reply):
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
         for index, answer in enumerate(answers):
             self._add(index, answer.piece, answer.delta.content)
-        found = [self._answer(index) for index in range(len(answers))]
-        return msgspec.json.encode(found if self._several else found[0])
+        documents = [self._answer(index) for index in range(len(answers))]
+        return msgspec.json.encode(documents if self._several else documents[0])
 
     def _add(self, index: int, piece: Piece, text: str) -> None:
         shown = self._shown[index]

@@ -31,7 +31,9 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             outcomes = await edge.engine.flush_cache()
             error = _flush_error(outcomes, edge.config.retry_after_s)
             if error is None:
-                flushed = [FlushedEngine(engine_id=each.engine_id, num_pages=each.num_pages) for each in outcomes]
+                flushed = [
+                    FlushedEngine(engine_id=outcome.engine_id, num_pages=outcome.num_pages) for outcome in outcomes
+                ]
                 return FlushReply(engines=flushed)
             if error.status != 409 or time.monotonic() >= deadline_s:
                 raise error
@@ -54,10 +56,10 @@ def _flush_error(outcomes: Sequence[FlushOutcome], retry_after_s: float) -> ApiE
     """Return the error that names the engines whose prefix cache is not empty now, or None."""
     if not outcomes:
         return unavailable("No engine is known yet", retry_after_s)
-    faults = [f"{each.engine_id}: {each.fault}" for each in outcomes if each.fault]
+    faults = [f"{outcome.engine_id}: {outcome.fault}" for outcome in outcomes if outcome.fault]
     if faults:
         return unavailable("The prefix cache was not emptied: " + "; ".join(faults), retry_after_s)
-    busy = [f"on {each.engine_id}, {each.unfinished}" for each in outcomes if each.unfinished]
+    busy = [f"on {outcome.engine_id}, {outcome.unfinished}" for outcome in outcomes if outcome.unfinished]
     if busy:
         return unfinished("The prefix cache was not emptied: " + "; ".join(busy), retry_after_s)
     return None

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response as HTTPResponse
 
 from aerie.cluster.http.answer import Piece
+from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.endpoint import Endpoint, command, delete, get, ignore, post
 from aerie.cluster.http.errors import JSON_HEADERS, ApiError, invalid
 from aerie.cluster.http.parsers.output_parser import ReplyDelta
@@ -80,7 +81,7 @@ class ItemEvents:
         last = self.output[-1]
         assert isinstance(last, ReasoningItem)
         last.content[0].text += text
-        return events + self.event("response.reasoning_text.delta", **self._place(0), delta=text)
+        return events + self.event("response.reasoning_text.delta", **self._location(0), delta=text)
 
     def content(self, text: str, logprobs: list[TokenLogprob], item_id: str = "") -> bytes:
         """Return the events for more text of the answer."""
@@ -93,7 +94,7 @@ class ItemEvents:
         assert isinstance(last, OutputMessage)
         last.content[0].text += text
         last.content[0].logprobs += logprobs
-        return events + self.event("response.output_text.delta", **self._place(0), delta=text, logprobs=logprobs)
+        return events + self.event("response.output_text.delta", **self._location(0), delta=text, logprobs=logprobs)
 
     def add_logprobs(self, logprobs: list[TokenLogprob]) -> None:
         """Add log-probabilities of tokens without text to the open text."""
@@ -121,7 +122,7 @@ class ItemEvents:
         if arguments is UNSET or not arguments:
             return events
         last.arguments += arguments
-        return events + self.event("response.function_call_arguments.delta", **self._place(), delta=arguments)
+        return events + self.event("response.function_call_arguments.delta", **self._location(), delta=arguments)
 
     def _open(self, item: OutputItem) -> bytes:
         events = self.close("completed")
@@ -136,25 +137,25 @@ class ItemEvents:
         self._is_open = False
         item = self.output[-1]
         item.status = status
-        place = self._place(0)
+        location = self._location(0)
         if isinstance(item, FunctionCallItem):
             done = {"name": item.name, "arguments": item.arguments}
-            events = self.event("response.function_call_arguments.done", **self._place(), **done)
+            events = self.event("response.function_call_arguments.done", **self._location(), **done)
         elif isinstance(item, ReasoningItem):
-            events = self.event("response.reasoning_text.done", **place, text=item.content[0].text)
+            events = self.event("response.reasoning_text.done", **location, text=item.content[0].text)
             events += self._part("response.content_part.done", item.content[0])
         else:
             text = item.content[0]
-            events = self.event("response.output_text.done", **place, text=text.text, logprobs=text.logprobs)
+            events = self.event("response.output_text.done", **location, text=text.text, logprobs=text.logprobs)
             events += self._part("response.content_part.done", text)
         return events + self.event("response.output_item.done", output_index=len(self.output) - 1, item=item)
 
     def _part(self, kind: str, part: OutputText | ReasoningText) -> bytes:
-        return self.event(kind, **self._place(0), part=part)
+        return self.event(kind, **self._location(0), part=part)
 
-    def _place(self, content_index: int | None = None) -> dict[str, Any]:
-        place: dict[str, Any] = {"output_index": len(self.output) - 1, "item_id": self.output[-1].id}
-        return place if content_index is None else place | {"content_index": content_index}
+    def _location(self, content_index: int | None = None) -> dict[str, Any]:
+        location: dict[str, Any] = {"output_index": len(self.output) - 1, "item_id": self.output[-1].id}
+        return location if content_index is None else location | {"content_index": content_index}
 
     def event(self, kind: str, **fields: Any) -> bytes:
         """Return the next event, numbered."""
@@ -178,11 +179,11 @@ def replayed(response: Response) -> Iterator[bytes]:
     """Yield the events of a finished response. Each text is one delta."""
     calls = [item for item in response.output if isinstance(item, FunctionCallItem)]
     items = ItemEvents({_shown_name(item): (item.namespace, item.name) for item in calls if item.namespace})
-    begun = msgspec.structs.replace(
+    initial = msgspec.structs.replace(
         response, status="in_progress", output=[], usage=None, incomplete_details=None, metrics=UNSET
     )
-    yield items.event("response.created", response=begun)
-    yield items.event("response.in_progress", response=begun)
+    yield items.event("response.created", response=initial)
+    yield items.event("response.in_progress", response=initial)
     for item in response.output:
         yield from items.whole(item)
     yield items.event(f"response.{response.status}", response=response)
@@ -221,7 +222,7 @@ class ResponsesReply(Reply):
         )
 
     def piece_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
-        continued, begun = delta.split_calls()
+        continued, opened = delta.split_calls()
         events = [self._items.call(call) for call in continued]
         if delta.reasoning:
             events.append(self._items.reasoning(delta.reasoning))
@@ -229,7 +230,7 @@ class ResponsesReply(Reply):
         if delta.content:
             events.append(self._items.content(delta.content, self._unsent))
             self._unsent = []
-        return b"".join([*events, *(self._items.call(call) for call in begun)])
+        return b"".join([*events, *(self._items.call(call) for call in opened)])
 
     def finish_event(self, index: int, piece: Piece, delta: ReplyDelta) -> bytes:
         last = self.piece_event(index, piece, delta)
@@ -318,14 +319,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
     async def responses(http: Request, body: ResponsesRequest) -> HTTPResponse:
         """Continues a conversation of items."""
-        store = body.store is not False
-        if not config.max_stored_responses:
-            if body.store or body.previous_response_id:
-                raise invalid(
-                    "store" if body.store else "previous_response_id",
-                    "store: responses are not stored here (ingress.max_stored_responses)",
-                )
-            store = False
+        store = _is_stored(body, config)
         if body.reasoning is not None and body.reasoning.effort not in (None, *tokenizer.efforts):
             ignore(http, config, "reasoning.effort")
         owner, previous = tenant_of(http.scope).name, body.previous_response_id
@@ -376,9 +370,21 @@ def endpoints(edge: Edge) -> list[Endpoint]:
     ]
 
 
+def _is_stored(body: ResponsesRequest, config: EdgeConfig) -> bool:
+    """Return whether to store the response. Raises ApiError if the request needs stored ones, and there are none."""
+    if config.max_stored_responses:
+        return body.store is not False
+    if body.store or body.previous_response_id:
+        raise invalid(
+            "store" if body.store else "previous_response_id",
+            "store: responses are not stored here (ingress.max_stored_responses)",
+        )
+    return False
+
+
 def _starting_after(http: Request) -> int:
-    given = http.query_params.get("starting_after", "-1")
+    value = http.query_params.get("starting_after", "-1")
     try:
-        return max(-1, int(given[:10]))
+        return max(-1, int(value[:10]))
     except ValueError:
         raise invalid("starting_after", "starting_after must be the number of an event") from None

@@ -12,8 +12,6 @@ from aerie.cluster.http.requests.tools import functions
 from aerie.cluster.http.schema.request import DetokenizeRequest, TokenizeRequest
 from aerie.cluster.http.schema.response import DetokenizeReply, TokenizeReply, TokenizerReply
 from aerie.cluster.http.serving import Edge
-from aerie.cluster.http.text.user_text import ChatText
-from aerie.workers.prompt_inputs import PreparedImage
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -25,29 +23,10 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         check_model(body.model, config)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "give either prompt or messages")
-        images = list[PreparedImage]()
-        if body.messages is None:
-            assert body.prompt is not None
-            text: str | ChatText = body.prompt
+        if body.prompt is not None:
+            tokens = await encode_prompt(body.prompt, body.add_special_tokens is not False, "prompt", tokenizer, config)
         else:
-            await edge.images.read(body.messages)
-            images = images_of(body.messages)
-            continued = body.continue_final_message is True
-            text = await chat_text(
-                body.messages,
-                tokenizer,
-                not continued if body.add_generation_prompt is None else body.add_generation_prompt,
-                {**(config.chat_template_kwargs or {}), **(body.chat_template_kwargs or {})},
-                () if body.tool_choice == "none" else functions(body.tools),
-                continued,
-            )
-        # A chat template adds the special tokens itself.
-        special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-        param = "prompt" if body.messages is None else "messages"
-        if isinstance(text, ChatText):
-            tokens, _ = await encode_chat(text, images, tokenizer, config, None, special, param)
-        else:
-            tokens = await encode_prompt(text, special, param, tokenizer, config)
+            tokens = await _chat_tokens(edge, body)
         return TokenizeReply(
             count=len(tokens),
             max_model_len=config.max_model_len,
@@ -81,3 +60,21 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         *(post(path, tokenize, TokenizeRequest, TokenizeReply) for path in ("/tokenize", "/v1/tokenize")),
         *(post(path, detokenize, DetokenizeRequest, DetokenizeReply) for path in ("/detokenize", "/v1/detokenize")),
     ]
+
+
+async def _chat_tokens(edge: Edge, body: TokenizeRequest) -> list[int]:
+    """Return the tokens of messages in the chat template, which adds the special tokens itself."""
+    assert body.messages is not None
+    await edge.images.read(body.messages)
+    continued = body.continue_final_message is True
+    text = await chat_text(
+        body.messages,
+        edge.tokenizer,
+        not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        {**(edge.config.chat_template_kwargs or {}), **(body.chat_template_kwargs or {})},
+        () if body.tool_choice == "none" else functions(body.tools),
+        continued,
+    )
+    images, special = images_of(body.messages), body.add_special_tokens is True
+    tokens, _ = await encode_chat(text, images, edge.tokenizer, edge.config, None, special, "messages")
+    return tokens

@@ -168,8 +168,8 @@ def _check_sizes(values: Mapping[str, Any]) -> None:
         if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
             raise invalid(name[:100], f"{name[:100]} has {len(value)} entries; at most {MAX_OBJECT_FIELDS} are allowed")
     params = values.get("sampling_params")
-    for each in params if isinstance(params, list) else [params]:
-        bias = each.get("logit_bias") if isinstance(each, dict) else None
+    for param in params if isinstance(params, list) else [params]:
+        bias = param.get("logit_bias") if isinstance(param, dict) else None
         if isinstance(bias, dict) and len(bias) > MAX_OBJECT_FIELDS:
             where = "sampling_params.logit_bias"
             raise invalid(where, f"{where} has {len(bias)} entries; at most {MAX_OBJECT_FIELDS} are allowed")
@@ -213,16 +213,16 @@ def without_refused(
 ) -> dict[str, Any]:
     """Return `values` without refused and ignored parameters whose values ask for nothing. Raises ApiError for other
     values of refused ones; other values of ignored ones are kept, and become unknown fields."""
-    kept = {}
+    used = {}
     for name, value in values.items():
         if name not in refused:
             if name not in ignored or (value is not None and value not in ignored[name]):
-                kept[name] = value
+                used[name] = value
             continue
         reason, harmless = refused[name]
         if value is not None and value not in harmless:
             raise unsupported(name, reason)
-    return kept
+    return used
 
 
 def _check_spelling(values: Mapping[str, Any], kind: type[BaseModel]) -> None:

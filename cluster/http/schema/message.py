@@ -124,10 +124,10 @@ class _Sent(Schema):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_order(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        found = validate(given)
-        found._names = tuple(given) if isinstance(given, dict) else ()
-        return found
+    def _with_order(cls, value: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        message = validate(value)
+        message._names = tuple(value) if isinstance(value, dict) else ()
+        return message
 
     def as_sent(self) -> dict[str, Any]:
         """Return the known fields that were sent, without null, in their order."""

@@ -49,8 +49,8 @@ class ImageParam(_Block):
     @property
     def url(self) -> str:
         """The image's URL, or a data URL with the image itself."""
-        given = self.source
-        return given.url or "" if given.type == "url" else f"data:{given.media_type};base64,{given.data or ''}"
+        source = self.source
+        return source.url or "" if source.type == "url" else f"data:{source.media_type};base64,{source.data or ''}"
 
 
 class ThinkingParam(_Block):

@@ -60,12 +60,12 @@ class SystemTurns:
     def of(self, turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the turns in a form that the template shows: a system message that it would not show becomes a user
         turn in its place, or a part of the turn before."""
-        found: list[dict[str, Any]] = []
+        merged: list[dict[str, Any]] = []
         for turn in turns:
             if turn["role"] == "developer" and not self.developer:
                 turn = {**turn, "role": "system"}
-            last = found[-1] if found else {"role": ""}
-            is_leading = last["role"] in ("", "system") and (len(found) < 2 or found[-2]["role"] == "system")
+            last = merged[-1] if merged else {"role": ""}
+            is_leading = last["role"] in ("", "system") and (len(merged) < 2 or merged[-2]["role"] == "system")
             if turn["role"] == "system" and not (self.first if is_leading else self.late):
                 turn = {**turn, "role": "user"}
             joins = {
@@ -74,10 +74,10 @@ class SystemTurns:
                 or (last["role"] == "tool" and not self.after_result),
             }
             if joins.get(turn["role"], False):
-                found[-1] = {**last, "content": _joined(last["content"], turn["content"])}
+                merged[-1] = {**last, "content": _joined(last["content"], turn["content"])}
             else:
-                found.append(turn)
-        return found
+                merged.append(turn)
+        return merged
 
 
 def _joined(first: Content, second: Content) -> Content:
@@ -318,4 +318,4 @@ def _to_json(
 ) -> str:
     """Encode as JSON. Unlike Jinja's own filter, it does not escape HTML."""
     text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    return _ESCAPED_MARK.sub(lambda found: found[1] + chr(int(found[2], 16)), text) if ensure_ascii else text
+    return _ESCAPED_MARK.sub(lambda match: match[1] + chr(int(match[2], 16)), text) if ensure_ascii else text

@@ -95,7 +95,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string"
-        self._begun = [_Begun(stop) for stop in sorted(set(stops), key=len, reverse=True)]
+        self._partial_matches = [_PartialMatch(stop) for stop in sorted(set(stops), key=len, reverse=True)]
         self._firsts = frozenset(stop[0] for stop in stops)
         self._held = ""
 
@@ -107,23 +107,23 @@ class StopMatcher:
         text = self._held + text
         for end in range(before, len(text)):
             character = text[end]
-            for begun in self._begun:  # longest first
-                if begun.push(character):
+            for partial in self._partial_matches:  # longest first
+                if partial.push(character):
                     self._held = ""
-                    return StopMatch(text[: end + 1 - len(begun.stop)], begun.stop)
-        start = len(text) - max(begun.length for begun in self._begun)
+                    return StopMatch(text[: end + 1 - len(partial.stop)], partial.stop)
+        start = len(text) - max(partial.length for partial in self._partial_matches)
         self._held = text[start:]
         return text[:start]
 
     def flush(self) -> str:
         """Return the text held back, at the end of the answer or while no stop string counts."""
         held, self._held = self._held, ""
-        for begun in self._begun:
-            begun.length = 0
+        for partial in self._partial_matches:
+            partial.length = 0
         return held
 
 
-class _Begun:
+class _PartialMatch:
     """The longest prefix of a stop string that the text ends with, by Knuth, Morris and Pratt (1977): the mean cost per
     character is constant even for hostile texts and strings.
 

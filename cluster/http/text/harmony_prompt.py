@@ -57,17 +57,17 @@ class HarmonyPrompt:
 
         variables: `reasoning_effort`, `model_identity` and `RESPONSE_FORMAT` are used.
         """
-        given = variables or {}
-        effort = given.get("reasoning_effort") or "medium"
+        settings = variables or {}
+        effort = settings.get("reasoning_effort") or "medium"
         if effort not in EFFORTS:
             raise ChatTemplateError(
                 f"reasoning_effort={effort!r}: this model always reasons; its efforts are low, medium and high"
             )
-        num_leading = next((i for i, each in enumerate(messages) if not _instructs(each)), len(messages))
+        num_leading = next((i for i, entry in enumerate(messages) if not _instructs(entry)), len(messages))
         instructions = [message["content"] for message in messages[:num_leading] if message["content"]]
-        identity = given.get("model_identity") or IDENTITY
+        identity = settings.get("model_identity") or IDENTITY
         parts = [_message("system", _system(identity, self._today(), EFFORTS[effort], bool(tools)))]
-        if developer := _developer("\n\n".join(instructions), tools, given.get(RESPONSE_FORMAT)):
+        if developer := _developer("\n\n".join(instructions), tools, settings.get(RESPONSE_FORMAT)):
             parts.append(_message("developer", developer))
         parts += _conversation(messages[num_leading:])
         return "".join(parts) + ("<|start|>assistant" if add_generation_prompt else "")
@@ -164,10 +164,10 @@ def type_text(schema: Any, indent: str = "", depth: int = MAX_DEPTH) -> str:
     if not isinstance(schema, Mapping) or not depth:
         return "any"
     if isinstance(variants := schema.get("oneOf"), list):
-        lines = [f"\n{indent} | {_variant(each, indent, depth)}{_notes(each)}" for each in variants]
+        lines = [f"\n{indent} | {_variant(variant, indent, depth)}{_notes(variant)}" for variant in variants]
         return "".join(lines)
     if isinstance(variants := schema.get("anyOf"), list) and variants:
-        return " | ".join(dict.fromkeys(type_text(each, indent, depth - 1) for each in variants))
+        return " | ".join(dict.fromkeys(type_text(variant, indent, depth - 1) for variant in variants))
     match schema.get("type"):
         case list() as kinds if kinds:
             return " | ".join("number" if kind == "integer" else str(kind) for kind in kinds)
@@ -176,7 +176,7 @@ def type_text(schema: Any, indent: str = "", depth: int = MAX_DEPTH) -> str:
         case "array":
             items = schema.get("items")
             return "Array<any>" if items is None else f"{type_text(items, indent, depth - 1)}[]"
-        case "string" if named := [f'"{each}"' for each in _listed(schema, "enum") if isinstance(each, str)]:
+        case "string" if named := [f'"{variant}"' for variant in _listed(schema, "enum") if isinstance(variant, str)]:
             return " | ".join(named)
         case str() as kind:
             return _SCALARS.get(kind, "any")
@@ -205,8 +205,8 @@ def _property(named: str, schema: Mapping[str, Any], indent: str, depth: int) ->
     described = _string(schema, "description")
     if described and not isinstance(variants, list):
         yield comment(described, indent)
-    if examples := [each for each in _listed(schema, "examples") if isinstance(each, str)]:
-        yield f"{indent}// Examples:\n" + "".join(f'{indent}// - "{each}"\n' for each in examples)
+    if examples := [value for value in _listed(schema, "examples") if isinstance(value, str)]:
+        yield f"{indent}// Examples:\n" + "".join(f'{indent}// - "{value}"\n' for value in examples)
     default = _default(schema)
     if not isinstance(variants, list):
         kind = _or_null(type_text(schema, f"{indent}    ", depth - 1), schema)
@@ -218,9 +218,9 @@ def _property(named: str, schema: Mapping[str, Any], indent: str, depth: int) ->
     if default:
         yield f"{indent}// {default}\n"
     yield f"{named}\n"
-    for i, each in enumerate(variants):
+    for i, value in enumerate(variants):
         # the first variant's description would repeat the property's
-        yield f"{indent} | {_variant(each, indent, depth)}{_notes(each, described, i == 0 and not repeats)}\n"
+        yield f"{indent} | {_variant(value, indent, depth)}{_notes(value, described, i == 0 and not repeats)}\n"
     yield f"{indent},\n"
 
 

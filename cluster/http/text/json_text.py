@@ -59,7 +59,7 @@ def call_arguments(text: str) -> dict[str, Any]:
 
 
 def _partial_object(text: str) -> dict[str, Any]:
-    escaped = _STRING.sub(lambda found: _CONTROL.sub(lambda it: f"\\u{ord(it[0]):04x}", found[0]), text)
+    escaped = _STRING.sub(lambda match: _CONTROL.sub(lambda it: f"\\u{ord(it[0]):04x}", match[0]), text)
     try:
         value = pydantic_core.from_json(escaped, allow_partial="trailing-strings")
     except ValueError:
@@ -83,7 +83,7 @@ def repaired(text: str) -> str:
     escapes may stop in the middle."""
     if "\\u" not in text:
         return text
-    return _ESCAPES.sub(lambda found: "\\ufffd" if found[1] else found[0], text)
+    return _ESCAPES.sub(lambda match: "\\ufffd" if match[1] else match[0], text)
 
 
 def without_surrogates(text: str) -> str:

@@ -28,11 +28,11 @@ def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     "default" for the others, and template files replace those of tokenizer_config.json. Raises ValueError."""
     files = {"default": folder / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    found = {name: read_text(file) for name, file in files.items() if file.is_file()}
-    if found:
-        return found
-    given = config.get("chat_template")
-    entries = given if isinstance(given, list) else [{"name": "default", "template": given}]
+    texts = {name: read_text(file) for name, file in files.items() if file.is_file()}
+    if texts:
+        return texts
+    declared = config.get("chat_template")
+    entries = declared if isinstance(declared, list) else [{"name": "default", "template": declared}]
     named = [(entry.get("name"), entry.get("template")) for entry in entries if isinstance(entry, dict)]
     return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str)}
 
@@ -66,11 +66,11 @@ def sampling_defaults(path: Path) -> dict[str, float]:
     """Return the sampling parameters of generation_config.json, by name. Raises ValueError for values that are no
     numbers."""
     content = read_json(path)
-    found = {name: content[name] for name in SERVER_DEFAULTS if content.get(name) is not None}
-    for name, value in found.items():
+    defaults = {name: content[name] for name in SERVER_DEFAULTS if content.get(name) is not None}
+    for name, value in defaults.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{path}: {name}={value!r}: must be a number; correct or remove it")
-    return found
+    return defaults
 
 
 def num_model_ids(path: Path) -> int:
@@ -86,6 +86,6 @@ def eos_ids(path: Path) -> list[int]:
     """Return the end-of-sequence ids of generation_config.json or config.json. Raises ValueError for invalid ids."""
     value = read_json(path).get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(each) is int for each in ids):
+    if not all(type(token) is int for token in ids):
         raise ValueError(f"{path}: eos_token_id={value!r}: must be a token id, or a list of token ids")
     return ids

@@ -140,24 +140,24 @@ def reasoning_efforts(rendered: Rendering) -> Efforts:
         if None not in shown and shown[0] != shown[1]:
             on, off = {name: value_on}, {name: value_off}
             break
-    found: dict[str, dict[str, Any]] = dict.fromkeys(LEVELS, on) if on else {}
+    by_level: dict[str, dict[str, Any]] = dict.fromkeys(LEVELS, on) if on else {}
     if off:
-        found["none"] = off
+        by_level["none"] = off
     for name in _LEVEL_NAMES:
         levels = {level: text for level in LEVELS if (text := prompt({**on, name: level})) is not None}
         if len({*levels.values(), prompt(on)}) > 1 and levels:
-            found |= {level: {**on, name: _nearest(level, levels)} for level in LEVELS}
+            by_level |= {level: {**on, name: _nearest(level, levels)} for level in LEVELS}
             others = (None, *levels.values())
-            no_level = next((each for each in _NO_LEVELS if prompt({name: each}) not in others), None)
+            no_level = next((value for value in _NO_LEVELS if prompt({name: value}) not in others), None)
             if not off and no_level is not None:
-                found["none"] = {name: no_level}
+                by_level["none"] = {name: no_level}
             break
-    return found
+    return by_level
 
 
 def _nearest(level: str, accepted: Mapping[str, str]) -> str:
     rank = LEVELS.index
-    return min(accepted, key=lambda each: (abs(rank(each) - rank(level)), -rank(each)))
+    return min(accepted, key=lambda candidate: (abs(rank(candidate) - rank(level)), -rank(candidate)))
 
 
 def _starts() -> tuple[tuple[Message, ...], ...]:
@@ -241,12 +241,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 def _joined(pieces: Iterable[str]) -> str:
     """Join the output of a template, a macro or a block."""
-    found, num_chars = [], 0
+    joined, num_chars = [], 0
     for piece in pieces:
         num_chars += len(piece)
         _check_size(num_chars)
-        found.append(piece)
-    return "".join(found)
+        joined.append(piece)
+    return "".join(joined)
 
 
 class _Watched:

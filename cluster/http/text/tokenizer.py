@@ -74,7 +74,7 @@ class ChatTokenizer:
         self._controls = ControlTokens(tokenizer)
         # Its own threads, and no semaphore, which would belong to one event loop: `aerie.LLM` has several.
         self._long_encodes = ThreadPoolExecutor(MAX_LONG_ENCODES, "tokenizer")
-        self._hidden_beside: dict[tuple[str, ...], frozenset[int]] = {(): self._special}
+        self._hidden_ids: dict[tuple[str, ...], frozenset[int]] = {(): self._special}
         self._bytes = TokenBytes(tokenizer)
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         self.num_ids = max(self.vocab_size, num_model_ids)
@@ -91,8 +91,8 @@ class ChatTokenizer:
         special = model_files.special_tokens(config, read_json(path / "special_tokens_map.json"))
         if template_file:
             template_text = model_files.read_text(Path(template_file))
-        given = None if template_text is None else {"default": template_text}
-        sources = given or model_files.template_sources(path, config)
+        overrides = None if template_text is None else {"default": template_text}
+        sources = overrides or model_files.template_sources(path, config)
         templates = {name: _chat_prompt(sources[name], special) for name in sources if name in ("default", "tool_use")}
         template = templates.get("default")
         generation = path / "generation_config.json"
@@ -168,28 +168,28 @@ class ChatTokenizer:
         if len(messages) < MANY_MESSAGES and num_chars < LONG_TEXT * MANY_MESSAGES:
             with contextlib.suppress(SlowTemplateError):
                 return self.render(messages, add_generation_prompt, variables, tools, QUICK_RENDER_S, continued)
-        given = messages, add_generation_prompt, variables, tools, None, continued
-        return await asyncio.to_thread(self.render, *given)
+        arguments = messages, add_generation_prompt, variables, tools, None, continued
+        return await asyncio.to_thread(self.render, *arguments)
 
     async def encode(
         self,
         text: str | ChatText,
         add_special_tokens: bool,
         max_tokens: int | None = None,
-        kept: Truncation | None = None,
+        truncation: Truncation | None = None,
     ) -> list[int]:
         """Return token ids. All control tokens are recognised in a plain text, and only those of the template in a
         chat.
 
         max_tokens: raise TooManyTokensError for a text with more than twice as many, before it is encoded whole.
-        kept: return these tokens, and perhaps a few more; the text may have any length.
+        truncation: return these tokens, and perhaps a few more; the text may have any length.
 
         Long texts are encoded in threads, two at a time, because each takes hundreds of bytes per token meanwhile.
         """
         chat = text if isinstance(text, ChatText) else ChatText(text)
         if len(chat) < LONG_TEXT:
             return self._encode(chat, add_special_tokens)
-        return await self._in_thread(self._encode_long, chat, add_special_tokens, max_tokens, kept)
+        return await self._in_thread(self._encode_long, chat, add_special_tokens, max_tokens, truncation)
 
     async def decode_long(self, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Do `decode`; many tokens are decoded in a thread."""
@@ -234,9 +234,9 @@ class ChatTokenizer:
         """Return the special tokens except those shown."""
         if shown is None:
             return frozenset()
-        if shown not in self._hidden_beside:
-            self._hidden_beside[shown] = self._special - {self._tokenizer.token_to_id(text) for text in shown}
-        return self._hidden_beside[shown]
+        if shown not in self._hidden_ids:
+            self._hidden_ids[shown] = self._special - {self._tokenizer.token_to_id(text) for text in shown}
+        return self._hidden_ids[shown]
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token in the middle of a text; possibly a part of a character."""
@@ -250,15 +250,15 @@ class ChatTokenizer:
         """Return a token's entry in the vocabulary, "" without one."""
         return self._tokenizer.id_to_token(token) or ""
 
-    async def _in_thread(self, work: Callable[..., T], *given: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._long_encodes, work, *given)
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._long_encodes, work, *arguments)
 
     def _encode_long(
-        self, chat: ChatText, add_special_tokens: bool, max_tokens: int | None, kept: Truncation | None
+        self, chat: ChatText, add_special_tokens: bool, max_tokens: int | None, truncation: Truncation | None
     ) -> list[int]:
         try:
-            if kept is not None:
-                chat = chat.part(*kept.part(self._num_tokens, chat.text))
+            if truncation is not None:
+                chat = chat.part(*truncation.part(self._num_tokens, chat.text))
             elif (
                 max_tokens is not None
                 and len(chat) > max(user_text.PIECE_CHARS, max_tokens)

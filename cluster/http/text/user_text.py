@@ -48,14 +48,14 @@ class ChatText:
 
     def replaced(self, old: str, new: str) -> "ChatText":
         """Return the chat with a template's texts `old` replaced; a user's keep their marks."""
-        pieces, marks, start, shift, place = list[str](), list[int](), 0, 0, self.text.find(old)
-        while place >= 0:
-            end = place + len(old)
-            if not self.is_marked(place, end):
-                marks += (mark + shift for mark in self.marks[bisect_left(self.marks, start) :] if mark < place)
-                pieces += (self.text[start:place], new)
+        pieces, marks, start, shift, index = list[str](), list[int](), 0, 0, self.text.find(old)
+        while index >= 0:
+            end = index + len(old)
+            if not self.is_marked(index, end):
+                marks += (mark + shift for mark in self.marks[bisect_left(self.marks, start) :] if mark < index)
+                pieces += (self.text[start:index], new)
                 start, shift = end, shift + len(new) - len(old)
-            place = self.text.find(old, end)
+            index = self.text.find(old, end)
         marks += (mark + shift for mark in self.marks[bisect_left(self.marks, start) :])
         return ChatText("".join([*pieces, self.text[start:]]), tuple(marks))
 
@@ -77,35 +77,35 @@ class ControlTexts:
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        found = frozenset(filter(None, texts))
+        unique = frozenset(filter(None, texts))
         # A lookahead does not consume the characters after the first one, so that overlapping tokens are found too.
-        branches = [f"{re.escape(first)}(?={_any_of(rests)})" for first, rests in _by_first(found).items()]
+        branches = [f"{re.escape(first)}(?={_any_of(rests)})" for first, rests in _by_first(unique).items()]
         self._whole = re.compile("|".join(branches)) if branches else None
-        self._longest = max(map(len, found), default=0)
-        self._firsts, self._lasts = {text[0] for text in found}, {text[-1] for text in found}
-        self._beginnings = frozenset(text[:end] for text in found for end in range(1, len(text)))
-        self._ends = frozenset(text[start:] for text in found for start in range(1, len(text)))
-        self._middles = "\n".join(sorted(found))
+        self._longest = max(map(len, unique), default=0)
+        self._firsts, self._lasts = {text[0] for text in unique}, {text[-1] for text in unique}
+        self._beginnings = frozenset(text[:end] for text in unique for end in range(1, len(text)))
+        self._ends = frozenset(text[start:] for text in unique for start in range(1, len(text)))
+        self._middles = "\n".join(sorted(unique))
 
     def places(self, text: str, edges: bool) -> list[int]:
         """Return indexes of characters to mark, so that no control token contains a part of `text`. edges: also
         consider tokens that adjacent text might complete."""
         if self._whole is None or not text:
             return []
-        found = {match.start() for match in self._whole.finditer(text)}
+        starts = {match.start() for match in self._whole.finditer(text)}
         shown = text.strip() if edges else ""  # templates strip
         if not shown:
-            return sorted(found)
+            return sorted(starts)
         first = len(text) - len(text.lstrip())
         last = first + len(shown) - 1
         tail, head = shown[-self._longest :], shown[: self._longest]
         if any(tail[i:] in self._beginnings for i, letter in enumerate(tail) if letter in self._firsts):
-            found.add(last)
+            starts.add(last)
         if any(head[: i + 1] in self._ends for i, letter in enumerate(head) if letter in self._lasts):
-            found.add(first)
+            starts.add(first)
         if len(shown) < self._longest and shown in self._middles:
-            found.add(last)
-        return sorted(found)
+            starts.add(last)
+        return sorted(starts)
 
 
 def marked(
@@ -158,10 +158,10 @@ def unmarked(text: str, mark: str) -> ChatText:
 
 def _by_first(texts: Iterable[str]) -> dict[str, set[str]]:
     """Return the rest of each text, by its first character."""
-    found: dict[str, set[str]] = {}
+    rests: dict[str, set[str]] = {}
     for text in texts:
-        found.setdefault(text[0], set()).add(text[1:])
-    return found
+        rests.setdefault(text[0], set()).add(text[1:])
+    return rests
 
 
 def _any_of(texts: Collection[str]) -> str:
@@ -176,9 +176,9 @@ def _any_of(texts: Collection[str]) -> str:
 def _with_marks(text: str, places: Sequence[int], mark: str) -> str:
     """Return a text with a mark after each of these characters."""
     pieces, start = [], 0
-    for place in places:
-        pieces.append(text[start : place + 1])
-        start = place + 1
+    for index in places:
+        pieces.append(text[start : index + 1])
+        start = index + 1
     return mark.join([*pieces, text[start:]])
 
 
@@ -245,15 +245,15 @@ class ControlTokens:
         ids: list[int] = []
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in self._plain and chat.is_marked(start, end):
-                ids += self._of_span(token, chat.text[start:end])
+                ids += self._span_ids(token, chat.text[start:end])
             else:
                 ids.append(token)
         return ids
 
-    def _of_span(self, token: int, span: str) -> list[int]:
+    def _span_ids(self, token: int, span: str) -> list[int]:
         """Return the plain ids of a token's text, and of the spaces that the token includes."""
-        before, found, after = span.partition(self._text_of[token])
-        if not found:  # it was normalized
+        before, separator, after = span.partition(self._text_of[token])
+        if not separator:  # it was normalized
             return self._plain[token]
         return [*self._spaces(before), *self._plain[token], *self._spaces(after)]
 
@@ -263,14 +263,16 @@ class ControlTokens:
 
 def _plain_ids(tokenizer: Tokenizer, texts: dict[int, str]) -> dict[int, list[int]]:
     """Return, by token, its text encoded as plain text, without tokens of `texts`; [] if that is impossible."""
-    found = {}
+    by_token = {}
     tokenizer.encode_special_tokens = True
     try:
         for token, text in texts.items():
-            found[token] = _after_anchor(tokenizer, [text], texts) or _after_anchor(tokenizer, list(text), texts) or []
+            by_token[token] = (
+                _after_anchor(tokenizer, [text], texts) or _after_anchor(tokenizer, list(text), texts) or []
+            )
     finally:
         tokenizer.encode_special_tokens = False
-    return found
+    return by_token
 
 
 def _after_anchor(tokenizer: Tokenizer, parts: list[str], controls: dict[int, str]) -> list[int]:
@@ -305,10 +307,10 @@ class TooManyTokensError(ValueError):
 
 def exceeds(count: Count, text: str, num_tokens: int) -> bool:
     """Whether `text` certainly has more tokens, in spite of cuts."""
-    found = 0
+    total = 0
     for number, (start, end) in enumerate(_pieces(text)):
-        found += count(text[start:end])
-        if found - 8 * number > num_tokens:
+        total += count(text[start:end])
+        if total - 8 * number > num_tokens:
             return True
     return False
 
@@ -331,10 +333,10 @@ class Truncation:
     def part(self, count: Count, text: str) -> tuple[int, int]:
         """Return start and end of a part of `text` that contains these tokens, and some more."""
         pieces = list(_pieces(text))
-        found = 0
+        total = 0
         for start, end in reversed(pieces) if self.at_end else pieces:
-            found += count(text[start:end])
-            if found > self.num_tokens + SLACK_TOKENS:
+            total += count(text[start:end])
+            if total > self.num_tokens + SLACK_TOKENS:
                 return (start, len(text)) if self.at_end else (0, end)
         return 0, len(text)
 

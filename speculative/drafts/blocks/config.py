@@ -136,9 +136,9 @@ def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = fro
 
 def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int) -> BlockForm:
     """Return the layout of the draft's blocks. Raises ValueError, naming key, value and remedy."""
-    source, given = f"draft {path}", all_keys(path, raw)
-    size = size_of(given, "block_size", source, 8 if is_speculators(raw) else 16, most=MAX_COLUMNS)
-    mask = size_of(given, "mask_token_id", source, least=0)
+    source, keys = f"draft {path}", all_keys(path, raw)
+    size = size_of(keys, "block_size", source, 8 if is_speculators(raw) else 16, most=MAX_COLUMNS)
+    mask = size_of(keys, "mask_token_id", source, least=0)
     if mask >= vocab_size:
         raise ValueError(
             f"{source}: mask_token_id={mask}: the target's vocabulary has {vocab_size} tokens; use the head that was "
@@ -146,7 +146,7 @@ def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: in
         )
     name = str(raw.get("speculators_model_type") or draft_architecture(raw)).lower()
     # DeepSpec has no key for it, and Domino another one
-    from_anchor = bool(given.get("sample_from_anchor", given.get("shift_label", "dspark" in name)))
+    from_anchor = bool(keys.get("sample_from_anchor", keys.get("shift_label", "dspark" in name)))
     if size < 2 - from_anchor:
         raise ValueError(f"{source}: block_size={size}: must be at least 2; use a head that drafts")
     return BlockForm(size, mask, from_anchor, _views(path, raw, num_layers))
@@ -154,12 +154,12 @@ def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: in
 
 def read_scales(path: str, raw: Mapping[str, Any]) -> Scales:
     """Raises ValueError for a factor that is not a number above 0."""
-    source, given = f"draft {path}", all_keys(path, raw)
-    cap = given.get("final_logit_softcapping") or None
+    source, keys = f"draft {path}", all_keys(path, raw)
+    cap = keys.get("final_logit_softcapping") or None
     return Scales(
-        number_of(given, "input_embedding_scale", source, 1.0),
-        number_of(given, "output_multiplier", source, 1.0),
-        None if cap is None else number_of(given, "final_logit_softcapping", source, 1.0),
+        number_of(keys, "input_embedding_scale", source, 1.0),
+        number_of(keys, "output_multiplier", source, 1.0),
+        None if cap is None else number_of(keys, "final_logit_softcapping", source, 1.0),
     )
 
 
@@ -169,7 +169,7 @@ def read_capture(path: str, raw: Mapping[str, Any], target: ModelConfig) -> tupl
     `target_layer_ids` names layers by their output, `aux_hidden_state_layer_ids` of `speculators` by their input.
     Raises ValueError.
     """
-    source, given, count = f"draft {path}", all_keys(path, raw), target.num_layers
+    source, keys, count = f"draft {path}", all_keys(path, raw), target.num_layers
     made_for = size_of(raw, "num_target_layers", source, count)
     if made_for != count:
         raise ValueError(
@@ -177,10 +177,10 @@ def read_capture(path: str, raw: Mapping[str, Any], target: ModelConfig) -> tupl
             f"{count} layers; use the head that was trained for this target"
         )
     key = "aux_hidden_state_layer_ids" if is_speculators(raw) else "target_layer_ids"
-    capture = tuple(i + (not is_speculators(raw)) for i in ids_of(given, key, source))
+    capture = tuple(i + (not is_speculators(raw)) for i in ids_of(keys, key, source))
     if not capture or len(set(capture)) != len(capture) or not all(0 <= i < count for i in capture):
         raise ValueError(
-            f"{source}: {key}={list(given.get(key) or ())}: must name distinct layers before the last of the target's "
+            f"{source}: {key}={list(keys.get(key) or ())}: must name distinct layers before the last of the target's "
             f"{count}; use the head that was trained for this target"
         )
     return capture
@@ -234,8 +234,8 @@ def _causal(raw: Mapping[str, Any], default: bool, source: str) -> bool:
     if is_speculators(raw):
         return default
     section = section_of(raw, "dflash_config", source)
-    given = {key: bool(section[key]) for key in _CAUSAL_KEYS if section.get(key) is not None}
-    if len(set(given.values())) > 1:
-        raise ValueError(f"{source}: dflash_config={given}: both keys mean the same; correct the draft's config")
-    causal = next(iter(given.values()), raw.get("is_causal"))
+    declared = {key: bool(section[key]) for key in _CAUSAL_KEYS if section.get(key) is not None}
+    if len(set(declared.values())) > 1:
+        raise ValueError(f"{source}: dflash_config={declared}: both keys mean the same; correct the draft's config")
+    causal = next(iter(declared.values()), raw.get("is_causal"))
     return default if causal is None else bool(causal)

@@ -44,9 +44,9 @@ class DFlash2(DFlash):
     @classmethod
     def head_fields(cls, path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         source = f"draft {path}"
-        given = all_keys(path, raw)
+        keys = all_keys(path, raw)
         taps, group_size, rank, candidates = (
-            size_of(given, key, source, default) for key, default in zip(_KEYS, _DEFAULTS, strict=True)
+            size_of(keys, key, source, default) for key, default in zip(_KEYS, _DEFAULTS, strict=True)
         )
         layers = section_of(raw, "transformer_layer_config", source) or raw
         hidden, vocab = size_of(layers, "hidden_size", source), size_of(layers, "vocab_size", source)

@@ -41,13 +41,13 @@ class DSpark(DFlash):
 
     @classmethod
     def head_fields(cls, path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-        given = all_keys(path, raw)
-        kind = given.get("markov_head_type", "vanilla")
+        keys = all_keys(path, raw)
+        kind = keys.get("markov_head_type", "vanilla")
         if kind not in _TYPES:
             raise ValueError(
                 f"draft {path}: markov_head_type={kind!r} is not supported; use a head of type {' or '.join(_TYPES)}"
             )
-        return {"rank": size_of(given, "markov_rank", f"draft {path}", 256), "gated": kind == "gated"}
+        return {"rank": size_of(keys, "markov_rank", f"draft {path}", 256), "gated": kind == "gated"}
 
     def build(self, group: TPGroup, max_position: int, device: torch.device) -> "DSparkModel":
         return DSparkModel(self, group, max_position, device)
@@ -91,7 +91,7 @@ class BiasedModel(DFlashModel):
         of = block.candidates
         assert of is not None
         if row < self.num_plain_rows:
-            scores, ids = (each[:, row].repeat_interleave(previous.shape[1], dim=0) for each in (of.scores, of.ids))
+            scores, ids = (part[:, row].repeat_interleave(previous.shape[1], dim=0) for part in (of.scores, of.ids))
             return scores, ids
         vectors, index = self.vectors(block, row, previous, state)
         return score_candidates(of.scores, of.ids, None, row, index, vectors, self.successors.weight)
@@ -151,9 +151,9 @@ class Domino(DFlash):
 
     @classmethod
     def head_fields(cls, path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
-        given = all_keys(path, raw)
+        keys = all_keys(path, raw)
         rank, state_size, num_plain = (
-            size_of(given, key, f"draft {path}", default, least=0 if key == _KEYS[2] else 1)
+            size_of(keys, key, f"draft {path}", default, least=0 if key == _KEYS[2] else 1)
             for key, default in zip(_KEYS, _DEFAULTS, strict=True)
         )
         return {"rank": rank, "state_size": state_size, "num_plain": num_plain}
@@ -180,11 +180,11 @@ class DominoModel(BiasedModel):
         self.reduce = ReplicatedLinear(hidden + size, method.rank)
 
     def path_state(self, state: Tensor | None, tokens: Tensor) -> Tensor:
-        of_input, of_state = (self.prefix_gru.get_parameter(f"weight_{part}_l0") for part in ("ih", "hh"))
+        input_weight, state_weight = (self.prefix_gru.get_parameter(f"weight_{part}_l0") for part in ("ih", "hh"))
         embedded = self.embed_tokens(tokens)
         if state is None:
-            state = embedded.new_zeros(tokens.shape[0], of_state.shape[1])
-        return gru_step(F.linear(embedded, of_input), F.linear(state, of_state), state)
+            state = embedded.new_zeros(tokens.shape[0], state_weight.shape[1])
+        return gru_step(F.linear(embedded, input_weight), F.linear(state, state_weight), state)
 
     def vectors(self, block: Block, row: int, previous: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         assert state is not None, "`path_state` has computed it"

@@ -120,7 +120,7 @@ class BlockDrafter(Drafter):
         if not self._scores_candidates(batch):
             return head.to_target(head.lm_head.shard.argmax(self._scores_after(batch, block, depth, previous, state)))
         scores, ids = self._candidates_after(batch, block, depth, previous, state)
-        return self._of_first_rank(ids.gather(1, largest(scores)[1].unsqueeze(1)).squeeze(1))
+        return self._from_first_rank(ids.gather(1, largest(scores)[1].unsqueeze(1)).squeeze(1))
 
     def _children(
         self, batch: DraftBatch, block: Block, depth: int, previous: Tensor, state: Tensor | None
@@ -130,10 +130,10 @@ class BlockDrafter(Drafter):
         if self._scores_candidates(batch):
             scores, ids = self._candidates_after(batch, block, depth, previous, state)
             best, columns, _ = topk_log_softmax(scores, self._shape.top_k)
-            return Children(self._of_first_rank(best), self._of_first_rank(ids.gather(1, columns)), None)
+            return Children(self._from_first_rank(best), self._from_first_rank(ids.gather(1, columns)), None)
         scores = self._scores_after(batch, block, depth, previous, state)
-        found = Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)
-        return found if batch.guidance is None else batch.guidance.children(found)
+        children = Children(*head.lm_head.shard.topk_log_softmax(scores, self._shape.top_k), head.target_ids)
+        return children if batch.guidance is None else batch.guidance.children(children)
 
     def _scores_candidates(self, batch: DraftBatch) -> bool:
         """Return whether only the head's candidates are scored, not the vocabulary. With grammars the vocabulary is,
@@ -148,7 +148,7 @@ class BlockDrafter(Drafter):
         ids = self._model.to_target(ids)
         return self._noisy(scores, batch, self._positions(batch, depth, previous), ids), ids
 
-    def _of_first_rank(self, x: Tensor) -> Tensor:
+    def _from_first_rank(self, x: Tensor) -> Tensor:
         """Return the first rank's x, so that all ranks have the same tree even if their scores differ in a bit."""
         return self._model.lm_head.shard.group.all_gather(x)[0]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aerie.attention.kv_cache.layouts import HeadsLayout
+from aerie.attention.kv_cache.layout import HeadsLayout
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.attention.registry import build_backend
 from aerie.kernels.attend.scores import ScoreRule
@@ -135,8 +135,8 @@ def test_token_indices_follow_the_page_table() -> None:
     assert map_decode_rows(batch, 4)[1].tolist() == [4, 5, 37, 38]
     chunks = PrefillBatch.from_lists([3, 0], [2, 3], table)
     assert map_prefill_rows(chunks, 4)[1].tolist() == [15, 4, 8, 9, 10]
-    kept_from = torch.tensor([4, 1], dtype=torch.int32)
-    assert map_prefill_rows(dataclasses.replace(chunks, kept_from=kept_from), 4)[1].tolist() == [3, 4, 0, 9, 10]
+    store_from = torch.tensor([4, 1], dtype=torch.int32)
+    assert map_prefill_rows(dataclasses.replace(chunks, store_from=store_from), 4)[1].tolist() == [3, 4, 0, 9, 10]
 
 
 def test_an_unknown_backend_names_those_that_exist() -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from aerie.attention.backends.torch_backend import TorchBackend
 from aerie.attention.config import CacheConfig
-from aerie.attention.kv_cache.layout import KVLayout, LayerGroup, PerToken
-from aerie.attention.kv_cache.layouts import HeadsLayout, LatentLayout
+from aerie.attention.kv_cache.layout import HeadsLayout, KVLayout, LatentLayout, LayerGroup, PerToken
 from aerie.attention.kv_cache.pool import KVPool, bytes_per_page
 from aerie.attention.registry import BACKENDS, limit
 from aerie.kernels.attend.scores import ScoreRule
@@ -65,7 +64,7 @@ class ScaledLayout(KVLayout[ScaledView]):
         slot_mapping: Tensor,
         norms: HeadNorms | None = None,
     ) -> Tensor:
-        cos, sin = angles.of_rows()
+        cos, sin = angles.by_row()
         k, v = rows
         for pages, scales, x in (
             (view.kv.k, view.scales.k, rotate(k, cos, sin)),

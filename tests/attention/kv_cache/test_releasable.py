@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.kv_cache.layouts import HeadsLayout
+from aerie.attention.kv_cache.layout import HeadsLayout, LayerGroup
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.attention.kv_cache.releasable import CudaMemory, releasable
 

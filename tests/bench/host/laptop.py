@@ -1,11 +1,17 @@
-"""A small published model on this machine's CPU: Aerie, transformers and llama.cpp in turns, each in a process of its
-own without a server, with the same number of threads.
+"""A small published model on this machine's CPU: Aerie, transformers and llama.cpp, each in a process of its own,
+without a server, with the same number of threads.
 
     python -m tests.bench laptop MODEL.gguf --node FOLDER [--threads 1] [--turns 3]
+    python -m tests.bench laptop MODEL.gguf --node FOLDER --data DATA [--threads 1] [--count 50] [--tokens 64]
 
-Tokens/s at 1 and 8 streams while decoding greedily, seconds to the first token of 1,000, CPU milliseconds of a token at
-1 stream, and the process's largest memory. transformers computes in float32, with its dequantised weights. llama.cpp is
-node-llama-cpp's prebuilt one: `npm install node-llama-cpp` in FOLDER; without --node it is left out.
+Without --data, in turns: tokens/s at 1 and 8 streams while decoding greedily, seconds to the first token of 1,000, CPU
+milliseconds of a token at 1 stream, and the process's largest memory. transformers computes in float32, with its
+dequantised weights. llama.cpp is node-llama-cpp's prebuilt one: `npm install node-llama-cpp` in FOLDER; without --node
+it is left out.
+
+With --data (GSM8K, MT-Bench, HumanEval and Alpaca as `eval/NAME.jsonl`, equal numbers of each), greedy answers to real
+questions at one stream: tokens/s, prompts included, of Aerie without and with its draft and of llama.cpp; how many of
+the answers are Aerie's, token for token, and how many tokens are equal before the first that differs.
 """
 
 import argparse
@@ -13,13 +19,23 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
 
 from aerie.deploy.bench.figures import table
+from aerie.deploy.config.hub import model_folder
+from aerie.speculative.training.samples import answer_prompts
+from tests.bench.quality.real_heads import EVAL, questions
 from tests.support import ROOT
 
 STREAMS, PROMPT, NEW_TOKENS, LONG = (1, 8), 8, 48, 1000
-LIMIT_S = 300
+LIMIT_S = 900
+Commands = Mapping[str, tuple[list[str], Path]]
+"""Programs that print figures as their last line, and the folders in which they run, by name."""
 
 AERIE = """
 import sys, json, time, resource
@@ -105,34 +121,136 @@ found["MB"] = process.resourceUsage().maxRSS / 1e3;
 console.log(JSON.stringify(found));
 process.exit(0);
 """
+AERIE_TEXTS = """
+import sys, json, time
+import torch
+threads, model, tokens, path, draft = json.loads(sys.argv[1])
+torch.set_num_threads(threads)
+from aerie.deploy.config.hub import model_folder
+from aerie.deploy.config.hub import DRAFT
+from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.scheduling.plan import SamplingParams
+own = {key.partition(".")[2]: value for key, value in DRAFT.items()}
+source = ModelSource(str(model_folder(model, None)), device="cpu", max_model_len=2048)
+worker = WorkerConfig(source, scheduler=SchedulerConfig(max_running=1).resolved("cpu"))
+with local_engine(EngineSpec(worker, SpeculativeConfig(**own) if draft else None)) as engine:
+    prompts, sampling = json.load(open(path)), SamplingParams(tokens, 0.0)
+    engine.generate(prompts[:2], sampling, 1)
+    begin = time.perf_counter()
+    answers = [list(each.output) for each in engine.generate(prompts, sampling, 1)]
+    print(json.dumps({"seconds": time.perf_counter() - begin, "answers": answers}))
+"""
+LLAMA_TEXTS = """
+import {getLlama} from "node-llama-cpp";
+import {readFileSync} from "node:fs";
+const [threads, model, tokens, path] = JSON.parse(process.argv.at(-1));
+const llama = await getLlama({gpu: false, build: "never", maxThreads: threads});
+const loaded = await llama.loadModel({modelPath: model});
+const prompts = JSON.parse(readFileSync(path));
+const contextSize = Math.max(...prompts.map(ids => ids.length)) + tokens + 32;
+const context = await loaded.createContext({contextSize, threads, batchSize: 512});
+const sequence = context.getSequence();
+async function answer(ids) {
+  await sequence.clearHistory();
+  const found = [];
+  for await (const token of sequence.evaluate(ids, {temperature: 0, yieldEogToken: true}))
+    if (found.push(token) >= tokens) break;
+  return found;
+}
+for (const ids of prompts.slice(0, 2)) await answer(ids);
+const begin = performance.now(), answers = [];
+for (const ids of prompts) answers.push(await answer(ids));
+console.log(JSON.stringify({seconds: (performance.now() - begin) / 1e3, answers}));
+process.exit(0);
+"""
+
+
+def num_equal(one: list[int], other: list[int]) -> int:
+    """Return the number of equal tokens before the first that differs."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
+
+
+def commands_of(
+    arguments: argparse.Namespace, given: list[Any], scripts: Mapping[str, tuple[str, list[Any]]], llama: str
+) -> Commands:
+    """Return the programs. given: arguments of all; scripts: Python with its further arguments, by name; llama: for
+    node."""
+    commands = {
+        name: ([sys.executable, "-c", script, json.dumps([*given, *own])], ROOT)
+        for name, (script, own) in scripts.items()
+    }
+    if arguments.node is not None:
+        script = arguments.node / "aerie_laptop.mjs"  # beside node_modules, where node looks for packages
+        script.write_text(llama)
+        commands["llama.cpp"] = (["node", script.name, json.dumps(given)], arguments.node)
+    return commands
+
+
+def figures_of(commands: Commands) -> dict[str, dict[str, Any]]:
+    """Run the programs one after the other."""
+    figures = {}
+    for name, (command, folder) in commands.items():
+        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S)
+        figures[name] = json.loads(done.stdout.splitlines()[-1])
+    return figures
+
+
+def compare_speed(arguments: argparse.Namespace) -> None:
+    """Measure rates, the first token and memory, in turns."""
+    given = [arguments.threads, str(arguments.model.resolve()), STREAMS, PROMPT, NEW_TOKENS, LONG]
+    scripts: dict[str, tuple[str, list[Any]]] = {
+        "Aerie": (AERIE + MEASURE, []),
+        "transformers": (TRANSFORMERS + MEASURE, []),
+    }
+    commands = commands_of(arguments, given, scripts, LLAMA)
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
+    for _ in range(arguments.turns):
+        for name, figures in figures_of(commands).items():
+            turns[name].append(figures)
+            print(name, figures, file=sys.stderr, flush=True)
+    medians = {
+        name: {key: statistics.median(turn[key] for turn in figures) for key in figures[0]}
+        for name, figures in turns.items()
+    }
+    keys = list(medians["Aerie"])
+    rows = [(name, *(f"{figures[key]:.3g}" for key in keys)) for name, figures in medians.items()]
+    print(*table(["", *keys], rows), sep="\n")
+    print(json.dumps({"turns": turns, "medians": medians}))
+
+
+def compare_answers(arguments: argparse.Namespace) -> None:
+    """Measure the answers to real questions."""
+    tokenizer = AutoTokenizer.from_pretrained(str(model_folder(str(arguments.model), None)))
+    per_set = -(-arguments.count // len(EVAL))
+    conversations = [question for name in EVAL for question in questions(arguments, name, per_set)]
+    prompts = answer_prompts(conversations, tokenizer)[: arguments.count]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "prompts.json"
+        path.write_text(json.dumps(prompts))
+        given = [arguments.threads, str(arguments.model.resolve()), arguments.tokens, str(path)]
+        scripts = {"Aerie": (AERIE_TEXTS, [False]), "Aerie with its draft": (AERIE_TEXTS, [True])}
+        answers = figures_of(commands_of(arguments, given, scripts, LLAMA_TEXTS))
+    rows = []
+    for name, figures in answers.items():
+        same = [num_equal(*pair) for pair in zip(answers["Aerie"]["answers"], figures["answers"], strict=True)]
+        rate = arguments.tokens * len(prompts) / figures["seconds"]
+        rows.append((name, f"{rate:.1f}", sum(n == arguments.tokens for n in same), f"{statistics.mean(same):.1f}"))
+    print(*table(["", "tokens/s", f"equal of {len(prompts)}", "equal tokens, mean"], rows), sep="\n")
+    seconds = {name: figures["seconds"] for name, figures in answers.items()}
+    print(json.dumps({"bench": "laptop", "seconds": seconds, "rows": rows}))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.bench laptop", description=__doc__.partition("\n\n")[0])
     parser.add_argument("model", type=Path, help="a GGUF file")
     parser.add_argument("--node", type=Path, help="folder with node_modules/node-llama-cpp")
+    parser.add_argument("--data", type=Path, help="folder of eval/NAME.jsonl: compare answers instead")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--count", type=int, default=50, help="questions")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of an answer")
     arguments = parser.parse_args()
-    given = json.dumps([arguments.threads, str(arguments.model.resolve()), STREAMS, PROMPT, NEW_TOKENS, LONG])
-    commands = {
-        "Aerie": ([sys.executable, "-c", AERIE + MEASURE, given], ROOT),
-        "transformers": ([sys.executable, "-c", TRANSFORMERS + MEASURE, given], ROOT),
-    }
-    if arguments.node is not None:
-        script = arguments.node / "aerie_laptop.mjs"  # beside node_modules, where node looks for packages
-        script.write_text(LLAMA)
-        commands["llama.cpp"] = (["node", script.name, given], arguments.node)
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in commands}
-    for _ in range(arguments.turns):
-        for name, (command, folder) in commands.items():
-            done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S)
-            turns[name].append(json.loads(done.stdout.splitlines()[-1]))
-            print(name, turns[name][-1], file=sys.stderr, flush=True)
-    medians = {
-        name: {key: statistics.median(turn[key] for turn in found) for key in found[0]} for name, found in turns.items()
-    }
-    keys = list(medians["Aerie"])
-    rows = [(name, *(f"{each[key]:.3g}" for key in keys)) for name, each in medians.items()]
-    print(*table(["", *keys], rows), sep="\n")
-    print(json.dumps({"turns": turns, "medians": medians}))
+    (compare_speed if arguments.data is None else compare_answers)(arguments)

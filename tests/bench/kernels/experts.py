@@ -117,7 +117,7 @@ class Pass:
         if rows <= MAX_FEW_ROWS:
             needs.append(partial_sizes(rows, sizes, self.tiles))
         cells, tickets = (max(each) for each in zip(*needs, strict=True))
-        self.workspace = Workspace.of_size(cells, tickets, torch.device("cuda"))
+        self.workspace = Workspace.allocate(cells, tickets, torch.device("cuda"))
         self.other_tickets = torch.zeros_like(self.workspace.tickets)
 
     def _route(self, layer: Layer, logits: Tensor, tickets: Tensor | None = None) -> Routed:

@@ -73,7 +73,7 @@ def layers_of(product: Product, weights: str, device: torch.device) -> list[Line
     """Layers with random weights, enough that reading all of them empties the caches."""
     count = max(1, min(MAX_WEIGHTS, int(APART_BYTES / (product.n * product.k * BYTES[weights]))))
     generator = torch.Generator(device).manual_seed(0)
-    options = GEMMOptions(Workspace.of_size(1 << 24, 1 << 12, device), fp8=True, packed=True)
+    options = GEMMOptions(Workspace.allocate(1 << 24, 1 << 12, device), fp8=True, packed=True)
     shape = LinearShape.stacked([("", Span.whole(product.n))], Span.whole(product.k))
     layers = []
     with device:

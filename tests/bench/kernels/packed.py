@@ -69,7 +69,7 @@ def workspace_of(product: Product) -> Workspace:
         tiles = plan.tiles(64, product.n, product.k, product.gated)
         if tiles is not None:
             cells, tickets = max(cells, tiles.part_cells(64, product.n)), max(tickets, cdiv(product.n, 64))
-    return Workspace.of_size(cells, tickets, DEVICE)
+    return Workspace.allocate(cells, tickets, DEVICE)
 
 
 Multiply = Callable[[Tensor, PackedWeight], Tensor]

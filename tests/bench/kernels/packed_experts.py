@@ -71,7 +71,7 @@ def layer(model: Model) -> PackedExpertWeights:
 def measure(clock: Clock, model: Model, all_rows: Sequence[int]) -> list[dict[str, object]]:
     layers = [raised(layer(model)) if DEVICE.type == "cuda" else layer(model) for _ in range(_LAYERS)]
     sizes, routing = layers[0].sizes(model.routing.experts_per_token), model.routing
-    options = GEMMOptions(Workspace.of_size(*packed_expert_workspace(sizes), DEVICE))
+    options = GEMMOptions(Workspace.allocate(*packed_expert_workspace(sizes), DEVICE))
     expert_bytes = (layers[0].gate_up.num_bytes + layers[0].down.num_bytes) / routing.num_experts
     bias = torch.zeros(routing.num_experts, device=DEVICE) if routing.has_bias else None
     results: list[dict[str, object]] = []

@@ -113,7 +113,7 @@ def test_cached_prefixes_and_preempted_requests_have_whole_records(experts_pair:
 
 
 def test_more_than_256_experts_take_two_bytes(tmp_path: Path) -> None:
-    from aerie.attention.kv_cache.layouts import ExpertIds
+    from aerie.attention.kv_cache.layout import ExpertIds
 
     assert ExpertIds(256, 8).bytes_per_token == 8 and ExpertIds(257, 8).bytes_per_token == 16
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import pytest
@@ -13,41 +12,13 @@ from aerie.cluster.http.routes.generation import ChatReply
 from aerie.cluster.http.schema.request import ChatCompletionRequest
 from aerie.cluster.http.serving import Edge, GenerationResponse
 from aerie.cluster.http.tenants import Tenant
-from aerie.cluster.transport.messages import EngineStats, FlushOutcome, TokenDelta
-from aerie.workers.scheduling.plan import SamplingParams
+from aerie.cluster.transport.messages import TokenDelta
 from aerie.workers.scheduling.request import Owner
 from tests.support.edge_client import MODEL, edge_config
-from tests.support.fake_engine import chat_tokenizer, small_tokenizer
+from tests.support.fake_engine import FakeEngine, chat_tokenizer, small_tokenizer
 
 NUM_CHUNKS = 4000
 LIMIT_US = 60.0
-
-
-class _Ready:
-    """An engine that has all its deltas at once."""
-
-    def __init__(self, deltas: list[TokenDelta]) -> None:
-        self._deltas = deltas
-
-    async def generate(
-        self,
-        prompt: list[int],
-        sampling: SamplingParams,
-        request_id: str,
-        running_stats: bool = False,
-        token_origins: bool = False,
-        output: Sequence[int] = (),
-        owner: Owner = Owner(),  # noqa: B008 - immutable
-        inputs: object = None,
-    ) -> AsyncGenerator[TokenDelta, None]:
-        for delta in self._deltas:
-            yield delta
-
-    async def stats(self) -> list[EngineStats]:
-        return []
-
-    async def flush_cache(self) -> list[FlushOutcome]:
-        return []
 
 
 @pytest.mark.parametrize(
@@ -65,7 +36,7 @@ async def test_chunk_of_four_tokens_costs_little(extra: dict[str, Any], record_p
     tokens = tuple(small_tokenizer().encode("hello world").ids)[:4]
     deltas = [TokenDelta("", tokens) for _ in range(NUM_CHUNKS)] + [TokenDelta("", (), "length")]
     config, tokenizer = edge_config(max_model_len=10**6, output_parser="text"), chat_tokenizer()
-    edge = Edge(config, tokenizer, _Ready(deltas), Admission(1))
+    edge = Edge(config, tokenizer, FakeEngine(lambda prompt, sampling: deltas), Admission(1))
     messages = [{"role": "user", "content": "hi"}]
     request = await chat_request(
         ChatCompletionRequest.model_validate({"model": MODEL, "messages": messages, "stream": True} | extra),

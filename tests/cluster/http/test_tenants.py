@@ -148,7 +148,7 @@ def test_every_key_is_compared_whichever_is_given(monkeypatch: pytest.MonkeyPatc
         return compare(a, b)
 
     monkeypatch.setattr(hmac, "compare_digest", counted)
-    found = [tenants.of_key(key) for key in (ANN, BOB, "unknown", "")]
+    found = [tenants.by_key(key) for key in (ANN, BOB, "unknown", "")]
     assert [tenant and tenant.name for tenant in found] == ["ann", "bob", None, None]
     assert next(counts) == 4 * len(KEYS)
 

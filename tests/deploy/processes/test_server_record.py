@@ -97,19 +97,19 @@ def test_a_start_clears_up_after_killed_servers_and_spares_living_ones_and_nodes
 ) -> None:
     node = begin(Record("node", port=6379))
     ray = sleeper()  # it has the node's folder in its environment; `ray start` has ended
-    killed, kept = begin(Record("server", port=1)), begin(Record("server", port=2, is_kept=True))
+    killed, kept = begin(Record("server", port=1)), begin(Record("server", port=2, keeps_logs=True))
     gone = subprocess.Popen(["true"])
     for each in (node, killed, kept):
         text = (each / "owner.json").read_text()
         (each / "owner.json").write_text(text.replace(f'"pid": {os.getpid()}', f'"pid": {gone.pid}'))
     gone.wait()
-    clear_abandoned(with_kept=False)
+    clear_abandoned(with_logs=False)
     assert [each.exists() for each in (folder, node, killed, kept)] == [True, True, False, True]
-    clear_abandoned(with_kept=True)
+    clear_abandoned(with_logs=True)
     assert [each.exists() for each in (folder, node, kept)] == [True, True, False]
     ray.kill()
     ray.wait()
-    clear_abandoned(with_kept=True)
+    clear_abandoned(with_logs=True)
     assert [each.exists() for each in (folder, node)] == [True, False]
 
 
@@ -206,7 +206,7 @@ def test_after_a_fault_rays_folder_stays_until_it_is_stopped(servers: Callable[[
     assert (tmp_path / "session_8101").is_dir()
     [folder] = tmp_path.glob("aerie-*")
     record = read(folder)
-    assert record is not None and record.is_kept
+    assert record is not None and record.keeps_logs
     assert main(["stop"]) == 0
     assert list(tmp_path.iterdir()) == []
 

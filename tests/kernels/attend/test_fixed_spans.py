@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the triton backend needs triton, which is 
 
 from aerie.attention.backends.triton_backend import FIXED_SPAN, TritonBackend  # noqa: E402
 from aerie.attention.config import LATENT_PAGE_SIZE  # noqa: E402
-from aerie.attention.kv_cache.layouts import HeadsLayout, LatentLayout  # noqa: E402
+from aerie.attention.kv_cache.layout import HeadsLayout, LatentLayout  # noqa: E402
 from aerie.attention.kv_cache.pool import KVPool  # noqa: E402
 from aerie.kernels.attend import decode_triton, references, split_kv_triton  # noqa: E402
 from aerie.kernels.attend.fixed import spans_triton  # noqa: E402

@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
 from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
-from aerie.attention.kv_cache.layouts import HeadsLayout, LatentLayout  # noqa: E402
+from aerie.attention.kv_cache.layout import HeadsLayout, LatentLayout  # noqa: E402
 from aerie.kernels.attend import references  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.kv.batches import DecodeBatch, Mode, PrefillBatch  # noqa: E402

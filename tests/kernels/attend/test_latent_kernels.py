@@ -13,7 +13,7 @@ from aerie.attention.backends.torch_backend import TorchBackend  # noqa: E402
 from aerie.attention.backends.triton_backend import TritonBackend, TritonExpandedChunks  # noqa: E402
 from aerie.attention.config import LATENT_PAGE_SIZE  # noqa: E402
 from aerie.attention.expansion import ExpandedChunks  # noqa: E402
-from aerie.attention.kv_cache.layouts import LatentLayout  # noqa: E402
+from aerie.attention.kv_cache.layout import LatentLayout  # noqa: E402
 from aerie.kernels.attend import decode_plan_triton, expanded_prefill_triton, references  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.fp8.rows import Fp8Rows  # noqa: E402
@@ -448,7 +448,7 @@ def check_expanded(
     kv = random_rows(sum(lengths), heads, key + value, dtype).contiguous()
     made = ExpandedKV(kv, random_rows(sum(lengths), 1, rotated, dtype).squeeze(1), chunks.first, key)
     q, angles = random_rows(batch.num_rows, heads, key + rotated, dtype), random_angles(batch.num_rows, rotated)
-    cos, sin = angles.of_rows()
+    cos, sin = angles.by_row()
     q_rotated = torch.cat((q[..., :key], rotate_pairs(q[..., key:], cos, sin)), dim=-1)
     out = torch.full((batch.num_rows, heads, value), float("nan"), dtype=dtype, device=DEVICE)
     chunks.attend(q, made, angles, SCALE, out)

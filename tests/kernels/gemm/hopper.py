@@ -24,7 +24,7 @@ def served_by(gemm: str) -> Callable[..., bool]:
     row = next(each for each in choice.choose_gemm.implementations if each.target.endswith(f":{gemm}.of"))
     serves = row.serves
     assert serves is not None and row.needs(WITH_COMPILER) and not row.needs(WITHOUT)
-    workspace = Workspace.of_size(1, 1, torch.device("cpu"))
+    workspace = Workspace.allocate(1, 1, torch.device("cpu"))
 
     def serves_weight(n: int, k: int, dtype: torch.dtype = torch.bfloat16, deterministic: bool = False) -> bool:
         options = GEMMOptions(workspace, deterministic=deterministic)

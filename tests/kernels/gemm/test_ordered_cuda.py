@@ -62,7 +62,7 @@ def test_it_is_chosen_for_prompts() -> None:
 
 
 def order_options(n: int, k: int) -> GEMMOptions:
-    space = Workspace.of_size(*ordered_workspace_size([(n, k)]), DEVICE)
+    space = Workspace.allocate(*ordered_workspace_size([(n, k)]), DEVICE)
     space.part.fill_(float("nan"))
     return GEMMOptions(space, deterministic=True)
 

@@ -78,7 +78,7 @@ def steep(
 
 def products_of(x: Tensor | Fp8Rows, weights: ExpertWeights, deterministic: bool = True) -> Products:
     cells, tickets = workspace_size(weights.sizes(SLOTS)) if not deterministic else (1, EXPERTS)
-    experts = TritonExperts(weights, Workspace.of_size(cells, tickets, DEVICE), deterministic, HALF)
+    experts = TritonExperts(weights, Workspace.allocate(cells, tickets, DEVICE), deterministic, HALF)
 
     def products(rows: int) -> Tensor:
         mine = Fp8Rows(x.values[-rows:], x.scales[-rows:]) if isinstance(x, Fp8Rows) else x[-rows:]
@@ -180,7 +180,7 @@ def test_rows_of_few_bits(code: str, deterministic: bool) -> None:
     activation = replace(GPT_OSS, limit=None)
     matrices = packed(code, 2 * width, size, gate_up), packed(code, size, width, down)
     weights = PackedExpertWeights(*matrices, activation=activation)
-    workspace = Workspace.of_size(*packed_expert_workspace(weights.sizes(SLOTS)), DEVICE)
+    workspace = Workspace.allocate(*packed_expert_workspace(weights.sizes(SLOTS)), DEVICE)
     options, ready = GEMMOptions(workspace, deterministic), raised(weights)
 
     def products(rows: int) -> Tensor:

@@ -39,7 +39,7 @@ SHAPES = SMALL if INTERPRETED else SERVED
 
 
 def workspace_of(*shapes: tuple[int, int]) -> Workspace:
-    return Workspace.of_size(*ordered_workspace_size(shapes), DEVICE)
+    return Workspace.allocate(*ordered_workspace_size(shapes), DEVICE)
 
 
 def order_matters(rows: int, n: int, k: int) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ def test_a_kernel_whose_slices_depend_on_the_number_of_rows_is_found(monkeypatch
         return tiles if tiles is None or rows > 2 else replace(tiles, splits=4, ahead=False, last=0)
 
     monkeypatch.setattr(ordered_triton, "ordered_tiles", planted)
-    assert differing((1, 2, 8), x, weight, Workspace.of_size(1 << 16, 64, DEVICE)) == [1, 2]
+    assert differing((1, 2, 8), x, weight, Workspace.allocate(1 << 16, 64, DEVICE)) == [1, 2]
 
 
 @pytest.mark.parametrize("n,k", [(2 * 4233, 128)] if INTERPRETED else [(28672, 4096), (24576, 4096), (2048, 2048)])

@@ -32,7 +32,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, found: Tensor) -> None
 
 def workspace(n: int) -> Workspace:
     """For tiles of any width; the sums of others are not numbers."""
-    made = Workspace.of_size((n + 256) * 256, 16 * n, DEVICE)
+    made = Workspace.allocate((n + 256) * 256, 16 * n, DEVICE)
     made.part.fill_(float("nan"))
     return made
 

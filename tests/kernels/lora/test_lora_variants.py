@@ -76,7 +76,7 @@ def variants_of(rows: int, inputs: int, parts: tuple[int, ...], rank: int, place
         product_triton.add_lora(y, x, tables, row_places)
         if inputs % INPUT_STEP == 0:
             weight = torch.empty(parts[-1], inputs, dtype=torch.bfloat16)
-            gemm = skinny_triton.SkinnyGEMM(weight, Workspace.of_size(0, 0, weight.device))
+            gemm = skinny_triton.SkinnyGEMM(weight, Workspace.allocate(0, 0, weight.device))
             adapters = RowAdapters(tables, row_places, torch.empty(7, 4, dtype=torch.int32)[rows % 7])
             for gated in (False, True):
                 gemm.multiply_adapted(x, None, None, adapters, gated)

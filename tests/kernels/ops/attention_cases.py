@@ -62,7 +62,7 @@ def _prefill(
         batch = PrefillBatch.from_lists(starts, counts, table.to(device), sum(counts) + padding)
         if recomputed is not None:
             more = torch.arange(batch.num_chunks, dtype=torch.int32, device=device)
-            batch = replace(batch, kept_from=batch.starts + recomputed + more)
+            batch = replace(batch, store_from=batch.starts + recomputed + more)
         return batch, page_size
 
     return arguments

@@ -97,7 +97,7 @@ def _expansion(latent: int, rotated: int, dtype: torch.dtype, fp8: bool, device:
 def _routed(count: int, experts: int, size: int, fixed: bool, biased: bool, device: torch.device) -> tuple[Any, ...]:
     x, weight = (rows(each, size, dtype=torch.float16, device=device) for each in (count, experts))
     bias = rows(experts, dtype=torch.float16, device=device) if biased else None
-    return x, weight, bias, Workspace.of_size(1, 1, device), fixed
+    return x, weight, bias, Workspace.allocate(1, 1, device), fixed
 
 
 def _logits(arguments: tuple[Any, ...], result: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ def arguments(kind: str, is_live: bool, device: torch.device) -> tuple[Any, ...]
     )
     norm = Norm(drawn(size, dtype=wide if kind == "qwen" else torch.bfloat16), 1e-5)
     live = TokenSlots(torch.tensor([16 if is_live else 15], device=device), 16)
-    workspace = Workspace.of_size(cells_of(routing.num_logits), 1, device)
+    workspace = Workspace.allocate(cells_of(routing.num_logits), 1, device)
     return drawn(1, size) * 3, drawn(1, size) * 5, norm, router, live, workspace
 
 

@@ -33,7 +33,7 @@ def arguments(rows: int, device: torch.device) -> tuple[Any, ...]:
     logits = torch.randn(rows, EXPERTS, generator=generator).to(device)
     sizes = weights.sizes(SLOTS)
     cells, tickets = partial_sizes(rows, sizes, packed_expert_tiles(rows, sizes))
-    workspace = Workspace.of_size(max(cells, 1), max(tickets, 64), device)
+    workspace = Workspace.allocate(max(cells, 1), max(tickets, 64), device)
     router = RouterLogits(logits, None, Routing(EXPERTS, SLOTS, normalise=True))
     return x, router, weights, GEMMOptions(workspace)
 
@@ -43,7 +43,7 @@ def mlp_arguments(rows: int, device: torch.device) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(rows)
     size, width = 2048, 512
     cells, tickets = packed_workspace_size([(2 * width, size), (size, width)])
-    workspace = Workspace.of_size(cells, max(tickets, gated_mlp_words(size, width)), device)
+    workspace = Workspace.allocate(cells, max(tickets, gated_mlp_words(size, width)), device)
     options = GEMMOptions(workspace if device.type == "cuda" else None, packed=True)
 
     def product(n: int, k: int) -> PackedProduct:
@@ -63,7 +63,7 @@ def product_arguments(outputs: int, inputs: int, device: torch.device) -> tuple[
     generator = torch.Generator().manual_seed(outputs)
     codes = torch.randint(0, 16, (outputs, inputs), generator=generator).to(torch.uint8)
     scales = (0.5 + torch.rand(outputs, inputs // 128, generator=generator)) * inputs**-0.5 / 3.5
-    workspace = Workspace.of_size(*packed_workspace_size([(outputs, inputs)]), device)
+    workspace = Workspace.allocate(*packed_workspace_size([(outputs, inputs)]), device)
     weight = pack(codes.to(device), scales.to(device, torch.bfloat16), None, None, 128, "int4")
     return weight, GEMMOptions(workspace, packed=True)
 

@@ -116,7 +116,7 @@ def _limits(size: int, device: torch.device) -> tuple[Any, ...]:
 
 def _kept(arguments: tuple[Any, ...], limits: Limits) -> Tensor:
     logits, slots, filters = arguments
-    gap = gaps(logits, filters.of_rows(slots, logits.shape[0]).temperature)
+    gap = gaps(logits, filters.row_values(slots, logits.shape[0]).temperature)
     return gap <= limits.gaps.unsqueeze(1)
 
 

@@ -106,7 +106,7 @@ def test_a_routers_parts_are_added_up_in_their_order(deterministic: bool, size: 
     x = torch.randn(rows, size, generator=generator).to(DEVICE, HALF)
     weight = (torch.randn(12, size, generator=generator) / size**0.5).to(DEVICE, HALF)
     added = torch.randn(12, generator=generator).to(DEVICE, HALF) if biased else None
-    parts = router_gemm(x, weight, added, Workspace.of_size(1, 1, DEVICE), deterministic)
+    parts = router_gemm(x, weight, added, Workspace.allocate(1, 1, DEVICE), deterministic)
     assert parts.shape == (4 if size == 512 else 5, rows, 12)
     expected = F.linear(x.float(), weight.float(), None if added is None else added.float())
     torch.testing.assert_close(parts.sum(0), expected, rtol=1e-3, atol=1e-3)
@@ -116,7 +116,7 @@ def test_a_routers_parts_are_added_up_in_their_order(deterministic: bool, size: 
     found, other = (route(RouterLogits(logits, bias, SMALL), 1, tickets()) for logits in (parts, total))
     assert torch.equal(found.chosen, other.chosen) and torch.equal(found.weight, other.weight)
     if deterministic:
-        alone = router_gemm(x[1:2], weight, added, Workspace.of_size(1, 1, DEVICE), deterministic)
+        alone = router_gemm(x[1:2], weight, added, Workspace.allocate(1, 1, DEVICE), deterministic)
         assert torch.equal(alone[:, 0], parts[:, 1])
 
 
@@ -126,7 +126,7 @@ def test_a_router_of_few_rows_reads_all_of_its_weight_ahead() -> None:
     assert tiles.ahead and tiles.splits * tiles.block_k == size
     x = torch.randn(rows, size, generator=generator).to(DEVICE, HALF)
     weight = (torch.randn(12, size, generator=generator) / size**0.5).to(DEVICE, HALF)
-    parts = router_gemm(x, weight, None, Workspace.of_size(1, 1, DEVICE), False)
+    parts = router_gemm(x, weight, None, Workspace.allocate(1, 1, DEVICE), False)
     assert parts.shape == (16, rows, 12)
     torch.testing.assert_close(parts.sum(0), x.float() @ weight.float().T, rtol=1e-3, atol=1e-3)
 
@@ -274,7 +274,7 @@ def few(tiles: ExpertTiles | None = None) -> Multiply:
         rows, slots = routed.chosen.shape
         sizes = weights.sizes(slots)
         chosen = tiles or few_row_tiles(rows, sizes)
-        workspace = Workspace.of_size(*partial_sizes(rows, sizes, chosen), DEVICE)
+        workspace = Workspace.allocate(*partial_sizes(rows, sizes, chosen), DEVICE)
         few_row_experts(x, routed, weights, workspace, chosen, out)
         assert int(workspace.tickets.abs().sum()) == 0
         return out
@@ -484,7 +484,7 @@ def test_a_replayed_graph_goes_to_the_experts_that_are_chosen_then(kind: str, ro
     sizes = weights.sizes(num_slots)
     few_tiles = few_row_tiles(rows, sizes) if rows <= MAX_LISTED else None
     cells, num_tickets = (1, 1) if few_tiles is None else partial_sizes(rows, sizes, few_tiles)
-    workspace = Workspace.of_size(cells, max(num_tickets, routing.num_experts + shared), DEVICE)
+    workspace = Workspace.allocate(cells, max(num_tickets, routing.num_experts + shared), DEVICE)
 
     def step() -> None:
         rows_in = quantize_rows(x, weights.by_group) if weights.in_fp8 else x

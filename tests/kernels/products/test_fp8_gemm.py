@@ -52,7 +52,7 @@ def rows_of(rows: int, k: int, generator: torch.Generator) -> Tensor:
 
 
 def workspace_of(shapes: list[tuple[int, int]]) -> Workspace:
-    return Workspace.of_size(*fp8_workspace_size(shapes), DEVICE)
+    return Workspace.allocate(*fp8_workspace_size(shapes), DEVICE)
 
 
 def difference(out: Tensor, expected: Tensor) -> float:
@@ -135,7 +135,7 @@ def test_programs_that_share_columns_of_many_rows_add_them_all(block_m: int, blo
     generator = torch.Generator().manual_seed(6)
     n, k, rows = 200, 768, 130
     weight, meant = weight_of(n, k, by_group, generator)
-    workspace = Workspace.of_size(1 << 20, 64, DEVICE)
+    workspace = Workspace.allocate(1 << 20, 64, DEVICE)
     x = quantize_rows(rows_of(rows, k, generator), by_group)
     expected = dequantized_rows(x).double() @ meant.T
     for splits in (2, 3):

@@ -28,7 +28,7 @@ class MLP:
         self.gate_up, self.down = (
             weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE) for n, k in ((2 * width, size), (size, width))
         )
-        self.workspace = Workspace.of_size(1, gated_mlp_words(size, width), DEVICE)
+        self.workspace = Workspace.allocate(1, gated_mlp_words(size, width), DEVICE)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         tiles = gated_mlp_tiles(self.size, self.width, x.shape[0], num_multiprocessors(DEVICE))

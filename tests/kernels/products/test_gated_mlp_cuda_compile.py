@@ -58,13 +58,13 @@ def test_the_table_has_cuda_where_it_compiles_and_serves_what_it_fits(monkeypatc
     assert row.serves is not None
     tiles = gated_mlp_tiles(2048, 512, 1, BLOCKS)
     assert tiles is not None
-    x, options = torch.zeros(1, 2048, dtype=torch.bfloat16), GEMMOptions(Workspace.of_size(1, tiles.words, CPU))
+    x, options = torch.zeros(1, 2048, dtype=torch.bfloat16), GEMMOptions(Workspace.allocate(1, tiles.words, CPU))
     assert row.serves(x, *products(), options)
-    assert not row.serves(x, *products(), GEMMOptions(Workspace.of_size(1, tiles.words - 1, CPU)))
+    assert not row.serves(x, *products(), GEMMOptions(Workspace.allocate(1, tiles.words - 1, CPU)))
     assert not row.serves(x, *products(), replace(options, deterministic=True))
     assert not row.serves(x.half(), *products(), options)
     assert not row.serves(x, *products(256), options) and not row.serves(x, *products(zeros=True), options)
-    large = GEMMOptions(Workspace.of_size(1, gated_mlp_words(2048, 512), CPU))
+    large = GEMMOptions(Workspace.allocate(1, gated_mlp_words(2048, 512), CPU))
     assert row.serves(x.expand(MAX_ROWS, -1), *products(), large)
     assert not row.serves(x.expand(MAX_ROWS + 1, -1), *products(), large)
 

@@ -158,7 +158,7 @@ def test_a_layer_norms_and_routes_in_one_launch(has_gate: bool) -> None:
         module.fill_dummy(generator)
     norm.weight.data.uniform_(0.5, 1.5, generator=generator)
     cells, tickets = (max(each) for each in zip(*(module.workspace_size() for module in modules), strict=True))
-    options = GEMMOptions(Workspace.of_size(max(cells, 1 << 16), max(tickets, 64), torch.device(DEVICE)), fp8=True)
+    options = GEMMOptions(Workspace.allocate(max(cells, 1 << 16), max(tickets, 64), torch.device(DEVICE)), fp8=True)
     for module in modules:
         module.finish(options)
     x, residual = (torch.randn(1, size, generator=generator, device=DEVICE).to(experts.HALF) for _ in range(2))

@@ -98,7 +98,7 @@ KINDS = {
 def options_of(weights: PackedExpertWeights, slots: int) -> GEMMOptions:
     tiles = one_row_tiles(weights.sizes(slots), num_multiprocessors(DEVICE))
     assert tiles is not None, "served"
-    workspace = Workspace.of_size(*tiles.workspace, DEVICE)
+    workspace = Workspace.allocate(*tiles.workspace, DEVICE)
     workspace.part.fill_(float("nan"))
     return GEMMOptions(workspace)
 

@@ -72,9 +72,9 @@ def test_experts_are_served_with_a_workspace_that_suffices(monkeypatch: pytest.M
     assert row.serves is not None
     cells, tickets = tiles.workspace
     for sizes_of, serves in (((cells, tickets), True), ((cells - 1, tickets), False), ((cells, tickets - 1), False)):
-        options = GEMMOptions(Workspace.of_size(*sizes_of, cpu))
+        options = GEMMOptions(Workspace.allocate(*sizes_of, cpu))
         assert row.serves(x, router, weights, options) == serves
-    options = GEMMOptions(Workspace.of_size(cells, tickets, cpu))
+    options = GEMMOptions(Workspace.allocate(cells, tickets, cpu))
     assert not row.serves(x.expand(2, -1), router, weights, options)
     assert not row.serves(x, router, replace(weights, is_moved=False), options)
     assert not row.serves(x, router, weights, replace(options, deterministic=True))
@@ -85,7 +85,7 @@ def test_products_are_kept_in_shared_memory_if_they_fit(monkeypatch: pytest.Monk
     monkeypatch.setattr(choice, "num_multiprocessors", lambda device: BLOCKS)
     row = next(each for each in choice.choose_gemm.implementations if "one_row_cuda" in each.target)
     assert row.serves is not None and row.needs(WITH_COMPILER) and not row.needs(WITHOUT)
-    options = GEMMOptions(Workspace.of_size(1, 1, torch.device("cpu")))
+    options = GEMMOptions(Workspace.allocate(1, 1, torch.device("cpu")))
 
     def serves(n: int, k: int, options: GEMMOptions = options, dtype: torch.dtype = torch.bfloat16) -> bool:
         assert row.serves is not None

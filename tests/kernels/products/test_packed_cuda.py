@@ -47,7 +47,7 @@ def test_products_are_those_of_float64(tiles: Tiles, dtype: torch.dtype) -> None
     else:
         most, bound = 3 * tiles.block_m, DENSE_BOUND[dtype]
     shapes = [(70, 384), (640, 2048), *([(8960, 1024)] if isinstance(tiles, ManyRowsTiles) else [])]
-    workspace = Workspace.of_size(*SHARED_SUMS, DEVICE)
+    workspace = Workspace.allocate(*SHARED_SUMS, DEVICE)
     workspace.part.fill_(float("nan"))
     for (n, k), (group, zeros) in product(shapes, ((128, False), (0, True))):
         weight = weight_of(n, k, "int4", group, zeros, dtype, DEVICE)
@@ -67,7 +67,7 @@ def test_products_are_those_of_float64(tiles: Tiles, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("tiles", [tiles for tiles in TILES if tiles.outputs > 64], ids=str)
 def test_gated_products_are_those_of_float64(tiles: Tiles) -> None:
     most = 8 * tiles.row_tiles if isinstance(tiles, FewRowsTiles) else tiles.block_m
-    workspace = Workspace.of_size(*SHARED_SUMS, DEVICE)
+    workspace = Workspace.allocate(*SHARED_SUMS, DEVICE)
     for n, k in ((384, 512), (1280, 1024)):
         weight = weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE)
         exact = dequantize(weight, torch.float32).double()
@@ -83,7 +83,7 @@ def test_gated_products_are_those_of_float64(tiles: Tiles) -> None:
 @pytest.mark.parametrize("n,k", [shape for shape in LARGE if shape[1] % 128 == 0])
 def test_products_of_known_models_are_those_of_float64(n: int, k: int) -> None:
     weight = weight_of(n, k, "int4", 128, False, torch.bfloat16, DEVICE)
-    workspace = Workspace.of_size(*packed_workspace_size([(n, k)]), DEVICE)
+    workspace = Workspace.allocate(*packed_workspace_size([(n, k)]), DEVICE)
     ours = choose_product(weight, GEMMOptions(workspace, packed=True))
     assert isinstance(ours, CudaPackedProduct)
     x, exact = torch.randn(400, k, device=DEVICE).bfloat16(), dequantize(weight, torch.float32).double()

@@ -104,7 +104,7 @@ def options_of(
     sizes = weights.sizes(slots)
     tiles = tiles or packed_expert_tiles(rows, sizes)
     cells, tickets = partial_sizes(rows, sizes, tiles)
-    workspace = Workspace.of_size(max(cells, 1), max(tickets, weights.num_experts, 64), torch.device(DEVICE))
+    workspace = Workspace.allocate(max(cells, 1), max(tickets, weights.num_experts, 64), torch.device(DEVICE))
     return GEMMOptions(workspace)
 
 
@@ -200,7 +200,7 @@ def test_a_layer_of_kernels_answers_as_its_reference(rows: int) -> None:
             methods = [PackedExperts(experts.shape, GPT_OSS_MXFP4) for _ in range(2)]
     finally:
         torch.set_default_dtype(before)
-    workspace = Workspace.of_size(*methods[1].workspace_size(), torch.device(DEVICE))
+    workspace = Workspace.allocate(*methods[1].workspace_size(), torch.device(DEVICE))
     for method, options in zip(methods, (GEMMOptions(), GEMMOptions(workspace)), strict=True):
         method.fill_dummy(torch.Generator(DEVICE).manual_seed(3))
         method.finish(options)

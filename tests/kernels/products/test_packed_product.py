@@ -64,7 +64,7 @@ def weight_of(
 
 def product_of(weight: PackedWeight, deterministic: bool = False) -> TritonPackedProduct:
     shape = weight.out_features, weight.in_features
-    workspace = Workspace.of_size(*packed_workspace_size([shape]), torch.device(DEVICE))
+    workspace = Workspace.allocate(*packed_workspace_size([shape]), torch.device(DEVICE))
     return TritonPackedProduct(weight, workspace, deterministic)
 
 

@@ -296,7 +296,7 @@ def test_an_idle_engine_names_a_zeroed_draft_by_itself(pair: Pair, other: Versio
 
         def seen() -> Any:
             outputs = step()
-            canary.saw(outputs)
+            canary.observe(outputs)
             return outputs
 
         engine.step = seen  # type: ignore[method-assign]

@@ -58,4 +58,4 @@ def test_a_narrow_tree_is_no_chain_to_the_scheduler() -> None:
     shapes = RoundShapes((PLAIN, chain, narrow), default=2, adaptive=True)
     acceptance = Acceptance(shapes, 4)
     assert not acceptance.informs(1, 2) and not acceptance.informs(2, 1)
-    assert shapes.beside_chunks(64) == (0, 1)
+    assert shapes.mixed_shapes(64) == (0, 1)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aerie.attention.kv_cache.layout import KVLayout, LayerGroup
-from aerie.attention.kv_cache.layouts import HeadsLayout, LatentLayout
+from aerie.attention.kv_cache.layout import HeadsLayout, KVLayout, LatentLayout, LayerGroup
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.attention.limits import AttentionUse
 from aerie.kernels.attend.scores import ScoreRule

@@ -8,7 +8,7 @@ type, each by at most half a unit in the last place: twice that is bound enough;
 import torch
 from torch import Tensor
 
-from aerie.attention.kv_cache.layouts import HeadsLayout
+from aerie.attention.kv_cache.layout import HeadsLayout
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.kernels.kv.batches import DecodeBatch, Mode
 from tests.support.kernels.attention_cases import fill_randomly, uniform_pool

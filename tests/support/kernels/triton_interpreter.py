@@ -117,4 +117,4 @@ def kernels_of_operations() -> Iterator[None]:
 
 def _forget_choices() -> None:
     for each in OPERATIONS:
-        each._of_device.clear()
+        each._by_device.clear()

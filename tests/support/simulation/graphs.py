@@ -41,9 +41,9 @@ class SimulatedGraphs:
         """Requests and prompt tokens that such a step is padded to; None: it runs eagerly."""
         if num_tokens:
             shape = shape if num_requests else self._shapes.default
-            key = self._keys.of_chunks(shape, num_requests, num_tokens, RANDOM)
+            key = self._keys.chunk_key(shape, num_requests, num_tokens, RANDOM)
         else:
-            key = self._keys.of_rounds(shape, num_requests, RANDOM)
+            key = self._keys.round_key(shape, num_requests, RANDOM)
         if key is None:
             return None
         used = self._keys.fallback(key, self._captured)

@@ -69,7 +69,7 @@ TREE_H200 = CostTable(
     ),
     default=2,
     ms_per_chunk_kv=H200.ms_per_chunk_kv,
-    beside=(2, 2, 2, 1, 1),
+    mixed_shapes=(2, 2, 2, 1, 1),
 )
 
 
@@ -90,15 +90,15 @@ def deepseek_rank() -> CostTable:
         expanding = 0.0 if chunk == 0 else 5.5 if chunk >= 768 else 0.003 * chunk
         return forward(4 * count + chunk) + 0.7 + 0.008 * count + expanding
 
-    beside = (0, *requests)
+    mixed_shapes = (0, *requests)
     return CostTable(
         rounds=(
             RoundCosts(requests, tuple(forward(count) for count in requests), (per_kv,) * 4),
             RoundCosts(requests, tuple(chain(count, 0) for count in requests), (per_kv,) * 4),
         ),
-        chunk_requests=beside,
+        chunk_requests=mixed_shapes,
         chunk_tokens=tokens,
-        chunk_ms=tuple(tuple(chain(count, chunk) for chunk in tokens) for count in beside),
+        chunk_ms=tuple(tuple(chain(count, chunk) for chunk in tokens) for count in mixed_shapes),
         default=1,
         ms_per_chunk_kv=1e-5,
     )

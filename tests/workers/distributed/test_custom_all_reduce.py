@@ -16,7 +16,7 @@ from aerie.workers.distributed.custom_all_reduce import (
     CustomAllReduce,
     Limits,
     Method,
-    Place,
+    Peer,
     choose,
     region_bytes,
     why_not,
@@ -101,8 +101,8 @@ def test_a_partial_result_is_written_where_it_will_be_summed() -> None:
     torch.testing.assert_close(part, torch.nn.functional.linear(x, layer.method.weight, layer.bias))
 
 
-def place(host: str = "a", gpu: str = "0", num_processors: int = 132, torch_problem: str = "") -> Place:
-    return Place(host, gpu, num_processors, torch_problem)
+def place(host: str = "a", gpu: str = "0", num_processors: int = 132, torch_problem: str = "") -> Peer:
+    return Peer(host, gpu, num_processors, torch_problem)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def place(host: str = "a", gpu: str = "0", num_processors: int = 132, torch_prob
         ),
     ],
 )
-def test_a_group_that_cannot_share_memory_says_why(places: list[Place], reason: str) -> None:
+def test_a_group_that_cannot_share_memory_says_why(places: list[Peer], reason: str) -> None:
     assert why_not(places, LIMITS) == reason
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from aerie.workers.distributed import shared_memory
-from aerie.workers.distributed.shared_memory import SLOT_BYTES, Place, RankEndedError, why_not
+from aerie.workers.distributed.shared_memory import SLOT_BYTES, Peer, RankEndedError, why_not
 from aerie.workers.distributed.tp_group import join_tp_group
 from tests.support.ranks import run_ranks
 
@@ -95,10 +95,10 @@ def test_nobody_waits_for_a_rank_that_does_not_come(stays_s: float, told: str) -
 
 
 def test_who_can_share_memory() -> None:
-    here = Place("machine", 7, 3, "")
+    here = Peer("machine", 7, 3, "")
     assert why_not([here, here]) == ""
-    assert "several machines" in why_not([here, Place("other", 7, 3, "")])
-    assert why_not([here, Place("", 8, -1, "no x86")]) == "rank 1: no x86"
+    assert "several machines" in why_not([here, Peer("other", 7, 3, "")])
+    assert why_not([here, Peer("", 8, -1, "no x86")]) == "rank 1: no x86"
     assert "65 ranks" in why_not([here] * 65)
 
 

@@ -65,7 +65,7 @@ def workspace_of(layer: MixtureOfExperts) -> Workspace:
     sizes = [module.workspace_size() for module in layer.modules() if isinstance(module, WeightedModule)]
     shapes = [module.shape for module in layer.modules() if isinstance(module, LinearBase)]
     sizes.append(fp8_workspace_size([(shape.out_features, shape.in_features) for shape in shapes]))
-    return Workspace.of_size(*(max(each) for each in zip(*sizes, strict=True)), DEVICE)
+    return Workspace.allocate(*(max(each) for each in zip(*sizes, strict=True)), DEVICE)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.attention.backends.triton_backend import TritonBackend  # noqa: E402
-from aerie.attention.kv_cache.layouts import LatentLayout  # noqa: E402
+from aerie.attention.kv_cache.layout import LatentLayout  # noqa: E402
 from aerie.kernels.fp8.gemm_triton import fp8_gemm  # noqa: E402
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows, dequantized_rows
 from aerie.kernels.fp8.rows_triton import fp8_rms_norm, quantize_rows  # noqa: E402
@@ -74,7 +74,7 @@ def close(one: Tensor, other: Tensor) -> None:
 
 
 def workspace_of(*shapes: tuple[int, int]) -> Workspace:
-    return Workspace.of_size(*fp8_workspace_size(shapes), DEVICE)
+    return Workspace.allocate(*fp8_workspace_size(shapes), DEVICE)
 
 
 def matrix(n: int, k: int, seed: int = 0) -> Fp8Matrix:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backends.torch_backend import TorchBackend
-from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.kv_cache.layouts import HeadsLayout
+from aerie.attention.kv_cache.layout import HeadsLayout, LayerGroup
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.kernels.capability import Capability
 from aerie.kernels.experts.grouped import experts_one_by_one, grouped_experts
@@ -212,11 +211,11 @@ def test_what_is_multiplied_by_nothing_counts_for_nothing(monkeypatch: pytest.Mo
 
 
 def test_rows_whose_kv_is_there_are_no_padding_to_experts() -> None:
-    """They run for the states of recurrent layers, and write to page 0 as padding does (`PrefillBatch.kept_from`)."""
+    """They run for the states of recurrent layers, and write to page 0 as padding does (`PrefillBatch.store_from`)."""
     pool = KVPool([LayerGroup((0,), HeadsLayout(1, 8, torch.float32))], 4, 4, CPU)
     table = torch.tensor([[1, 2], [3, 0]], dtype=torch.int32)
     chunks = PrefillBatch.from_lists([0, 0], [6, 2], table, num_rows=10)
-    chunks = dataclasses.replace(chunks, kept_from=torch.tensor([5, 0], dtype=torch.int32))
+    chunks = dataclasses.replace(chunks, store_from=torch.tensor([5, 0], dtype=torch.int32))
     context = make_context(pool, {Mode.PREFILL: TorchBackend()}, None, None, chunks)
     live = context.token_slots.slots >= context.token_slots.first
     assert live.tolist() == [True] * 8 + [False] * 2

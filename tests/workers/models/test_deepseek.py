@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from aerie.attention.backends.torch_backend import TorchBackend
-from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.kv_cache.layouts import LatentLayout
+from aerie.attention.kv_cache.layout import LatentLayout, LayerGroup
 from aerie.attention.kv_cache.pool import KVPool
 from aerie.attention.limits import AttentionUse
 from aerie.attention.registry import BACKENDS, Choice, choose_backends, limit

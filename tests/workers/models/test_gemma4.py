@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from aerie.attention.kv_cache.layouts import HeadsLayout
+from aerie.attention.kv_cache.layout import HeadsLayout
 from aerie.attention.registry import BACKENDS
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.capability import Capability

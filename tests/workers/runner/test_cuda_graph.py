@@ -17,9 +17,9 @@ from aerie.workers.runner.graphs.graph_keys import (
     TOKEN_BUCKETS,
     GraphKey,
     bucket_sizes,
-    buckets_beside,
     buckets_of,
     is_always_captured,
+    mixed_buckets,
     token_buckets,
 )
 from aerie.workers.runner.graphs.kernel_compilation import CompileAhead
@@ -103,7 +103,7 @@ def test_what_auto_plans_on_a_gpu_is_captured() -> None:
 @pytest.mark.parametrize("max_running", [1, 2, 8, 40, 128])
 def test_many_prompt_tokens_are_captured_beside_fewer_batch_sizes(max_running: int) -> None:
     """Padding is at most three requests of four, or twelve of sixteen, of 640 rows and more."""
-    few, many = (buckets_beside(tokens, bucket_sizes(max_running)) for tokens in (512, 640))
+    few, many = (mixed_buckets(tokens, bucket_sizes(max_running)) for tokens in (512, 640))
     assert set(many) <= set(few) and many[-1] == few[-1] == max_running
     for count in range(1, max_running + 1):
         padded = next(size for size in many if size >= count)
@@ -113,10 +113,10 @@ def test_many_prompt_tokens_are_captured_beside_fewer_batch_sizes(max_running: i
 def test_wide_rounds_are_captured_beside_prompts_in_sizes_that_save_rows() -> None:
     """33 requests of four rows each run as 48, not as 64: 64 rows less, a sixteenth of a step with 768 tokens."""
     buckets = bucket_sizes(192)
-    assert buckets_beside(768, buckets, width=0) == (1, 4, 16, 32, 64, 128, 192)
-    assert buckets_beside(768, buckets, width=4) == (1, 4, 16, 24, 32, 48, 64, 96, 128, 192)
-    assert buckets_beside(768, buckets, width=8) == (1, 4, 16, 24, 32, 48, 64, 96, 128, 192)
-    assert buckets_beside(768, buckets, width=1) == (1, 4, 16, 32, 64, 96, 128, 192)
+    assert mixed_buckets(768, buckets, width=0) == (1, 4, 16, 32, 64, 128, 192)
+    assert mixed_buckets(768, buckets, width=4) == (1, 4, 16, 24, 32, 48, 64, 96, 128, 192)
+    assert mixed_buckets(768, buckets, width=8) == (1, 4, 16, 24, 32, 48, 64, 96, 128, 192)
+    assert mixed_buckets(768, buckets, width=1) == (1, 4, 16, 32, 64, 96, 128, 192)
 
 
 @pytest.mark.parametrize("limits", [PLENTY, GraphCapture(limit_s=1e9), GraphCapture(), GraphCapture(1e9, 0.0)])

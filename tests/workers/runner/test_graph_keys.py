@@ -33,9 +33,9 @@ def test_whatever_runs_beside_prompts_is_captured(name: str, max_running: int) -
     captured = set(keys.wanted())
     for count in range(max_running + 1):
         for needs in (SamplingNeeds(False), CHUNK_NEEDS, MASKED_CHUNK_NEEDS):
-            for shape in shapes.beside_chunks(count, needs.masked) if count else (shapes.default,):
+            for shape in shapes.mixed_shapes(count, needs.masked) if count else (shapes.default,):
                 for tokens in (1, *TOKEN_BUCKETS):
-                    key = keys.of_chunks(shape, count, tokens, needs)
+                    key = keys.chunk_key(shape, count, tokens, needs)
                     assert key in captured, (count, shape, tokens, needs)
 
 
@@ -46,13 +46,13 @@ def test_many_prompt_tokens_are_expanded_by_graphs_with_room_for_what_they_look_
     captured = keys.wanted()
     assert len(captured) == len(set(captured))
     for count in range(max_running + 1):
-        shape = shapes.beside_chunks(count, False)[0] if count else shapes.default
+        shape = shapes.mixed_shapes(count, False)[0] if count else shapes.default
         for tokens in TOKEN_BUCKETS:
             alone, most, too_many = (
-                keys.of_chunks(shape, count, tokens, CHUNK_NEEDS, seen)
+                keys.chunk_key(shape, count, tokens, CHUNK_NEEDS, seen)
                 for seen in (tokens, EXPANDED_SEEN, EXPANDED_SEEN + 1)
             )
-            absorbed = plain.of_chunks(shape, count, tokens, CHUNK_NEEDS, EXPANDED_SEEN + 1)
+            absorbed = plain.chunk_key(shape, count, tokens, CHUNK_NEEDS, EXPANDED_SEEN + 1)
             assert absorbed is not None and absorbed.seen == 0
             if tokens < EXPANDED_TOKENS:
                 assert alone == most == too_many == absorbed and absorbed in captured
@@ -60,7 +60,7 @@ def test_many_prompt_tokens_are_expanded_by_graphs_with_room_for_what_they_look_
             assert alone in captured and alone == most and too_many is None
             assert alone.seen == EXPANDED_SEEN and not serves(absorbed, alone) and not serves(alone, absorbed)
             assert keys.fallback(alone, captured) == alone
-            masked = keys.of_chunks(shape, count, tokens, MASKED_CHUNK_NEEDS, EXPANDED_SEEN + 1)
+            masked = keys.chunk_key(shape, count, tokens, MASKED_CHUNK_NEEDS, EXPANDED_SEEN + 1)
             assert masked in captured and masked.seen == 0
 
 
@@ -72,7 +72,7 @@ def test_whatever_runs_alone_is_captured(name: str) -> None:
     for count in range(1, 41):
         for needs in (SamplingNeeds(False), CHUNK_NEEDS):
             for shape in range(len(shapes)):
-                assert keys.of_rounds(shape, count, needs) in captured, (count, shape, needs)
+                assert keys.round_key(shape, count, needs) in captured, (count, shape, needs)
         for needs in (SamplingNeeds(False, shaping=True), SamplingNeeds(False, masked=True)):
             for shape in shapes.unrestricted:
-                assert keys.of_rounds(shape, count, needs) in captured, (count, shape, needs)
+                assert keys.round_key(shape, count, needs) in captured, (count, shape, needs)

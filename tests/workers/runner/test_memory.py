@@ -78,7 +78,7 @@ def test_kv_gets_what_nothing_else_needs() -> None:
     use = rank.use(layout, GraphCount(10), SOLO)
     assert (use.total, use.others, use.weights, use.tables) == (80 * GB, GB, 16 * GB, 10**8)
     assert (use.workspaces, use.activations, use.graphs) == (GB // 2, 3 * GB, 4 * 10**8)
-    assert use.of_rank == memory.taken + 3 * GB and use.left == memory.free() - 3 * GB > 0.1 * 79 * GB
+    assert use.rank_total == memory.taken + 3 * GB and use.left == memory.free() - 3 * GB > 0.1 * 79 * GB
     following, kept = rank.use(layout, GraphCount(4, 6), SOLO), 10 * GRAPH_BYTES + GB + 2 * GB
     assert following.graphs == kept, "graphs that are captured later take no other's memory"
     assert following.left == use.left - (kept - 4 * 10**8)

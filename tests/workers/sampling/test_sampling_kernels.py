@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.kernels.sampling.choose import Draws  # noqa: E402
 from aerie.kernels.sampling.choose_triton import choose, norms_and_top  # noqa: E402
-from aerie.kernels.sampling.draft_scores import DROPPED, lowest_kept, scaled_logits  # noqa: E402
+from aerie.kernels.sampling.draft_scores import DROPPED, lower_bound, scaled_logits  # noqa: E402
 from aerie.kernels.sampling.draft_scores import count_levels as count_levels_operation  # noqa: E402
 from aerie.kernels.sampling.draft_scores_triton import count_levels, perturb  # noqa: E402
 from aerie.kernels.sampling.filters import MAX_GAP, Limits, gap_limits, gaps  # noqa: E402
@@ -162,7 +162,7 @@ def test_drafts_drop_what_torch_drops(size: int, shards: int) -> None:
     temperature = slots.filters.temperature[of]
     scaled = scaled_logits(logits, torch.where(temperature > 0, temperature, 1.0))
     summary = count_levels_operation.reference(logits, who, slots.filters)
-    lowest = lowest_kept(summary, slots.filters.top_k[of], slots.filters.top_p[of], slots.filters.min_p[of])
+    lowest = lower_bound(summary, slots.filters.top_k[of], slots.filters.top_p[of], slots.filters.min_p[of])
     dropped = (temperature > 0).unsqueeze(1) & (scaled < lowest.unsqueeze(1))
     doubtful = (scaled - lowest.unsqueeze(1)).abs() < 1e-5
     chosen = slots.filters

@@ -7,8 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from aerie.attention.config import CacheConfig
-from aerie.attention.kv_cache.layout import LayerGroup
-from aerie.attention.kv_cache.layouts import HeadsLayout
+from aerie.attention.kv_cache.layout import HeadsLayout, LayerGroup
 from aerie.attention.kv_cache.pool import bytes_per_page
 from aerie.kernels.slots.finish import FINISH_LENGTH, FINISH_STOP
 from aerie.workers import slots as slots_module

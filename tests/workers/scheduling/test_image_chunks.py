@@ -87,7 +87,7 @@ def test_small_images_are_encoded_together_beside_rounds() -> None:
     chunks.use_costs(costs)
     encodings = []
     for expected in (0, 2000):
-        chunks.begin(beside=True)
+        chunks.begin(is_mixed=True)
         chunks.encode(sequence, 0, StepBudget(4000, StepTime(costs, 4), StepRounds(), 5.0))
         assert chunks.room(sequence, 0, 2000, 4000) == expected
         encodings.append(chunks.sent([])[1])

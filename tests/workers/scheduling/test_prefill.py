@@ -111,15 +111,15 @@ def test_the_last_chunk_of_one_token_asks_for_no_prompt_log_probabilities() -> N
     assert asked == [(8, 0), (1, -1)]
 
 
-@pytest.mark.parametrize(("usual", "num_running"), [(0, 2), (1, 1)])
-def test_a_request_joins_if_the_rounds_that_are_usual_stay_within_a_numeric_target(
-    usual: int, num_running: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("preferred", "num_running"), [(0, 2), (1, 1)])
+def test_a_request_joins_if_the_preferred_rounds_stay_within_a_numeric_target(
+    preferred: int, num_running: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a probe runs trees, of which two take 50 ms, the usual rounds of 5 ms decide."""
+    """While a probe runs trees, of which two take 50 ms, the preferred rounds of 5 ms decide."""
     rounds = RoundCosts((1, 4), (5.0, 5.0), (0.0, 0.0)), RoundCosts((1, 2, 4), (5.0, 50.0, 50.0), (0.0, 0.0, 0.0))
     sim = Simulation(costs=CostTable(rounds, (0,), (1, 16), ((5.0, 5.0),), default=1), itl_target_ms=10.0)
     monkeypatch.setattr(sim.scheduler.rounds, "choose_shape", lambda shapes: 1)
-    monkeypatch.setattr(sim.scheduler.rounds, "usual", lambda shape: usual)
+    monkeypatch.setattr(sim.scheduler.rounds, "preferred", lambda shape: preferred)
     sim.submit([1, 2, 3], max_tokens=40)
     sim.step()
     sim.submit([4, 5, 6], max_tokens=40)

@@ -34,7 +34,7 @@ def test_short_answers_come_as_fast_as_with_the_best_shape(
     """Against the best shape in all steps that may have it, and in the others what is captured beside prompts. What is
     accepted differs between both by chance, which makes a standard error of 0.015: 0.97 less two of them."""
     of, index = embedded_pair(shapes, mean, host_ms), [shape.name for shape in shapes.shapes].index(best)
-    beside = shapes.largest_beside_chunks(batch)
+    beside = shapes.largest_mixed_shape(batch)
     count = 40 + 10 * batch
     forced = Answers(of, choose=lambda has_prompts: beside if has_prompts else index)
     chosen = Answers(of)

@@ -122,7 +122,7 @@ def test_a_chunk_that_passes_a_fork_and_the_end_is_cut_at_the_fork():
     first = len(sim.plans)
     ask(sim, [*range(100, 141), *range(300, 360)])
     assert [len(chunk.tokens) // 4 for plan in sim.plans[first:] for chunk in plan.chunks] == [40, 61]
-    assert all(chunk.kept_from == (40 if chunk.start == 0 else 0) for p in sim.plans[first:] for chunk in p.chunks)
+    assert all(chunk.store_from == (40 if chunk.start == 0 else 0) for p in sim.plans[first:] for chunk in p.chunks)
 
 
 def test_without_rows_every_prompt_is_computed_whole():

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import varlen
 
 from aerie.workers.config import ModelSource
-from aerie.workers.vision import captured, encoders
+from aerie.workers.vision import captured
 from aerie.workers.vision.captured import CapturedForward, Recording
 from aerie.workers.vision.config import vision_of
 from aerie.workers.vision.encoders import QwenEncoder, build_encoder
@@ -66,7 +67,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
     with torch.inference_mode():
         expected = [encoder(x, grid) for x, grid in zip(pixels, GRIDS, strict=True)]
-        monkeypatch.setattr(encoders, "varlen_attn", attend)
+        monkeypatch.setattr(varlen, "varlen_attn", attend)
         encoder.use_spans()
         yield Case(encoder, pixels, expected, launches)
 

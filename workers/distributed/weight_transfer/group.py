@@ -66,8 +66,8 @@ def open_store(where: Rendezvous) -> Store:
             use_libuv=True,
         )
     except (RuntimeError, OSError) as error:
-        place = f"{where.address}:{where.port}"
-        raise TransferError(f"no group of {where.size} members at {place}: {_first_line(error)}") from None
+        address = f"{where.address}:{where.port}"
+        raise TransferError(f"no group of {where.size} members at {address}: {_first_line(error)}") from None
 
 
 def _await_listener(where: Rendezvous) -> None:

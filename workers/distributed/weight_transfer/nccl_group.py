@@ -66,7 +66,7 @@ class NCCLGroup:
 
     def _run(self, name: str, source: Tensor, target: Tensor, *arguments: int) -> None:
         """Call a collective and wait for it. Raises TransferError, and leaves the group, after the time limit."""
-        pointers = (ctypes.c_void_p(each.data_ptr()) for each in (source, target))
+        pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (source, target))
         count, *rest = arguments
         stream = ctypes.c_void_p(self._stream.cuda_stream)
         self._call(name, *pointers, ctypes.c_size_t(count), *rest, self._comm, stream)
@@ -96,9 +96,9 @@ def id_of(stored: bytes) -> bytes:
     if len(stored) == _ID_BYTES:
         return stored
     try:
-        found = [value for _, value, _ in pickletools.genops(stored) if isinstance(value, bytes)]
+        candidates = [value for _, value, _ in pickletools.genops(stored) if isinstance(value, bytes)]
     except ValueError:
-        found = []
-    if [len(each) for each in found] != [_ID_BYTES]:
+        candidates = []
+    if [len(candidate) for candidate in candidates] != [_ID_BYTES]:
         raise TransferError("the trainer's unique id is not readable; give nccl_unique_id_b64 instead")
-    return found[0]
+    return candidates[0]

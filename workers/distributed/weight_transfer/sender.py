@@ -46,7 +46,7 @@ class WeightSender:
         """Send whole tensors in their order, as `announcement` names them. Raises TransferError."""
         headers = [Announced(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
         for chunk in broadcasts(headers, self._packed, self._buffer_bytes):
-            parts = [as_bytes(tensors[each.name].detach().to(self._device).contiguous()) for each in chunk]
+            parts = [as_bytes(tensors[entry.name].detach().to(self._device).contiguous()) for entry in chunk]
             whole = parts[0] if len(parts) == 1 else torch.cat(parts)
             if len(whole):
                 self._group.broadcast(whole)
@@ -58,6 +58,6 @@ class WeightSender:
 
 def announcement(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the `update_info` of tensors for /update_weights."""
-    shapes: list[Sequence[int]] = [tuple(each.shape) for each in tensors.values()]
-    dtypes = [str(each.dtype).removeprefix("torch.") for each in tensors.values()]
+    shapes: list[Sequence[int]] = [tuple(tensor.shape) for tensor in tensors.values()]
+    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
     return {"names": list(tensors), "dtype_names": dtypes, "shapes": shapes}

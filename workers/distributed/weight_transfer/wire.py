@@ -40,15 +40,15 @@ def announced(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequ
     tensor."""
     if not len(names) == len(dtypes) == len(shapes):
         raise ValueError(f"there are {len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} shapes")
-    found = []
+    entries = []
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         known = DTYPES.get(dtype.removeprefix("torch."))
         if known is None:
             raise ValueError(f"{name}: dtype {dtype!r} is not supported; there are {', '.join(DTYPES)}")
         if any(size < 0 for size in shape):
             raise ValueError(f"{name}: shape {tuple(shape)} is negative")
-        found.append(Announced(name, known, tuple(shape)))
-    return tuple(found)
+        entries.append(Announced(name, known, tuple(shape)))
+    return tuple(entries)
 
 
 def broadcasts(tensors: Iterable[Announced], packed: bool, buffer_bytes: int) -> Iterator[tuple[Announced, ...]]:

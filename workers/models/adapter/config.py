@@ -116,7 +116,7 @@ class AdapterConfig(ModelConfig):
         return all(re.sub(r"\.\d+(?=\.|$)", ".*", call.module) in cut for call in self.calls)
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-        return head_groups(((call.num_kv_heads, call.kept_dim) for call in self.calls), tensor_parallel, dtype)
+        return head_groups(((call.num_kv_heads, call.cached_dim) for call in self.calls), tensor_parallel, dtype)
 
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
         heads = self.num_heads * self.head_dim // tensor_parallel
@@ -130,7 +130,7 @@ def weight_names(config: AdapterConfig) -> TransformersNames:
     return TransformersNames(
         {},
         ignored=ignored,
-        packed=tuple(each for path, number in config.stacked for each in stacked_experts(path, number)),
+        packed=tuple(names for path, number in config.stacked for names in stacked_experts(path, number)),
         renamed=config.renamed,
         experts=config.experts,
         parts=config.parts,
@@ -179,7 +179,7 @@ def _read(text: str, source: str) -> AdapterConfig:
         num_layers=size_of({"num_hidden_layers": len(calls)}, "num_hidden_layers", source, most=MAX_LAYERS),
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
-        head_dim=first.kept_dim,
+        head_dim=first.cached_dim,
         vocab_size=size_of({"vocab_size": getattr(config, "vocab_size", None)}, "vocab_size", source),
         max_position=_max_position(config, source),
         rms_eps=number_of(raw, "rms_norm_eps", source, 1e-6),
@@ -203,10 +203,10 @@ def _read(text: str, source: str) -> AdapterConfig:
     )
 
 
-def _plain_number(given: dict[str, Any]) -> Any:
+def _plain_number(fields: dict[str, Any]) -> Any:
     """Return the infinity or NaN that transformers writes as an object, because JSON has none; other objects as they
     are."""
-    return _NUMBERS.get(str(given.get("__float__")), given) if len(given) == 1 else given
+    return _NUMBERS.get(str(fields.get("__float__")), fields) if len(fields) == 1 else fields
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -253,7 +253,7 @@ def transformers_config(raw: Mapping[str, Any], source: str) -> PreTrainedConfig
 def _max_position(config: PreTrainedConfig, source: str) -> int:
     """Return the maximum text length in tokens. If RoPE angles depend on the length, it ends where they change."""
     rope = getattr(config, "rope_parameters", None) or {}
-    sections = [each for each in (rope, *rope.values()) if isinstance(each, dict)]
+    sections = [item for item in (rope, *rope.values()) if isinstance(item, dict)]
     longest = int(getattr(config, "max_position_embeddings", None) or 2048)
     for section in sections:
         if section.get("rope_type") in LENGTH_DEPENDENT:

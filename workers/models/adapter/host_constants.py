@@ -16,7 +16,7 @@ from aerie.attention.backend import NewUnderCaptureError
 from aerie.kernels.capability import Capability, is_capturing
 
 _MAX_NUMBERS = 64  # size of a host tensor whose copies are cached
-_MAX_KEPT = 4096  # cached tensors; a model may create one for each length of a pass
+_MAX_CACHED = 4096  # cached tensors; a model may create one for each length of a pass
 _FROM_NUMBERS = (torch.tensor, torch.as_tensor)
 
 
@@ -31,14 +31,14 @@ class HostConstants(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
-        self._kept: dict[Hashable, Tensor] = {}
+        self._cache: dict[Hashable, Tensor] = {}
         self._ids: set[int] = set()
         self._was_run = False
 
     @contextmanager
     def over_pass(self) -> Iterator[None]:
         """Cache tensors of the pass within the context. If the first pass has none, later passes have no overhead."""
-        if self._was_run and not self._kept:
+        if self._was_run and not self._cache:
             yield
             return
         with self:
@@ -57,16 +57,16 @@ class HostConstants(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        if key in self._kept:
-            return self._kept[key]
+        if key in self._cache:
+            return self._cache[key]
         if is_capturing(self._device):
             message = "a model copies a new tensor from the host under capture; run it once before that"
             raise NewUnderCaptureError(message, lambda: self._constant(key, make))
-        found = make()
-        if len(self._kept) < _MAX_KEPT:
-            self._kept[key] = found
-            self._ids.add(id(found))
-        return found
+        constant = make()
+        if len(self._cache) < _MAX_CACHED:
+            self._cache[key] = constant
+            self._ids.add(id(constant))
+        return constant
 
 
 def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
@@ -77,22 +77,24 @@ def _key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashabl
     if func == Tensor.new_tensor and len(args) == 2 and _are_numbers(args[1]):
         return func, repr(args[1]), args[0].dtype, args[0].device, tuple(sorted(kwargs.items()))
     if func == Tensor.to and _is_host(args[0].device) and args[0].numel() <= _MAX_NUMBERS:
-        given = tuple((each.device, each.dtype) if isinstance(each, Tensor) else each for each in rest)
+        arguments = tuple(
+            (argument.device, argument.dtype) if isinstance(argument, Tensor) else argument for argument in rest
+        )
         if _leaves_host((*args[1:], *kwargs.values())):
-            return func, repr(args[0].tolist()), args[0].dtype, args[0].shape, given
+            return func, repr(args[0].tolist()), args[0].dtype, args[0].shape, arguments
     return None
 
 
-def _are_numbers(given: Any) -> bool:
-    if isinstance(given, list | tuple):
-        return len(given) <= _MAX_NUMBERS and all(_are_numbers(each) for each in given)
-    return isinstance(given, bool | int | float)
+def _are_numbers(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) <= _MAX_NUMBERS and all(_are_numbers(item) for item in value)
+    return isinstance(value, bool | int | float)
 
 
-def _leaves_host(given: tuple[Any, ...]) -> bool:
+def _leaves_host(arguments: tuple[Any, ...]) -> bool:
     """Return whether arguments of `Tensor.to` name another device than the CPU."""
-    devices = (each.device if isinstance(each, Tensor) else each for each in given)
-    return any(not _is_host(torch.device(each)) for each in devices if isinstance(each, str | torch.device))
+    devices = (argument.device if isinstance(argument, Tensor) else argument for argument in arguments)
+    return any(not _is_host(torch.device(argument)) for argument in devices if isinstance(argument, str | torch.device))
 
 
 def _is_host(device: torch.device) -> bool:

@@ -156,8 +156,8 @@ class PagedAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         call, whole = self._call, q.shape[1] == self._q.total
-        angles = self._passing.still(call.kept_dim) if call.rotary is None else self._passing.deferred(q, k)
-        q, k, v = (_padded(each, call.kept_dim) for each in (q, k, v))
+        angles = self._passing.still(call.cached_dim) if call.rotary is None else self._passing.deferred(q, k)
+        q, k, v = (_padded(tensor, call.cached_dim) for tensor in (q, k, v))
         heads = _rows(q, self._q), (_rows(k, self._kv), _rows(v, self._kv))
         sinks = None if not self._rule.has_sinks else _own_sinks(options["s_aux"], self._q)
         out = self._passing.attend(self._layer, *heads, angles, self._rule, sinks)[..., : call.value_dim]
@@ -198,7 +198,7 @@ class Passing:
     def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:
         self._context: ForwardContext | None = None
         zeros = {size: torch.zeros(1, size // 2, dtype=torch.float32, device=device) for size in sizes}
-        self._still = {size: (torch.ones_like(each), each) for size, each in zeros.items()}
+        self._still = {size: (torch.ones_like(zero), zero) for size, zero in zeros.items()}
         self._rotation: tuple[Tensor, ...] = ()
         self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by id: the model's cos, and our cos and sin
         self._rows: dict[bool, Tensor] = {}
@@ -230,7 +230,7 @@ class Passing:
         assert known_q is q and known_k is k, "as in the survey"
         if id(cos) not in self._tables:
             half = cos.shape[-1] // 2
-            ours, sines = (each[0, :, :half].float().contiguous() for each in (cos, sin))
+            ours, sines = (table[0, :, :half].float().contiguous() for table in (cos, sin))
             self._tables[id(cos)] = cos, ours, sines
         _, ours, sines = self._tables[id(cos)]
         return Angles(ours, sines, self._index(by_row=True))

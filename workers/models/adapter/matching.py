@@ -72,26 +72,26 @@ def match_norm(module: nn.Module, dtype: torch.dtype) -> NormMatch | None:
     with torch.device("cpu"), torch.no_grad():
         scales = torch.logspace(-4, 2, _ROWS, dtype=torch.float32).unsqueeze(1)  # small scales reveal epsilon
         x = (random.normal(_ROWS, size) + 0.3) * scales
-        given = 0.5 + random.uniform(size)
-        expected = tensor_of(_with_weight(module, given), x)
+        gain = 0.5 + random.uniform(size)
+        expected = tensor_of(_with_weight(module, gain), x)
         if expected is None:
             return None
         equal = [
             (kind, added, full, eps)
             for kind, added, full in _NORMS
             for eps in _numbers_of(module)
-            if is_close(rms_norm.reference(x, given + added, eps), expected)
+            if is_close(rms_norm.reference(x, gain + added, eps), expected)
         ]
-        x, given = x.to(dtype), given.to(dtype)
-        rounded = tensor_of(_with_weight(module, given), x)
+        x, gain = x.to(dtype), gain.to(dtype)
+        rounded = tensor_of(_with_weight(module, gain), x)
         if not equal or rounded is None or rounded.dtype != dtype:
             return None
 
         def error(full: bool, added: float, eps: float) -> float:
-            ours = rms_norm.reference(x, given.float() + added if full else given + added, eps)
+            ours = rms_norm.reference(x, gain.float() + added if full else gain + added, eps)
             return float((ours.float() - rounded.float()).norm())
 
-        kind, _, _, eps = min(equal, key=lambda each: error(each[2], each[1], each[3]))
+        kind, _, _, eps = min(equal, key=lambda candidate: error(candidate[2], candidate[1], candidate[3]))
     return NormMatch(kind, size, eps)
 
 
@@ -127,23 +127,23 @@ def _is_gated(
         x = random.normal(_ROWS, _NARROW)
         inner = torch.cat([small[name](x) for name in gates], dim=-1)
         expected = small[down](ACTIVATIONS[activation].reference(inner))
-        found = tensor_of(narrow, x.unsqueeze(0))  # models call it with [1, rows, hidden]
-    return found is not None and is_close(expected, found.squeeze(0))
+        result = tensor_of(narrow, x.unsqueeze(0))  # models call it with [1, rows, hidden]
+    return result is not None and is_close(expected, result.squeeze(0))
 
 
 def match_experts(module: nn.Module) -> GatedActivation | None:
     """Return the activation of stacked experts without biases, whose gate rows are above their up rows; None for other
-    modules. `aerie.workers.models.adapter.routers.GivenExperts` can replace them."""
+    modules. `aerie.workers.models.adapter.routers.RouterChosenExperts` can replace them."""
     if not gathers_experts(module) or any(getattr(module, name, None) is not value for name, value in _STACKED.items()):
         return None
     with torch.device("cpu"), torch.no_grad():
         scales = torch.logspace(-2, 3, _ROWS, dtype=torch.float32).unsqueeze(1)  # large scales reveal limits
         x = RandomNumbers(0).normal(_ROWS, 2 * _WIDE) * scales
-        found = tensor_of(getattr(module, _APPLY_GATE), x)
-        if found is None or found.device != x.device:
+        result = tensor_of(getattr(module, _APPLY_GATE), x)
+        if result is None or result.device != x.device:
             return None
         gate, up = x.chunk(2, dim=-1)
-        return next((each for each in _activations(module) if is_close(each(gate, up), found)), None)
+        return next((activation for activation in _activations(module) if is_close(activation(gate, up), result)), None)
 
 
 def _activations(module: nn.Module) -> Iterator[GatedActivation]:
@@ -184,18 +184,18 @@ class Mark:
     """An argument or result that a module of transformers only passes on."""
 
 
-def result_of(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+def result_of(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Return the result of a module or function of transformers; None if the call fails."""
     try:
-        return function(*given, **named)
+        return function(*arguments, **named)
     except Exception:  # a model's own code may raise any exception
         return None
 
 
-def tensor_of(function: Callable[..., Any], *given: Any, **named: Any) -> Tensor | None:
+def tensor_of(function: Callable[..., Any], *arguments: Any, **named: Any) -> Tensor | None:
     """Return `result_of`; None if it is no tensor."""
-    found = result_of(function, *given, **named)
-    return found if isinstance(found, Tensor) else None
+    result = result_of(function, *arguments, **named)
+    return result if isinstance(result, Tensor) else None
 
 
 def is_close(ours: Tensor, theirs: Tensor) -> bool:

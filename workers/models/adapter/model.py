@@ -82,9 +82,9 @@ def match_block(layer: nn.Module, attention: str) -> Block | None:
         for before, after in permutations(norms):
             passed = _try(layer, Block(before, attention, after, others[0], in_tuple, ()), mlp_in_tuple=False)
             if passed is not None:
-                found = Block(before, attention, after, others[0], in_tuple, passed)
+                block = Block(before, attention, after, others[0], in_tuple, passed)
                 # if the layer accepts both, its MLP's kind of result is unknown
-                return None if _try(layer, found, mlp_in_tuple=True) is not None else found
+                return None if _try(layer, block, mlp_in_tuple=True) is not None else block
     return None
 
 
@@ -98,10 +98,10 @@ class _StandIn(nn.Module):
     def __init__(self, weight: Tensor, in_tuple: bool) -> None:
         super().__init__()
         self.product, self.in_tuple = weight, in_tuple
-        self.given: dict[str, Any] = {}
+        self.passed: dict[str, Any] = {}
 
-    def forward(self, hidden_states: Tensor, **given: Any) -> Any:
-        self.given = given
+    def forward(self, hidden_states: Tensor, **passed: Any) -> Any:
+        self.passed = passed
         out = torch.tanh(hidden_states @ self.product)
         return (out, None) if self.in_tuple else out
 
@@ -118,23 +118,23 @@ def _try(layer: nn.Module, block: Block, mlp_in_tuple: bool) -> tuple[str, ...] 
         narrow._modules |= stand_ins
         x = random.normal(1, _ROWS, _WIDTH)
         passed = {name: Mark() for name in _PASSED}
-        found = tensor_of(narrow, x, **passed)
-        if found is None:
+        result = tensor_of(narrow, x, **passed)
+        if result is None:
             return None
-        got = {name: value for name, value in attention.given.items() if value is passed.get(name)}
-        if len(got) < len(attention.given):
+        got = {name: value for name, value in attention.passed.items() if value is passed.get(name)}
+        if len(got) < len(attention.passed):
             return None
         attention.in_tuple = mlp.in_tuple = False
         sums = x + attention(before(x))
-        return tuple(got) if is_close(sums + mlp(after(sums)), found) else None
+        return tuple(got) if is_close(sums + mlp(after(sums)), result) else None
 
 
 def _forward_of(layer: nn.Module, block: Block) -> Any:
     """Return a `forward` for the layer."""
     names = list(inspect.signature(layer.forward).parameters)[1:]
 
-    def forward(self: nn.Module, hidden_states: Tensor, *given: Any, **named: Any) -> Tensor:
-        named |= dict(zip(names, given, strict=False))
+    def forward(self: nn.Module, hidden_states: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        named |= dict(zip(names, arguments, strict=False))
         before, attention, after, mlp = (
             self._modules[name] for name in (block.before, block.attention, block.after, block.mlp)
         )
@@ -163,7 +163,7 @@ class TransformersModel(TargetModel):
         super().__init__()
         self.config, self.group, self.capture = config, group, capture
         theirs = make_model(transformers_config(json.loads(config.raw), config.architecture))
-        self._passing = Passing(device, {call.kept_dim for call in config.calls})
+        self._passing = Passing(device, {call.cached_dim for call in config.calls})
         self._host_constants = HostConstants(device)
         for layer, call in enumerate(config.calls):
             paged = PagedAttention(layer, call, config.score_rule(layer), group, self._passing)
@@ -223,7 +223,7 @@ class _Head(nn.Module):
         self.shard = head.shard
         # a copy of the whole model whose decoder returns its input
         shell = copy.copy(theirs)
-        shell._modules = dict(theirs._modules) | {theirs.base_model_prefix: _Given()}
+        shell._modules = dict(theirs._modules) | {theirs.base_model_prefix: _PassingDecoder()}
         self._shell = (shell,)  # the tuple keeps it from being a submodule
         self._linear = (head,)
         self._host_constants = HostConstants(device)
@@ -252,7 +252,7 @@ class _Output(BaseModelOutputWithPast):  # type: ignore[misc]
             raise AttributeError(name)
 
 
-class _Given(nn.Module):
+class _PassingDecoder(nn.Module):
     @property
     def decoder(self) -> nn.Module:
         """The decoder; in some models a submodule's (OPT)."""
@@ -274,11 +274,11 @@ class _Constants(Unweighted):
         for module in owner.modules():  # models come before their modules
             owner = module if isinstance(module, PreTrainedModel) else owner
             if module._non_persistent_buffers_set:
-                kept = [tensor.clone() for _, tensor in own_tensors(module)]
+                before = [tensor.clone() for _, tensor in own_tensors(module)]
                 _forget_constants(module)
                 owner._init_weights(module)
                 _check_constants(module)
-                for (_, tensor), value in zip(own_tensors(module), kept, strict=True):
+                for (_, tensor), value in zip(own_tensors(module), before, strict=True):
                     tensor.data.copy_(value)
             keep_angles(module)  # `AdapterConfig.max_position` ends before angles change
 

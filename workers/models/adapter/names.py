@@ -31,23 +31,23 @@ def conversions(model: PreTrainedModel) -> list[Any]:
     return list(get_model_conversion_mapping(model))
 
 
-def renamings(found: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+def renamings(conversions: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     """Return (pattern of a checkpoint name, replacement), in the order in which they are tried."""
     return tuple(
         (source, target)
-        for each in found
-        if isinstance(each, WeightRenaming)
-        for source, target in zip(each.source_patterns, each.target_patterns, strict=True)
+        for conversion in conversions
+        if isinstance(conversion, WeightRenaming)
+        for source, target in zip(conversion.source_patterns, conversion.target_patterns, strict=True)
     )
 
 
-def expert_names(found: Sequence[Any]) -> tuple[str, ...] | None:
+def expert_names(conversions: Sequence[Any]) -> tuple[str, ...] | None:
     """Return the checkpoint's names of gate_proj, up_proj and down_proj of one expert; None if experts are stacked."""
     sources = {}
-    for each in found:
-        if isinstance(each, WeightConverter):
-            for target in each.target_patterns:
-                sources[target.rsplit(".", 1)[-1]] = each.source_patterns
+    for conversion in conversions:
+        if isinstance(conversion, WeightConverter):
+            for target in conversion.target_patterns:
+                sources[target.rsplit(".", 1)[-1]] = conversion.source_patterns
     names = [*sources.get("gate_up_proj", ()), *sources.get("down_proj", ())]
     matches = (re.search(r"experts\.\*\.(\w+)\.weight", name) for name in names)
     parts = tuple(match[1] for match in matches if match)
@@ -57,12 +57,12 @@ def expert_names(found: Sequence[Any]) -> tuple[str, ...] | None:
 def stacked_experts_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
     """Return the modules of experts that `match_experts` matches: (path with a `NameMap`'s holes for numbers, number of
     experts)."""
-    found: dict[str, int] = {}
+    stacked: dict[str, int] = {}
     for path, module in model.named_modules():
         if match_experts(module) is not None:
             words = (f"{{n{i}}}" if word.isdigit() else word for i, word in enumerate(path.split(".")))
-            found[".".join(words)] = module.down_proj.shape[0]
-    return tuple(found.items())
+            stacked[".".join(words)] = module.down_proj.shape[0]
+    return tuple(stacked.items())
 
 
 def part_names(model: PreTrainedModel) -> tuple[str, ...]:
@@ -77,10 +77,10 @@ def part_names(model: PreTrainedModel) -> tuple[str, ...]:
 def unused_tensors(model: PreTrainedModel, config: PreTrainedConfig, num_layers: int) -> tuple[str, ...]:
     """Return patterns (`re.search`) of tensors in published checkpoints that the decoder lacks: transformers' own
     patterns, and MTP modules, which are stored as layers after the decoder's."""
-    found = [*(model._keys_to_ignore_on_load_unexpected or ()), r"(^|\.)position_ids$"]
+    patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"(^|\.)position_ids$"]
     number = next((vars(config)[name] for name in _NUM_MODULES if vars(config).get(name) is not None), 0)
-    found += [rf"(^|\.)layers\.{num_layers + index}\." for index in range(min(int(number), MAX_LAYERS))]
-    return tuple(sorted(found))
+    patterns += [rf"(^|\.)layers\.{num_layers + index}\." for index in range(min(int(number), MAX_LAYERS))]
+    return tuple(sorted(patterns))
 
 
 def prefixes_of(model: PreTrainedModel) -> tuple[str, ...]:
@@ -160,9 +160,9 @@ def record_linear_calls(model: nn.Module) -> list[LinearCall]:
     calls: list[LinearCall] = []
 
     def record(path: str, module: nn.Linear) -> None:
-        def hook(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-            if given:  # transformers' models pass the input by position
-                calls.append(LinearCall(path, given[0], given[0]._version, module.bias is not None))
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if inputs:  # transformers' models pass the input by position
+                calls.append(LinearCall(path, inputs[0], inputs[0]._version, module.bias is not None))
 
         module.register_forward_pre_hook(hook)
 
@@ -221,7 +221,7 @@ def check_model(model: PreTrainedModel, expert_names: tuple[str, ...] | None) ->
             raise UnservableError(f"has experts ({path}) with an activation or gate that Aerie has no operation for")
         if hasattr(module, _FROM_PADDING):
             raise UnservableError(f"counts positions ({path}) from its padding token, as no decoder of Aerie does")
-    _check_ties(model, {id(each.weight) for each in (embedding, head) if each is not None})
+    _check_ties(model, {id(part.weight) for part in (embedding, head) if part is not None})
 
 
 def _check_ties(model: nn.Module, allowed: set[int]) -> None:

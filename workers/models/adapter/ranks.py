@@ -10,7 +10,7 @@ from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.linear import LinearBase, kv_head_span, rank_span
 from aerie.workers.models.adapter.config import AdapterConfig
 from aerie.workers.models.adapter.model import TransformersModel
-from aerie.workers.models.adapter.routers import GivenExperts
+from aerie.workers.models.adapter.routers import RouterChosenExperts
 from aerie.workers.models.adapter.survey import NUM_ROWS, AttentionCall, decoder, keep_angles, reason_of
 
 
@@ -75,7 +75,7 @@ def check_ranks(config: AdapterConfig, tensor_parallel: int, source: str) -> Non
                     product = _Product(path, module)
                     module.method.multiply = product  # type: ignore[method-assign, assignment]
                     module.method.multiply_gated = product.gated  # type: ignore[method-assign, assignment]
-                if isinstance(module, GivenExperts):
+                if isinstance(module, RouterChosenExperts):
                     module.forward = lambda x, *routing: x  # type: ignore[method-assign]
             hidden = decoder(model.theirs)(input_ids=ids, position_ids=ids, use_cache=False)[0]
             model.lm_head(hidden.squeeze(0))

@@ -19,8 +19,8 @@ from aerie.workers.models.adapter.layers import Columns, Embedding, Leaf, LeafEm
 from aerie.workers.models.adapter.matching import MLPMatch, gathers_experts, match_experts, match_gated_mlp, match_norm
 from aerie.workers.models.adapter.routers import (
     GatheringExperts,
-    GivenExperts,
     MatchedRouter,
+    RouterChosenExperts,
     RouterMatch,
     RouterShell,
     find_router,
@@ -68,10 +68,10 @@ class Merged(ColumnParallelLinear):
             for i, part in enumerate(self.shape.parts):
                 mine = out[:, part.offset : part.offset + part.rows.size]
                 self._outputs[i] = mine.view(*x.shape[:-1], part.rows.size)
-        found = self._outputs.pop(index)
+        output = self._outputs.pop(index)
         if not self._outputs:
             self._x = None
-        return found
+        return output
 
 
 class Part(nn.Module):
@@ -187,7 +187,7 @@ class _Replacement:
                 ours = MatchedRouter(match, hidden_of(block.get_submodule(where), match), self._live)
                 self._put(f"{parent}.{where}", ours if match.linear is None else RouterShell(match.linear, ours))
             per_token, is_routed = self._config.experts_per_token, router is not None
-            self._put(path, GivenExperts(module, activation, self._group, per_token, is_routed))
+            self._put(path, RouterChosenExperts(module, activation, self._group, per_token, is_routed))
 
     def _put(self, path: str, new: nn.Module) -> None:
         parent, _, name = path.rpartition(".")
@@ -201,8 +201,8 @@ class _Replacement:
         if match is None:
             return None
         paths = [f"{path}.{name}" for name in match.gates]
-        rows = [self._rows_of(each) for each in paths]
-        whole_or_cut = {self._style(each) for each in paths} | {self._style(f"{path}.{match.down}")}
+        rows = [self._rows_of(gate_path) for gate_path in paths]
+        whole_or_cut = {self._style(gate_path) for gate_path in paths} | {self._style(f"{path}.{match.down}")}
         is_cut = whole_or_cut == {"colwise", "rowwise"} and len(rows) == 2  # sharding would separate gate and up
         if None in rows or (self._group.size > 1 and not is_cut):
             return None
@@ -215,8 +215,8 @@ class _Replacement:
     def _merge_siblings(self) -> None:
         modules = dict(self._model.named_modules())
         for siblings in self._config.siblings:
-            found = [(path, self._rows_of(path)) for path in siblings if type(modules.get(path)) is nn.Linear]
-            rows = {path.rpartition(".")[2]: span for path, span in found if span is not None}
+            spans = [(path, self._rows_of(path)) for path in siblings if type(modules.get(path)) is nn.Linear]
+            rows = {path.rpartition(".")[2]: span for path, span in spans if span is not None}
             if len(rows) < 2 or not can_merge(list(rows.values()), self._is_quantised):
                 continue
             parent = siblings[0].rpartition(".")[0]

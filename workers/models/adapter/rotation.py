@@ -23,9 +23,9 @@ class _Rotation:
 
     name: str
     function: Callable[..., Any]
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     named: dict[str, Any]
-    found: Any
+    result: Any
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class _Angles:
     """One call of a module that returns cos and sin."""
 
     module: nn.Module
-    given: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     named: dict[str, Any]
-    found: tuple[Tensor, Tensor]
+    result: tuple[Tensor, Tensor]
 
 
 class RotationRecorder:
@@ -56,28 +56,28 @@ class RotationRecorder:
         """Return the name of the RoPE function of `q` and `k`, the arguments of attention, if Aerie's kernel can
         replace it; else None. path: path of the attention module."""
         calls = self._rotations.get(path, [])
-        if len(calls) != 1 or not _is_pair(calls[0].found):
+        if len(calls) != 1 or not _is_pair(calls[0].result):
             return None
         (call,) = calls
         # attention must get the function's results themselves, unmodified
-        if call.found[0] is not q or call.found[1] is not k or len(call.given) < 4:
+        if call.result[0] is not q or call.result[1] is not k or len(call.arguments) < 4:
             return None
-        cos, sin = call.given[2:4]
-        made = next((each for each in self._angles if each.found[0] is cos and each.found[1] is sin), None)
+        cos, sin = call.arguments[2:4]
+        made = next((angles for angles in self._angles if angles.result[0] is cos and angles.result[1] is sin), None)
         rotates = made is not None and _has_equal_halves(made) and _rotates_alike(call)
         return call.name if rotates else None
 
     def _recorder(self, path: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def record(*given: Any, **named: Any) -> Any:
-            found = function(*given, **named)
-            self._rotations.setdefault(path, []).append(_Rotation(name, function, given, named, found))
-            return found
+        def record(*arguments: Any, **named: Any) -> Any:
+            result = function(*arguments, **named)
+            self._rotations.setdefault(path, []).append(_Rotation(name, function, arguments, named, result))
+            return result
 
         return record
 
-    def _keep_angles(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], found: Any) -> None:
-        if _is_pair(found):
-            self._angles.append(_Angles(module, given, named, found))
+    def _keep_angles(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
+        if _is_pair(result):
+            self._angles.append(_Angles(module, arguments, named, result))
 
 
 def rebind(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> None:
@@ -107,8 +107,8 @@ def _names_of(module: nn.Module) -> list[str]:
     return [name for name in forward.__code__.co_names if _WORD in name and callable(forward.__globals__.get(name))]
 
 
-def _is_pair(found: Any) -> bool:
-    return isinstance(found, tuple) and len(found) == 2 and all(isinstance(each, Tensor) for each in found)
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, Tensor) for part in value)
 
 
 def _has_equal_halves(angles: _Angles) -> bool:
@@ -120,40 +120,40 @@ def _has_equal_halves(angles: _Angles) -> bool:
             name: None if buffer is None else random.uniform(*buffer.shape).to(buffer.dtype)
             for name, buffer in angles.module._buffers.items()
         }
-        found = result_of(module.forward, *_on_cpu(angles.given, random), **_on_cpu(angles.named, random))
-    if not _is_pair(found):
+        result = result_of(module.forward, *_on_cpu(angles.arguments, random), **_on_cpu(angles.named, random))
+    if not _is_pair(result):
         return False
-    halves = [each.chunk(2, dim=-1) for each in found]
-    return all(len(each) == 2 and torch.equal(*each) for each in halves)
+    halves = [part.chunk(2, dim=-1) for part in result]
+    return all(len(part) == 2 and torch.equal(*part) for part in halves)
 
 
 def _rotates_alike(call: _Rotation) -> bool:
     """Return whether the function rotates random heads like `aerie.kernels.rope.rope_store.rotate`."""
-    q, k, cos, sin = call.given[:4]
-    if not all(isinstance(each, Tensor) for each in (q, k, cos, sin)) or (q.dim(), cos.dim(), sin.dim()) != (4, 3, 3):
+    q, k, cos, sin = call.arguments[:4]
+    if not all(isinstance(part, Tensor) for part in (q, k, cos, sin)) or (q.dim(), cos.dim(), sin.dim()) != (4, 3, 3):
         return False
     random = RandomNumbers(1)
     with torch.device("cpu"), torch.no_grad():
-        q, k = (random.normal(*each.shape) for each in (q, k))
+        q, k = (random.normal(*part.shape) for part in (q, k))
         half = (*cos.shape[:-1], cos.shape[-1] // 2)
         cos, sin = (random.normal(*half) for _ in range(2))
-        both = (torch.cat((each, each), dim=-1) for each in (cos, sin))
-        found = result_of(call.function, q, k, *both, *call.given[4:], **call.named)
-        expected = [rotate(each[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1)[None] for each in (q, k)]
-    return _is_pair(found) and all(
+        both = (torch.cat((part, part), dim=-1) for part in (cos, sin))
+        result = result_of(call.function, q, k, *both, *call.arguments[4:], **call.named)
+        expected = [rotate(part[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1)[None] for part in (q, k)]
+    return _is_pair(result) and all(
         ours.shape == theirs.shape and torch.allclose(ours, theirs, _RTOL, _ATOL)
-        for ours, theirs in zip(expected, found, strict=True)
+        for ours, theirs in zip(expected, result, strict=True)
     )
 
 
-def _on_cpu(given: Any, random: RandomNumbers) -> Any:
+def _on_cpu(value: Any, random: RandomNumbers) -> Any:
     """Return arguments with random numbers, or positions, in place of tensors on the meta device."""
-    if isinstance(given, dict):
-        return {name: _on_cpu(each, random) for name, each in given.items()}
-    if isinstance(given, tuple):
-        return tuple(_on_cpu(each, random) for each in given)
-    if not isinstance(given, Tensor):
-        return given
-    if given.is_floating_point():
-        return random.normal(*given.shape)
-    return torch.arange(given.numel()).view(given.shape)
+    if isinstance(value, dict):
+        return {name: _on_cpu(part, random) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_on_cpu(part, random) for part in value)
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point():
+        return random.normal(*value.shape)
+    return torch.arange(value.numel()).view(value.shape)

@@ -1,7 +1,7 @@
 """Finds routers that compute the same as `aerie.kernels.experts.route`, by comparing results on random rows.
 
-A replaced router returns its logits instead of chosen experts and weights. `GivenExperts` passes them to the experts'
-operation, which chooses.
+A replaced router returns its logits instead of chosen experts and weights. `RouterChosenExperts` passes them to the
+experts' operation, which chooses.
 
 Aerie's experts in a transformers model; the model's router or Aerie's chooses them."""
 
@@ -47,7 +47,7 @@ class RouterMatch:
 
 
 class MatchedRouter(Router):
-    """Replaces a router. Its experts are a `GivenExperts`.
+    """Replaces a router. Its experts are a `RouterChosenExperts`.
 
     live: returns the marks of the running pass's padding rows.
     """
@@ -75,8 +75,8 @@ class RouterShell(nn.Module):
         self._name = name
         self.add_module(name, router)
 
-    def forward(self, *given: Tensor) -> Any:
-        return self._modules[self._name](*given)  # type: ignore[misc]
+    def forward(self, *arguments: Tensor) -> Any:
+        return self._modules[self._name](*arguments)  # type: ignore[misc]
 
 
 def find_router(block: nn.Module, experts: str) -> tuple[str, RouterMatch] | None:
@@ -129,25 +129,29 @@ def match_router(module: nn.Module, flat: bool) -> RouterMatch | None:
     plain = linear is None or (type(holder) is nn.Linear and holder.bias is None)
     if weight is None or weight.dim() != 2 or not tensors <= {_BIAS} or not plain:
         return None
-    arguments = [each for each in inspect.signature(module.forward).parameters.values() if each.default is each.empty]
-    given = len(arguments) == 2
-    if len(arguments) > 2 or (given and tensors):
+    arguments = [
+        parameter
+        for parameter in inspect.signature(module.forward).parameters.values()
+        if parameter.default is parameter.empty
+    ]
+    takes_bias = len(arguments) == 2
+    if len(arguments) > 2 or (takes_bias and tensors):
         return None
     with torch.device("cpu"), torch.no_grad():
         random = RandomNumbers(0)
         rows = random.normal(_ROWS, weight.shape[1])
         full = random.normal(*weight.shape) * (_SPREAD * weight.shape[1] ** -0.5)
-        bias = random.uniform(weight.shape[0]) - 0.5 if given or tensors else None
+        bias = random.uniform(weight.shape[0]) - 0.5 if takes_bias or tensors else None
         x = rows if flat else rows.unsqueeze(0)
-        found = _result(_with_tensors(module, linear, full, bias), x, bias if given else None)
-        if found is None:
+        result = _result(_with_tensors(module, linear, full, bias), x, bias if takes_bias else None)
+        if result is None:
             return None
-        order, dense, num_chosen = found
+        order, dense, num_chosen = result
         for routing in _candidates(module, weight.shape[0], num_chosen, bias is not None):
             chosen, share = route(rows @ full.T, bias, routing)
             ours = torch.zeros_like(dense).scatter_(1, chosen, share)
             if torch.allclose(ours, dense, _RTOL, _ATOL):
-                return RouterMatch(routing, order, linear, given)
+                return RouterMatch(routing, order, linear, takes_bias)
     return None
 
 
@@ -168,16 +172,16 @@ def _with_tensors(module: nn.Module, linear: str | None, weight: Tensor, bias: T
 def _result(module: Any, x: Tensor, bias: Tensor | None) -> tuple[tuple[str, ...], Tensor, int] | None:
     """Return the order of the module's results, the weight of each expert in each row, and the number of chosen
     experts; None if the module does not return logits, weights and chosen experts."""
-    found = result_of(module, x, *(() if bias is None else (bias,)))
-    if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(each, Tensor) for each in found):
+    result = result_of(module, x, *(() if bias is None else (bias,)))
+    if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(part, Tensor) for part in result):
         return None
-    flat = [each.reshape(-1, each.shape[-1]) for each in found]
-    order = tuple(_kind_of(each, flat) for each in flat)
+    flat = [part.reshape(-1, part.shape[-1]) for part in result]
+    order = tuple(_kind_of(part, flat) for part in flat)
     if sorted(order) != ["chosen", "logits", "weight"]:
         return None
     by_kind = dict(zip(order, flat, strict=True))
     chosen, weight, logits = by_kind["chosen"], by_kind["weight"], by_kind["logits"]
-    if any(each.shape[0] != _ROWS for each in flat):
+    if any(part.shape[0] != _ROWS for part in flat):
         return None
     dense = torch.zeros(logits.shape, dtype=torch.float32).scatter_(1, chosen, weight.float())
     return order, dense, chosen.shape[1]
@@ -186,7 +190,7 @@ def _result(module: Any, x: Tensor, bias: Tensor | None) -> tuple[tuple[str, ...
 def _kind_of(result: Tensor, results: list[Tensor]) -> str:
     if not result.is_floating_point():
         return "chosen"
-    return "logits" if result.shape[1] == max(each.shape[1] for each in results) else "weight"
+    return "logits" if result.shape[1] == max(other.shape[1] for other in results) else "weight"
 
 
 def _candidates(module: nn.Module, num_experts: int, num_chosen: int, has_bias: bool) -> Iterator[Routing]:
@@ -235,7 +239,7 @@ _MAX_GATHERED_BYTES = 1 << 28  # bound on the weights gathered at once
 
 
 @dataclass(frozen=True)
-class _Given:
+class _ChosenExperts:
     """Experts that the model's own router has chosen; used instead of `RouterLogits`."""
 
     chosen: Tensor
@@ -248,7 +252,7 @@ class _Given:
         return self.chosen, self.weight
 
 
-class GivenExperts(Experts):
+class RouterChosenExperts(Experts):
     """Experts that the model's own router chooses, or a `aerie.workers.models.adapter.routers.MatchedRouter`.
 
     experts: transformers' module with stacked weights, and its `activation`.
@@ -279,7 +283,7 @@ class GivenExperts(Experts):
             return self._group.all_reduce(self.method.multiply(rows, chosen)).view(x.shape)
         weight = weight.float()
         if isinstance(self.method, UnquantizedExperts):
-            part = self.method.multiply(rows, _Given(chosen, weight))  # type: ignore[arg-type]
+            part = self.method.multiply(rows, _ChosenExperts(chosen, weight))  # type: ignore[arg-type]
         else:
             part = self.method.multiply(rows, logits_of(chosen, weight, self._routing))
             part = (part * weight.sum(-1, keepdim=True)).to(x.dtype)
@@ -305,7 +309,7 @@ class GatheringExperts(Leaf):
         forward: Callable[..., Tensor] = super().forward
         expert_bytes = sum(tensor[0].nbytes for _, tensor in own_tensors(self))
         rows = max(1, _MAX_GATHERED_BYTES // (expert_bytes * chosen.shape[1]))
-        parts = zip(*(torch.split(each, rows) for each in (x, chosen, weight)), strict=True)
+        parts = zip(*(torch.split(whole, rows) for whole in (x, chosen, weight)), strict=True)
         return forward(x, chosen, weight) if rows >= x.shape[0] else torch.cat([forward(*part) for part in parts])
 
 

@@ -43,16 +43,16 @@ def path_of_layers(calls: Sequence[AttentionCall], shapes: Mapping[str, Shape], 
         layers = [f"{path}.{number}" for number in range(len(calls))]
         if all(call.module.startswith(f"{layer}.") for call, layer in zip(calls, layers, strict=True)):
             streams = [*layers, f"{layers[-1]} output"]
-            return path if all(shapes.get(each) == (1, NUM_ROWS, hidden_size) for each in streams) else None
+            return path if all(shapes.get(stream) == (1, NUM_ROWS, hidden_size) for stream in streams) else None
     return None
 
 
-def capture_streams(layers: nn.ModuleList, capture: Sequence[int], found: Callable[[int, Tensor], None]) -> None:
-    """Call `found` in every pass, with the number of each layer of `capture` and its input, [1, rows, hidden_size]. The
-    number of layers stands for the last layer's output."""
+def capture_streams(layers: nn.ModuleList, capture: Sequence[int], report: Callable[[int, Tensor], None]) -> None:
+    """Call `report` in every pass, with the number of each layer of `capture` and its input, [1, rows, hidden_size].
+    The number of layers stands for the last layer's output."""
 
     def keep(number: int) -> Callable[[Any], None]:
-        return lambda stream: found(number, stream)
+        return lambda stream: report(number, stream)
 
     for number in capture:
         if number < len(layers):
@@ -61,19 +61,19 @@ def capture_streams(layers: nn.ModuleList, capture: Sequence[int], found: Callab
             on_output(layers[-1], keep(number))
 
 
-def on_input(module: nn.Module, found: Callable[[Any], None]) -> None:
-    """Call `found` with the module's first argument whenever the module is called."""
+def on_input(module: nn.Module, report: Callable[[Any], None]) -> None:
+    """Call `report` with the module's first argument whenever the module is called."""
 
-    def hook(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        found(given[0] if given else named.get("hidden_states"))
+    def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        report(inputs[0] if inputs else named.get("hidden_states"))
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def on_output(module: nn.Module, found: Callable[[Any], None]) -> None:
-    """Call `found` with the module's output, or the first of several, after each call of the module."""
+def on_output(module: nn.Module, report: Callable[[Any], None]) -> None:
+    """Call `report` with the module's output, or the first of several, after each call of the module."""
 
-    def hook(module: nn.Module, given: Any, out: Any) -> None:
-        found(out[0] if isinstance(out, tuple) else out)
+    def hook(module: nn.Module, inputs: Any, out: Any) -> None:
+        report(out[0] if isinstance(out, tuple) else out)
 
     module.register_forward_hook(hook)

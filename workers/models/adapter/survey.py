@@ -57,7 +57,7 @@ class AttentionCall:
         return ScoreRule(self.scale, self.window, self.soft_cap, self.sinks)
 
     @property
-    def kept_dim(self) -> int:
+    def cached_dim(self) -> int:
         """Size of a head in the KV pool: even, and equal for keys and values, which are padded with zeros."""
         longest = max(self.head_dim, self.value_dim)
         return longest + longest % 2
@@ -121,7 +121,7 @@ def survey(model: PreTrainedModel) -> tuple[AttentionCall, ...]:
 
 
 def _why_not_run(error: Exception) -> str:
-    if isinstance(error, NotImplementedError) and any(each in str(error) for each in _NEEDS_NUMBERS):
+    if isinstance(error, NotImplementedError) and any(text in str(error) for text in _NEEDS_NUMBERS):
         return "reads numbers from the device in a pass (such as how many tokens each expert has), which no graph can"
     if _SlidingMask.__name__ in str(error):
         return "has a mask of its own, which Aerie has no operation for"
@@ -132,12 +132,12 @@ def keep_angles(module: nn.Module) -> None:
     """Make a RoPE module ignore the text's length. Some modules have a kind of RoPE for each kind of layer."""
     kinds = getattr(module, "rope_type", None)
     if isinstance(kinds, dict):
-        module.rope_type = {layer: _kept(kind) for layer, kind in kinds.items()}  # type: ignore[assignment]
+        module.rope_type = {layer: _without_length(kind) for layer, kind in kinds.items()}  # type: ignore[assignment]
     elif isinstance(kinds, str):
-        module.rope_type = _kept(kinds)  # type: ignore[assignment]
+        module.rope_type = _without_length(kinds)  # type: ignore[assignment]
 
 
-def _kept(kind: str) -> str:
+def _without_length(kind: str) -> str:
     return "default" if kind in LENGTH_DEPENDENT else kind
 
 
@@ -159,16 +159,16 @@ def is_plain_embedding(module: nn.Module) -> bool:
 def record_chosen(model: nn.Module) -> list[int]:
     """Return a list to which the model's next pass adds the number of experts per row, for each module that
     `match_experts` matches."""
-    found: list[int] = []
+    experts: list[int] = []
 
-    def hook(module: nn.Module, given: tuple[Any, ...]) -> None:
-        _, chosen, _ = given  # as transformers' modules pass them
-        found.append(chosen.shape[-1])
+    def hook(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        _, chosen, _ = inputs  # as transformers' modules pass them
+        experts.append(chosen.shape[-1])
 
     for module in model.modules():
         if match_experts(module) is not None:
             module.register_forward_pre_hook(hook)
-    return found
+    return experts
 
 
 def decoder(model: PreTrainedModel) -> nn.Module:
@@ -218,7 +218,7 @@ def _marked_masks(model: nn.Module) -> Iterator[None]:
 
     def marking(name: str) -> Callable[..., _SlidingMask | None]:
         def mark(config: Any, *args: Any, **others: Any) -> _SlidingMask | None:
-            if any(others.get(each) is not None for each in _MASK_CHANGES):
+            if any(others.get(change) is not None for change in _MASK_CHANGES):
                 raise UnservableError("has a mask of its own, which Aerie has no operation for")
             return _MASKS[name](config)
 

@@ -51,7 +51,7 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
     """Read the configuration of a text model, or the text_config of a model of images and text. Raises ValueError for
     settings that are not supported."""
     kind, within_images = architecture_of(config)[:6], "vision_config" in config
-    config = _COMMON | _DEFAULTS[kind] | _given(text_part(config, source))
+    config = _COMMON | _DEFAULTS[kind] | _declared(text_part(config, source))
     activation = activation_of(config, source)
     if flag_of(config, "use_bidirectional_attention", source):
         raise ValueError(f"{source}: use_bidirectional_attention=true: tokens that see later ones are not supported")
@@ -79,7 +79,7 @@ def read_config(config: dict[str, Any], source: str) -> GemmaConfig:
     )
 
 
-def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+def _declared(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that are not null, and soft caps, whose null means no cap, not the default."""
     return {key: value for key, value in config.items() if value is not None or key.endswith("softcapping")}
 

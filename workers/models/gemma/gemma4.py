@@ -55,8 +55,8 @@ class Gemma4Layer(SandwichLayer):
         if self.experts is None or self.post_feedforward_layernorm_1 is None:
             return out
         out = self.post_feedforward_layernorm_1(out)  # before the experts' all-reduce reuses its buffer
-        beside: Tensor = self.experts(residual, live)
-        return out + beside
+        routed: Tensor = self.experts(residual, live)
+        return out + routed
 
 
 class RouterNorm(FullPrecisionRMSNorm):
@@ -205,12 +205,12 @@ class Gemma4ForCausalLM(Decoder):
         capture: tuple[int, ...] = (),
     ) -> None:
         keys = [(heads.rope, heads.head_dim) for heads in config.heads]
-        tables = {each: RotaryTable(*each, max_position, device) for each in dict.fromkeys(keys)}
+        tables = {key: RotaryTable(*key, max_position, device) for key in dict.fromkeys(keys)}
         inputs = (config.vocab_size, config.hidden_size, config.num_layers, config.input_size, config.rms_eps, group)
         super().__init__(
             config,
             group,
-            [tables[each] for each in keys],
+            [tables[key] for key in keys],
             [make_layer(config, layer, group) for layer in range(config.num_layers)],
             capture,
             FullPrecisionRMSNorm,

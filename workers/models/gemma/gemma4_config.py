@@ -122,8 +122,8 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
     """Read the configuration of a text model, or the text_config of a model of images, sound and text. Raises
     ValueError for settings that are not supported."""
     kind = "Gemma4Unified" if architecture_of(config).startswith("Gemma4Unified") else "Gemma4"
-    given = {key: value for key, value in text_part(config, source).items() if value is not None}
-    config = _COMMON | _DEFAULTS[kind] | given
+    declared = {key: value for key, value in text_part(config, source).items() if value is not None}
+    config = _COMMON | _DEFAULTS[kind] | declared
     if config.get("use_bidirectional_attention") == "all":
         raise ValueError(f"{source}: use_bidirectional_attention='all': tokens that see later ones are not supported")
     dense = llama.read_config({**config, "hidden_act": "silu", "rope_parameters": None}, source)
@@ -155,17 +155,17 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
 
 def _kinds(config: dict[str, Any], num_layers: int) -> tuple[str, ...]:
     """Return each layer's kind. The last layer never has a window, regardless of config.json."""
-    usual = [SLIDING if (i + 1) % _PERIOD else FULL for i in range(num_layers)]
-    kinds = config.get("layer_types") or usual
+    default_kinds = [SLIDING if (i + 1) % _PERIOD else FULL for i in range(num_layers)]
+    kinds = config.get("layer_types") or default_kinds
     return (*kinds[:-1], FULL) if isinstance(kinds, list) else (FULL,)
 
 
 def _heads(config: dict[str, Any], kinds: tuple[str, ...], source: str) -> tuple[Heads, ...]:
     """Return each layer's heads. transformers writes sizes of each layer to per_layer_config; published files have
     global_head_dim and num_global_key_value_heads."""
-    given = section_of(config, "rope_parameters", source)
+    ropes = section_of(config, "rope_parameters", source)
     rope = {
-        kind: rope_of({"rope_parameters": _ROPES[kind] | dict(section_of(given, kind, source))}, source)
+        kind: rope_of({"rope_parameters": _ROPES[kind] | dict(section_of(ropes, kind, source))}, source)
         for kind in set(kinds)
     }
     by_layer, k_eq_v = section_of(config, "per_layer_config", source), flag_of(config, "attention_k_eq_v", source)

@@ -261,7 +261,7 @@ def stored_tensors(file: GgufFile, config: Config, packable: Callable[[str], boo
     heads = (
         {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]} if family.permuted else {}
     )
-    found = []
+    stored = []
     for tensor in file.tensors.values():
         if tensor.name in _NOT_WEIGHTS:
             continue
@@ -272,7 +272,7 @@ def stored_tensors(file: GgufFile, config: Config, packable: Callable[[str], boo
             raise ValueError(f"{file.paths[0]}: has {tensor.name}, which {family.architecture} has not")
         module = f"model.layers.{layer}.{module}" if layer else module
         name = module if module.endswith("sinks") else f"{module}.{kind or top_kind}"
-        found.append(
+        stored.append(
             StoredTensor(
                 name,
                 tensor,
@@ -282,7 +282,7 @@ def stored_tensors(file: GgufFile, config: Config, packable: Callable[[str], boo
                 packed=packable(tensor.type) and is_linear(name),
             )
         )
-    return found
+    return stored
 
 
 def is_linear(name: str) -> bool:

@@ -40,8 +40,8 @@ def write_folder(location: Location) -> None:
         if quantization:
             config["quantization_config"] = quantization
         if location.tokenizer:
-            for each in location.tokenizer:
-                shutil.copyfile(each, scratch / each.name)
+            for tokenizer_file in location.tokenizer:
+                shutil.copyfile(tokenizer_file, scratch / tokenizer_file.name)
         else:
             config["eos_token_id"] = Vocabulary(file.metadata, str(file.paths[0])).end_ids
             write_vocabulary(file.metadata, str(file.paths[0]), scratch, _dump)

@@ -61,7 +61,7 @@ def read_gguf(paths: tuple[Path, ...]) -> GgufFile:
     metadata: dict[str, Any] = {}
     tensors: dict[str, FileTensor] = {}
     for index, part in enumerate(paths):
-        own, found = _read_file(part, index)
+        own, others = _read_file(part, index)
         metadata = metadata or own
         number, count = own.get("split.no", 0), own.get("split.count") or 1
         if (number, count) != (index, len(paths)):
@@ -69,9 +69,9 @@ def read_gguf(paths: tuple[Path, ...]) -> GgufFile:
                 f"{part}: is number {number + 1} of {count} files; name them NAME-00001-of-{count:05}.gguf, ... and "
                 "put all into one folder"
             )
-        if twice := tensors.keys() & found.keys():
+        if twice := tensors.keys() & others.keys():
             raise ValueError(f"{part}: has {min(twice)}, which another file has too; download the files again")
-        tensors |= found
+        tensors |= others
     return GgufFile(paths, metadata, tensors)
 
 
@@ -109,23 +109,23 @@ class _Reader:
 
     def tensors(self, file: int, size: int) -> dict[str, FileTensor]:
         """Call after `metadata`. size: of the file in bytes, for the check that it is complete."""
-        given = []
+        headers = []
         for _ in range(self._num_tensors):
             name = self._string()
             shape = tuple(self._number("Q") for _ in range(self._number("I")))[::-1]
-            given.append((name, shape, self._number("I"), self._number("Q")))
+            headers.append((name, shape, self._number("I"), self._number("Q")))
         alignment = int(self._metadata.get("general.alignment", _ALIGNMENT)) or 1
         start = -(-self._at // alignment) * alignment
-        found = {}
-        for name, shape, number, offset in given:
+        tensors = {}
+        for name, shape, number, offset in headers:
             kind = self._type(name, number)
             if kind in BLOCK_TYPES and (not shape or shape[-1] % BLOCK_TYPES[kind].values):
                 raise ValueError(f"{self._path}: {name} has shape {list(shape)}, not whole blocks of {kind}")
-            found[name] = FileTensor(name, shape, kind, file, start + offset)
-        end = max((each.offset + each.num_bytes for each in found.values()), default=0)
+            tensors[name] = FileTensor(name, shape, kind, file, start + offset)
+        end = max((tensor.offset + tensor.num_bytes for tensor in tensors.values()), default=0)
         if end > size:
             raise ValueError(f"{self._path}: is cut off: {size} of {end} bytes; download it again")
-        return found
+        return tensors
 
     def _type(self, name: str, number: int) -> str:
         kind = _TYPES.get(number, f"number {number}")

@@ -40,7 +40,7 @@ def location_of(path: Path, cache: Path, tokenizer: Path | None = None) -> Locat
         raise ValueError(f"{path}: no such file")
     paths = split_parts(path.resolve())
     chosen = () if tokenizer is None else _tokenizer_files(tokenizer)
-    states = [(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in (*paths, *chosen)]
+    states = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in (*paths, *chosen)]
     digest = hashlib.sha256(json.dumps([_VERSION, states]).encode()).hexdigest()[:16]
     return Location(cache / digest / model_name(paths[0]), paths, chosen)
 

@@ -59,10 +59,10 @@ def gguf_tensors(folder: str | Path, device: torch.device, dense: bool = False) 
         stored = dataclasses.replace(listed, packed=False) if dense else listed
         file = Path(weights.paths[stored.source.file]).name
         if Capability.of(device).has_memory:
-            found = _named(stored, _value(stored, files[stored.source.file]))
+            pairs = _named(stored, _value(stored, files[stored.source.file]))
         else:
-            found = _named(stored, _shape_of(stored))
-        for name, tensor in found:
+            pairs = _named(stored, _shape_of(stored))
+        for name, tensor in pairs:
             yield ReadTensor(name, tensor, file)
 
 

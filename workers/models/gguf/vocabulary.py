@@ -66,7 +66,7 @@ class Vocabulary:
         """Return the tokens that end an answer."""
         named = [self._get(f"{key}_token_id") for key in ("eos", "eot", "eom")]
         by_text = [i for i, kind in enumerate(self._kinds) if kind == _CONTROL and self._tokens[i] in _ENDS]
-        return list(dict.fromkeys(each for each in [*named, *by_text] if isinstance(each, int)))
+        return list(dict.fromkeys(token for token in [*named, *by_text] if isinstance(token, int)))
 
     def config_files(self) -> dict[str, Any]:
         """Return the JSON of the files other than tokenizer.json, by name; a template's as text."""
@@ -138,13 +138,13 @@ class Vocabulary:
         descending order of its score. User-defined tokens are found in the text first, as in SentencePiece."""
         mergeable = {token: i for i, token in enumerate(self._tokens) if self._kinds[i] == _NORMAL}
         scores = self._get("scores") or [0.0] * len(self._tokens)
-        found = []
+        merges = []
         for token, number in mergeable.items():
             pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
             own = [pair for pair in pairs if pair[0] in mergeable and pair[1] in mergeable]
             own.sort(key=lambda pair: (mergeable[pair[0]], mergeable[pair[1]]))
-            found += [(-scores[number], pair) for pair in own]
-        return [pair for _, pair in sorted(found, key=lambda each: each[0])]
+            merges += [(-scores[number], pair) for pair in own]
+        return [pair for _, pair in sorted(merges, key=lambda scored: scored[0])]
 
     def _numbers(self, tokens: list[str]) -> dict[str, int]:
         numbers: dict[str, int] = {}

@@ -92,9 +92,9 @@ def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
         ("mamba_ssm_dtype", "float32"),
         ("output_gate_type", "swish"),
     ):
-        given = config.get(key)
-        if given not in (None, only) and (key, given) != ("output_gate_type", "silu"):
-            raise ValueError(f"{source}: config.json: {key}={given!r} is not supported; only {only!r} is")
+        value = config.get(key)
+        if value not in (None, only) and (key, value) != ("output_gate_type", "silu"):
+            raise ValueError(f"{source}: config.json: {key}={value!r} is not supported; only {only!r} is")
 
 
 def _heads(config: dict[str, Any], source: str) -> DeltaHeads:

@@ -38,7 +38,7 @@ def weight_names(config: HybridConfig) -> NameMap:
         layer_rules,
         config.tie_embeddings,
         prefix,
-        aliases=tuple((f"{other}.{each}.", f"{prefix}.{each}.") for each in _TEXT_MODULES),
+        aliases=tuple((f"{other}.{module}.", f"{prefix}.{module}.") for module in _TEXT_MODULES),
         ignored=("mtp.*", "model.visual.*"),
         packed=(qkv, *packed_experts(config, theirs)),
     )

@@ -43,7 +43,7 @@ def _by_key_heads(full: Tensor, heads: DeltaHeads, sizes: Sequence[int], what: s
         raise WrongTensorError(
             f"has shape {tuple(full.shape)}, which cannot be cut into linear_num_key_heads={heads.key_heads} parts"
         )
-    parts = [split_rows(each, sizes, what) for each in full.reshape(heads.key_heads, -1, full.shape[1])]
+    parts = [split_rows(rows, sizes, what) for rows in full.reshape(heads.key_heads, -1, full.shape[1])]
     return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 

@@ -72,8 +72,8 @@ def _with_rope(text: Mapping[str, Any]) -> dict[str, Any]:
     for key in _ROPE:
         scaling = text.get(key)
         if isinstance(scaling, dict) and "mrope" in (scaling.get("rope_type"), scaling.get("type")):
-            kept = {name: value for name, value in scaling.items() if name != "type"}
-            changed[key] = kept | {"rope_type": "default"}
+            fields = {name: value for name, value in scaling.items() if name != "type"}
+            changed[key] = fields | {"rope_type": "default"}
     return changed
 
 

@@ -17,7 +17,7 @@ from aerie.workers.layers.weighted import WrongTensorError, check_plain, check_s
 # Word w of AutoAWQ's GEMM layout has column 8 w + _AWQ_ORDER[i] in its bits 4 i to 4 i + 3.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _OUTPUTS_LAST = ("qweight", "qzeros", "scales")  # kinds whose last dimension is outputs
-_OF_INPUTS = ("g_idx", "weight_g_idx")
+_INPUT_KINDS = ("g_idx", "weight_g_idx")
 Layout = Literal["pack-quantized", "int-quantized", "awq", "gptq"]
 
 
@@ -142,7 +142,7 @@ class IntFormat:
         return codes, scales, self.SHAPE, *(kind for kind, is_there in optional if is_there)
 
     @cached_property
-    def kept(self) -> tuple[str, ...]:
+    def rank_kinds(self) -> tuple[str, ...]:
         """Tensors that a rank keeps until they are packed."""
         return tuple(kind for kind in self.kinds if kind not in self.optional)
 
@@ -164,19 +164,19 @@ class IntFormat:
         codes, scales, zeros, order = self.KINDS[self.layout]
         word, group = self.word, self.group or part.columns.total
         if self.layout == "int-quantized":
-            found = {
+            tensors = {
                 codes: StoredTensor(torch.int8, Axis(0, 1), Axis(1, 1)),
                 scales: StoredTensor(None, Axis(0, 1), Axis(1, group)),
             }
         elif self.layout == "pack-quantized":
-            found = {
+            tensors = {
                 codes: StoredTensor(torch.int32, Axis(0, 1), Axis(1, word)),
                 scales: StoredTensor(None, Axis(0, 1), Axis(1, group, self.ordered)),
                 zeros: StoredTensor(torch.int32, Axis(0, word), Axis(1, group, self.ordered)),
             }
         else:
             along_outputs = self.layout == "awq"
-            found = {
+            tensors = {
                 codes: StoredTensor(
                     torch.int32, Axis(1, word if along_outputs else 1), Axis(0, 1 if along_outputs else word)
                 ),
@@ -184,8 +184,8 @@ class IntFormat:
                 zeros: StoredTensor(torch.int32, Axis(1, word), Axis(0, group, self.ordered)),
             }
         if self.ordered:
-            found[order] = StoredTensor(torch.int32, None, Axis(0, 1))
-        return {kind: tensor for kind, tensor in found.items() if kind in self.kept}
+            tensors[order] = StoredTensor(torch.int32, None, Axis(0, 1))
+        return {kind: tensor for kind, tensor in tensors.items() if kind in self.rank_kinds}
 
     def check_values(self, kind: str, full: Tensor, part: Part) -> None:
         """Raise WrongTensorError if a tensor of indices or of sizes does not fit: each input must have a group, and
@@ -267,8 +267,8 @@ def unpacked(words: Tensor, bits: int, awq: bool = False) -> Tensor:
     if bits == 4:
         values = torch.stack((values & 15, values >> 4), dim=-1).flatten(1)
     if awq and bits == 4:
-        place = torch.tensor([_AWQ_ORDER.index(i) for i in range(8)], device=words.device)
-        values = values.view(len(values), -1, 8).index_select(2, place).flatten(1)
+        order = torch.tensor([_AWQ_ORDER.index(i) for i in range(8)], device=words.device)
+        values = values.view(len(values), -1, 8).index_select(2, order).flatten(1)
     return values
 
 
@@ -285,7 +285,7 @@ def split_outputs(
         return [full] * len(rows)
     if kind in _OUTPUTS_LAST:
         return [part.transpose(0, 1) for part in split(full.transpose(0, 1))] if full.dim() == 2 else split(full)
-    if kind in _OF_INPUTS:
+    if kind in _INPUT_KINDS:
         return [full] * len(rows)
     if kind == IntFormat.SHAPE:
         if full.tolist()[:1] != [sum(rows)]:

@@ -146,10 +146,12 @@ def _rules(quantization: Mapping[str, Any], source: str, v2: bool) -> tuple[Rule
 
 def _only(quantization: Mapping[str, Any], source: str) -> tuple[str, ...]:
     """Read a list of modules, or of lists of them."""
-    given = quantization.get("modules_in_block_to_quantize") or []
-    flat = [name for each in given for name in (each if isinstance(each, list) else [each])]
-    if not isinstance(given, list) or not all(isinstance(name, str) for name in flat):
-        refuse(source, "modules_in_block_to_quantize", given, "must be modules' names", "download the checkpoint again")
+    declared = quantization.get("modules_in_block_to_quantize") or []
+    flat = [name for item in declared for name in (item if isinstance(item, list) else [item])]
+    if not isinstance(declared, list) or not all(isinstance(name, str) for name in flat):
+        refuse(
+            source, "modules_in_block_to_quantize", declared, "must be modules' names", "download the checkpoint again"
+        )
     return tuple(flat)
 
 
@@ -203,7 +205,7 @@ def _auto_round_scheme(quantization: Mapping[str, Any], source: str) -> IntSchem
 
 def _modules(quantization: Mapping[str, Any], source: str) -> list[tuple[str, IntScheme | None]]:
     extra = quantization.get("extra_config") or {}
-    if not isinstance(extra, dict) or not all(isinstance(each, dict) for each in extra.values()):
+    if not isinstance(extra, dict) or not all(isinstance(entry, dict) for entry in extra.values()):
         refuse(source, "extra_config", extra, "must be an object of modules", "download the checkpoint again")
     modules = []
     for name, changes in extra.items():
@@ -214,8 +216,8 @@ def _modules(quantization: Mapping[str, Any], source: str) -> list[tuple[str, In
 
 
 def _blocks(quantization: Mapping[str, Any], source: str) -> list[str]:
-    given = quantization.get("block_name_to_quantize") or quantization.get("to_quant_block_names") or []
-    names = given.split(",") if isinstance(given, str) else given
+    declared = quantization.get("block_name_to_quantize") or quantization.get("to_quant_block_names") or []
+    names = declared.split(",") if isinstance(declared, str) else declared
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        refuse(source, "block_name_to_quantize", given, "must be modules' names", "download the checkpoint again")
+        refuse(source, "block_name_to_quantize", declared, "must be modules' names", "download the checkpoint again")
     return [name.strip() for name in names]

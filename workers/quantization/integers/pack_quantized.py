@@ -23,7 +23,7 @@ from aerie.workers.quantization.quant_method import (
 
 _PACKED: Layout = "pack-quantized"
 _W8A8: Layout = "int-quantized"
-_KEPT = "activations stay in the model's type (int8 weights are multiplied as W8A16 here), which is more exact"
+_W8A16_NOTE = "activations stay in the model's type (int8 weights are multiplied as W8A16 here), which is more exact"
 _LINEAR = "Linear"  # the class of all linear layers
 _PRESETS: dict[str, dict[str, Any]] = {  # of compressed-tensors 0.20, compressed_tensors/quantization/quant_scheme.py
     "W4A16": {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": True},
@@ -43,25 +43,25 @@ class PackQuantized(SchemeQuant):
 
     def fallback(self, device: torch.device) -> str | None:
         has_w8a8 = any(scheme.layout == _W8A8 for _, scheme in self.groups)
-        told = [super().fallback(device), _KEPT if has_w8a8 else None]
-        return "; ".join(filter(None, told)) or None
+        reasons = [super().fallback(device), _W8A16_NOTE if has_w8a8 else None]
+        return "; ".join(filter(None, reasons)) or None
 
     def declared(self, name: str) -> IntScheme | None:
         if any(entry == _LINEAR or matches(entry, name) for entry in self.ignored):
             return None
-        found = [(target, scheme) for target, scheme in self.groups if target == _LINEAR or matches(target, name)]
-        found.sort(key=lambda pair: (pair[0] == _LINEAR, pair[0].startswith("re:")))
-        return found[0][1] if found else None
+        matching = [(target, scheme) for target, scheme in self.groups if target == _LINEAR or matches(target, name)]
+        matching.sort(key=lambda pair: (pair[0] == _LINEAR, pair[0].startswith("re:")))
+        return matching[0][1] if matching else None
 
 
 def read_pack_quantized(quantization: Mapping[str, Any], source: str) -> QuantMethod | None:
     """Read integer weights; None if there are none. See `aerie.workers.quantization.table.QuantReader`."""
-    given = quantization.get("config_groups")
-    groups = {name: _expanded(name, group) for name, group in given.items()} if isinstance(given, dict) else {}
+    declared = quantization.get("config_groups")
+    groups = {name: _expanded(name, group) for name, group in declared.items()} if isinstance(declared, dict) else {}
     if not any(_weights(group).get("type", "int") == "int" for group in groups.values()):
         return None
     _refuse_others(quantization, source)
-    found = []
+    schemes = []
     for name, group in groups.items():
         scheme = _scheme(name, group, quantization.get("format"), source)
         targets = list_of_names(group, "targets", source)
@@ -72,12 +72,12 @@ def read_pack_quantized(quantization: Mapping[str, Any], source: str) -> QuantMe
                 check_pattern(target[3:], f"config_groups.{name}.targets", source)
             elif target != _LINEAR and "." not in target and target[:1].isupper():
                 refuse(source, f"config_groups.{name}.targets", target, f"is not supported; of classes {_LINEAR} is")
-        found += [(target, scheme) for target in targets]
+        schemes += [(target, scheme) for target in targets]
     ignored = list_of_names(quantization, "ignore", source)
     for entry in ignored:
         if entry.startswith("re:"):
             check_pattern(entry[3:], "ignore", source)
-    return PackQuantized(source, tuple(found), ignored)
+    return PackQuantized(source, tuple(schemes), ignored)
 
 
 def _expanded(name: str, group: Any) -> Mapping[str, Any]:

@@ -103,7 +103,7 @@ def _packed(parts: list[Codes], order: InputOrder, layout: IntFormat) -> PackedP
     order = order.to(device)
     sorted_parts = [_sorted(codes, order) for codes in parts]
     codes, scales, zeros = (
-        torch.cat([getattr(each, name) for each in sorted_parts]).contiguous() for name in ("codes", "scales", "zeros")
+        torch.cat([getattr(part, name) for part in sorted_parts]).contiguous() for name in ("codes", "scales", "zeros")
     )
     is_symmetric = bool((zeros == layout.symmetric_zero).all())  # a device sync, once per loaded layer
     weight = pack(codes, scales, None if is_symmetric else zeros, None, order.block, layout.code)
@@ -112,7 +112,7 @@ def _packed(parts: list[Codes], order: InputOrder, layout: IntFormat) -> PackedP
 
 def _sorted(codes: Codes, order: InputOrder) -> Codes:
     """Return codes in `order`, with scales and zeros per block."""
-    scales, zeros = (each.index_select(1, order.group_of_block) for each in (codes.scales, codes.zeros))
+    scales, zeros = (tensor.index_select(1, order.group_of_block) for tensor in (codes.scales, codes.zeros))
     if order.gather is None:
         return replace(codes, scales=scales, zeros=zeros)
     values = codes.codes.index_select(1, order.gather)
@@ -123,7 +123,7 @@ def _sorted(codes: Codes, order: InputOrder) -> Codes:
 
 def _padded(codes: Codes, rows: int) -> Codes:
     """Return codes with further rows, of scale zero."""
-    values, scales, zeros = (F.pad(each, (0, 0, 0, rows)) for each in (codes.codes, codes.scales, codes.zeros))
+    values, scales, zeros = (F.pad(tensor, (0, 0, 0, rows)) for tensor in (codes.codes, codes.scales, codes.zeros))
     return replace(codes, codes=values, scales=scales, zeros=zeros)
 
 

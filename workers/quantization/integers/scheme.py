@@ -111,7 +111,7 @@ class IntMatrix(PackedScheme):
 
     @property
     def kinds(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.layout.kept
+        return self.layout.rank_kinds
 
     @property
     def any_float(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -123,7 +123,7 @@ class IntMatrix(PackedScheme):
 
     @property
     def unused(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(kind for kind in self.layout.kinds if kind not in self.layout.kept)
+        return tuple(kind for kind in self.layout.kinds if kind not in self.layout.rank_kinds)
 
     def _whole_groups(self, part: Part) -> Part:
         return replace(part, columns=self.widened(part.columns))
@@ -241,7 +241,7 @@ class IntScheme(IntFormat, ModuleScheme):
         return StoredInt(self, part)
 
     def pack(self, stored: Sequence[StoredMatrix], shape: LinearShape) -> list[PackedPart]:
-        return pack_parts([each.matrix() for each in stored if isinstance(each, StoredInt)], shape, self)
+        return pack_parts([part.matrix() for part in stored if isinstance(part, StoredInt)], shape, self)
 
     def max_inputs(self, columns: Span) -> int:
         return max_inputs(columns, self)
@@ -302,9 +302,9 @@ class SchemeQuant(QuantMethod):
     def experts_method(self, names: Sequence[str], shape: ExpertsShape) -> ExpertsMethod:
         schemes = {name: self.scheme_of(name) for name in names}
         if len(set(schemes.values())) > 1:
-            told = ", ".join(f"{name} {scheme or 'unquantised'}" for name, scheme in schemes.items())
+            listed = ", ".join(f"{name} {scheme or 'unquantised'}" for name, scheme in schemes.items())
             raise ValueError(
-                f"{self.source}: quantization_config: the matrices of an expert are quantised differently ({told}), "
+                f"{self.source}: quantization_config: the matrices of an expert are quantised differently ({listed}), "
                 "which is not supported; use a checkpoint that quantises all of them alike"
             )
         scheme = next(iter(schemes.values()))

@@ -14,7 +14,7 @@ from aerie.workers.runner.graphs.graph_keys import bucket_sizes, powers_of_two
 from aerie.workers.scheduling.cost_table import TARGET_CHUNK_TOKENS, CostTable, RoundCosts
 
 SMALLEST_CHUNK = 16  # prompt tokens
-CHUNKS_BESIDE = (128, TARGET_CHUNK_TOKENS, 2048)  # prompt tokens of measured mixed batches, besides the smallest
+MIXED_CHUNKS = (128, TARGET_CHUNK_TOKENS, 2048)  # prompt tokens of measured mixed batches, besides the smallest
 _QUICK_CHUNK = 128  # prompt tokens of the largest chunk that is always measured
 _TOKENS_ABOVE_GRAPHS = 16  # from the largest captured size to the first eager one; kernels are compiled for multiples
 
@@ -110,13 +110,13 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
     between = [n for n in sizes if n not in (1, most)]
     captured = [t for t in tokens if not extent.token_buckets or t <= extent.token_buckets[-1]]
     eager = [t for t in tokens if t not in captured]
-    beside = [t for t in tokens if t in CHUNKS_BESIDE]
+    mixed = [t for t in tokens if t in MIXED_CHUNKS]
 
     def rounds(which: Sequence[int], numbers: Sequence[int]) -> PointGroup:
         return PointGroup(tuple(Point(shape, n) for shape in which for n in numbers))
 
     def chunks(num_requests: int, numbers: Sequence[int]) -> PointGroup:
-        shape = shapes.largest_beside_chunks(num_requests)
+        shape = shapes.largest_mixed_shape(num_requests)
         return PointGroup(tuple(Point(shape, num_requests, t) for t in numbers))
 
     def reading(which: Sequence[int]) -> PointGroup:
@@ -136,9 +136,9 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
         reading([default]),
         # captured steps do not predict eager ones well, which launch kernels one by one
         PointGroup(chunks(0, eager).points, required=1),
-        chunks(most, [t for t in beside if t != tokens[0]]),
+        chunks(most, [t for t in mixed if t != tokens[0]]),
         rounds(others, between),
-        *(chunks(n, [tokens[0], *beside]) for n in sorted({1, extent.middle} - {most})),
+        *(chunks(n, [tokens[0], *mixed]) for n in sorted({1, extent.middle} - {most})),
         PointGroup((Point(default, 0, long, before),) if before > 0 else ()),
         reading(others),
     ]
@@ -151,13 +151,13 @@ def measured_steps(extent: ProbeExtent) -> list[tuple[int, int, int, int]]:
     return [(point.shape, point.num_requests, point.chunk_tokens, point.context) for point in points]
 
 
-def expected_ms(point: Point, found: Mapping[Point, float]) -> float:
+def expected_ms(point: Point, measured: Mapping[Point, float]) -> float:
     """Return a point's time; if not measured, a lower bound, the longest time of a smaller point."""
-    if point in found:
-        return found[point]
+    if point in measured:
+        return measured[point]
     smaller = (
         ms
-        for p, ms in found.items()
+        for p, ms in measured.items()
         if p.shape == point.shape and p.num_requests <= point.num_requests and p.chunk_tokens <= point.chunk_tokens
     )
     return max(smaller, default=0.0)
@@ -172,23 +172,23 @@ def _ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
     return (*sizes, last)
 
 
-def table_of(found: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
+def table_of(measured: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
     """Return the table of measured milliseconds. Times in it never decrease with more work: if a measured time does,
-    the larger time is used for both. found: includes all required points."""
+    the larger time is used for both. measured: includes all required points."""
     shapes, default = extent.shapes, extent.shapes.default
-    reads = [_kv_costs(found, shape) or _kv_costs(found, default) or {1: 0.0} for shape in range(len(shapes))]
-    rounds = tuple(_round_costs(found, shape, reads[shape]) for shape in range(len(shapes)))
-    alone = _chunks_alone(found, extent.max_step_tokens)
-    requests = sorted({p.num_requests for p in found if p.chunk_tokens})
+    reads = [_kv_costs(measured, shape) or _kv_costs(measured, default) or {1: 0.0} for shape in range(len(shapes))]
+    rounds = tuple(_round_costs(measured, shape, reads[shape]) for shape in range(len(shapes)))
+    alone = _chunks_alone(measured, extent.max_step_tokens)
+    requests = sorted({p.num_requests for p in measured if p.chunk_tokens})
     if extent.max_running not in requests:
         requests = [0]  # otherwise larger numbers would be extrapolated from two adjacent points
-    beside = [shapes.largest_beside_chunks(n) for n in requests]
-    rows = [_chunk_row(found, shape, n, alone) for shape, n in zip(beside, requests, strict=True)]
+    mixed_shapes = [shapes.largest_mixed_shape(n) for n in requests]
+    rows = [_chunk_row(measured, shape, n, alone) for shape, n in zip(mixed_shapes, requests, strict=True)]
     padded = extent.next_to_last + 1
     if extent.token_buckets and requests[-1] > padded > requests[-2]:
         requests.insert(-1, padded)  # larger captured steps are padded to the maximum
         rows.insert(-1, rows[-1])
-        beside.insert(-1, beside[-1])
+        mixed_shapes.insert(-1, mixed_shapes[-1])
     at, source = _steps(sorted(alone), extent.token_buckets)
     return CostTable(
         rounds=rounds,
@@ -196,31 +196,31 @@ def table_of(found: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
         chunk_tokens=tuple(at),
         chunk_ms=tuple(tuple(row[i] for i in source) for row in rows),
         default=default,
-        ms_per_chunk_kv=_chunk_kv_cost(found, alone),
-        beside=tuple(beside),
+        ms_per_chunk_kv=_chunk_kv_cost(measured, alone),
+        mixed_shapes=tuple(mixed_shapes),
     )
 
 
-def _round_costs(found: Mapping[Point, float], shape: int, reads: Mapping[int, float]) -> RoundCosts:
-    ms = {p.num_requests: ms for p, ms in found.items() if p == Point(shape, p.num_requests) and p.num_requests}
+def _round_costs(measured: Mapping[Point, float], shape: int, reads: Mapping[int, float]) -> RoundCosts:
+    ms = {p.num_requests: ms for p, ms in measured.items() if p == Point(shape, p.num_requests) and p.num_requests}
     sizes = sorted(ms)
     per_token = np.interp(sizes, sorted(reads), [reads[n] for n in sorted(reads)]).tolist()
     return RoundCosts(tuple(sizes), tuple(accumulate((ms[n] for n in sizes), max)), tuple(per_token))
 
 
-def _kv_costs(found: Mapping[Point, float], shape: int) -> dict[int, float]:
+def _kv_costs(measured: Mapping[Point, float], shape: int) -> dict[int, float]:
     """Return the milliseconds that each KV token adds to a round, by batch size."""
     return {
-        p.num_requests: max(0.0, ms - found[Point(shape, p.num_requests)]) / (p.num_requests * p.context)
-        for p, ms in found.items()
-        if p.shape == shape and p.context and not p.chunk_tokens and Point(shape, p.num_requests) in found
+        p.num_requests: max(0.0, ms - measured[Point(shape, p.num_requests)]) / (p.num_requests * p.context)
+        for p, ms in measured.items()
+        if p.shape == shape and p.context and not p.chunk_tokens and Point(shape, p.num_requests) in measured
     }
 
 
-def _chunks_alone(found: Mapping[Point, float], max_step_tokens: int) -> dict[int, float]:
+def _chunks_alone(measured: Mapping[Point, float], max_step_tokens: int) -> dict[int, float]:
     """Return the milliseconds of steps without rounds, by prompt tokens. Those of `max_step_tokens` are extrapolated
     from the last two if they were not measured."""
-    alone = {p.chunk_tokens: ms for p, ms in found.items() if p.num_requests == 0 and p.context == 0}
+    alone = {p.chunk_tokens: ms for p, ms in measured.items() if p.num_requests == 0 and p.context == 0}
     last = max(alone)
     if last < max_step_tokens:
         before = max((t for t in alone if t < last), default=0)
@@ -230,11 +230,11 @@ def _chunks_alone(found: Mapping[Point, float], max_step_tokens: int) -> dict[in
 
 
 def _chunk_row(
-    found: Mapping[Point, float], shape: int, num_requests: int, alone: Mapping[int, float]
+    measured: Mapping[Point, float], shape: int, num_requests: int, alone: Mapping[int, float]
 ) -> tuple[float, ...]:
     """Return the milliseconds of mixed batches with rounds of `num_requests`, for the chunk sizes in `alone`. The
     difference between an unmeasured size and the nearest smaller one is taken from steps without rounds."""
-    known = {t: found[p] for t in alone if (p := Point(shape, num_requests, t)) in found}
+    known = {t: measured[p] for t in alone if (p := Point(shape, num_requests, t)) in measured}
     row = []
     for tokens in sorted(alone):
         near = max((t for t in known if t <= tokens), default=min(known))
@@ -255,11 +255,11 @@ def _steps(tokens: Sequence[int], buckets: Sequence[int]) -> tuple[list[int], li
     return at, source
 
 
-def _chunk_kv_cost(found: Mapping[Point, float], alone: Mapping[int, float]) -> float:
+def _chunk_kv_cost(measured: Mapping[Point, float], alone: Mapping[int, float]) -> float:
     """Return the milliseconds per (token of a chunk, token before the chunk); 0 if not measured."""
     costs = [
         max(0.0, ms - alone[p.chunk_tokens]) / (p.chunk_tokens * p.context)
-        for p, ms in found.items()
+        for p, ms in measured.items()
         if p.chunk_tokens and p.context
     ]
     return max(costs, default=0.0)

@@ -50,20 +50,20 @@ class CostProbe:
         Runs the groups in order, up to `PASSES` times. Skips groups with which the total time would reach `limit_s`
         seconds, except for their required runs.
         """
-        found: dict[Point, float] = {}
+        measured: dict[Point, float] = {}
         spent_ms = 0.0
         try:
             for number in range(PASSES):
                 for group in groups:
-                    due_ms = spent_ms + sum(expected_ms(point, found) for point in group.points)
+                    due_ms = spent_ms + sum(expected_ms(point, measured) for point in group.points)
                     if due_ms >= limit_s * 1e3 and number >= group.required:
                         continue
                     for point, ms in zip(group.points, self._run(group.points), strict=True):
-                        found[point] = min(ms, found.get(point, ms))
+                        measured[point] = min(ms, measured.get(point, ms))
                         spent_ms += ms
         finally:
             self._set_dummy_requests(0, 0)
-        return found
+        return measured
 
     def _run(self, points: Sequence[Point]) -> list[float]:
         """Return the milliseconds of one step of each point; the maximum over the ranks."""

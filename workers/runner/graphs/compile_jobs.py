@@ -158,10 +158,10 @@ def _function(named: _Named) -> Any:
     """Return the jitted function, without wrappers such as heuristics."""
     from triton.runtime.jit import JITFunction
 
-    found = getattr(importlib.import_module(named.module), named.name)
-    while not isinstance(found, JITFunction):
-        found = found.fn
-    return found
+    function = getattr(importlib.import_module(named.module), named.name)
+    while not isinstance(function, JITFunction):
+        function = function.fn
+    return function
 
 
 def _build_launcher(kernel: Any) -> None:

@@ -60,7 +60,7 @@ class ChunkInput:
         self._next_ids = zeros(torch.int64, count)
         needs_slots = has_states or has_row_index
         self._slots = SlotInput(count, slots.padding_slot, device) if needs_slots else None
-        self._kept_from, self._saved_at, self._saved_row = (
+        self._store_from, self._saved_at, self._saved_row = (
             zeros(dtype, count) if has_states else None for dtype in (torch.int32, torch.int32, torch.int64)
         )
         self._final_slots = SlotInput(count, slots.padding_slot, device)
@@ -76,7 +76,7 @@ class ChunkInput:
             self._num_rows,
             lists=None,
             seen_limit=self._seen_limit,
-            kept_from=self._kept_from,
+            store_from=self._store_from,
             slots=None if self._slots is None else self._slots.tensor,
             saved_at=self._saved_at,
             saved_row=self._saved_row,
@@ -89,9 +89,9 @@ class ChunkInput:
             final_lengths=self._final_lengths,
         )
 
-    def fill(self, given: PromptChunks) -> None:
+    def fill(self, chunks: PromptChunks) -> None:
         """Copy the chunks of a batch. They must fit."""
-        batch, num_finals = given.batch, given.num_finals
+        batch, num_finals = chunks.batch, chunks.num_finals
         count = batch.num_chunks
         self._qo_indptr[: count + 1] = batch.qo_indptr
         self._qo_indptr[count + 1 :] = batch.num_rows
@@ -99,24 +99,24 @@ class ChunkInput:
         self._starts[count:] = 0
         self._page_table[:count] = batch.page_table
         self._page_table[count:] = 0
-        self._ids[: batch.num_rows] = given.ids
-        self._next_ids[:count] = given.next_ids
-        self._final_slots.fill(given.final_slots)
+        self._ids[: batch.num_rows] = chunks.ids
+        self._next_ids[:count] = chunks.next_ids
+        self._final_slots.fill(chunks.final_slots)
         if self._slots is not None:
             assert batch.slots is not None, "chunks without their slots"
             self._slots.fill(batch.slots)
-        if self._kept_from is not None:
+        if self._store_from is not None:
             self._fill_states(batch)
-        self._final_lengths[:num_finals] = given.final_lengths
+        self._final_lengths[:num_finals] = chunks.final_lengths
         self._final_lengths[num_finals:] = 0
 
     def _fill_states(self, batch: PrefillBatch) -> None:
-        inputs = (self._kept_from, 0), (self._saved_at, -1), (self._saved_row, 0)
-        for (own, padding), given in zip(inputs, (batch.kept_from, batch.saved_at, batch.saved_row), strict=True):
+        inputs = (self._store_from, 0), (self._saved_at, -1), (self._saved_row, 0)
+        for (own, padding), values in zip(inputs, (batch.store_from, batch.saved_at, batch.saved_row), strict=True):
             assert own is not None
             own.fill_(padding)
-            if given is not None:
-                own[: batch.num_chunks] = given
+            if values is not None:
+                own[: batch.num_chunks] = values
 
 
 class StepInput:

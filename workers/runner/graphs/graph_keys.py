@@ -38,7 +38,7 @@ EXPANDED_TOKENS = 384
 EXPANDED_SEEN = 16384  # maximum tokens that a step's expanded chunks attend to; bounds memory for their keys and values
 FIRST_TOKENS = (256, 512, 768, 1024)  # prompt tokens of the mixed batches that a start waits for
 EAGER_ROWS = 1024  # rows whose time equals the extra time of an eager step
-_MIN_SAVED_ROWS = 32  # a tenth of a millisecond each on Llama-2-70B, two cards; see `buckets_beside`
+_MIN_SAVED_ROWS = 32  # a tenth of a millisecond each on Llama-2-70B, two cards; see `mixed_buckets`
 _FEW_TOKENS = 512  # maximum tokens of mixed batches that are captured for every power of two of requests
 GREEDY = SamplingNeeds(random=False)
 RANDOM = SamplingNeeds(random=True)
@@ -105,7 +105,7 @@ def token_buckets(max_step_tokens: int) -> tuple[int, ...]:
     return (*(size for size in TOKEN_BUCKETS if size < largest), largest)
 
 
-def buckets_beside(num_tokens: int, buckets: Sequence[int], width: int = 1) -> tuple[int, ...]:
+def mixed_buckets(num_tokens: int, buckets: Sequence[int], width: int = 1) -> tuple[int, ...]:
     """Return the batch buckets captured together with `num_tokens` prompt tokens, for rounds that verify `width` rows
     of a request: powers of two; above 512 tokens, where the padding of a few requests costs little, without 2 and 8;
     and three quarters of a power of two where they save at least `_MIN_SAVED_ROWS`."""
@@ -175,8 +175,8 @@ class GraphKeys:
         if not self._adapts:
             return always + chunks + rare + masked
         adapted = [replace(key, adapted=True) for key in (*rounds, *chunks, *masked) if self._is_adapted(key)]
-        of_prompts = [key for key in adapted if not key.needs.masked]
-        return always + chunks + of_prompts + rare + masked + [key for key in adapted if key.needs.masked]
+        prompt_keys = [key for key in adapted if not key.needs.masked]
+        return always + chunks + prompt_keys + rare + masked + [key for key in adapted if key.needs.masked]
 
     def _is_adapted(self, key: GraphKey) -> bool:
         """Return whether there is such a graph with adapters."""
@@ -192,36 +192,36 @@ class GraphKeys:
 
         measured: the result of `measured_steps`.
         """
-        found = [
-            self.of_chunks(shape, count, tokens, CHUNK_NEEDS, tokens + before)
+        keys = [
+            self.chunk_key(shape, count, tokens, CHUNK_NEEDS, tokens + before)
             if tokens
-            else self.of_rounds(shape, count, RANDOM)
+            else self.round_key(shape, count, RANDOM)
             for shape, count, tokens, before in measured
         ]
-        found += [
-            self.of_chunks(self._shapes.largest_beside_chunks(count), count, tokens, CHUNK_NEEDS)
+        keys += [
+            self.chunk_key(self._shapes.largest_mixed_shape(count), count, tokens, CHUNK_NEEDS)
             for tokens in FIRST_TOKENS
             if tokens in self.tokens
-            for count in buckets_beside(FIRST_TOKENS[-1], self.buckets, width=0)
+            for count in mixed_buckets(FIRST_TOKENS[-1], self.buckets, width=0)
         ]
         sizes = (1, min(FEW_REQUESTS, self.buckets[-1]), self.buckets[-1])
         for shape in self._shapes.unrestricted:
-            found += [self.of_rounds(shape, size, CHUNK_NEEDS) for size in sizes]
-            found.append(self.of_rounds(shape, 1, GREEDY))
-            found += [self.of_rounds(shape, size, CHUNK_NEEDS, True) for size in sizes if self._adapts]
+            keys += [self.round_key(shape, size, CHUNK_NEEDS) for size in sizes]
+            keys.append(self.round_key(shape, 1, GREEDY))
+            keys += [self.round_key(shape, size, CHUNK_NEEDS, True) for size in sizes if self._adapts]
         if self._adapts and self.tokens:
             most, tokens = self.buckets[-1], min(FIRST_TOKENS[-1], self.tokens[-1])
-            found.append(self.of_chunks(self._shapes.largest_beside_chunks(most), most, tokens, CHUNK_NEEDS, 0, True))
-        return frozenset(key for key in found if key is not None)
+            keys.append(self.chunk_key(self._shapes.largest_mixed_shape(most), most, tokens, CHUNK_NEEDS, 0, True))
+        return frozenset(key for key in keys if key is not None)
 
     def first_masked(self) -> list[GraphKey]:
         """Return steps that launch all kernels of steps with grammar masks. With expansion, they include the one with
         the most prompt tokens, because masked steps never expand."""
         kinds = [needs for needs in CAPTURED_NEEDS if needs.masked]
-        found = [self.of_rounds(self._shapes.default, 1, needs) for needs in (kinds[0], kinds[-1])]
+        keys = [self.round_key(self._shapes.default, 1, needs) for needs in (kinds[0], kinds[-1])]
         if self._expands and self.tokens:
-            found.append(self.of_chunks(self._shapes.default, 0, self.tokens[-1], MASKED_CHUNK_NEEDS))
-        return [key for key in found if key is not None]
+            keys.append(self.chunk_key(self._shapes.default, 0, self.tokens[-1], MASKED_CHUNK_NEEDS))
+        return [key for key in keys if key is not None]
 
     def _seen_of(self, tokens: int, needs: SamplingNeeds) -> int:
         """Return `GraphKey.seen` of steps with `tokens` prompt tokens."""
@@ -238,15 +238,15 @@ class GraphKeys:
         return buckets_of(needs, self.buckets if has_all else powers_of_two(self.buckets))
 
     def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
-        """Return the keys of steps with prompt chunks, alone and with rounds (`RoundShapes.beside_chunks`)."""
+        """Return the keys of steps with prompt chunks, alone and with rounds (`RoundShapes.mixed_shapes`)."""
         sizes = self._tokens_of(needs)[::-1]
         alone = [GraphKey(0, self._shapes.default, 0, needs, size, self._seen_of(size, needs)) for size in sizes]
         return [
             GraphKey(shape, shape, bucket, needs, tokens, self._seen_of(tokens, needs))
             for bucket in reversed(self.buckets)
-            for shape in reversed(self._shapes.beside_chunks(bucket, needs.masked))
+            for shape in reversed(self._shapes.mixed_shapes(bucket, needs.masked))
             for tokens in sizes
-            if bucket in self._buckets_beside(shape, tokens, needs)
+            if bucket in self._mixed_buckets(shape, tokens, needs)
         ] + alone
 
     def _tokens_of(self, needs: SamplingNeeds) -> tuple[int, ...]:
@@ -254,14 +254,14 @@ class GraphKeys:
         because captures take time and such prompts are rare."""
         return self.tokens[::-1][::3][::-1] if needs.masked else self.tokens
 
-    def _buckets_beside(self, shape: int, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
+    def _mixed_buckets(self, shape: int, num_tokens: int, needs: SamplingNeeds) -> tuple[int, ...]:
         """Return the captured batch sizes of mixed batches. With grammars these are every second power of two. Without,
         FEW_REQUESTS is added if it is the limit for a shape."""
         if needs.masked:
             return powers_of_two(self.buckets)[::-1][::2][::-1]
-        sizes = buckets_beside(num_tokens, self.buckets, self._shapes[shape].width)
-        of_few, of_many = (self._shapes.beside_chunks(count) for count in (FEW_REQUESTS, self.buckets[-1]))
-        return sizes if set(of_few) <= set(of_many) else tuple(sorted({*sizes, FEW_REQUESTS}))
+        sizes = mixed_buckets(num_tokens, self.buckets, self._shapes[shape].width)
+        few_shapes, many_shapes = (self._shapes.mixed_shapes(count) for count in (FEW_REQUESTS, self.buckets[-1]))
+        return sizes if set(few_shapes) <= set(many_shapes) else tuple(sorted({*sizes, FEW_REQUESTS}))
 
     def of(self, batch: StepBatch) -> GraphKey | None:
         """Return the key of the smallest graph that can run `batch`, captured or not; None if none can."""
@@ -273,13 +273,13 @@ class GraphKeys:
         if batch.next_shape not in (0, shape):
             return None  # the graph drafts `shape`, for whose KV the plan may not have reserved pages
         if batch.chunks is None:
-            return self.of_rounds(shape, batch.num_requests, needs, batch.adapted)
+            return self.round_key(shape, batch.num_requests, needs, batch.adapted)
         rows = batch.chunks.batch
         if rows.num_chunks > MAX_CHUNKS:
             return None
-        return self.of_chunks(shape, batch.num_requests, rows.num_rows, needs, sum(rows.known.seen), batch.adapted)
+        return self.chunk_key(shape, batch.num_requests, rows.num_rows, needs, sum(rows.known.seen), batch.adapted)
 
-    def of_rounds(self, shape: int, num_requests: int, needs: SamplingNeeds, adapted: bool = False) -> GraphKey | None:
+    def round_key(self, shape: int, num_requests: int, needs: SamplingNeeds, adapted: bool = False) -> GraphKey | None:
         """Return the key of a step without prompt tokens; None if no graph can run it."""
         kind = next((kind for kind in self._kinds(shape, adapted) if kind.covers(needs)), None)
         if kind is None:
@@ -288,7 +288,7 @@ class GraphKeys:
         # if the batch does not draft, all entries draft in the padding slot
         return None if bucket is None else GraphKey(shape, shape, bucket, kind, adapted=adapted)
 
-    def of_chunks(
+    def chunk_key(
         self,
         shape: int,
         num_requests: int,
@@ -306,7 +306,7 @@ class GraphKeys:
         tokens = _padded_size(self._tokens_of(kind), num_tokens)
         if tokens is None or not kind.covers(needs):
             return None
-        bucket = _padded_size((0, *self._buckets_beside(shape, tokens, kind)), num_requests)
+        bucket = _padded_size((0, *self._mixed_buckets(shape, tokens, kind)), num_requests)
         seen = self._seen_of(tokens, kind)
         if bucket is None or 0 < seen < num_seen:
             return None
@@ -314,7 +314,7 @@ class GraphKeys:
 
     def fallback(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
         """Return the graph with the fewest rows in `captured` that can run the batches of `key`; None if none can."""
-        return min((each for each in captured if serves(each, key)), key=self._work, default=None)
+        return min((other for other in captured if serves(other, key)), key=self._work, default=None)
 
     def padding_rows(self, key: GraphKey, used: GraphKey | None) -> int:
         """Return the additional rows of the graph `used`, compared with the graph `key`. used: None if the step ran

@@ -215,13 +215,13 @@ class StepCapture:
         Raises BrokenStepError if an eager run fails and there are other ranks. After any other error the ranks can
         still communicate.
         """
-        given, batch = self._padding(key)
+        inputs, batch = self._padding(key)
 
         def step() -> StepTensors:
             return self._inner.step(batch())
 
         if key.needs.masked:
-            return self._capture_two_graphs(key, given, batch, group)
+            return self._capture_two_graphs(key, inputs, batch, group)
         if _kind(key) in self._kinds_run:
             recorded = self._try(step)
             worst = _worst_of_ranks(_outcome(recorded), group, self._slots.device)
@@ -229,16 +229,16 @@ class StepCapture:
                 raise recorded if isinstance(recorded, Exception) else CaptureError("another rank failed")
             if worst is Outcome.CAPTURED:
                 assert not isinstance(recorded, Exception)
-                return CapturedStep(key.bucket, None, recorded[0], given, recorded[1])
+                return CapturedStep(key.bucket, None, recorded[0], inputs, recorded[1])
         self._run(step, group)
         self._kinds_run.add(_kind(key))
         run, output = self._recorder.record(step)
-        return CapturedStep(key.bucket, None, run, given, output)
+        return CapturedStep(key.bucket, None, run, inputs, output)
 
     def _padding(self, key: GraphKey) -> tuple[StepInput, Callable[[], StepBatch]]:
         """Return inputs of a step that are filled with padding, and a function that returns a new batch over them."""
-        given = StepInput(key.bucket, key.tokens, key.seen or None, self._slots, *self._per_chunk)
-        return given, lambda: given.batch(key.shape, key.next_shape, self._max_kv_len, key.needs, key.adapted)
+        inputs = StepInput(key.bucket, key.tokens, key.seen or None, self._slots, *self._per_chunk)
+        return inputs, lambda: inputs.batch(key.shape, key.next_shape, self._max_kv_len, key.needs, key.adapted)
 
     def _run(self, step: Callable[[], object], group: TPGroup) -> None:
         """Run a step eagerly, on all ranks at once."""
@@ -259,7 +259,7 @@ class StepCapture:
             return error
 
     def _capture_two_graphs(
-        self, key: GraphKey, given: StepInput, batch: Callable[[], StepBatch], group: TPGroup
+        self, key: GraphKey, inputs: StepInput, batch: Callable[[], StepBatch], group: TPGroup
     ) -> CapturedStep:
         """Capture a step as two graphs. It always runs eagerly before, because a capture must not allocate the shared
         memory."""
@@ -267,7 +267,7 @@ class StepCapture:
         self._run(lambda: self._copy_to_shared(self._inner.forward(batch())), group)
         begin, passed = self._recorder.record(lambda: self._copy_to_shared(self._inner.forward(batch())))
         run, output = self._recorder.record(lambda: self._inner.choose(batch(), passed))
-        return CapturedStep(key.bucket, begin, run, given, output)
+        return CapturedStep(key.bucket, begin, run, inputs, output)
 
     def _copy_to_shared(self, passed: Any, path: str = "") -> Any:
         """Copy large tensors of a first graph's output to memory that all first graphs share. Only one step at a time

@@ -28,25 +28,25 @@ class WeightChecker:
     def __call__(self, work: SumWeights) -> WeightSums:
         """Return the checksums by model and name of the tensor in it. A draft's modules that are the target's are left
         out."""
-        seen, found = set[int](), dict[str, str]()
+        seen, sums = set[int](), dict[str, str]()
         for title, running in self._models.items():
             for name, tensor in tensors_of(running.model):
                 if tensor.data_ptr() not in seen or not tensor.numel():
                     seen.add(tensor.data_ptr())
-                    found[f"{title}.{name}"] = checksum(tensor)
-        return WeightSums(found)
+                    sums[f"{title}.{name}"] = checksum(tensor)
+        return WeightSums(sums)
 
 
 def tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Return all weights and buffers of a model by name, those that a CPU's kernels have in their own layout as they
     were loaded."""
-    found = dict(chain(model.named_parameters(), model.named_buffers()))
+    tensors = dict(chain(model.named_parameters(), model.named_buffers()))
     for path, module in model.named_modules():
         if isinstance(module, DenseLinearMethod):
-            found[f"{path}.weight"] = module.dense_weight()
+            tensors[f"{path}.weight"] = module.dense_weight()
         elif isinstance(module, VocabEmbedding):
-            found[f"{path}.weight"] = module.dense_weight
-    return list(found.items())
+            tensors[f"{path}.weight"] = module.dense_weight
+    return list(tensors.items())
 
 
 def checksum(tensor: Tensor) -> str:

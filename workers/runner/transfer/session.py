@@ -158,7 +158,7 @@ class WeightTransfer:
             staging.check(tensors)
             with self._room.own_stream():
                 for chunk in chunks:
-                    num_bytes = sum(each.num_bytes for each in chunk)
+                    num_bytes = sum(entry.num_bytes for entry in chunk)
                     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
                     if num_bytes:
                         group.broadcast(buffer)

@@ -45,11 +45,11 @@ class Staging:
     def check(self, tensors: Sequence[Announced]) -> None:
         """Check headers of further tensors. Raises ValueError, naming what does not fit; then no tensor is new."""
         by_model: dict[str, list[CheckpointTensor]] = {}
-        for each in tensors:
-            for model, name in self._places(each):
+        for tensor in tensors:
+            for model, name in self._places(tensor):
                 if name in self._tensors.get(model, {}):
-                    raise ValueError(f"{each.name} came twice in this session")
-                by_model.setdefault(model, []).append(CheckpointTensor(name, each.header(), _SOURCE))
+                    raise ValueError(f"{tensor.name} came twice in this session")
+                by_model.setdefault(model, []).append(CheckpointTensor(name, tensor.header(), _SOURCE))
         for model, headers in by_model.items():
             lacked = set(self._models[model].check_headers(headers))
             before = self._missing.get(model)

@@ -74,8 +74,8 @@ class LoadWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @property
     def sources(self) -> dict[str, WeightSource]:
         """The sources by model, "target" first."""
-        given = {"target": self.target, "draft": self.draft}
-        return {model: source for model, source in given.items() if source is not None}
+        sources = {"target": self.target, "draft": self.draft}
+        return {model: source for model, source in sources.items() if source is not None}
 
 
 class LoadedWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):

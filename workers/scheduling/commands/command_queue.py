@@ -111,7 +111,7 @@ class DraftCheck:
         self.fault = ""
         self._histogram = histogram
         self._since = list(histogram())
-        self._usual: float | None = None  # accepted tokens per round before the last update; None: unknown
+        self._earlier_rate: float | None = None  # accepted tokens per round before the last update; None: unknown
         self._version = ""
         self.is_open = False
         self.num_updates = 0
@@ -121,7 +121,7 @@ class DraftCheck:
         rounds, accepted = self._seen()
         self.num_updates += 1
         if rounds >= HALF_ROUNDS and not self.fault:
-            self._usual = accepted / rounds
+            self._earlier_rate = accepted / rounds
         self.fault, self._version, self._since, self.is_open = "", version, list(self._histogram()), True
 
     def observe(self) -> None:
@@ -133,9 +133,9 @@ class DraftCheck:
             return
         per_round = accepted / rounds
         is_dead = accepted == 0 or (rounds >= FEW_ROUNDS and per_round < FEW_ACCEPTED)
-        is_half = self._usual is not None and rounds >= HALF_ROUNDS and per_round < self._usual / 2
+        is_half = self._earlier_rate is not None and rounds >= HALF_ROUNDS and per_round < self._earlier_rate / 2
         if is_dead or is_half:
-            before = "" if self._usual is None else f", {self._usual:.2f} before"
+            before = "" if self._earlier_rate is None else f", {self._earlier_rate:.2f} before"
             self.fault = (
                 f"since weights {self._version}, {rounds} rounds accepted {per_round:.2f} draft tokens each{before}: "
                 "the draft does not fit the target; send its weights, too"

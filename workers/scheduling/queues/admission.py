@@ -80,10 +80,10 @@ class Admission:
         tenant = self._queues.tenants.of(request.owner)
         if not by_tenant.keys() - {tenant}:
             return False
-        share = tenant.weight / sum(each.weight for each in by_tenant.keys() | {tenant})
+        share = tenant.weight / sum(item.weight for item in by_tenant.keys() | {tenant})
         own = by_tenant.get(tenant, ())
-        tokens = sum(len(each.prompt) for each in own)
-        load = QueueLoad(len(own), tokens, input_bytes=sum(each.request.num_input_bytes for each in own))
+        tokens = sum(len(item.prompt) for item in own)
+        load = QueueLoad(len(own), tokens, input_bytes=sum(item.request.num_input_bytes for item in own))
         has_bytes = load.bytes_with(request) <= share * self._config.max_waiting_bytes
         max_waiting = self._config.max_waiting
         return has_bytes and (max_waiting is None or len(own) + 1 <= share * max_waiting)

@@ -50,9 +50,9 @@ class AnswerLengths:
 
     def ended(self, num_tokens: int, has_stopped: bool) -> None:
         """Count an answer. has_stopped: whether it ended by itself, not at its limit."""
-        kept = 1.0 - 1.0 / MEMORY
-        self._tokens = kept * self._tokens + _passed(np.array([num_tokens]))
-        self._stops *= kept
+        decay = 1.0 - 1.0 / MEMORY
+        self._tokens = decay * self._tokens + _passed(np.array([num_tokens]))
+        self._stops *= decay
         self._stops[bisect_right(_STARTS, num_tokens) - 1] += has_stopped
 
     def forecast(self, running: npt.NDArray[np.int64]) -> "LengthForecast":
@@ -81,8 +81,8 @@ class LengthForecast:
 
 def _passed(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return the tokens of all answers in each bucket."""
-    found: npt.NDArray[np.float64] = np.clip(lengths[:, None] - _EDGES, 0.0, _WIDTHS).sum(0)
-    return found
+    passed: npt.NDArray[np.float64] = np.clip(lengths[:, None] - _EDGES, 0.0, _WIDTHS).sum(0)
+    return passed
 
 
 REFRESH_S = 0.25  # age at which a simulation is repeated; one takes a millisecond or two of the host
@@ -144,8 +144,8 @@ class ExpectedWait:
             return None
         if not num_waiting and self._queues.slot_pages.num_free_slots:
             return budget.prompt_ms(self._queues.backlog_tokens) / 1000
-        others = tenant is not None and any(each is not tenant for each in self._shares.tenants())
-        if tenant is not None and others and self._shares.has_turn(tenant):
+        others = tenant is not None and any(other is not tenant for other in self._shares.tenants())
+        if tenant is not None and others and self._shares.is_next(tenant):
             return budget.prompt_ms(self._shares.backlog_of(tenant)) / 1000
         now = self._clock()
         arrived = num_waiting - self._num_waiting
@@ -160,22 +160,25 @@ class ExpectedWait:
         """Return the seconds between the starts of two waiting requests of a tenant at the end of the queue."""
         if self.wait_s() is None:
             return 0.0
-        weights = sum(each.weight for each in self._work.keys() | {tenant})
+        weights = sum(other.weight for other in self._work.keys() | {tenant})
         return self._s_per_request * weights / tenant.weight
 
     def _simulate(self, budget: LatencyBudget, now: float) -> None:
         queues, slot_pages = self._queues, self._queues.slot_pages
         num_waiting, num_slots = len(queues.waiting), len(slot_pages.number)
         active = queues.active.values()
-        lengths = self._lengths.forecast(np.array([len(each.request.output) for each in active], np.int64))
+        lengths = self._lengths.forecast(np.array([len(sequence.request.output) for sequence in active], np.int64))
         self._size = size = min(max(1, num_slots // GROUPS_PER_BATCH), max(1, math.ceil(num_waiting / MAX_GROUPS)))
         margin = self._shapes.max_kv_tokens + slot_pages.page_size // 2
         sampled = self._sampled(min(num_waiting // size, MAX_GROUPS), size, lengths)
         num_groups = len(sampled)
-        prompts = sum(len(each.tokens) - each.num_cached for each in sampled)
+        prompts = sum(len(sequence.tokens) - sequence.num_cached for sequence in sampled)
         scale = queues.waiting.load.backlog_tokens / num_waiting * num_groups / prompts if prompts else 1.0
-        running = [_work(each, lengths, 1, len(each.tokens) - each.computed, margin) for each in active]
-        waiting = [_work(each, lengths, size, scale * (len(each.tokens) - each.num_cached), margin) for each in sampled]
+        running = [_work(sequence, lengths, 1, len(sequence.tokens) - sequence.computed, margin) for sequence in active]
+        waiting = [
+            _work(sequence, lengths, size, scale * (len(sequence.tokens) - sequence.num_cached), margin)
+            for sequence in sampled
+        ]
         rest = num_waiting - num_groups * size
         newest = waiting[-1] if waiting else running[-1]
         steps = self._step_forecast(budget, now, running + waiting, [*active, *sampled])
@@ -199,7 +202,7 @@ class ExpectedWait:
         by_tenant = self._queues.waiting.by_tenant()
         self._work = self._work_of_tenants(lengths) if len(by_tenant) > 1 else {}
         if not self._work:
-            return [each for waiting in by_tenant.values() for each in _sampled(waiting, num_groups, size)]
+            return [sequence for waiting in by_tenant.values() for sequence in _sampled(waiting, num_groups, size)]
         pools = [(work.tenant, [work] * (work.num_waiting // size)) for work in self._work.values()]
         order = list(islice(turns(pools, _first_served, lambda work: size * work.tokens), num_groups))
         samples = {work: iter(_sampled(by_tenant[work.key], order.count(work), size)) for work in set(order)}
@@ -207,14 +210,16 @@ class ExpectedWait:
 
     def _work_of_tenants(self, lengths: LengthForecast) -> dict[Tenant, "TenantWork"]:
         """Return the work of each tenant with waiting requests."""
-        queues, found = self._queues, {}
+        queues, work = self._queues, {}
         for tenant, waiting in queues.waiting.by_tenant().items():
             some = _sampled(waiting, min(len(waiting), SAMPLES_PER_TENANT), 1)
-            tokens = sum(_tokens_of(each, lengths) for each in some) / len(some)
-            running = sum(_tokens_of(each, lengths) for each in queues.active.values() if each.tenant is tenant)
+            tokens = sum(_tokens_of(sequence, lengths) for sequence in some) / len(some)
+            running = sum(
+                _tokens_of(sequence, lengths) for sequence in queues.active.values() if sequence.tenant is tenant
+            )
             served = tenant.served + running / tenant.weight
-            found[tenant] = TenantWork(tenant, Tenant(tenant.name, tenant.weight, served), len(waiting), tokens)
-        return found
+            work[tenant] = TenantWork(tenant, Tenant(tenant.name, tenant.weight, served), len(waiting), tokens)
+        return work
 
     def _num_ahead(self, tenant: Tenant) -> float:
         """Return the number of waiting requests that start before a new one of this tenant."""
@@ -223,10 +228,10 @@ class ExpectedWait:
         served, ahead = self._queues.tenants.counter(tenant, bool(num_own)), float(num_own)
         if own is not None:
             served = own.tenant.served + num_own * own.tokens / tenant.weight
-        for each in self._work.values():
-            if each is not own:
-                turn = (served - each.tenant.served) * each.tenant.weight / each.tokens
-                ahead += min(max(0.0, turn), each.num_waiting)
+        for work in self._work.values():
+            if work is not own:
+                num_due = (served - work.tenant.served) * work.tenant.weight / work.tokens
+                ahead += min(max(0.0, num_due), work.num_waiting)
         return ahead
 
     def _start_after_s(self, num_ahead: float) -> float:
@@ -240,14 +245,14 @@ class ExpectedWait:
     def _step_forecast(
         self, budget: LatencyBudget, now: float, work: Sequence[Work], sequences: Sequence[RequestSequence]
     ) -> StepForecast:
-        count = sum(each.num_requests for each in work)
-        kv_tokens = sum(each.num_requests * (each.kv_tokens + each.answer_tokens / 2) for each in work) / count
-        prompt_tokens = sum(each.num_requests * each.kv_tokens for each in work) / count
-        share = sum(each.request.sampling.speculative for each in sequences) / len(sequences)
+        count = sum(item.num_requests for item in work)
+        kv_tokens = sum(item.num_requests * (item.kv_tokens + item.answer_tokens / 2) for item in work) / count
+        prompt_tokens = sum(item.num_requests * item.kv_tokens for item in work) / count
+        share = sum(item.request.sampling.speculative for item in sequences) / len(sequences)
         made_s, *others = self._steps_for
         known = zip(others, (kv_tokens, prompt_tokens, share), strict=True)
         if self._steps is None or now - made_s > STEPS_REFRESH_S or any(abs(a - b) > 0.1 * b for a, b in known):
-            tokens = [1.0 + share * (each - 1.0) for each in self._round_tokens()]
+            tokens = [1.0 + share * (item - 1.0) for item in self._round_tokens()]
             context_tokens = max(0.0, prompt_tokens - budget.max_step_tokens) / 2
             self._steps = StepForecast(budget, self._shapes, tokens, kv_tokens, context_tokens)
             self._steps_for = now, kv_tokens, prompt_tokens, share
@@ -257,8 +262,8 @@ class ExpectedWait:
         """Return the expected tokens of a request's round, by shape."""
         if self._shapes.learns_acceptance:
             return self._acceptance.tokens_of_new()
-        found: list[float] = (self._num_tokens / self._num_rounds).tolist()
-        return found
+        per_round: list[float] = (self._num_tokens / self._num_rounds).tolist()
+        return per_round
 
 
 class TenantWork(NamedTuple):

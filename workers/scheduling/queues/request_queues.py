@@ -66,7 +66,7 @@ class RequestQueues:
         """Return the unfinished request with this number."""
         return self._by_number.get(number)
 
-    def of_adapter(self, adapter: Adapter) -> list[str]:
+    def requests_with(self, adapter: Adapter) -> list[str]:
         """Return the ids of unfinished requests with this adapter."""
         return [name for name, sequence in self._by_id.items() if sequence.adapter is adapter]
 
@@ -88,7 +88,7 @@ class RequestQueues:
 
     def add(self, request: Request, now: float, deadline_s: Callable[[Sequence], float]) -> None:
         """Queue a request that `Admission.check` has accepted."""
-        adapter = self.adapters.of_request(request.sampling.adapter)
+        adapter = self.adapters.find(request.sampling.adapter)
         sequence = Sequence(request, self._num_submitted, now, self.tenants.of(request.owner), adapter)
         if request.inputs is not None:
             sequence.prompt = sequence.tokens = self._input_keys.of(sequence.prompt, request.inputs)
@@ -117,7 +117,7 @@ class RequestQueues:
         )
         self.slot_pages.rare_sampling[sequence.slot] = request.sampling.is_rare
         self.slot_pages.cache_salt[sequence.slot] = self.slot_pages.salt(-1, sequence.salt)
-        sequence.computed, sequence.kept = match.num_saved, len(match.pages) * self.slot_pages.page_size
+        sequence.computed, sequence.store_from = match.num_saved, len(match.pages) * self.slot_pages.page_size
         request.state = RequestState.PREFILL
         self.active[sequence.number] = self.prefilling[sequence.number] = sequence
         self.by_slot[sequence.slot] = sequence
@@ -166,16 +166,18 @@ class RequestQueues:
         sequence.request.num_preemptions += 1
         self._wait(sequence)
 
-    def finish(self, sequence: Sequence, reason: FinishReason, num_kept: int | None, now: float) -> None:
+    def finish(self, sequence: Sequence, reason: FinishReason, num_cached: int | None, now: float) -> None:
         """End a request in any state.
 
-        num_kept: number of its KV tokens that may be cached, if the ranks have ended it; None if they have not: all
+        num_cached: number of its KV tokens that may be cached, if the ranks have ended it; None if they have not: all
             committed ones.
         """
         request = sequence.request
         if sequence.slot >= 0:
             committed = int(self.slot_pages.committed[sequence.slot])
-            self._leave_slot(sequence, committed if num_kept is None else num_kept, has_ended=num_kept is not None)
+            self._leave_slot(
+                sequence, committed if num_cached is None else num_cached, has_ended=num_cached is not None
+            )
         else:
             self.waiting.remove(sequence)
         del self._by_id[request.request_id]
@@ -245,8 +247,8 @@ class RequestQueues:
         self.slot_pages.reset()
         return [sequence.request for sequence in lost]
 
-    def _leave_slot(self, sequence: Sequence, num_kept: int, has_ended: bool) -> None:
-        self.slot_pages.release(sequence.slot, sequence.known_tokens(), num_kept, has_ended)
+    def _leave_slot(self, sequence: Sequence, num_cached: int, has_ended: bool) -> None:
+        self.slot_pages.release(sequence.slot, sequence.known_tokens(), num_cached, has_ended)
         del self.active[sequence.number], self.by_slot[sequence.slot]
         self.prefilling.pop(sequence.number, None)
         self.adapters.leave(sequence.adapter)
@@ -256,7 +258,7 @@ class RequestQueues:
         sequence.slot = -1
         sequence.tokens = sequence.known_tokens()
         sequence.request.state = RequestState.WAITING
-        sequence.turn = None
+        sequence.tenant_counter = None
         if sequence.tenant not in self.waiting.by_tenant():
             self.tenants.returned(sequence.tenant)
         self.waiting.add(sequence)

@@ -22,24 +22,26 @@ class Shares:
     def backlog_of(self, tenant: Tenant) -> int:
         """Return `RequestQueues.backlog_tokens` of one tenant."""
         waiting = self._queues.waiting.by_tenant().get(tenant, ())
-        prefilling = (each for each in self._queues.prefilling.values() if each.tenant is tenant)
-        return sum(len(each.tokens) - max(each.computed, each.num_cached) for each in (*waiting, *prefilling))
+        prefilling = (sequence for sequence in self._queues.prefilling.values() if sequence.tenant is tenant)
+        return sum(
+            len(sequence.tokens) - max(sequence.computed, sequence.num_cached) for sequence in (*waiting, *prefilling)
+        )
 
     def running_with(self, sequence: Sequence) -> dict[Tenant, float]:
         """Return the number of running requests of each tenant, divided by its weight, with `sequence`, which may
         wait."""
-        found = {sequence.tenant: 0.0 if sequence.slot >= 0 else 1.0 / sequence.tenant.weight}
-        for each in self._queues.active.values():
-            found[each.tenant] = found.get(each.tenant, 0.0) + 1.0 / each.tenant.weight
-        return found
+        running = {sequence.tenant: 0.0 if sequence.slot >= 0 else 1.0 / sequence.tenant.weight}
+        for other in self._queues.active.values():
+            running[other.tenant] = running.get(other.tenant, 0.0) + 1.0 / other.tenant.weight
+        return running
 
-    def has_turn(self, tenant: Tenant) -> bool:
+    def is_next(self, tenant: Tenant) -> bool:
         """Whether a new request of this tenant, which is not alone, would start as soon as its others have: no other
         waiting tenant comes first, and it has a free slot or may take one (`above_share`)."""
         by_tenant = self._queues.waiting.by_tenant()
         num_waiting = len(by_tenant.get(tenant, ()))
         served = self._queues.tenants.counter(tenant, bool(num_waiting))
-        if any(each.served < served for each in by_tenant if each is not tenant):
+        if any(other.served < served for other in by_tenant if other is not tenant):
             return False
         slot_pages = self._queues.slot_pages
         return slot_pages.num_free_slots > num_waiting or self._may_take(tenant, num_waiting + 1)
@@ -57,17 +59,17 @@ class Shares:
         used = dict.fromkeys(self._queues.waiting.by_tenant(), 0)
         for sequence in self._queues.active.values():
             used[sequence.tenant] = used.get(sequence.tenant, 0) + held(sequence)
-        largest = max(used, key=lambda each: used[each] / each.weight)
-        share = total * largest.weight / sum(each.weight for each in used)
-        running = (each for each in self._queues.active.values() if each.tenant is largest)
-        youngest = max(running, key=lambda each: each.number, default=None)
+        largest = max(used, key=lambda item: used[item] / item.weight)
+        share = total * largest.weight / sum(item.weight for item in used)
+        running = (item for item in self._queues.active.values() if item.tenant is largest)
+        youngest = max(running, key=lambda item: item.number, default=None)
         if youngest is None or largest is tenant or used[largest] - held(youngest) < share:
             return None
         return youngest
 
     def _may_take(self, tenant: Tenant, num_waiting: int) -> bool:
         """Whether a tenant may take slots and pages of others. num_waiting: its waiting requests."""
-        num_running = sum(each.tenant is tenant for each in self._queues.active.values())
-        weights = sum(each.weight for each in self.tenants() | {tenant})
+        num_running = sum(item.tenant is tenant for item in self._queues.active.values())
+        weights = sum(item.weight for item in self.tenants() | {tenant})
         share = len(self._queues.slot_pages.number) * tenant.weight / weights
         return num_running + num_waiting <= share / 2 or (num_running == 0 and share >= 1.0)

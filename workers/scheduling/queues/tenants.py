@@ -86,17 +86,17 @@ def turns(
     """Yield the entries of all queues in the order in which they will come if each costs its tenant `cost` tokens. Each
     queue keeps its order. rank: returns an entry's rank if its tenant's counter has the given value."""
     heap = [
-        (rank(queue[0], tenant.served), place, 0, tenant.served, tenant, queue)
-        for place, (tenant, queue) in enumerate(queues)
+        (rank(queue[0], tenant.served), position, 0, tenant.served, tenant, queue)
+        for position, (tenant, queue) in enumerate(queues)
         if queue
     ]
     heapq.heapify(heap)
     while heap:
-        _, place, index, served, tenant, queue = heap[0]
+        _, position, index, served, tenant, queue = heap[0]
         entry = queue[index]
         yield entry
         if index + 1 == len(queue):
             heapq.heappop(heap)
             continue
         served += cost(entry) / tenant.weight
-        heapq.heapreplace(heap, (rank(queue[index + 1], served), place, index + 1, served, tenant, queue))
+        heapq.heapreplace(heap, (rank(queue[index + 1], served), position, index + 1, served, tenant, queue))

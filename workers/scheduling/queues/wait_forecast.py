@@ -97,7 +97,7 @@ class StepForecast:
             return shapes.default
         kv_tokens, step_time = int(num_requests * self._kv_tokens), self._budget.step_time
         restricted = with_prompts and not shapes.eager
-        allowed = shapes.beside_chunks(num_requests) if restricted else tuple(range(len(shapes)))
+        allowed = shapes.mixed_shapes(num_requests) if restricted else tuple(range(len(shapes)))
         return max(
             allowed, key=lambda shape: tokens[shape] / step_time.ms(Step(shape, max(1, num_requests), kv_tokens))
         )

@@ -135,17 +135,17 @@ class GrammarQueue:
 
     def announce(self, waiting: Iterable[Sequence]) -> tuple[Grammar, ...]:
         """Return the grammars of the first waiting requests that the ranks do not know yet."""
-        found = []
+        grammars = []
         for sequence in islice(waiting, LOOK_AHEAD):
             grammar = sequence.request.sampling.grammar
             if grammar is not None and grammar not in self._numbers:
                 self._numbers[grammar] = self._num_announced
                 self._num_announced += 1
-                found.append(grammar)
+                grammars.append(grammar)
         while len(self._numbers) > MAX_KNOWN:
             _, number = self._numbers.popitem(last=False)
             self._compiled.discard(number)
-        return tuple(found)
+        return tuple(grammars)
 
     def compiled(self, numbers: Iterable[int]) -> None:
         """Record that the ranks have compiled these announced grammars."""

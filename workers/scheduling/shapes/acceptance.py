@@ -137,8 +137,8 @@ class Acceptance:
     def classes(self, slots: Ints, numbers: Ints) -> Ints:
         """Return [n]: the class of each request's match in the step being planned."""
         self._forget_earlier(slots, numbers)
-        found: Ints = self._class[slots] + self._in_flight[slots]
-        return found
+        classes: Ints = self._class[slots] + self._in_flight[slots]
+        return classes
 
     def set_in_flight(self, slots: Ints, verifies: Bools) -> None:
         """Set which requests have a round in flight that verifies drafts, [n]. Called before a step is planned."""
@@ -207,7 +207,7 @@ class Acceptance:
         slots = np.where(self._numbers[slots] == numbers, slots, self._num_slots)
         ran, rows = accepted >= 0, drafted
         if not self._is_copied:
-            shape = np.repeat(shapes, [len(of_step) for of_step in columns[0]])
+            shape = np.repeat(shapes, [len(step_slots) for step_slots in columns[0]])
             rows, possible = self._row[shape], np.minimum(self._depth[drafted], self._depth[shape])
             self._count_nats(slots, np.where(ran, rows, -1), nats)
             ran &= self._row[drafted] == rows
@@ -216,9 +216,9 @@ class Acceptance:
         self._recent *= math.exp(-len(slots) / RECENT_WINDOW)
         rounds_of_row = np.bincount(rows[ran], minlength=len(self._hits))
         # other rows are forgotten more slowly
-        kept = np.exp(-np.maximum(rounds_of_row, len(slots) / 8)[:, None] / WINDOW)
-        self._hits *= kept
-        self._trials *= kept
+        decay = np.exp(-np.maximum(rounds_of_row, len(slots) / 8)[:, None] / WINDOW)
+        self._hits *= decay
+        self._trials *= decay
         if not ran.any():
             self._estimate()
             return
@@ -234,7 +234,7 @@ class Acceptance:
         self._trials += trials.sum(1)
         self._estimate()
         logits = self._logits[:, None] + (self._offset[:, present] - self._recent_offset)[:, :, None]
-        totals = [each.sum((0, 2)) for each in (hits, trials, trials * _chance(logits + self._recent_offset))]
+        totals = [counts.sum((0, 2)) for counts in (hits, trials, trials * _chance(logits + self._recent_offset))]
         self._own[:, present] += totals
         self._recent += hits.sum(), trials.sum(), (trials * _chance(logits)).sum()
 
@@ -265,19 +265,19 @@ class Acceptance:
         chances = np.clip(chances, MARGIN, 1.0 - MARGIN)
         evidence = self._trials + PRIOR + BORROWED_SHARE * share * borrowed
         upper = chances + UPPER_ERRORS * np.sqrt(chances * (1.0 - chances) / evidence)
-        self._logits, self._upper = _log_odds(chances), _log_odds(np.minimum(upper, 1.0 - MARGIN))
+        self._logits, self._upper = _logits_of(chances), _logits_of(np.minimum(upper, 1.0 - MARGIN))
 
     def _update_offsets(self, slots: Ints) -> None:
         """Estimate the offsets of recent requests, and those by min-entropy."""
         self._recent_offset = float(_offset(self._recent, MAX_REQUEST_PRIOR)[0])
         self._offset[:, slots] = self._recent_offset
-        usual, counted = self._row_nats.sum(1)
+        mean, counted = self._row_nats.sum(1)
         if counted:
-            usual /= counted
-            of_row = (self._row_nats[0] + NATS_PRIOR * usual) / (self._row_nats[1] + NATS_PRIOR)
-            recent = (self._recent_nats[0] + NATS_PRIOR * usual) / (self._recent_nats[1] + NATS_PRIOR)
+            mean /= counted
+            row_nats = (self._row_nats[0] + NATS_PRIOR * mean) / (self._row_nats[1] + NATS_PRIOR)
+            recent = (self._recent_nats[0] + NATS_PRIOR * mean) / (self._recent_nats[1] + NATS_PRIOR)
             nats, rounds = self._own_nats[:, slots]
-            self._offset[:, slots] += SLOPE * (of_row[:, None] - (nats + NATS_PRIOR * recent) / (rounds + NATS_PRIOR))
+            self._offset[:, slots] += SLOPE * (row_nats[:, None] - (nats + NATS_PRIOR * recent) / (rounds + NATS_PRIOR))
 
     def _own_offsets(self, slots: Ints) -> tuple[Floats, Floats]:
         """Return, [n] each, the offsets by requests' own accepted drafts, and the variance of their errors.
@@ -299,15 +299,15 @@ def _offset(sums: Floats, prior: float) -> tuple[Floats, Floats]:
     """
     hits, trials, expected = sums
     chance = np.where(trials > 0.0, expected / np.maximum(trials, MARGIN), 0.5)
-    offset: Floats = _log_odds((hits + prior * chance) / (trials + prior)) - _log_odds(chance)
+    offset: Floats = _logits_of((hits + prior * chance) / (trials + prior)) - _logits_of(chance)
     return offset, trials * chance * (1.0 - chance)
 
 
-def _log_odds(chances: Floats) -> Floats:
-    found: Floats = np.log(chances / (1.0 - chances))
-    return found
+def _logits_of(chances: Floats) -> Floats:
+    logits: Floats = np.log(chances / (1.0 - chances))
+    return logits
 
 
-def _chance(log_odds: Floats) -> Floats:
-    found: Floats = 1.0 / (1.0 + np.exp(-log_odds))
-    return found
+def _chance(logits: Floats) -> Floats:
+    chances: Floats = 1.0 / (1.0 + np.exp(-logits))
+    return chances

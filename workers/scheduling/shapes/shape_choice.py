@@ -93,15 +93,15 @@ class ShapeProbes:
             return
         changes = {other: rates.change_loss(other, shape) / rates.ms[shape] for other in others}
         costs = {other: FIRST_RESULTS * rates.loss(other) / rates.ms[shape] + changes[other] for other in others}
-        found = [o for o in others if self._is_promising(rates, o, shape) and self._credit >= PAID_SHARE * costs[o]]
-        is_old = not found
+        promising = [o for o in others if self._is_promising(rates, o, shape) and self._credit >= PAID_SHARE * costs[o]]
+        is_old = not promising
         if is_old and others:
             # the oldest alone, however cheap others are; of equal ones the last, whose rounds tell of the others
             oldest = min(others, key=lambda other: (self._last_step[other], -other))
             is_due = step - self._last_step[oldest] > PROBE_AGE and self._old_credit >= costs[oldest]
-            found = [oldest] if is_due else []
-        if found:
-            probed = max(found, key=rates.upper.__getitem__)
+            promising = [oldest] if is_due else []
+        if promising:
+            probed = max(promising, key=rates.upper.__getitem__)
             self._begin(probed, FIRST_RESULTS, 0 if is_old else MAX_PROBE_STEPS)
             self._is_old = is_old
             self._charge(changes[probed] + rates.min_loss(probed) / rates.ms[shape])
@@ -169,7 +169,7 @@ class ShapeChoice:
     reason: reason for the last choice.
     expected: tokens per millisecond at the last evaluation, by shape name; empty before the first.
     rates: rates of the last evaluation; None before the first.
-    usual: the shape of the last step, or the one replaced by a probe; None before the first choice.
+    preferred: the shape of the last step, or the one replaced by a probe; None before the first choice.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -177,7 +177,7 @@ class ShapeChoice:
         self.reason = Reason.STATIC
         self.expected: dict[str, float] = {}
         self.rates: Rates | None = None
-        self.usual: int | None = None
+        self.preferred: int | None = None
         self._shapes = shapes
         self._current = shapes.default  # runs in every step that supports it
         self._probes = ShapeProbes(self.acceptance, shapes)
@@ -225,7 +225,7 @@ class ShapeChoice:
         rates = self.rates
         assert rates is not None
         shape, allowed = self._within_limit(load, step_time, rates, *self._without_probe(load, rates))
-        self.usual = shape
+        self.preferred = shape
         if not load.speculates or has_new_costs:
             self._probes.current = None
         elif self._probes.current is not None:
@@ -283,7 +283,7 @@ class ShapeChoice:
         self.reason, allowed = Reason.BEST, tuple(range(len(self._shapes)))
         if load.with_prompts and not self._shapes.eager:
             self.reason = Reason.PROMPTS
-            allowed = self._shapes.beside_chunks(len(load.slots), load.rare_sampling)
+            allowed = self._shapes.mixed_shapes(len(load.slots), load.rare_sampling)
         elif load.rare_sampling and not self._shapes.eager:
             self.reason, allowed = Reason.SAMPLING, self._shapes.unrestricted
         return self._current if self._current in allowed else rates.best_of(allowed), allowed
@@ -294,13 +294,13 @@ class ShapeChoice:
         """Restrict the choice to the last shape and those within `Load.limit_ms` with one standard error added."""
         if load.limit_ms == math.inf:
             return shape, allowed
-        found = [step_time.predict(Step(each, len(load.slots), load.kv_tokens)) for each in allowed]
+        predicted = [step_time.predict(Step(candidate, len(load.slots), load.kv_tokens)) for candidate in allowed]
         within = [
-            each
-            for each, expected in zip(allowed, found, strict=True)
-            if each == self.usual or expected.ms * math.exp(expected.error) <= load.limit_ms
+            candidate
+            for candidate, expected in zip(allowed, predicted, strict=True)
+            if candidate == self.preferred or expected.ms * math.exp(expected.error) <= load.limit_ms
         ]
         if shape in within or not within:
             return shape, within or allowed
         self.reason = Reason.TARGET
-        return self.usual if self.usual in within else rates.best_of(within), within
+        return self.preferred if self.preferred in within else rates.best_of(within), within

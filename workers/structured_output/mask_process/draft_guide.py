@@ -268,10 +268,10 @@ class TreeWalk:
             return state
         for token in self.endings if few is None else few:
             if token not in self.stop_token_ids and self.matcher.accept_token(token):
-                place = self._after_token(level + 1)
+                target = self._after_token(level + 1)
                 self.matcher.rollback(1)
-                if place != NOWHERE:
-                    self.guide.add_edge(state, token, place)
+                if target != NOWHERE:
+                    self.guide.add_edge(state, token, target)
         return state
 
     def _after_token(self, level: int) -> int:
@@ -289,10 +289,10 @@ class TreeWalk:
         if np.count_nonzero(words) > FEW_TOKENS:
             return None
         tokens = list[int]()
-        for place in np.flatnonzero(words).tolist():
-            word = int(words[place]) & 0xFFFFFFFF
+        for index in np.flatnonzero(words).tolist():
+            word = int(words[index]) & 0xFFFFFFFF
             while word:
                 lowest = word & -word
-                tokens.append(32 * place + lowest.bit_length() - 1)
+                tokens.append(32 * index + lowest.bit_length() - 1)
                 word ^= lowest
         return tokens if len(tokens) <= FEW_TOKENS else None

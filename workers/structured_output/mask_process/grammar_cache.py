@@ -51,16 +51,16 @@ class GrammarCache:
 
     def of(self, grammar: Grammar) -> CachedGrammar:
         """Return the cached grammar; a thread compiles a new one."""
-        found = self._cached.pop(grammar, None)
-        if found is None:
+        cached = self._cached.pop(grammar, None)
+        if cached is None:
             if self._thread is None:
                 # ranks compute on the same cores; the compiler's threads inherit the niceness
                 self._thread = ThreadPoolExecutor(MAX_THREADS, "grammar", os.nice, (COMPILER_NICENESS,))
-            found = CachedGrammar(grammar, self._thread.submit(self._compile, grammar))
-        self._cached[grammar] = found
+            cached = CachedGrammar(grammar, self._thread.submit(self._compile, grammar))
+        self._cached[grammar] = cached
         if len(self._cached) > MAX_CACHED:
             self._cached.popitem(last=False)
-        return found
+        return cached
 
     def _compile(self, grammar: Grammar) -> "xgrammar.CompiledGrammar":
         from aerie.workers.structured_output.compiler import GrammarCompiler

@@ -80,10 +80,10 @@ class SharedTable:
 
     def ended(self, number: int) -> None:
         """Remove the record of `began`."""
-        place = self._places.pop(number, None)
-        if place is not None:
-            self._running[place] = -1
-            self._free.append(place)
+        index = self._places.pop(number, None)
+        if index is not None:
+            self._running[index] = -1
+            self._free.append(index)
 
 
 class FillBuffers:
@@ -215,8 +215,8 @@ class MaskHost:
                     self._end(job)
                     step.current = None
                     if failure is not None:
-                        step.failures[job.place] = job.request.failure = failure
-                        step.rows[job.place] = LATE
+                        step.failures[job.index] = job.request.failure = failure
+                        step.rows[job.index] = LATE
                     continue
             self._finish_late(job)
             return False
@@ -224,25 +224,25 @@ class MaskHost:
     def _next(self, step: Step, buffers: FillBuffers, since_s: float) -> Job | None:
         """Return the next fill that the step waits for. Masks of slow requests are filled in the background instead."""
         while step.todo:
-            place = step.todo.popleft()
-            fill = step.order.fills[place]
+            index = step.todo.popleft()
+            fill = step.order.fills[index]
             request = self._requests.find(fill.request)
             if request is None or fill.request in self._jobs:
                 continue
             if request.failure is not None:
-                step.failures[place] = request.failure
+                step.failures[index] = request.failure
                 continue
             if request.is_slow and (request.root is None or fill.count > 1):
                 self._fill_in_background(request, fill.request)
                 continue
-            job = self._jobs[fill.request] = step.current = Job(request, fill.request, buffers.thread, since_s, place)
+            job = self._jobs[fill.request] = step.current = Job(request, fill.request, buffers.thread, since_s, index)
             self._table.began(fill.request)
             return job
         return None
 
     def _fill(self, step: Step, job: Job, buffers: FillBuffers) -> Failure | None:
         """Fill one request's masks and guide. Return the failure that ends the request, or None."""
-        fill: Fill = step.order.fills[job.place]
+        fill: Fill = step.order.fills[job.index]
         request, table = job.request, self._table
         guide = buffers.guide if fill.guide >= 0 else None
         first, was_known = step.num_rows, request.root is not None
@@ -262,7 +262,7 @@ class MaskHost:
             return failure_of(error)
         with self._lock:
             if job.is_current:
-                step.rows[job.place], step.num_rows = first, first + rows.end
+                step.rows[job.index], step.num_rows = first, first + rows.end
                 table.masks[first : step.num_rows] = buffers.masks[: rows.end]
                 if is_guided and guide is not None:
                     table.set_guide(fill.guide, guide)
@@ -326,13 +326,13 @@ class MaskHost:
                 return
             if (job := step.current) is not None:
                 job.is_current, step.current = False, None
-                step.rows[job.place] = LATE
+                step.rows[job.index] = LATE
                 job.lower_priority()
                 self._leader = object()
                 threading.Thread(target=self._lead, args=(self._leader,), daemon=True).start()
             if deadline.closes:
-                for place in step.todo:
-                    number = step.order.fills[place].request
+                for index in step.todo:
+                    number = step.order.fills[index].request
                     if (request := self._requests.find(number)) is not None and number not in self._jobs:
                         self._fill_in_background(request, number)
                 step.todo.clear()

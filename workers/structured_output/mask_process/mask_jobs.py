@@ -37,7 +37,7 @@ class Job:
     number: the request's number.
     thread: None until a thread has started it.
     since_s: CPU time of the thread at the start, or a few quick masks earlier.
-    place: index of its fill in the step's order.
+    index: index of its fill in the step's order.
     is_current: whether the step waits for it.
     is_needed: whether the request has not ended.
     began_s: monotonic time of its start.
@@ -47,7 +47,7 @@ class Job:
     number: int
     thread: Thread | None
     since_s: float = 0.0
-    place: int = -1
+    index: int = -1
     is_current: bool = True
     is_needed: bool = True
     began_s: float = field(default_factory=time.monotonic)

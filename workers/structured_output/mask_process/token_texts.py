@@ -56,25 +56,25 @@ class TokenTexts:
     def bytes_allowed(self, words: npt.NDArray[np.int32]) -> bytes:
         """Return the single-byte tokens that a mask [w] allows, as bytes."""
         allowed = np.flatnonzero(words[self._byte_words] >> self._byte_bits & 1)
-        return bytes(self._bytes[place] for place in allowed.tolist())
+        return bytes(self._bytes[index] for index in allowed.tolist())
 
     def states(self, text: bytes) -> TextStates:
         """Return the states of a non-empty text; for a long one only the first `MAX_TEXT_STATES`."""
-        found = self._states.get(text)
-        if found is None:
+        states = self._states.get(text)
+        if states is None:
             if len(self._states) >= _MAX_CACHED:
                 self._states.clear()
-            found = self._states[text] = self._make_states(text)
-        return found
+            states = self._states[text] = self._make_states(text)
+        return states
 
     def _make_states(self, text: bytes) -> TextStates:
-        usual = self._written(text)
+        written = self._written(text)
         by_offset, forced, edges = {0: 0}, list[int](), list[tuple[int, int, int]]()
         pending = deque([0])
         while pending:
             offset = pending.popleft()
             state = by_offset[offset]
-            beginnings = self._beginnings(text, offset, usual.get(offset))
+            beginnings = self._beginnings(text, offset, written.get(offset))
             forced.append(beginnings[0] if beginnings else -1)
             for token in beginnings:
                 target, after = -1, offset + len(self._texts[token])
@@ -91,16 +91,16 @@ class TokenTexts:
 
     def _written(self, text: bytes) -> dict[int, int]:
         """Return the tokens of the model's tokenizer for a text, by offset."""
-        found, offset = dict[int, int](), 0
+        tokens, offset = dict[int, int](), 0
         for token in self._tokenizer.encode(text.decode(errors="ignore"), add_special_tokens=False).ids:
             spelt = self._texts[token] if token < len(self._texts) else b""
             if not spelt or not text.startswith(spelt, offset):
                 break  # a tokenizer may put a space before every text
-            found[offset], offset = token, offset + len(spelt)
-        return found
+            tokens[offset], offset = token, offset + len(spelt)
+        return tokens
 
-    def _beginnings(self, text: bytes, offset: int, usual: int | None) -> list[int]:
-        """Return the tokens that fit at `offset`: the tokenizer's choice (`usual`) first, then the longest first."""
+    def _beginnings(self, text: bytes, offset: int, written: int | None) -> list[int]:
+        """Return the tokens that fit at `offset`: the tokenizer's choice (`written`) first, then the longest first."""
         rest = text[offset : offset + MAX_TOKEN_BYTES]
-        found = [self._ids[rest[:length]] for length in range(len(rest), 0, -1) if rest[:length] in self._ids]
-        return found if usual is None else [usual, *(token for token in found if token != usual)]
+        tokens = [self._ids[rest[:length]] for length in range(len(rest), 0, -1) if rest[:length] in self._ids]
+        return tokens if written is None else [written, *(token for token in tokens if token != written)]

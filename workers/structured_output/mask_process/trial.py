@@ -134,9 +134,9 @@ def _walk(compiled: "xgrammar.CompiledGrammar", jumps: bool) -> None:
                 )
             if time.thread_time() - began_s > WALK_LIMIT_S:
                 if num_tokens < MIN_TOKENS:
-                    each_ms = 1000 * WALK_LIMIT_S / num_tokens
+                    per_token_ms = 1000 * WALK_LIMIT_S / num_tokens
                     raise InvalidGrammarError(
-                        f"tokens of an answer take {each_ms:.0f} ms each, and more than "
+                        f"tokens of an answer take {per_token_ms:.0f} ms each, and more than "
                         f"{1000 * WALK_LIMIT_S / MIN_TOKENS:g} ms is too long; make it simpler"
                     )
                 return

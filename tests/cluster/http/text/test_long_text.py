@@ -69,7 +69,7 @@ async def test_the_kept_part_of_a_long_text_is_that_of_the_whole(monkeypatch: py
     whole = EDGE._encode(ChatText(text), False)
     for keep in (1, 7, 1000, 20_000, len(whole), len(whole) + 5):
         kept = Truncation(keep, at_end)
-        tokens = await EDGE.encode(text, False, kept=kept)
+        tokens = await EDGE.encode(text, False, truncation=kept)
         assert kept.of(tokens) == kept.of(whole)
         if keep < 10_000:
             assert len(tokens) < keep + 4 * user_text.SLACK_TOKENS, "and hardly more is encoded"
@@ -78,7 +78,7 @@ async def test_the_kept_part_of_a_long_text_is_that_of_the_whole(monkeypatch: py
 async def test_marks_of_a_chat_stay_in_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(user_text, "PIECE_CHARS", 1000)
     chat = EDGE.render([{"role": "user", "content": _text(5000) + EOS}])
-    kept = await EDGE.encode(chat, False, kept=Truncation(50))
+    kept = await EDGE.encode(chat, False, truncation=Truncation(50))
     assert kept[-50:].count(EDGE.eos_token_ids[0]) == 1
 
 

@@ -133,7 +133,7 @@ def linear(kind: str) -> DenseLinearMethod:
     shape = LinearShape.stacked([("", Span.whole(SIZE))], Span.whole(SIZE))
     made = UnquantizedLinearMethod(shape) if kind == "float32" else Fp8Linear(shape, SCHEMES[kind])
     made.fill_dummy(torch.Generator().manual_seed(0))
-    workspace = None if kind == "float32" else Workspace.of_size(1, 1, CPU)
+    workspace = None if kind == "float32" else Workspace.allocate(1, 1, CPU)
     made.finish(GEMMOptions(workspace, fp8=workspace is not None))
     return made
 
@@ -162,7 +162,7 @@ def test_linear_layers_refuse_what_their_kernels_refuse(kind: str) -> None:
 
 def test_torch_multiplies_by_a_weight_without_inputs() -> None:
     pytest.importorskip("triton", reason="triton is not installed here")
-    options = GEMMOptions(Workspace.of_size(1, 1, CPU))
+    options = GEMMOptions(Workspace.allocate(1, 1, CPU))
     assert type(choose_gemm(torch.zeros(16, 64), options)) is not TorchGEMM
     assert type(choose_gemm(torch.zeros(16, 0), options)) is TorchGEMM
 

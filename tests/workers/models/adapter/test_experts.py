@@ -14,7 +14,7 @@ from aerie.kernels.capability import Capability
 from aerie.kernels.experts.gated import GELU_TANH, GPT_OSS, SWIGLU, GatedActivation
 from aerie.workers.models.adapter import routers
 from aerie.workers.models.adapter.matching import match_experts
-from aerie.workers.models.adapter.routers import GatheringExperts, GivenExperts
+from aerie.workers.models.adapter.routers import GatheringExperts, RouterChosenExperts
 from aerie.workers.models.adapter.survey import make_model
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
@@ -73,7 +73,7 @@ def test_experts_of_other_kinds_of_checkpoints_are_not_gathered(
     """Stacked in one tensor, or with another activation than SiLU."""
     monkeypatch.setattr("aerie.workers.models.registry.ARCHITECTURES", {})
     _, model = made(tmp_path / "config", kind, **options)
-    assert sum(isinstance(module, GivenExperts) for module in model.modules()) == 4
+    assert sum(isinstance(module, RouterChosenExperts) for module in model.modules()) == 4
     assert not any(isinstance(module, GatheringExperts) for module in model.modules())
     check_logprobs(make_known(tmp_path / "target", kind, **options), tensor_parallel)
 

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from aerie.kernels.experts.route import RouterLogits, Routing
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.workers.layers.experts_method import UnquantizedExperts
-from aerie.workers.models.adapter.routers import GivenExperts, MatchedRouter, RouterMatch, find_router, match_router
+from aerie.workers.models.adapter.routers import (
+    MatchedRouter,
+    RouterChosenExperts,
+    RouterMatch,
+    find_router,
+    match_router,
+)
 from aerie.workers.models.adapter.survey import make_model
 from tests.support.known_models import known_config, make_known
 from tests.support.slow import slow
@@ -127,7 +133,7 @@ def test_unquantised_experts_are_finished_only_where_a_router_is_ours(
     finished = []
     for kind in ("mixtral", "phimoe"):
         _, model = made(tmp_path / kind, kind)
-        experts = [module for module in model.modules() if isinstance(module, GivenExperts)]
+        experts = [module for module in model.modules() if isinstance(module, RouterChosenExperts)]
         routers = [module for module in model.modules() if isinstance(module, MatchedRouter)]
         assert len(experts) == 4 and len(routers) == (4 if kind == "mixtral" else 0)
         for module in experts:

@@ -149,8 +149,8 @@ def test_beside_prompts_and_rare_sampling_only_shapes_that_are_captured_there_ru
 def test_beside_prompts_many_requests_run_what_accepts_all_its_rows() -> None:
     """A tree's default gives way to the widest chain; what only plain and default rounds are captured for has those."""
     assert [shape.name for shape in TREE.shapes] == ["plain", "3/1/4", "4/2/8", "5/4/16"]
-    assert TREE.beside_chunks(8) == (3,) and TREE.beside_chunks(9) == (0, 1)
-    assert TREE.beside_chunks(9, rare_sampling=True) == (0, 3) and CHAIN.beside_chunks(9) == (0, CHAIN.default)
+    assert TREE.mixed_shapes(8) == (3,) and TREE.mixed_shapes(9) == (0, 1)
+    assert TREE.mixed_shapes(9, rare_sampling=True) == (0, 3) and CHAIN.mixed_shapes(9) == (0, CHAIN.default)
     for mean, names in ((3.0, {1}), (1.1, {0})):
         engine = Engine(TREE, 64, 1024, chances_of(TREE, mean))
         engine.rate(400)
@@ -166,7 +166,7 @@ def test_drafts_that_change_are_noticed_where_every_step_has_prompts(before: flo
         engine.chances = chances_of(TREE, mean)
         for _ in range(400):
             engine.step(with_prompts=True)
-        best = max(TREE.beside_chunks(64), key=engine.static)
+        best = max(TREE.mixed_shapes(64), key=engine.static)
         assert Counter(engine.step(with_prompts=True) for _ in range(100))[best] > 80, engine.seen
 
 
