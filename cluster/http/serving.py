@@ -218,8 +218,10 @@ class GenerationResponse(Response):
             deltas[index].append(delta)
 
         await self._generate(keep)
-        answers = zip(pieces, deltas, strict=True)
-        whole = [WholeAnswer(joined(piece), *joined_deltas(delta)) for piece, delta in answers]
+        whole = [
+            WholeAnswer(joined(piece), *joined_deltas(delta), list(zip(piece, delta, strict=True)))
+            for piece, delta in zip(pieces, deltas, strict=True)
+        ]
         document = await self._built(self._reply.document, whole)
         await Response(document, 200, JSON_HEADERS)(scope, receive, send)
 

@@ -2,16 +2,17 @@
 the other modules of this folder."""
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from msgspec import UNSET, UnsetType
 
-from aerie.cluster.http.answer import Answer, Piece
+from aerie.cluster.http.answer import Answer, Piece, joined
 from aerie.cluster.http.errors import ApiError
-from aerie.cluster.http.parsers.output_parser import ReplyDelta
+from aerie.cluster.http.parsers.output_parser import ReplyDelta, joined_deltas
 from aerie.cluster.http.replies.logprobs import LogprobFormats
 from aerie.cluster.http.replies.streaming import DONE, event
 from aerie.cluster.http.requests.edge_request import EdgeRequest
@@ -31,11 +32,33 @@ from aerie.cluster.transport.messages import SpeculationStats
 
 
 class WholeAnswer(NamedTuple):
-    """A finished choice: its pieces joined to one, and the parser's result."""
+    """A finished choice: its pieces joined to one, and the parser's result. parts: both as they came."""
 
     piece: Piece
     delta: ReplyDelta
     tool_calls: list[ToolCall]
+    parts: Sequence[tuple[Piece, ReplyDelta]]
+
+    def in_order(self) -> Iterator[tuple[Piece, ReplyDelta]]:
+        """Yield the parts, with neighbouring ones of text, or of reasoning, joined."""
+        for kind, run in itertools.groupby(self._kinds(), key=lambda each: each[0]):
+            parts = [part for _, part in run]
+            if kind == "calls":
+                yield from parts
+            else:
+                pieces, deltas = zip(*parts, strict=True)
+                yield joined(pieces), joined_deltas(deltas)[0]
+
+    def _kinds(self) -> Iterator[tuple[str, tuple[Piece, ReplyDelta]]]:
+        """Yield each part with its kind. Parts without text are of the kind before."""
+        last = ""
+        for part in self.parts:
+            _, delta = part
+            if delta.tool_calls or (delta.reasoning and delta.content):
+                last = "calls"
+            elif delta.reasoning or delta.content:
+                last = "reasoning" if delta.reasoning else "content"
+            yield last, part
 
 
 class Reply(ABC):

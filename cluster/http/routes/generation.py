@@ -187,7 +187,7 @@ class ChatReply(OpenAIReply):
         )
 
     def _choice(self, index: int, answer: WholeAnswer) -> ChatChoice:
-        piece, delta, tool_calls = answer
+        piece, delta, tool_calls, _ = answer
         assert delta.finish is not None
         reasoning, content = self._reasoning(delta) or None, self._echo(index) + delta.content
         return ChatChoice(
@@ -253,7 +253,7 @@ class TextReply(OpenAIReply):
         return msgspec.json.encode(Completion(choices=choices, **self._document_fields()))
 
     def _choice(self, index: int, answer: WholeAnswer) -> TextChoice:
-        piece, delta, _ = answer
+        piece, delta, *_ = answer
         assert delta.finish is not None
         logprobs, echo = self._logprobs(index, piece), self._echo_logprobs(index)
         return TextChoice(

@@ -97,14 +97,24 @@ class MessagesForm(Reply):
         return _event("error", error=error_detail(to_messages_error(error)))
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
-        _, delta, calls = answers[0]
-        assert delta.finish is not None
-        content: list[ContentBlock] = [ThinkingBlock(delta.reasoning)] if delta.reasoning else []
-        if delta.content or not calls:
-            content.append(TextBlock(delta.content))
-        content += [ToolUseBlock(call.id, call.function.name, _arguments(call)) for call in calls]
+        answer, content = answers[0], list[ContentBlock]()
+        assert answer.delta.finish is not None
+        calls = {call.id: call for call in answer.tool_calls}
+        for _, delta in answer.in_order():
+            if delta.reasoning:
+                if not (content and isinstance(content[-1], ThinkingBlock)):
+                    content.append(ThinkingBlock(""))
+                content[-1].thinking += delta.reasoning  # type: ignore[union-attr]
+            if delta.content:
+                if not (content and isinstance(content[-1], TextBlock)):
+                    content.append(TextBlock(""))
+                content[-1].text += delta.content  # type: ignore[union-attr]
+            begun = [calls[part.id] for part in delta.split_calls()[1] if part.id is not UNSET]
+            content += [ToolUseBlock(call.id, call.function.name, _arguments(call)) for call in begun]
+        if all(isinstance(block, ThinkingBlock) for block in content):
+            content.append(TextBlock(""))
         message = self._message(content, self._usage())
-        message.stop_reason, message.stop_sequence = self._stop(delta.finish)
+        message.stop_reason, message.stop_sequence = self._stop(answer.delta.finish)
         message.metrics = self._context.metrics()
         return msgspec.json.encode(message)
 

@@ -248,13 +248,9 @@ class ResponsesReply(Reply):
         return events + self._items.event("response.failed", response=failed)
 
     def document(self, answers: Sequence[WholeAnswer]) -> bytes:
-        piece, delta, calls = answers[0]
-        parts = tuple(
-            ToolCallDelta(index=i, id=call.id, type="function", function=call.function)  # type: ignore[arg-type]
-            for i, call in enumerate(calls)
-        )
-        self.piece_event(0, piece, ReplyDelta(delta.content, delta.reasoning, parts, delta.finish))
-        _, response = self._finished(delta.finish)
+        for piece, delta in answers[0].in_order():
+            self.piece_event(0, piece, delta)
+        _, response = self._finished(answers[0].delta.finish)
         response.metrics = self._context.metrics()
         document = msgspec.json.encode(response)
         self._keep(response, document)

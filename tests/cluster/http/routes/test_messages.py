@@ -313,3 +313,10 @@ async def test_citations_are_neither_sent_nor_missed(citations: Any) -> None:
     async with client(FakeEngine(says("x")), strict=True) as http:
         again = await http.post(MESSAGES, json=HI | {"messages": [*HI["messages"], *turns]})
     assert again.status_code == 200, again.text
+
+
+async def test_a_text_after_a_call_is_a_block_after_it() -> None:
+    async with client(FakeEngine(says("I ", "look. ", CALL[:20], CALL[20:], " and", " then"))) as http:
+        content = (await http.post(MESSAGES, json=WITH_TOOLS)).json()["content"]
+    assert [block["type"] for block in content] == ["text", "tool_use", "text"]
+    assert content[0]["text"].startswith("I look.") and content[2]["text"].endswith("and then")

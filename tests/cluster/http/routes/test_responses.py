@@ -319,3 +319,17 @@ async def test_streams_lose_no_log_probability_of_text_that_was_held(texts: tupl
     sent = [token for event in events if event["type"].endswith("text.delta") for token in event.get("logprobs") or ()]
     logprobs = whole["content"][0]["logprobs"]
     assert sent == (logprobs[:-1] if texts[-1] == "" else logprobs)  # no text is left for the end of the sequence
+
+
+async def test_a_document_has_its_items_in_the_order_of_the_stream() -> None:
+    """Of an answer that was cut off in the text after a call, only that text is incomplete."""
+    body = ASK | {"tools": [WEATHER]}
+    async with in_process(FakeEngine(says(CALL[:20], CALL[20:], " and", " then", finish="length"))) as client:
+        whole = (await client.post(RESPONSES, json=body)).json()["output"]
+        events = _events((await client.post(RESPONSES, json=body | {"stream": True})).text)
+    for output in (whole, events[-1]["response"]["output"]):
+        assert [(item["type"], item["status"]) for item in output] == [
+            ("function_call", "completed"),
+            ("message", "incomplete"),
+        ]
+        assert output[0]["arguments"] == '{"place": "Bern"}'
