@@ -41,6 +41,9 @@ The rule:
                                        weights but the norm's         constant
     merge_rows              triggers   counts of the plan             split_kv's planner; attend_decode is the fence
     merge_in_order          triggers   as merge_rows                  the same
+    finish_paths            triggers   counts of the plan, paths      as merge_rows
+                                       masks, prefix lengths, q, the  kernels before attend_decode, which is the fence
+                                       pool's K and V
     rms_norm, add_rms_norm  triggers   the norm's weight              constant
     silu_mul                triggers   nothing
     sigmoid_mul             triggers   nothing

@@ -23,10 +23,11 @@ from aerie.attention.backends.triton_kernels import FIXED_TILES, LayerShape, att
 from aerie.attention.expansion import ExpandedChunks
 from aerie.kernels.attend.decode_plan_triton import MAX_SPLITS, DecodePlan, DecodeTiles, DecodeWorkspace, partial_rows
 from aerie.kernels.attend.expanded_prefill_triton import attend_expanded, expanded_tiles
+from aerie.kernels.attend.fixed.path_triton import plan_paths
 from aerie.kernels.attend.prefill_plan_triton import plan_tiles
 from aerie.kernels.attend.prefill_triton import PrefillTiles
 from aerie.kernels.attend.scores import ScoreRule
-from aerie.kernels.attend.split_kv_triton import plan_items, plan_spans
+from aerie.kernels.attend.split_kv_triton import max_spans, plan_items, plan_spans, plan_whole_spans
 from aerie.kernels.capability import Capability, num_multiprocessors
 from aerie.kernels.kv.batches import DecodeBatch, ExpandedKV, LatentKV, LayerKV, PrefillBatch, newest_columns
 from aerie.kernels.rope.rope_store import Angles
@@ -124,7 +125,11 @@ class _PreparedDecode(Prepared):
         if is_new:
             fixed = self.backend.span is not None
             batch = _with_newest_columns(self.batch.through(rule.window), fixed)
-            self.plans[key] = batch, (plan_fixed if fixed else plan_decode)(batch, shape, self.backend)
+            page_size = (kv.rows if isinstance(kv, LatentKV) else kv.k).shape[1]
+            plan = (
+                plan_fixed(batch, shape, self.backend, page_size) if fixed else plan_decode(batch, shape, self.backend)
+            )
+            self.plans[key] = batch, plan
         return is_new  # the attention kernel that follows is a fence for later layers
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
@@ -162,16 +167,28 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
     return DecodePlan(tiles, items, workspace, apart=num_splits > 1 and not tiles.whole, splits=at_once)
 
 
-def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
+def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend, page_size: int) -> DecodePlan:
     """Return the plan of a backend with a span: a row's result does not depend on other requests. Launches one small
-    kernel."""
+    kernel, for trees two."""
     device, span, tiles = batch.prefix_len.device, backend.span, shape.fixed_tiles(batch.rows)
     assert span is not None
-    items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len, batch.window)
-    partials = partial_rows(tiles, batch.rows * shape.group)
-    num_rows = items.items.shape[0] * shape.columns(batch.rows, tiles) * partials
+    partials = max_spans(batch.suffix_len, span, batch.max_kv_len, batch.window)
+    columns = shape.columns(batch.rows, tiles)
+    leads = shape.rotated is None and shape.dim <= 128  # more dimensions leave no registers for a second sum
+    paths = None
+    if shape.rotated is None:
+        partials += 1
+        budget = max(1, _num_multiprocessors(device) * tiles.programs_per_sm // columns)
+        items = plan_whole_spans(
+            *(batch.prefix_len, batch.suffix_len, budget, tiles.block_n, span, MAX_SPLITS),
+            *(batch.max_kv_len, batch.window, not batch.is_causal, leads),
+        )
+        paths = None if batch.is_causal else plan_paths(batch, page_size, tiles.block_n)
+    else:
+        items = plan_spans(batch.prefix_len, batch.suffix_len, span, batch.max_kv_len, batch.window)
+    num_rows = partials * batch.num_requests * columns * partial_rows(tiles, batch.rows * shape.group)
     workspace = backend.fixed_workspace(tiles, num_rows, shape.dim, device)
-    return DecodePlan(tiles, items, workspace, True, MERGED_AT_ONCE, fixed=True, span=span)
+    return DecodePlan(tiles, items, workspace, True, MERGED_AT_ONCE, fixed=True, span=span, leads=leads, paths=paths)
 
 
 def _num_multiprocessors(device: torch.device) -> int:

@@ -137,11 +137,13 @@ class DecodeWorkspace:
 
     part: [partials * columns, block_m, head_dim] float32, flat.
     lse: [partials * columns, block_m] float32, flat.
+    sums: like lse, sums of weights of partials that are not a single span's result, in fixed plans; else empty.
     tickets: [2, partials * columns] int32, flat, zero between launches.
     """
 
     part: Tensor
     lse: Tensor
+    sums: Tensor
     tickets: Tensor
 
     @staticmethod
@@ -151,6 +153,7 @@ class DecodeWorkspace:
         return DecodeWorkspace(
             torch.empty(partials * tiles.block_m * head_dim, dtype=torch.float32, device=device),
             torch.empty(partials * tiles.block_m, dtype=torch.float32, device=device),
+            torch.empty(0, dtype=torch.float32, device=device),
             torch.zeros(2 * partials, dtype=torch.int32, device=device),
         )
 
@@ -159,6 +162,7 @@ class DecodeWorkspace:
         """Allocate `num_rows` rows of partials for a plan that merges in a second kernel."""
         return DecodeWorkspace(
             torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
+            torch.empty(num_rows, dtype=torch.float32, device=device),
             torch.empty(num_rows, dtype=torch.float32, device=device),
             torch.empty(0, dtype=torch.int32, device=device),
         )
@@ -170,8 +174,11 @@ class DecodePlan:
 
     items: from `plan_items`, with a budget of at most num_programs of the workspace / columns.
     apart: merge in a second kernel, up to `splits` partials at a time.
-    fixed: a row's bits depend on its own path only. Needs `apart` and items from `plan_spans`.
+    fixed: a row's bits depend on its own path only. Needs `apart` and items from `plan_whole_spans`,
+        over latent rows from `plan_spans`.
     span: base size of a fixed plan's spans, in tokens.
+    leads: in a fixed plan, a request's leading item adds the results of its spans.
+    paths: of trees in a fixed plan, from `aerie.kernels.attend.fixed.path_triton.plan_paths`; else None.
     """
 
     tiles: DecodeTiles
@@ -181,6 +188,8 @@ class DecodePlan:
     splits: int
     fixed: bool = False
     span: int = 0
+    leads: bool = False
+    paths: Tensor | None = None
 
 
 def partial_rows(tiles: DecodeTiles, packed_rows: int) -> int:

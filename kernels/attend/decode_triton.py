@@ -11,10 +11,11 @@ Partial results are merged in one of two ways:
 
 In a `fixed` plan a row's bits do not depend on the other requests, on the number of rows, or on the positions of its
 ancestors in a tree, and are those of `fixed_prefill_triton`. Tiles have one number of columns, and items are spans that
-depend on positions only (`spans_triton`), which a second kernel folds in order. In trees (PATHS), tiles with nodes are
-read for each row with that row's path in chain order: in small batches by programs for single rows (ROWS_APART), else
-row after row by the item's program. Masked columns leave a row's sums bitwise unchanged (weight 2^-inf = 0, factor
-2^0 = 1), and so does an empty partial in a merge (1 * part / 1).
+depend on positions only (`spans_triton`). Each span is stored for a second kernel, which adds them in order; but a
+request's leading item adds its own (LEADS), and stores the sum or, if it has all spans, the result. In trees (PATHS)
+this kernel computes the tiles without suffix columns, and `path_triton` continues each row along its path in chain
+order. Masked columns leave a row's sums bitwise unchanged (weight 2^-inf = 0, factor 2^0 = 1), and so does an empty
+span.
 
 `latent_decode_triton` shares plan, merging and softmax. Its loop differs: K and V are one tile, which is read once and
 multiplied in either orientation.
@@ -26,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from aerie.kernels.attend.decode_plan_triton import FAN, DecodePlan, partial_rows
-from aerie.kernels.attend.fixed.spans_triton import finished, span_of
+from aerie.kernels.attend.fixed.path_triton import finish_paths
+from aerie.kernels.attend.fixed.spans_triton import finished, fold, folded, span_of, span_start
 from aerie.kernels.attend.merge_states_triton import merge_apart, merge_by_the_last
 from aerie.kernels.attend.online_softmax_triton import (
     SUM_COLUMNS,
@@ -39,7 +41,7 @@ from aerie.kernels.attend.online_softmax_triton import (
 from aerie.kernels.attend.scores import LOG2_E, ScoreRule
 from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
-from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_length, path_tile, sees
+from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_length, sees
 from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.batches import DecodeBatch, LayerKV
 from aerie.kernels.kv.mask_bits import MASK_BITS
@@ -47,7 +49,18 @@ from aerie.kernels.kv.stored_values import FP8, weight_unit
 from aerie.kernels.kv.stored_values_triton import as_multiplied
 from aerie.kernels.pdl import pdl_wait
 
-MOST_APART = 512  # programs for single rows, about half of which have work: two for each multiprocessor of an H200
+
+@triton.jit
+def _store_rows(part_ptr, lse_ptr, part_row, live, part, lse, D: tl.constexpr):
+    d = tl.arange(0, D)
+    tl.store((part_ptr + part_row.to(tl.int64) * D)[:, None] + d[None, :], part, mask=live[:, None])
+    tl.store(lse_ptr + part_row, lse, mask=live)
+
+
+@triton.jit
+def _store_out(out, live, values, D: tl.constexpr):
+    d = tl.arange(0, D)
+    tl.store(out[:, None] + d[None, :], values.to(out.dtype.element_ty), mask=live[:, None])
 
 
 @triton.jit(
@@ -57,8 +70,6 @@ MOST_APART = 512  # programs for single rows, about half of which have work: two
         "table_stride",
         "suffix_len",
         "num_tickets",
-        "num_items",
-        "each",
         "span",
     ]
 )
@@ -73,6 +84,7 @@ def _attend_decode(
     items_ptr,
     part_ptr,
     lse_ptr,
+    sums_ptr,
     ticket_ptr,
     scale_log2,
     v_scale,
@@ -84,8 +96,6 @@ def _attend_decode(
     suffix_len,
     num_tickets,
     sinks_ptr,
-    num_items,
-    each,
     span,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -99,8 +109,8 @@ def _attend_decode(
     FAN: tl.constexpr,
     APART: tl.constexpr,
     PATHS: tl.constexpr,
-    ROWS_APART: tl.constexpr,
     FIXED: tl.constexpr,
+    LEADS: tl.constexpr,
     SPANS: tl.constexpr,
     PART_M: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -113,38 +123,10 @@ def _attend_decode(
     # FP8 pages are read as pairs of numbers (`score_pairs`); acc has the even columns, acc_odd the odd ones.
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
-    if ROWS_APART:
-        # Programs for items and all rows, then programs for each row's items that contain its path (at most two).
-        alone = tl.program_id(0) - COLUMNS * num_items
-        if alone < 0:
-            block = tl.program_id(0) % COLUMNS
-            item = items_ptr + tl.program_id(0) // COLUMNS * ITEM_FIELDS
-            packed = block // KV_HEADS * BLOCK_M + m
-            live = packed < ROWS * GROUP
-            first_row = 0
-        else:
-            block, first_row = alone % KV_HEADS, alone // KV_HEADS % ROWS
-            of_request = alone // (KV_HEADS * ROWS) // 2
-            first_item = items_ptr + of_request * each * ITEM_FIELDS
-            tail = tl.load(prefix_ptr + of_request) // BLOCK_N * BLOCK_N
-            at = span_of(tail, span) - span_of(tl.load(first_item + 1), span) + alone // (KV_HEADS * ROWS) % 2
-            if at >= tl.load(first_item + 5):
-                return
-            item = first_item + at * ITEM_FIELDS
-            packed = first_row * GROUP + m
-            live = m < GROUP
-        end_row = first_row + 1
-    else:
-        block, at = tl.program_id(0), tl.program_id(1)
-        if FIXED:  # last items first: they are the longest
-            num_requests = num_items // each
-            at = at % num_requests * each + each - 1 - at // num_requests
-        item = items_ptr + at * ITEM_FIELDS
-        packed = block // KV_HEADS * BLOCK_M + m
-        live = packed < ROWS * GROUP
-        first_row = block // KV_HEADS * BLOCK_M // GROUP
-        end_row = tl.minimum(ROWS, (block // KV_HEADS * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+    block, item = tl.program_id(0), items_ptr + tl.program_id(1) * ITEM_FIELDS
     head = block % KV_HEADS
+    packed = block // KV_HEADS * BLOCK_M + m
+    live = packed < ROWS * GROUP
     request = tl.load(item)
     if request < 0:
         return
@@ -152,10 +134,6 @@ def _attend_decode(
     partial, first, count = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5)
     row, query_head = packed // GROUP, head * GROUP + packed % GROUP
     prefix = tl.load(prefix_ptr + request)
-    if PATHS:
-        shared_end = prefix // BLOCK_N * BLOCK_N
-    if ROWS_APART and (alone < 0) == (high > shared_end):
-        return  # all rows have no path here, or each has its own
     bits = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride, mask=live, other=0)
     last = prefix + suffix_len - 1
     if WINDOW:
@@ -164,23 +142,14 @@ def _attend_decode(
     # the last one read other rows of the last page and are masked.
     table = table_ptr + request * table_stride
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M, SUM_COLUMNS] if FIXED else [BLOCK_M], tl.float32)
     if SOFT_CAP is not None:
         factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
-    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    if PAIRS:
-        acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     if PDL:
         # All data read so far, including the plan, was written before the layer's store: see `aerie.kernels.pdl`.
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if sinks_ptr is not None:
-        # The sink is added in the item of the row's own position, whose tiles in a fixed plan are those of a chain.
-        own = prefix + path_length(bits, SPANS) - 1
-        has_own = (own >= low) & (own < high)
-        top = tl.where(has_own, sink_scores(sinks_ptr, query_head, live), top)
-        total = tl.where(has_own[:, None] if FIXED else has_own, 1.0, total)
+        own, sinks = prefix + path_length(bits, SPANS) - 1, sink_scores(sinks_ptr, query_head, live)
     row += request * ROWS
     q_row = q_ptr + row[:, None] * q_row_stride + query_head[:, None] * q_head_stride
     if PAIRS:
@@ -188,91 +157,99 @@ def _attend_decode(
         q_odd = as_multiplied(tl.load(q_row + 2 * d[None, :] + 1, mask=live[:, None], other=0.0), PAIRS, UPCAST)
     else:
         q = as_multiplied(tl.load(q_row + d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
-    if not PATHS:
-        shared_end = high
-    for start in range(low, tl.minimum(high, shared_end), BLOCK_N):
-        column = start + n
-        token = page.to(tl.int64) * PAGE + column % PAGE
-        page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
+    out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
+    if FIXED:
+        leading, first_span = LEADS and partial == first, span_of(low, span)
+        mean = tl.zeros([BLOCK_M, D], tl.float32)
+        weight, largest = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
+    for run in range(0, span_of(high - 1, span) + 1 - first_span if FIXED else 1):
+        begin, end = low, high
+        if FIXED:
+            span_end = span_start(first_span + run + 1, span)
+            begin, end = tl.maximum(low, span_start(first_span + run, span)), tl.minimum(span_end, high)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M, SUM_COLUMNS] if FIXED else [BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
         if PAIRS:
-            scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
-        else:
-            scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
-        if SOFT_CAP is not None:
-            scores = soft_capped(scores, factor)
-        if start + BLOCK_N > prefix:
-            over = column - prefix
-            if SPANS:
-                there = (over >= 0) & (over < suffix_len)
-                spans = mask_ptr + request * mask_request_stride + over * mask_row_stride
-                seen = sees(bits, tl.load(spans, mask=there, other=0))
-            else:
-                seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1 != 0
-            seen = (over < 0)[None, :] | ((over < suffix_len)[None, :] & seen)
-            scores = tl.where(seen, scores, float("-inf"))
-        if WINDOW:
-            scores = tl.where(column[None, :] >= oldest[:, None], scores, float("-inf"))
-        if PAIRS:
-            top, total, acc, acc_odd = accumulate_pairs(
-                scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT
-            )
-        else:
-            top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
-    if PATHS:
-        own_low = tl.maximum(low, shared_end)
-        num_tiles = tl.cdiv(tl.maximum(high - own_low, 0), BLOCK_N)
-        for i in range(num_tiles * (end_row - first_row)):
-            of_row = first_row + i // num_tiles
-            path = tl.load(mask_ptr + request * mask_request_stride + of_row * mask_row_stride)
-            column_of, there = path_tile(path, own_low + i % num_tiles * BLOCK_N, n, prefix, WINDOW)
-            token = tl.load(table + column_of // PAGE).to(tl.int64) * PAGE + column_of % PAGE
+            acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        if sinks_ptr is not None:
+            # The sink is added in the item of the row's own position, in a fixed plan in its span.
+            has_own = (own >= begin) & (own < (span_end if FIXED else end))
+            top = tl.where(has_own, sinks, top)
+            total = tl.where(has_own[:, None] if FIXED else has_own, 1.0, total)
+        for start in range(begin, end, BLOCK_N):
+            column = start + n
+            token = page.to(tl.int64) * PAGE + column % PAGE
+            page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
             if PAIRS:
                 scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
             else:
                 scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
             if SOFT_CAP is not None:
                 scores = soft_capped(scores, factor)
-            seen = there[None, :] & (packed // GROUP == of_row)[:, None]
-            scores = tl.where(seen, scores, float("-inf"))
+            if not PATHS and start + BLOCK_N > prefix:
+                over = column - prefix
+                if SPANS:
+                    there = (over >= 0) & (over < suffix_len)
+                    spans = mask_ptr + request * mask_request_stride + over * mask_row_stride
+                    seen = sees(bits, tl.load(spans, mask=there, other=0))
+                else:
+                    seen = (bits[:, None] >> tl.maximum(tl.minimum(over, 63), 0).to(tl.int64)[None, :]) & 1 != 0
+                seen = (over < 0)[None, :] | ((over < suffix_len)[None, :] & seen)
+                scores = tl.where(seen, scores, float("-inf"))
+            if WINDOW:
+                scores = tl.where(column[None, :] >= oldest[:, None], scores, float("-inf"))
             if PAIRS:
                 top, total, acc, acc_odd = accumulate_pairs(
                     scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT
                 )
             else:
                 top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
-    if PAIRS:
-        acc = both(acc, acc_odd, BLOCK_M, D)
-        d = tl.arange(0, D)
-    if FIXED:
-        total = tl.max(total, 1)  # of equal columns
-    acc, lse = finished(acc, total, top, v_scale)
-    out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
-    if count == 1:
-        tl.store(out[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=live[:, None])
-    else:
-        part_row = (partial * COLUMNS + block) * PART_M + m
-        if ROWS_APART:
-            part_row = (partial * COLUMNS + packed // BLOCK_M * KV_HEADS + head) * PART_M + packed % BLOCK_M
-        tl.store((part_ptr + part_row.to(tl.int64) * D)[:, None] + d[None, :], acc, mask=live[:, None])
-        tl.store(lse_ptr + part_row, lse, mask=live)
-        if not APART:
-            merge_by_the_last(
-                part_ptr,
-                lse_ptr,
-                ticket_ptr,
-                out,
-                partial,
-                first,
-                count,
-                m,
-                live,
-                num_tickets,
-                COLUMNS,
-                BLOCK_M,
-                D,
-                SLICE,
-                FAN,
-            )
+        if PAIRS:
+            acc = both(acc, acc_odd, BLOCK_M, D)
+        part_row = ((partial + run) * COLUMNS + block) * PART_M + m
+        if FIXED:
+            if PATHS and end < span_end:  # the rows' paths continue this span
+                part_row = ((first + count) * COLUMNS + block) * PART_M + m
+                _store_rows(part_ptr, lse_ptr, part_row, live, acc, top, D)
+                tl.store(sums_ptr + part_row, tl.max(total, 1), mask=live)
+            else:
+                part, lse = finished(acc, tl.max(total, 1), top, v_scale)
+                if leading:
+                    mean, weight, largest = fold(mean, weight, largest, part, lse)
+                else:
+                    _store_rows(part_ptr, lse_ptr, part_row, live, part, lse, D)
+        else:
+            acc, lse = finished(acc, total, top, v_scale)
+            if count == 1:
+                _store_out(out, live, acc, D)
+            else:
+                _store_rows(part_ptr, lse_ptr, part_row, live, acc, lse, D)
+                if not APART:
+                    merge_by_the_last(
+                        part_ptr,
+                        lse_ptr,
+                        ticket_ptr,
+                        out,
+                        partial,
+                        first,
+                        count,
+                        m,
+                        live,
+                        num_tickets,
+                        COLUMNS,
+                        BLOCK_M,
+                        D,
+                        SLICE,
+                        FAN,
+                    )
+    if FIXED and leading:
+        if PATHS or count > 1:
+            part_row = (first * COLUMNS + block) * PART_M + m
+            _store_rows(part_ptr, lse_ptr, part_row, live, mean, largest, D)
+            tl.store(sums_ptr + part_row, weight, mask=live)
+        else:
+            _store_out(out, live, folded(mean, weight), D)
 
 
 def attend_decode(
@@ -305,13 +282,7 @@ def attend_decode(
     # A fixed plan disables FMA fusion: FMAs round differently, and each variant of a kernel fuses different operations.
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
-    num_items, paths = plan.items.items.shape[0], plan.fixed and not batch.is_causal
-    grid, rows_apart = (columns, num_items), False
-    if paths:
-        of_rows = 2 * batch.rows * num_kv_heads * batch.num_requests
-        rows_apart = of_rows <= MOST_APART
-        grid = (columns * num_items + of_rows, 1) if rows_apart else grid
-    _attend_decode[grid](
+    _attend_decode[columns, plan.items.items.shape[0]](
         q,
         *pages_of(kv),
         out,
@@ -321,6 +292,7 @@ def attend_decode(
         plan.items.items,
         workspace.part,
         workspace.lse,
+        workspace.sums,
         workspace.tickets,
         rule.scale * kv.k_scale * LOG2_E,
         kv.v_scale / unit,
@@ -332,8 +304,6 @@ def attend_decode(
         batch.suffix_len,
         workspace.tickets.shape[0] // 2,
         sinks,
-        num_items,
-        num_items // batch.num_requests,
         plan.span,
         PAGE=page_size,
         **shape,
@@ -342,9 +312,9 @@ def attend_decode(
         SLICE=tiles.merge_slice(head_dim),
         FAN=FAN,
         APART=plan.apart,
-        PATHS=paths,
-        ROWS_APART=rows_apart,
+        PATHS=plan.paths is not None,
         FIXED=plan.fixed,
+        LEADS=plan.leads,
         SPANS=batch.suffix_len > MASK_BITS,
         PART_M=part_m,
         WINDOW=batch.window or 0,
@@ -357,8 +327,10 @@ def attend_decode(
         enable_fp_fusion=not plan.fixed,
         **pdl_wait(q.device, early),
     )
-    if plan.apart:
-        merge_apart(out, batch, plan, shape, part_m, workspace.part)
+    if plan.paths is not None:
+        finish_paths(q, kv, pages_of(kv), batch, plan, rule, sinks, out, part_m)
+    elif plan.apart:
+        merge_apart(out, batch, plan, shape, part_m, workspace.part, workspace.sums if plan.leads else None)
     return out
 
 

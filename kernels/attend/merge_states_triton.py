@@ -66,6 +66,7 @@ def merge_rows(
 def merge_in_order(
     part_ptr,
     lse_ptr,
+    sums_ptr,
     out_ptr,
     requests_ptr,
     ROWS: tl.constexpr,
@@ -77,7 +78,8 @@ def merge_in_order(
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`merge_rows` for fixed plans: folds one partial after another, loading AT_ONCE at a time."""
+    """`merge_rows` for fixed plans: folds one partial after another, loading AT_ONCE at a time. sums_ptr: the weight of
+    the first partial, in which several spans are folded; None: each partial is one span."""
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:  # the counts may be read before the wait, see `merge_rows`
@@ -90,6 +92,8 @@ def merge_in_order(
         mean = tl.zeros([1, D], tl.float32)
         weight = tl.zeros([1], tl.float32)
         top = tl.full([1], float("-inf"), tl.float32)
+        if sums_ptr is not None:
+            first_weight = tl.load(sums_ptr + base + one, cache_modifier=".cg")
         for start in range(0, count, AT_ONCE):
             parts = ()
             lses = ()
@@ -100,6 +104,8 @@ def merge_in_order(
                 parts = parts + (tl.load(cells, mask=there[:, None], other=0.0, cache_modifier=".cg"),)
             for i in tl.static_range(AT_ONCE):
                 mean, weight, top = fold(mean, weight, top, parts[i], lses[i])
+                if i == 0 and sums_ptr is not None:
+                    weight = tl.where(start == 0, first_weight, weight)
         out = ((request * ROWS + packed // GROUP) * KV_HEADS + head) * GROUP + packed % GROUP
         tl.store(out_ptr + (out + one[:, None]) * D + d, folded(mean, weight).to(out_ptr.dtype.element_ty))
 
@@ -214,15 +220,22 @@ def merge_by_the_last(
 
 
 def merge_apart(
-    out: Tensor, batch: DecodeBatch, plan: DecodePlan, shape: dict[str, int], part_m: int, part: Tensor
+    out: Tensor,
+    batch: DecodeBatch,
+    plan: DecodePlan,
+    shape: dict[str, int],
+    part_m: int,
+    part: Tensor,
+    sums: Tensor | None = None,
 ) -> None:
-    """Launch the kernel that merges the partials `part` of split requests into `out`."""
+    """Launch the kernel that merges the partials `part` of split requests into `out`. sums: as of `merge_in_order`."""
     workspace, head_dim = plan.workspace, shape["D"]
     grid = (batch.rows * shape["GROUP"], shape["KV_HEADS"], batch.num_requests)
     if plan.fixed:
         merge_in_order[grid](
             part,
             workspace.lse,
+            sums,
             out,
             plan.items.requests,
             **shape,

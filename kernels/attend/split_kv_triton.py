@@ -3,6 +3,9 @@
 
 An item is a span of one request's KV (a split, in flash-decoding); one program per KV head reads it. The grid has
 `num_requests + budget` items; unused ones are marked idle. A pass plans once for all layers.
+
+In fixed plans, items end where spans of `spans_triton` do. Of K/V heads an item is one or several of them
+(`plan_whole_spans`), of latent rows one (`plan_spans`).
 """
 
 from dataclasses import dataclass
@@ -121,6 +124,66 @@ def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, BLO
     tl.store(requests_ptr + 2 * request + 1, count)
 
 
+@triton.jit(do_not_specialize=["suffix_len", "num_requests", "budget", "num_items", "span", "max_partials"])
+def _plan_whole_spans(
+    prefix_ptr,
+    items_ptr,
+    requests_ptr,
+    suffix_len,
+    num_requests,
+    budget,
+    num_items,
+    span,
+    max_partials,
+    TILE: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PATHS: tl.constexpr,
+    LEADS: tl.constexpr,
+):
+    request = tl.arange(0, REQUESTS)
+    present = request < num_requests
+    prefix = tl.load(prefix_ptr + request, mask=present, other=0)
+    end = tl.where(present, prefix // TILE * TILE if PATHS else prefix + suffix_len, 0)
+    origin = tl.maximum(prefix + 1 - WINDOW, 0) // TILE * TILE if WINDOW else prefix * 0
+    length = end - origin
+    count = tl.minimum(tl.cdiv(length, _best_span(length, budget, span, TILE, MAX_SPLITS)), MAX_SPLITS)
+    even = tl.maximum(tl.cdiv(length, tl.maximum(count, 1)), 1)
+    skipped, spans = span_of(origin, span), span_of(tl.maximum(end, 1) - 1, span) + 1
+    leading_end, later = origin, skipped
+    if LEADS:
+        leads = tl.cdiv(span_start(skipped + 1, span) - origin, even)
+        leading_end = tl.where(leads < count, span_start(span_of(origin + leads * even, span), span), end)
+        later = tl.where(leading_end < end, span_of(leading_end, span), spans)
+    # LEADS: the first partial result is that of all spans before `later`.
+    partials = tl.where(length > 0, spans - later + LEADS, 0)
+    if PATHS:  # the partial result of the span that paths continue stands after the others
+        partials -= ((partials > LEADS) & (end < span_start(spans, span))).to(tl.int32)
+    first = request * max_partials
+    start = tl.cumsum(count, 0) - count
+    for chunk in range(0, tl.max(count, 0), CHUNK):
+        i = chunk + tl.arange(0, CHUNK)[None, :]
+        item = items_ptr + (start[:, None] + i) * ITEM_FIELDS
+        used = i < count[:, None]
+        low = tl.maximum(span_start(span_of(origin[:, None] + i * even[:, None], span), span), origin[:, None])
+        high = span_start(span_of(origin[:, None] + (i + 1) * even[:, None], span), span)
+        high = tl.where(i + 1 < count[:, None], high, end[:, None])
+        own = tl.where(low < leading_end[:, None], 0, span_of(low, span) - later[:, None] + LEADS)
+        tl.store(item, tl.where(low < high, request[:, None], IDLE), mask=used)
+        tl.store(item + 1, low, mask=used)
+        tl.store(item + 2, high, mask=used)
+        tl.store(item + 3, first[:, None] + own, mask=used)
+        tl.store(item + 4, first[:, None] + i * 0, mask=used)
+        tl.store(item + 5, partials[:, None] + i * 0, mask=used)
+    tl.store(requests_ptr + 2 * request, first, mask=present)
+    tl.store(requests_ptr + 2 * request + 1, partials, mask=present)
+    rest = tl.arange(0, ITEMS)
+    idle = (rest >= tl.sum(count, 0)) & (rest < num_items)
+    tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=idle)
+
+
 @dataclass(frozen=True)
 class Items:
     """Spans of KV for programs.
@@ -190,9 +253,7 @@ def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int, 
 
     prefix_len: [B] int32.
     """
-    num_requests, each = prefix_len.shape[0], num_spans(max_kv_len, span)
-    if window is not None:
-        each = min(each, triton.cdiv(window + suffix_len, span) + 1)
+    num_requests, each = prefix_len.shape[0], max_spans(suffix_len, span, max_kv_len, window)
     items = torch.empty((num_requests * each, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
     _plan_spans[(num_requests, triton.cdiv(each, SPANS_BLOCK))](
@@ -205,6 +266,64 @@ def plan_spans(prefix_len: Tensor, suffix_len: int, span: int, max_kv_len: int, 
         BLOCK=SPANS_BLOCK,
         WINDOW=window or 0,
         num_warps=1,
+    )
+    return Items(items, requests)
+
+
+def max_spans(suffix_len: int, span: int, max_kv_len: int, window: int | None) -> int:
+    """Return the maximum number of spans that a request's rows see."""
+    spans = num_spans(max_kv_len, span)
+    return spans if window is None else min(spans, triton.cdiv(window + suffix_len, span) + 1)
+
+
+def plan_whole_spans(
+    prefix_len: Tensor,
+    suffix_len: int,
+    budget: int,
+    tile: int,
+    span: int,
+    max_splits: int,
+    max_kv_len: int,
+    window: int | None = None,
+    paths: bool = False,
+    leads: bool = True,
+) -> Items:
+    """`plan_items` with items that end where spans do (`spans_triton`), so that a program computes whole spans.
+
+    Each span has a partial result; with `leads`, those of a request's first item have one together. With `paths`, items
+    end at the last tile without suffix columns. If a span is open there, its sums are the partial result after the
+    counted ones.
+
+    prefix_len: [B] int32.
+    budget: items that run at a time, at least 1.
+    tile: a window's first item begins at a multiple of it.
+    span: base size, in tokens; minimum length of an item.
+    max_splits: maximum number of items per request.
+    max_kv_len: length of the longest request. Each request has `max_spans` + 1 partial results.
+    """
+    num_requests, device = prefix_len.shape[0], prefix_len.device
+    num_items = num_requests + budget
+    items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=device)
+    requests = torch.empty((num_requests, 2), dtype=torch.int32, device=device)
+    most_requests = triton.next_power_of_2(num_requests)
+    _plan_whole_spans[(1,)](
+        prefix_len,
+        items,
+        requests,
+        suffix_len,
+        num_requests,
+        budget,
+        num_items,
+        span,
+        max_spans(suffix_len, span, max_kv_len, window) + 1,
+        TILE=tile,
+        MAX_SPLITS=max_splits,
+        REQUESTS=most_requests,
+        ITEMS=triton.next_power_of_2(most_requests + budget),
+        WINDOW=window or 0,
+        PATHS=paths,
+        LEADS=int(leads),
+        num_warps=plan_warps(most_requests),
     )
     return Items(items, requests)
 

@@ -16,6 +16,7 @@ import triton.language as tl  # noqa: E402
 
 from aerie.attention.backend import Prepared  # noqa: E402
 from aerie.attention.backends import triton_backend  # noqa: E402
+from aerie.attention.backends.triton_kernels import LayerShape  # noqa: E402
 from aerie.kernels import pdl  # noqa: E402
 from aerie.kernels.attend import (  # noqa: E402
     decode_plan_triton,
@@ -24,6 +25,7 @@ from aerie.kernels.attend import (  # noqa: E402
     latent_suffix_triton,
     merge_states_triton,
 )
+from aerie.kernels.attend.fixed import path_triton  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.attend.split_kv_triton import Items  # noqa: E402
 from aerie.kernels.collectives import all_reduce_triton  # noqa: E402
@@ -49,6 +51,7 @@ from tests.kernels.attend.test_triton_compile import (  # noqa: E402
     compiled,
     decode_constants,
     latent_constants,
+    path_constants,
     rope_constants,
 )
 from tests.kernels.delta_rule.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP
@@ -151,9 +154,17 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     "merge_in_order": (
         merge_states_triton.merge_in_order,
         {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"},
-        {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "AT_ONCE": 8, "PDL": True},
+        {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "AT_ONCE": 8}
+        | {"PDL": True, "sums_ptr": None},
         False,
         {"requests_ptr"},
+    ),
+    "finish_paths": (
+        path_triton._finish_paths,
+        BF16 | {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32", "sums_ptr": "fp32"},
+        path_constants(9, 4, 128, LayerShape(32, 8, 128, None, 2, 2).fixed_tiles(9)),
+        False,
+        {"requests_ptr", "mask_ptr", "prefix_ptr", "tokens_ptr", "q_ptr", "k_ptr", "v_ptr"},
     ),
     "add_rms_norm": (norm_triton._add_norm, BF16, NORM, False, {"weight_ptr"}),
     "fp8_norm": (
@@ -373,7 +384,7 @@ def test_what_reads_a_plan_is_not_launched_early_right_after_what_writes_it(monk
 @pytest.mark.parametrize("span", [None, 256], ids=["plan", "fixed plan"])
 def test_the_layer_at_which_a_plan_is_made_has_the_fence(span: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     items = Items(torch.zeros(1, 6, dtype=torch.int32), torch.zeros(1, 2, dtype=torch.int32))
-    for planner in ("plan_items", "plan_spans"):
+    for planner in ("plan_items", "plan_whole_spans"):
         monkeypatch.setattr(triton_backend, planner, lambda *args: items)
     length, table = torch.tensor([5], dtype=torch.int32), torch.ones(1, 4, dtype=torch.int32)
     batch = DecodeBatch(Mode.DECODE, 1, 1, length, causal_mask(1, 1, CPU), table, 6)

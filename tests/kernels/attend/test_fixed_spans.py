@@ -10,11 +10,12 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the triton backend needs triton, which is not installed here")
 
+from aerie.attention.backends import triton_backend  # noqa: E402
 from aerie.attention.backends.triton_backend import FIXED_SPAN, TritonBackend  # noqa: E402
 from aerie.attention.config import LATENT_PAGE_SIZE  # noqa: E402
 from aerie.attention.kv_cache.layout import HeadsLayout, LatentLayout  # noqa: E402
 from aerie.attention.kv_cache.pool import KVPool  # noqa: E402
-from aerie.kernels.attend import decode_triton, references, split_kv_triton  # noqa: E402
+from aerie.kernels.attend import decode_plan_triton, references, split_kv_triton  # noqa: E402
 from aerie.kernels.attend.fixed import spans_triton  # noqa: E402
 from aerie.kernels.attend.scores import ScoreRule  # noqa: E402
 from aerie.kernels.kv.batches import DecodeBatch, LatentKV, Mode, PrefillBatch, causal_mask  # noqa: E402
@@ -93,10 +94,10 @@ def sinks_of(rule: ScoreRule) -> Tensor | None:
     return torch.linspace(-1.0, 2.0, GROUP * KV_HEADS, device=DEVICE) if rule.has_sinks else None
 
 
-@pytest.fixture(params=[0, 10**6], ids=["together", "apart"])
-def rows_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a tree's rows have programs of their own, which batches decide by their size."""
-    monkeypatch.setattr(decode_triton, "MOST_APART", request.param)
+@pytest.fixture(params=[1, 1000], ids=["one item", "many items"])
+def items_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of multiprocessors, which decides how many spans an item has."""
+    monkeypatch.setattr(triton_backend, "_num_multiprocessors", lambda device: request.param)
 
 
 def test_spans_depend_on_positions_only() -> None:
@@ -128,10 +129,48 @@ def test_contexts_are_cut_at_the_same_places_in_every_batch(window: int | None) 
             ]
 
 
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("paths", [False, True], ids=["rows", "paths"])
+@pytest.mark.parametrize("leads", [False, True], ids=["apart", "leading"])
+def test_items_of_several_spans_cover_each_span_once(window: int | None, paths: bool, leads: bool) -> None:
+    lengths, span, tile, rows = [3, 63, 64, 65, 320, 1024, 1300, 4096, 7000], 64, 32, 3
+    prefix = torch.tensor([length - rows for length in lengths], dtype=torch.int32, device=DEVICE)
+    for budget in (1, 12, 200):
+        plan = split_kv_triton.plan_whole_spans(
+            *(prefix, rows, budget, tile, span, decode_plan_triton.MAX_SPLITS),
+            *(7000, window, paths, leads),
+        )
+        assert len(plan.items) == len(lengths) + budget
+        items = [row for row in plan.items.tolist() if row[0] != split_kv_triton.IDLE.value]
+        stride = split_kv_triton.max_spans(rows, span, 7000, window) + 1
+        for request, length in enumerate(lengths):
+            first, count = plan.requests[request].tolist()
+            mine = [row for row in items if row[0] == request]
+            end = (length - rows) // tile * tile if paths else length
+            origin = 0 if window is None else max(length - rows + 1 - window, 0) // tile * tile
+            borders = [border for border in spans_triton.span_starts(end, span) if border > origin] if end else []
+            lows, highs = [row[1] for row in mine], [row[2] for row in mine]
+            assert lows == [*[origin] * bool(mine), *highs[:-1]] and set(highs) <= set(borders), (budget, request)
+            assert (highs[-1] if mine else origin) == end and all(row[4:6] == [first, count] for row in mine)
+            spans = len(borders)
+            is_open = paths and spans > 0 and end not in spans_triton.span_starts(2 * 7000, span)
+            expected = []  # the partial result of each item's first span
+            for i, row in enumerate(mine):
+                before = sum(border <= row[1] for border in borders)
+                in_leading = sum(border <= mine[0][2] for border in borders)
+                expected.append(first + (0 if i == 0 else before - in_leading + 1 if leads else before))
+            assert [row[3] for row in mine] == expected
+            complete = spans - is_open
+            if leads and mine:
+                in_leading = sum(border <= mine[0][2] for border in borders)
+                complete = 1 + spans - in_leading - (is_open and spans > in_leading)
+            assert count == complete and first == request * stride and count + is_open <= stride
+
+
 @pytest.mark.parametrize("rows,suffix_len", [(1, 1), (5, 9)] if INTERPRETED else [(1, 1), (4, 4), (5, 9), (21, 21)])
 @pytest.mark.parametrize("mode", [Mode.VERIFY, Mode.DRAFT_EXTEND])
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.usefixtures("rows_by")
+@pytest.mark.usefixtures("items_by")
 def test_attention_is_right(rows: int, suffix_len: int, mode: Mode, window: int | None) -> None:
     torch.manual_seed(rows)
     num_pages = sum(-(-(n + suffix_len) // PAGE) for n in PREFIXES) + 3
@@ -155,7 +194,7 @@ def test_rows_of_a_chain_equal_rows_of_their_own(rows: int, declared: bool, rule
 
 
 @pytest.mark.parametrize("rule", [*RULES, None], ids=[*RULED, "latent"])
-@pytest.mark.usefixtures("rows_by")
+@pytest.mark.usefixtures("items_by")
 def test_rows_of_a_tree_equal_those_of_their_path(rule: ScoreRule | None) -> None:
     """Path 0, 2, 3, 7 of a tree of 9 nodes, the others being something else."""
     torch.manual_seed(8)
@@ -187,7 +226,7 @@ def token_place(table: Tensor, position: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("rows", [4] if INTERPRETED else [1, 4])
-@pytest.mark.usefixtures("rows_by")
+@pytest.mark.usefixtures("items_by")
 def test_rows_do_not_depend_on_the_other_requests(rows: int) -> None:
     """Nor on what an earlier pass left in the workspace, or on how long requests may be."""
     torch.manual_seed(9)

@@ -22,7 +22,7 @@ from aerie.kernels.attend import (  # noqa: E402
     prefill_triton,
     split_kv_triton,
 )
-from aerie.kernels.attend.fixed import fixed_prefill_triton  # noqa: E402
+from aerie.kernels.attend.fixed import fixed_prefill_triton, path_triton  # noqa: E402
 from aerie.kernels.kv import slot_mapping_triton  # noqa: E402
 from aerie.kernels.kv.stored_values import WEIGHT_UNIT  # noqa: E402
 from aerie.kernels.rope import rope_store_normed_triton, rope_store_triton  # noqa: E402
@@ -156,8 +156,8 @@ def decode_constants(
         "FAN": decode_plan_triton.FAN,
         "APART": False,
         "PATHS": False,
-        "ROWS_APART": False,
         "FIXED": False,
+        "LEADS": False,
         "SPANS": rows > 63,
         "PART_M": tiles.block_m,
         "WINDOW": 0,
@@ -382,29 +382,74 @@ def test_expanded_chunk_attention_fits_hopper(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "rows,group,head_dim,paths,apart",
+    "rows,group,head_dim,paths",
     [
-        (1, 4, 128, False, False),
-        (16, 4, 128, True, False),
-        (16, 4, 128, True, True),
-        *slow((1, 4, 128, True, True), (16, 4, 128, False, False), (16, 8, 64, False, False), (16, 8, 64, True, False)),
+        (1, 4, 128, False),
+        (9, 4, 128, True),
+        *slow((1, 4, 128, True), (16, 4, 128, False), (16, 8, 64, False), (16, 8, 64, True), (4, 8, 256, True)),
     ],
 )
 def test_decode_attention_in_fixed_spans_fits_hopper(
-    rows: int, group: int, head_dim: int, paths: bool, apart: bool, tmp_path: Path
+    rows: int, group: int, head_dim: int, paths: bool, tmp_path: Path
 ) -> None:
     tiles = LayerShape(8 * group, 8, head_dim, None, 2, 2).fixed_tiles(rows)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "bf16")
-    pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
+    pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32", "sums_ptr": "fp32"}
     constants = decode_constants(rows, group, head_dim, 16, tiles)
-    constants |= {"APART": True, "PATHS": paths, "ROWS_APART": apart, "FIXED": True}
+    constants |= {"APART": True, "PATHS": paths, "FIXED": True, "LEADS": head_dim <= 128}
     constants["PART_M"] = decode_plan_triton.partial_rows(tiles, rows * group)
     spills, shared, ptx = compiled(
         decode_triton._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages, enable_fp_fusion=False
     )
-    assert spills <= (128 if paths else 0)  # the state of two loops; little beside a tile's loads
+    assert spills <= 256  # outside the loop over tiles
     assert "fma.rn.f32" not in ptx  # else a variant might round as another does not
+    assert "cp.async.cg" in ptx  # K and V are loaded ahead
     assert shared * tiles.programs_per_sm <= SHARED_PER_SM
+
+
+def path_constants(rows: int, group: int, head_dim: int, tiles: decode_plan_triton.DecodeTiles) -> dict[str, Any]:
+    constants = decode_constants(rows, group, head_dim, 16, tiles)
+    constants |= {
+        "BLOCK_M": max(16, triton.next_power_of_2(group)),
+        "ITEM_M": tiles.block_m,
+        "PART_M": decode_plan_triton.partial_rows(tiles, rows * group),
+        "AT_ONCE": path_triton.AT_ONCE,
+        "LEADS": int(head_dim <= 128),
+        "PATH_COLUMNS": path_triton.PATH_COLUMNS,
+    }
+    return {name: value for name, value in constants.items() if name in path_triton._finish_paths.arg_names}
+
+
+@pytest.mark.parametrize(
+    "group,head_dim,kv,rule",
+    [
+        (4, 128, "bf16", {}),
+        *slow(
+            (8, 64, "bf16", {"WINDOW": 128, "sinks_ptr": ...}),
+            (4, 128, "i16", {"PAIRS": True, "UNIT": WEIGHT_UNIT}),
+            (2, 256, "bf16", {"SOFT_CAP": 50.0}),
+        ),
+    ],
+)
+def test_paths_in_fixed_spans_fit_hopper(
+    group: int, head_dim: int, kv: str, rule: dict[str, Any], tmp_path: Path
+) -> None:
+    tiles = LayerShape(8 * group, 8, head_dim, None, 2, 1 if kv == "i16" else 2).fixed_tiles(9)
+    pointers = {"q_ptr": "bf16", "k_ptr": kv, "v_ptr": kv, "out_ptr": "bf16", "sinks_ptr": "fp32", "mask_ptr": "i64"}
+    pointers |= {"part_ptr": "fp32", "lse_ptr": "fp32", "sums_ptr": "fp32"}
+    constants = path_constants(9, group, head_dim, tiles) | rule
+    constants = {name: value for name, value in constants.items() if value is not ...}
+    spills, shared, ptx = compiled(
+        path_triton._finish_paths,
+        tmp_path,
+        pointers,
+        constants,
+        path_triton.num_warps(head_dim),
+        1,
+        enable_fp_fusion=False,
+    )
+    assert spills <= 256 and "fma.rn.f32" not in ptx
+    assert shared * 4 <= SHARED_PER_SM
 
 
 @pytest.mark.parametrize(
