@@ -1,31 +1,30 @@
 """`SpeculativeDecoding`: one step of an engine with a draft.
 
 verify -> accept -> commit -> draft-extend -> draft -> tree build. With `method: suffix`, drafts are copied from the
-text (`aerie.speculative.decoding`), without draft-extend and draft pass. The next step verifies the trees that a
+text (`aerie.speculative.suffix_drafts`), without draft-extend and draft pass. The next step verifies the trees that a
 step drafts.
 
 Prompt chunks share the passes of target and draft: each stage has a half for rounds and a half for chunks, and
 `aerie.workers.runner.batch.RowLayout` says which rows belong to which. A `DraftModel` hides how a draft works;
 verification only sees tokens.
+"""
 
-`SuffixDrafts`: a rank's drafts that are copied from the requests' own tokens. Needs no model."""
-
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from aerie.kernels.capability import Capability
-from aerie.kernels.drafting.suffix_match import MatchLimits, attach_chains, find_matches, record_tokens
+from aerie.kernels.drafting.suffix_match import MatchLimits
 from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
 from aerie.kernels.kv.tree_masks import seen_columns
-from aerie.kernels.slots.commit import Commit
 from aerie.kernels.tree.acceptance import accept_commit
-from aerie.kernels.tree.nodes import NO_TOKEN, RoundRows
+from aerie.kernels.tree.nodes import RoundRows
 from aerie.speculative.drafts.blocks.drafter import BlockDrafter
 from aerie.speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
 from aerie.speculative.drafts.guidance import Guidance
 from aerie.speculative.step_parts import DraftBacklog, Finals, Rounds, TargetPass, emitted, ids_after
+from aerie.speculative.suffix_drafts import SuffixDrafts
 from aerie.speculative.tree_shape import TreeShape
 from aerie.speculative.tree_table import TreeTable
 from aerie.workers.config import RoundShape, RoundShapes
@@ -37,47 +36,6 @@ from aerie.workers.runner.model_runner import TargetRunner
 from aerie.workers.sampling import Rows, Sampled, Sampler
 from aerie.workers.slots import SlotTable
 from aerie.workers.structured_output.mask_table import MaskTable
-
-
-@dataclass(frozen=True)
-class SuffixDrafts:
-    """Reads and writes the slots' tokens (`SlotTable.tokens`).
-
-    trees: receive the drafts, as a branch.
-    chains: [num_slots + 1, K] int64, the tokens proposed after each slot's newest token.
-    """
-
-    slots: SlotTable
-    trees: TreeTable
-    limits: MatchLimits
-    chains: Tensor
-
-    @staticmethod
-    def of(slots: SlotTable, trees: TreeTable, limits: MatchLimits, num_tokens: int) -> "SuffixDrafts":
-        """Return drafts of up to `num_tokens` tokens, without proposals."""
-        shape = slots.padding_slot + 1, num_tokens
-        chains = torch.full(shape, NO_TOKEN, dtype=torch.int64, device=slots.device)
-        return SuffixDrafts(slots, trees, limits, chains)
-
-    def record(self, slots: Tensor, length: Tensor, commit: Commit) -> Tensor:
-        """Append a commit's tokens. Return how many of them were proposed, [B] int64; -1 without a proposal.
-
-        slots: [B] int64.
-        length: [B] int32, committed KV tokens before it.
-        """
-        return record_tokens(self.slots.tokens, slots, length, commit.tokens, commit.counts, self.chains)
-
-    def draft(self, slots: Tensor, max_kv_len: int, first: int = 1) -> Tensor:
-        """Draft for slots [B] int64, whose newest tokens are recorded. Return the lengths of their matches, [B] int64;
-        0 where nothing is drafted.
-
-        max_kv_len: host-side bound of their committed tokens.
-        first: number of nodes of a model's tree, including the root; the branch's nodes follow.
-        """
-        table = self.slots
-        lengths = find_matches(table.tokens, slots, table.seq_len, self.limits, self.chains, max_kv_len + 1)
-        attach_chains(self.trees.trees, slots, self.chains, first)
-        return lengths
 
 
 class SpeculativeDecoding(CuttableStrategy):

@@ -1,14 +1,11 @@
-"""Values passed between the stages of a step of `aerie.speculative.decoding`, and its output.
-
-Writes the draft's KV of several non-speculative rounds at a time. Used by `aerie.speculative.decoding` on CPUs.
+"""Values passed between the stages of a step of `aerie.speculative.decoding`, its output, and `DraftBacklog`, which on
+CPUs writes the draft's KV of several non-speculative rounds at a time.
 
 A non-speculative round has one draft row per request, and a pass over few rows takes almost as long as one over many:
 at batch 8 on a CPU, a tenth of the round. So rows are collected, and written at `MAX_ROUNDS` per request, at `MAX_ROWS`
 in all, or just before another kind of step. At batch 1, 16 rows take 2.2 to 3.8 ms, one row half of that, and a round
-17.
-
-On GPUs every non-speculative round writes its rows, which costs 1.2 to 1.7 % of a round (H200, Llama-3.1-8B, batch 1 to
-128). A backlog would need two more graphs per batch size."""
+17. On GPUs every non-speculative round writes its rows, which costs 1.2 to 1.7 % of a round (H200, Llama-3.1-8B, batch
+1 to 128). A backlog would need two more graphs per batch size."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,11 @@
 """Prose keeps step with the code: what docstrings, comments, configurations and documents put in backticks and looks
 like one of ours (a dotted name, a file, a section's key, a class's attribute, a module on its package's map) exists."""
 
+import ast
 import dataclasses
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 from aerie.cluster.config import AerieConfig
@@ -22,6 +24,8 @@ from tests.support.repository.names import (
 
 SOURCES = sorted(name for name in files() if name.endswith((".py", ".md", ".yaml")))
 MAPS = sorted(name for name in files() if name.endswith("/__init__.py") and name.split("/")[0] in PACKAGES)
+ROOMS = ("kernels", "attention", "speculative")
+MODULES = sorted(name for name in {*SOURCES} - {*MAPS} if name.endswith(".py") and name.split("/")[0] in ROOMS)
 
 FOREIGN = (".cuh", ".cu", ".h")  # sources of libraries, which lie in folders of the same names
 
@@ -31,6 +35,7 @@ _PATH = re.compile(rf"(?<![\w.:/-])(?:(?:{'|'.join(PACKAGES)}|docs|examples)/[\w
 _MEMBER = re.compile(r"(?<![\w.])([A-Z]\w*)\.([a-z_]\w*)")
 _LISTED = re.compile(r" {0,4}([a-z][a-z0-9_]*(?:, [a-z][a-z0-9_]*)*)(?:  +|: )\S")
 _ACTION = re.compile(r"def (_*(?:is|has|was|can|may|needs)_\w+)\((?:[^()]|\([^()]*\))*\) -> None:")
+_CALLERS = ("Used by", "Read by", "Called by", "Owned by", "Built by")
 _KEY = re.compile(rf"(?<![\w./])({'|'.join(AerieConfig.model_fields)})((?:\.[a-z_]+)+)(?![\w/(])")
 
 
@@ -112,6 +117,21 @@ def test_names_are_told_apart() -> None:
     assert not is_path("openai_api.py") and not is_path("cluster/channel.py") and not is_path("docs/*.txt")
     assert has_attribute("Scheduler", "submit") and not has_attribute("Scheduler", "submits")
     assert _is_key("ingress.api_keys") and not _is_key("ingress.edge.api_keys") and not _is_key("ingress.keys")
+
+
+def _slips(name: str, head: str) -> list[str]:
+    """What in a module's head says that the head was written for another module, or is two heads in one."""
+    dotted, stem = name.removesuffix(".py").replace("/", "."), Path(name).stem
+    own = "" if stem in bindings(name) else rf"`{stem}(?:\.\w+)*`|"
+    twice = [phrase for phrase in _CALLERS if len(re.findall(rf"\b{phrase}\b", head)) > 1]
+    return re.findall(rf"{own}(?<![\w.])(?:aerie\.)?{dotted}(?![\w.][a-z])\b|{name}\b", head) + twice
+
+
+def test_a_head_is_that_of_one_module() -> None:
+    """Where modules are joined, the heads are not: two of them have two subjects, and one names its own file as if it
+    were another, as `aerie.kernels.tree.tree_growth` in tree_growth.py or `tree_growth.grow`."""
+    heads = {name: ast.get_docstring(ast.parse((ROOT / name).read_text())) or "" for name in MODULES}
+    assert not [f"{name}: {slip}" for name, head in heads.items() for slip in _slips(name, head)]
 
 
 def test_a_name_that_asks_a_question_is_not_one_of_an_action() -> None:

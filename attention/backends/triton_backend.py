@@ -1,4 +1,5 @@
-"""Attention by our Triton kernels: every mode, every length read on the device, safe to capture in a CUDA graph.
+"""Attention by our Triton kernels: every mode, every length read on the device, safe to capture in a CUDA graph; also
+of prompt chunks over keys and values computed from latent rows (`TritonExpandedChunks`).
 
 Captured graphs of a `DecodeBatch` stay valid when lengths, page tables and masks change: only batch size, rows and
 suffix are fixed. Those of a `PrefillBatch` stay valid when chunks change: only the numbers of rows and chunks are
@@ -9,9 +10,7 @@ The number of items that a request is split into depends on the other lengths in
 result may, too. Equal batches give equal bits. In a backend with a `span`, results depend on the row's own path only:
 it splits all contexts at the same positions (`aerie.kernels.attend.fixed.spans_triton`). The results of spans are added
 in order, in rounds and for prompt chunks. A token's KV then has the same bits whether the token was part of a prompt,
-decoded or verified in a tree.
-
-Attention of prompt chunks over keys and values computed from latent rows, by our Triton kernel."""
+decoded or verified in a tree."""
 
 from dataclasses import dataclass, field, replace
 

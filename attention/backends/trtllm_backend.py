@@ -1,27 +1,21 @@
-"""Attention by FlashInfer's TensorRT-LLM decode kernels (`trtllm_batch_decode_with_kv_cache`, checked with 0.6.17):
-XQA on compute capability 9.x and 12.x, with tree masks; trtllm-gen on 10.x, causal. Every length is read on the device,
-so a captured graph stays valid when lengths, page tables and masks change. Latent rows have kernels of their own
-(`aerie.attention.backends.trtllm_backend`).
+"""Attention by FlashInfer's TensorRT-LLM decode kernels (checked with 0.6.17). Every length is read on the device, so a
+captured graph stays valid when lengths, page tables and masks change.
 
-The kernels require, in every mode, eager or captured:
+Keys and values per head (`trtllm_batch_decode_with_kv_cache`): XQA on compute capability 9.x and 12.x, with tree masks;
+trtllm-gen on 10.x, causal. These kernels require, in every mode, eager or captured:
 - lengths include the rows of this pass;
 - every request has the same number of rows, and no length is below it. This includes padding requests, whose prefix is
   0 and whose pages are the dummy page;
 - a graph has one width of page tables, because XQA's number of splits follows it.
-
 XQA is compiled for each number of rows, so a shape must run once before it is captured.
 
-Rounds over latent rows by FlashInfer's MLA decode kernels (`trtllm_batch_decode_with_kv_cache_mla`, written against
-the source and documentation of 0.6.17): trtllm-gen on compute capability 10.x, XQA on 12.x. Not run on a device yet:
-tests compare a stand-in that follows the documentation (`tests.support.kernels.flashinfer_mla`).
-
-Each row of a pass is passed to the library as a request of one row, because XQA takes only one, and because the
-documentation does not say which masks several rows have. The length of that request is what its row sees, so a chain
-needs no mask. The rows of a tree attend to their common prefix, with log-sum-exps, and our kernel adds the masked
-columns (`aerie.kernels.attend.latent_suffix_triton`). XQA returns no log-sum-exps, so trees are refused there.
-
-Lengths, page tables, log-sum-exps, workspaces and counters are allocated at a shape's first pass, and are never freed,
-because captured graphs hold their addresses. Nothing is read on the host."""
+Latent rows (`trtllm_batch_decode_with_kv_cache_mla`): trtllm-gen on 10.x, XQA on 12.x. Not run on a device yet: tests
+compare a stand-in that follows the documentation (`tests.support.kernels.flashinfer_mla`). Each row of a pass is passed
+to the library as a request of one row, because XQA takes only one, and because the documentation does not say which
+masks several rows have. The length of that request is what its row sees, so a chain needs no mask. The rows of a tree
+attend to their common prefix, with log-sum-exps, and our kernel adds the masked columns
+(`aerie.kernels.attend.latent_suffix_triton`). XQA returns no log-sum-exps, so trees are refused there. Buffers of a
+shape are allocated at its first pass, and are never freed, because captured graphs hold their addresses."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """KV pages and their contents.
 
-page_allocator   free list and reference counts of pages (pure Python); pages that may hold NaN, zeroed before their
-                 next owner
+page_allocator   free list and reference counts of pages (pure Python)
+nan_pages        pages that may hold NaN, zeroed before their next owner (pure Python)
 window_pages     pages of layers with a window, attached to pages (pure Python)
 slot_windows     the window pages that each running request holds (pure Python)
 prefix_cache     finds pages and states of earlier prompts with a common prefix (pure Python); the order in which the

@@ -1,8 +1,6 @@
-"""Finds KV pages of earlier prompts with the same beginning: a radix tree over full pages.
-
-The scheduler looks up prompts when it admits them, and inserts computed pages. Knows tokens and pages, no requests.
-
-The order in which the prefix cache evicts the leaves of its radix tree."""
+"""Finds KV pages of earlier prompts with the same beginning: a radix tree over full pages, and the order in which its
+leaves are evicted. The scheduler looks up prompts when it admits them, and inserts computed pages. Knows tokens and
+pages, no requests."""
 
 import heapq
 from collections.abc import Iterator

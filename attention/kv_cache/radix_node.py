@@ -1,10 +1,9 @@
-"""A node of the prefix cache's radix tree, and the snapshots at its pages. Used by `prefix_cache` alone.
+"""A node of the prefix cache's radix tree, the snapshots at its pages, and the digests that name a prefix.
 
-Digests of prompt prefixes: one per page, chained, so that a page's digest covers all tokens up to its end.
-
-The prefix cache advertises the digests of its pages, and `aerie.cluster.ingress.routing` uses them to find an engine
-that has a prompt's pages. A collision (64 bits) may cause a worse choice but no wrong token, because reuse compares
-tokens (`aerie.attention.kv_cache.prefix_cache`)."""
+There is one digest per page. Digests are chained, so that a page's digest covers all tokens up to its end. The prefix
+cache advertises them, and `aerie.cluster.ingress.routing` uses them to find an engine that has a prompt's pages. A
+collision (64 bits) may cause a worse choice but no wrong token, because reuse compares tokens
+(`aerie.attention.kv_cache.prefix_cache`)."""
 
 from dataclasses import dataclass, field
 from enum import Enum

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from aerie.attention.kv_cache.page_allocator import NaNPages
+from aerie.attention.kv_cache.nan_pages import NaNPages
 from aerie.attention.kv_cache.window_pages import WindowPages
 
 Int64s = npt.NDArray[np.int64]

@@ -1,8 +1,6 @@
-"""Allocates rows of the state pools to snapshots, and evicts snapshots if no row is free.
-
-Owned by the prefix cache, whose tree has the snapshots. Pure Python, without tensors. Positions are counted in pages.
-
-Rates at which snapshots are used, by kind and age. Pure Python, no clock."""
+"""Allocates rows of the state pools to snapshots, and evicts the snapshots with the lowest expected use if no row is
+free: `ReuseRates` estimates uses by kind and age. Owned by the prefix cache, whose tree has the snapshots. Pure Python,
+without tensors and clock. Positions are counted in pages."""
 
 import math
 from collections import defaultdict

@@ -1,6 +1,5 @@
-"""The recurrent states of one model on one rank, by slot.
-
-The slots whose states the rows of a pass read and write."""
+"""The recurrent states of one model on one rank, by slot, and `StateBatch`, the slots whose states the rows of a pass
+read and write."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,11 +6,9 @@ solve      gates, and each block's triangular system: its rows w and u
 advance    block by block: the state before the block, and the additions of the block's rows
 finish     outputs and their gated norm
 
-Operands of products are of `scratch_dtype`; sums and states are float32. The device divides the chunks into blocks,
-because the host does not know their lengths. So grids have the maximum number of blocks for this many rows and chunks.
-
-Divides prompt chunks into the blocks of `chunks_triton`, on the device. A block has up to BLOCK rows, fewer before a
-snapshot or the end of its chunk."""
+Operands of products are of `scratch_dtype`; sums and states are float32. The device divides the chunks into blocks
+(`locate`), because the host does not know their lengths: a block has up to BLOCK rows, fewer before a snapshot or the
+end of its chunk. So grids have the maximum number of blocks for this many rows and chunks."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,6 @@
-"""The gated delta rule in a round: replays the committed rows, then computes each request's new rows.
-
-Moves the accepted rows of all layers to the committed rows, which the next round replays."""
+"""The gated delta rule in a round: replays the committed rows, then computes each request's new rows
+(`delta_rule_rounds`). After the pass `commit_rows` makes the accepted rows of all layers the committed rows, which the
+next round replays."""
 
 import torch
 from torch import Tensor

@@ -1,10 +1,9 @@
-"""y = x W^T + b for an FP8 weight. Rows are quantised to FP8; sums are float32.
+"""y = x W^T + b for an FP8 weight, with rows quantised to FP8 and float32 sums; and `fp8_rms_norm`, the RMSNorm that
+returns FP8 rows for the next such product, in one launch.
 
 A layer calls `build_product` once. There is nothing to choose: `GEMMOptions.fp8` decides before, because without it the
 layer dequantises its weight. The reference is the product of the dequantised rows (`dequantized_rows`) and the
-dequantised weight.
-
-RMSNorm that returns FP8 rows for the next GEMM, in one launch."""
+dequantised weight."""
 
 from abc import ABC, abstractmethod
 

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """The Triton implementation of `aerie.kernels.fp8.product`: chooses kernels by the number of rows and the kind of
-scales.
+scales, and has the kernel for more than 64 rows (prompts), `fp8_gemm_wide`.
 
-y = x W^T for more than 64 rows (prompts) and an FP8 weight W, limited by tensor cores. Rows are their first operand,
-so a tile of W serves 64 or 128 rows and a thread holds the scales of few rows. 2112 x 7168 with 256 rows takes 15.7 us
-(H200, `307542c2`). See `gemm_triton` for the scaling of sums."""
+That kernel is limited by tensor cores. Rows are their first operand, so a tile of W serves 64 or 128 rows and a thread
+holds the scales of few rows. 2112 x 7168 with 256 rows takes 15.7 us (H200, `307542c2`). See `gemm_triton` for the
+scaling of sums."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
-"""Kernels of `aerie.kernels.fp8.rows`, and functions that other kernels with FP8 output share.
-
-The kernel of `aerie.kernels.fp8.product`: one program per row, as in `aerie.kernels.norm.norm_triton`; stores FP8
-values and scales."""
+"""Kernels with FP8 rows as output: of `aerie.kernels.fp8.rows.quantize_rows`, and of
+`aerie.kernels.fp8.product.fp8_rms_norm`, with one program per row as in `aerie.kernels.norm.norm_triton`. Other kernels
+with FP8 output use the device functions."""
 
 import triton
 import triton.language as tl

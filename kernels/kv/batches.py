@@ -1,10 +1,9 @@
-"""The batches of a forward pass.
+"""The batches of a forward pass, and views of one layer's KV for backends and kernels: one type per layout
+(`aerie.attention.kv_cache.layout`).
 
 A pass has the rows of a `DecodeBatch` (requests in a round, the same number of rows each), then those of a
-`PrefillBatch`
-(prompt chunks, any number of rows). Either may be absent. `row_positions`, `slot_mapping` and backends use that order.
-
-Views of one layer's KV for backends and kernels: one type per layout (`aerie.attention.kv_cache.layout`)."""
+`PrefillBatch` (prompt chunks, any number of rows). Either may be absent. `row_positions`, `slot_mapping` and backends
+use that order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

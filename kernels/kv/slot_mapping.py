@@ -1,6 +1,5 @@
-"""KV positions of a pass's rows, and the token indices in the pool that the rows write.
-
-Moves the KV of an accepted path to the front of its tree, where the committed KV ends."""
+"""KV positions of a pass's rows, and the token indices in the pool that the rows write. After a round `move_path` moves
+the KV of an accepted path to the front of its tree, where the committed KV ends."""
 
 import torch
 from torch import Tensor

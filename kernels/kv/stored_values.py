@@ -1,15 +1,13 @@
-"""Keeps NaN out of the values in the KV cache, for the torch references of kernels that write KV.
+"""How values are stored in the KV cache, without NaN and perhaps in FP8 (e4m3). Used by the layouts, by the torch
+references of kernels that write KV, and by the torch backend.
 
 Masked attention multiplies unread values by 0, and 0 * NaN is NaN. So NaN of a rejected draft token, or of a page's
 earlier owner, would spread to rows that do not attend to it. Therefore NaN is moved to the key, whose masked scores are
 minus infinity: only rows that attend to the token become NaN.
 
-FP8 (e4m3) in the KV cache: rounding rows to it and reading them back. Used by the layouts, by the torch references
-of kernels that write KV, and by the torch backend.
-
-A number x is stored as x / scale, rounded to the nearest e4m3 number; beyond 448 it saturates, and NaN stays NaN.
-Stored numbers convert to float16, bfloat16 and float32 exactly. Attention multiplies in 16 or 32 bits, never in FP8,
-and sums in float32. The key scale is multiplied into the score scale, the value scale into the output."""
+In FP8 a number x is stored as x / scale, rounded to the nearest e4m3 number; beyond 448 it saturates, and NaN stays
+NaN. Stored numbers convert to float16, bfloat16 and float32 exactly. Attention multiplies in 16 or 32 bits, never in
+FP8, and sums in float32. The key scale is multiplied into the score scale, the value scale into the output."""
 
 import math
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""`aerie.kernels.kv.stored_values` in kernels that write KV.
-
-FP8 (e4m3) in kernels: rounding to FP8, and conversion of FP8 pages to the dtype of the products."""
+"""Device functions of `aerie.kernels.kv.stored_values`, for kernels that write KV (NaN moved to the key, rounding to
+FP8) or read FP8 pages (conversion to the dtype of the products)."""
 
 import triton
 import triton.language as tl

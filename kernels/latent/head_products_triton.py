@@ -1,8 +1,7 @@
 # mypy: disable-error-code="assignment, no-untyped-call, no-untyped-def, untyped-decorator, var-annotated"
-"""The kernel of `aerie.kernels.latent.head_products`. Some programs rotate q; results may be FP8.
-
-The kernel of `aerie.kernels.latent.head_products` for few rows. A tensor map loads a head's matrix to shared
-memory before the wait. From registers, as in `head_products_triton`, it would have to be moved after the wait."""
+"""The kernels of `aerie.kernels.latent.head_products`: `_head_products` for any number of rows, in which some programs
+rotate q and whose results may be FP8; `_latent_values` for few rows. In the latter a tensor map loads a head's matrix
+to shared memory before the wait. From registers, as in the former, it would have to be moved after the wait."""
 
 from typing import NamedTuple
 

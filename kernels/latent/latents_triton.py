@@ -1,10 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `aerie.kernels.latent.latents`: one launch, one program per row and latent.
-
-The kernel of `aerie.kernels.latent.latents`.
-
-Only the device knows the number of tokens. A grid that fills the device loops over the tiles, so the time of a captured
-step depends on its actual number of tokens, not on the maximum."""
+"""The kernels of `aerie.kernels.latent.latents`. `_normed_latents`: one launch, one program per row and latent.
+`_expand_latents`: only the device knows the number of tokens, so a grid that fills the device loops over the tiles, and
+the time of a captured step depends on its actual number of tokens, not on the maximum."""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
 """Adapters of linear layers (LoRA, arXiv 2106.09685).
 
-product   adds the adapters' parts to a layer's result, by row
-few_rows  device functions that add them in the launch of the layer's own product
+product          adds the adapters' parts to a layer's result, by row
+few_rows_triton  device functions that add them in the launch of the layer's own product
 
-Triton kernels are in NAME_triton, the implementation for CPUs in NAME_host.
+The kernels of `product` are in NAME_triton, the implementation for CPUs in NAME_host.
 """

@@ -1,12 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Row-wise kernels of `norm` and `activation`: one program per row.
-
-With the few rows of a round, a kernel takes as long as its launch, 1 to 2 us in a graph; torch needs six launches for a
-norm, and two for an activation.
-
-The formula of `aerie.kernels.norm.head_norms.rms_norm`, for kernels that norm rows or heads.
-
-The kernel of `aerie.kernels.norm.norm.sigmoid_mul`. A program computes one head of a row, or part of one."""
+"""Kernels of `aerie.kernels.norm.norm`: norms and activations with one program per row, `sigmoid_mul` with one per head
+of a row or part of one; and the formula of `aerie.kernels.norm.head_norms.rms_norm`, for other kernels that norm rows
+or heads. With the few rows of a round, a kernel takes as long as its launch, 1 to 2 us in a graph; torch needs six
+launches for a norm, and two for an activation."""
 
 import torch
 import triton

@@ -6,10 +6,8 @@ As in `stream_triton`, each lane loads the codes of its own part of a tensor cor
 outputs over four warps. Tensor maps load rows to shared memory for all warps. Weights are multiplied by their scale and
 rounded to the rows' dtype, as in dequantisation, unless `BlockTiles.scaled_sums` is set.
 
-The order of inputs in an operand differs from that in a row (`aerie.kernels.packed.weight`). Either `order_rows`
-first reorders the rows, or the kernel reads them in the operand's order, 4 bytes at a time (`BlockTiles.direct`).
-
-Weights of `blocks_triton` as wgmma's first operand."""
+The order of inputs in an operand differs from that in a row (`aerie.kernels.packed.weight`). Either `order_rows` first
+reorders the rows, or the kernel reads them in the operand's order, 4 bytes at a time (`BlockTiles.direct`)."""
 
 import triton
 import triton.language as tl

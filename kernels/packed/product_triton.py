@@ -1,12 +1,10 @@
 # mypy: disable-error-code="assignment, no-untyped-call, no-untyped-def, untyped-decorator, var-annotated"
 """The Triton implementation of `aerie.kernels.packed.product`: chooses kernels by the number of rows.
 
-Reorders rows for `blocks_triton`, which loads wgmma's operands with tensor maps.
-
-Dequantises some outputs of a low-bit weight to 16 bits, for large-batch GEMMs with cuBLAS.
-
-A lane decodes its parts of operands (`aerie.kernels.packed.fragments_triton`), 8 adjacent inputs of two outputs,
-and stores 16 bytes of each. A number is rounded once; with `row_scale` twice."""
+Two kernels are here. `order_rows` reorders rows for `blocks_triton`, which loads wgmma's operands with tensor maps.
+`dequantize_rows` dequantises some outputs of a weight to 16 bits, for large-batch GEMMs with cuBLAS: a lane decodes its
+parts of operands (`aerie.kernels.packed.fragments_triton`), 8 adjacent inputs of two outputs, and stores 16 bytes of
+each. A number is rounded once; with `row_scale` twice."""
 
 from dataclasses import dataclass
 

@@ -11,9 +11,7 @@ an exact subtraction removes the zero. The sum of a group is multiplied by its s
 
 The warps of a program share the inputs, and so do several programs (split K). The last program adds the splits in
 order, so equal inputs give equal bits. A row's result depends on the other rows only through the tiles that the table
-chooses.
-
-One step of `aerie.kernels.packed.stream_triton`: a lane's loads of codes, scales and rows, and its products."""
+chooses. The experts' kernels use the device functions of one step: a lane's loads, and its products."""
 
 import torch
 import triton

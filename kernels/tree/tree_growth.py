@@ -1,11 +1,9 @@
-"""Grows a draft tree level by level, and selects the nodes to verify (EAGLE-2, arXiv 2406.16858, section 4).
+"""Grows a draft tree level by level, and selects the nodes to verify, in one of two ways.
 
-Grows the best draft tree of a given number of nodes, level by level: exact best-first growth under a budget.
-
-A node's score never exceeds its parent's. So the best nodes of a tree can be found level by level: the children of the
-newest level's nodes compete with all nodes kept so far, and the best `width - 1` of both stay. A heap that expands one
-node after another finds the same tree (tests/speculative/tree/test_best_first.py). EAGLE-2 instead expands a fixed
-number of nodes a level (`aerie.kernels.tree.tree_growth`)."""
+`grow` and `write_best` are EAGLE-2 (arXiv 2406.16858, section 4): a fixed number of nodes of each level is expanded.
+`grow_best` and `grow_block` find the best tree of a given number of nodes. A node's score never exceeds its parent's.
+So the children of the newest level's nodes compete with all nodes so far, and the best `width - 1` of both stay. A heap
+that expands one node after another finds the same tree (tests/speculative/tree/test_best_first.py)."""
 
 import torch
 from torch import Tensor

@@ -1,11 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `tree_growth`: one launch per level instead of a dozen, and one for the selection instead of fifty. One
-program per request.
+"""Kernels of `aerie.kernels.tree.tree_growth`, with one program per request: `_grow`, one launch per level instead of a
+dozen; `_cut`, one launch for the selection instead of fifty; `_grow_block`, one launch with one warp per program.
 
-The kernel of `best_first.grow_block`: one launch, one program of one warp a request.
-
-It expands one node after another, as a heap does. The nodes that may come next lie in registers: of each expanded node
-its first child, and of each child but the last its next sibling. So there is one more of them than expanded nodes."""
+`_grow_block` expands one node after another, as a heap does. The nodes that may come next lie in registers: of each
+expanded node its first child, and of each child but the last its next sibling. So there is one more of them than
+expanded nodes."""
 
 import torch
 import triton

@@ -1,9 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
-"""Kernels of `aerie.kernels.vocabulary.topk_log_softmax`: two launches. torch's topk and logsumexp take a dozen
-launches and 80 us for one row. Up to ONE_BY_ONE tokens are found one after another, more by sorting.
-
-Kernels of `aerie.kernels.vocabulary.topk_log_softmax`, which split rows over programs. torch's argmax takes 36 us for
-one row of 128,256."""
+"""Kernels of `aerie.kernels.vocabulary.topk_log_softmax`, which split rows over programs. `topk_log_softmax` is two
+launches; torch's topk and logsumexp take a dozen, and 80 us for one row. Up to ONE_BY_ONE tokens are found one after
+another, more by sorting. `largest` replaces torch's argmax, which takes 36 us for one row of 128,256."""
 
 import torch
 import triton

@@ -1,10 +1,9 @@
-"""Drafts a tree of one shape, from the draft's recurrent state after the newest token.
+"""Drafts a tree of one shape, from the draft's recurrent state after the newest token; and `DraftLayer`, the decoder
+layer of EAGLE and EAGLE-3 models, without a norm before its attention.
 
 The first step reads the result of draft-extend. Step s after it writes KV to suffix columns (s - 1) * top_k onwards;
-the suffix is discarded after the round. For random requests the target's noise (`aerie.workers.sampling`) and
-filters are applied to the scores, so that the draft proposes what the target is likely to draw.
-
-Layers of EAGLE and EAGLE-3 models: a decoder layer without a norm before its attention."""
+the suffix is discarded after the round. For random requests the target's noise (`aerie.workers.sampling`) and filters
+are applied to the scores, so that the draft proposes what the target is likely to draw."""
 
 from dataclasses import dataclass, replace
 from typing import TypeVar

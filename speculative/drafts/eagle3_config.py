@@ -1,10 +1,8 @@
-"""Reads config.json of published EAGLE-3 heads, and refuses unsupported keys.
+"""Reads config.json of published EAGLE-3 heads, and refuses unsupported keys; layout and weight names of their
+checkpoints, shared by serving (`aerie.speculative.drafts.eagle3`) and training (`aerie.speculative.training.eagle3`).
 
 There are three formats. SafeAILab's and SpecForge's is flat; NVIDIA's has more keys in `eagle_config`; RedHat's
-`speculators` has the layers' keys in `transformer_layer_config`.
-
-Layout and weight names of EAGLE-3 checkpoints, shared by serving (`aerie.speculative.drafts.eagle3`) and training
-(`aerie.speculative.training.eagle3`)."""
+`speculators` has the layers' keys in `transformer_layer_config`."""
 
 import re
 from collections.abc import Iterable, Mapping

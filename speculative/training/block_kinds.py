@@ -24,7 +24,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from aerie.speculative.drafts.blocks.dflash import DFlash
 from aerie.speculative.drafts.blocks.dflash2 import DFlash2
-from aerie.speculative.drafts.blocks.domino import Domino, DSpark
+from aerie.speculative.drafts.blocks.domino import Domino
+from aerie.speculative.drafts.blocks.dspark import DSpark
 from aerie.speculative.training import TrainingError
 from aerie.speculative.training.blocks import BlockContext, BlockHead, captured_layers
 from aerie.speculative.training.draft import (

@@ -1,8 +1,6 @@
-"""`aerie train-draft`: from parsed arguments to a saved draft.
-
-Under `torchrun` each process trains on its share of the batches; the first one regenerates, saves, measures and prints.
-
-A GGUF file's model as transformers' module, dequantised, for training drafts."""
+"""`aerie train-draft`: from parsed arguments to a saved draft. Under `torchrun` each process trains on its share of the
+batches; the first one regenerates, saves, measures and prints. A target in a GGUF file is dequantised to transformers'
+module (`gguf_target`)."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
-from aerie.attention.kv_cache.page_allocator import DUMMY_PAGE, NaNPages, PageAllocator
+from aerie.attention.kv_cache.nan_pages import NaNPages
+from aerie.attention.kv_cache.page_allocator import DUMMY_PAGE, PageAllocator
 from aerie.attention.kv_cache.prefix_cache import Match, PrefixCache
 from aerie.attention.kv_cache.radix_node import salt_of_weights
 from aerie.attention.kv_cache.slot_windows import SlotWindows

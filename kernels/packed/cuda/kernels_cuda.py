@@ -1,7 +1,5 @@
-"""Products with int4 weights by `few_rows.cu` (up to 32 rows), `wide.cu` (17 to 32) and `many_rows.cu` (more).
-
-The implementation of `aerie.kernels.packed.product` by CUDA C++ kernels for Hopper (`kernels_cuda`). Triton
-kernels compute the other cases."""
+"""The implementation of `aerie.kernels.packed.product` by CUDA C++ kernels for Hopper and int4 weights: `few_rows.cu`
+(up to 32 rows), `wide.cu` (17 to 32) and `many_rows.cu` (more). Triton kernels compute the other cases."""
 
 from dataclasses import dataclass
 from functools import cache

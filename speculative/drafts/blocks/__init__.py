@@ -2,7 +2,8 @@
 
 config   the layout of a block, and config.json of published heads
 dflash   DFlash: method and model
-domino   Domino: a bias that depends on the whole path; DSpark: a Markov head
+dspark   DSpark: a Markov head; the bias on logits that Domino shares
+domino   Domino: a bias that depends on the whole path
 dflash2  DFlash2: convolutions and a selector
 drafter  drafts chains and trees from one pass
 """

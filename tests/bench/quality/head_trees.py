@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from aerie.kernels.tree.nodes import Candidates, Children
 from aerie.kernels.tree.tree_growth import grow_best, level_rows
-from aerie.speculative.drafts.blocks.domino import CORRECTED
+from aerie.speculative.drafts.blocks.dspark import CORRECTED
 from aerie.speculative.training.block_kinds import DSparkHead
 from aerie.speculative.training.blocks import BlockHead
 from aerie.speculative.training.losses import run_target

@@ -17,7 +17,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
 from aerie.speculative.drafts.blocks.dflash2 import DFlash2
-from aerie.speculative.drafts.blocks.domino import Domino, DSpark
+from aerie.speculative.drafts.blocks.domino import Domino
+from aerie.speculative.drafts.blocks.dspark import DSpark
 from aerie.speculative.drafts.registry import read_draft
 from aerie.speculative.training import TrainingError
 from aerie.speculative.training.block_kinds import KINDS, BlockOptions, block_config, build_block_head, captured_layers
