@@ -20,7 +20,15 @@ from aerie.kernels.packed.blocks_triton import packed_blocks
 from aerie.kernels.packed.fragments_triton import decode
 from aerie.kernels.packed.product import PackedProduct
 from aerie.kernels.packed.stream_triton import TL_TYPES, packed_stream
-from aerie.kernels.packed.tiles import FIXED_ROWS, BlockTiles, StreamTiles, fixed_tiles, outputs_at_once, product_tiles
+from aerie.kernels.packed.tiles import (
+    FIXED_BLOCKS,
+    FIXED_ROWS,
+    BlockTiles,
+    StreamTiles,
+    fixed_tiles,
+    outputs_at_once,
+    product_tiles,
+)
 from aerie.kernels.packed.weight import TILE, PackedWeight
 from aerie.kernels.pdl import pdl_wait
 
@@ -171,7 +179,7 @@ class TritonPackedProduct(PackedProduct):
         if out is None:
             out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
         if self.deterministic:
-            return self._in_passes(x, bias, out)
+            return self._in_blocks(x, bias, out)
         tiles = product_tiles(rows, n, k, False, self.weight.code, self.weight.group)
         return self._dequantized(x, bias, out) if tiles is None else self._in_tiles(x, bias, out, tiles, False)
 
@@ -194,11 +202,16 @@ class TritonPackedProduct(PackedProduct):
         ordered = x if tiles.direct else order_rows(x)
         return packed_blocks(ordered, self.weight, bias, self.workspace, tiles, out, gated)
 
-    def _in_passes(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-        """Multiply any number of rows, up to FIXED_ROWS per launch, in one order of additions."""
-        for first in range(0, x.shape[0], FIXED_ROWS):
-            rows = slice(first, min(first + FIXED_ROWS, x.shape[0]))
-            tiles = fixed_tiles(rows.stop - first, *self._shape)
+    def _in_blocks(self, x: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+        """Multiply any number of rows in one order of additions: as many blocks of FIXED_ROWS per launch as fit in the
+        workspace."""
+        tiles = fixed_tiles(x.shape[0], *self._shape)
+        cells, blocks = tiles.part_cells(self._shape[0]), FIXED_BLOCKS
+        if cells:
+            blocks = min(blocks, self.workspace.part.numel() // cells)
+        step = max(1, blocks) * FIXED_ROWS
+        for first in range(0, x.shape[0], step):
+            rows = slice(first, first + step)
             packed_stream(aligned(x[rows]), self.weight, bias, self.workspace, tiles, out[rows])
         return out
 

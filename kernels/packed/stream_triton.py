@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment, var-annotated, misc"
-"""y = x W^T, or silu(x G^T) * (x U^T), for up to 32 rows and a 4- or 8-bit weight, which is streamed.
+"""y = x W^T, or silu(x G^T) * (x U^T), for up to 32 rows and a 4- or 8-bit weight, which is streamed. Deterministic
+products of more rows are blocks of 32, in one launch.
 
 A 4-bit weight has a quarter of the bytes of a 16-bit one, so work per byte matters four times as much. Here each lane
 loads 16 bytes of codes, its own part of the tensor cores' operands (`aerie.kernels.packed.weight`), and 16 bytes of
@@ -138,12 +139,13 @@ def _packed_stream(
     STEPS: tl.constexpr,
     SPLITS: tl.constexpr,
     GATED: tl.constexpr,
+    IN_BLOCKS: tl.constexpr,
     TYPE: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    # N: outputs of W, or half of them if GATED
+    # N: outputs of W, or half of them if GATED. IN_BLOCKS: more rows than a program has.
     CHUNKS: tl.constexpr = (K + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
@@ -152,6 +154,13 @@ def _packed_stream(
     EACH: tl.constexpr = 2 * COUNT if GROUP % (64 * COUNT) == 0 or GROUP == K else ONE
     HAS_ZEROS: tl.constexpr = zeros_ptr is not None
     tile, split = tl.program_id(0), tl.program_id(1)
+    sums_at = tile  # the sum that this program shares with others
+    if IN_BLOCKS:
+        first_row = tl.program_id(2) * (8 * ROW_TILES)
+        sums_at += tl.program_id(2) * tl.num_programs(0)
+        rows -= first_row
+        x_ptr += first_row.to(tl.int64) * (2 * row_stride)
+        out_ptr += first_row.to(tl.int64) * N
     index = tl.arange(0, WARPS_N * WARPS_K * 128)
     word, warp = index % 128, index // 128
     r, t, g = index % 4, index // 4 % 4, index // 16 % 8
@@ -210,12 +219,12 @@ def _packed_stream(
     RESULTS: tl.constexpr = (PARTS + WARPS - 1) // WARPS if GATED else (PARTS + WARPS_K - 1) // WARPS_K
     sums = sums_of_warps(acc, PARTS, WARPS_N, WARPS_K, GATED and SPLITS == 1, INTERPRETED)
     if SPLITS > 1:
-        cells = part_ptr + tile * (SPLITS * PARTS * WARPS_N * 128) + word
+        cells = part_ptr + sums_at * (SPLITS * PARTS * WARPS_N * 128) + word
         for q in tl.static_range((PARTS + WARPS_K - 1) // WARPS_K):
             part = q * WARPS_K + warp // WARPS_N
             here = cells + ((split * PARTS + part) * WARPS_N + warp % WARPS_N) * 128
             tl.store(here, sums[q], mask=(part < PARTS) & (part % ROW_TILES * 8 + 2 * t < rows))
-        if not comes_last(ticket_ptr + tile, SPLITS):
+        if not comes_last(ticket_ptr + sums_at, SPLITS):
             return
         sums = ()
         for q in tl.static_range(RESULTS):
@@ -267,18 +276,21 @@ def packed_stream(
 
     x: [rows, in_features] bfloat16 or float16, last stride 1, rows at multiples of 16 bytes.
     weight: weight of a linear layer, with 16-bit scales; in_features a multiple of 8.
-    tiles: from `stream_tiles` or `gated_tiles`, for at least as many rows.
+    tiles: from `stream_tiles` or `gated_tiles`. With more rows than `tiles` has, blocks of rows run side by side.
+    workspace: at least `StreamTiles.workspace_size` for these blocks.
     out: [rows, N] or [rows, N / 2], contiguous, of 16 or 32 bits.
 
     Reference: `aerie.kernels.packed.product.packed_product`.
     """
     (rows, n), k = out.shape, weight.in_features
     assert x.shape == (rows, k) and x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % 8 == 0
-    assert rows <= 8 * tiles.row_tiles and out.is_contiguous()
+    blocks = triton.cdiv(rows, 8 * tiles.row_tiles)
+    cells, tickets = tiles.workspace_size(n, blocks)
+    assert out.is_contiguous() and workspace.part.numel() >= cells and workspace.tickets.numel() >= tickets
     assert weight.out_features == n * (1 + gated) and not (gated and (n % 64 or bias is not None or tiles.warps_n != 2))
     if rows == 0:
         return out
-    grid = (n // 64 if gated else triton.cdiv(triton.cdiv(n, 64), tiles.warps_n), tiles.splits)
+    grid = (n // 64 if gated else triton.cdiv(triton.cdiv(n, 64), tiles.warps_n), tiles.splits, blocks)
     _packed_stream[grid](
         x,
         weight.codes,
@@ -302,6 +314,7 @@ def packed_stream(
         STEPS=tiles.steps(k),
         SPLITS=tiles.splits,
         GATED=gated,
+        IN_BLOCKS=blocks > 1,
         TYPE=TL_TYPES[x.dtype],
         SCALE_TYPE=TL_TYPES[weight.scales.dtype],
         INTERPRETED=INTERPRETED,

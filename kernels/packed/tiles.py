@@ -11,7 +11,8 @@ from aerie.kernels.packed.weight import TILE
 
 MAX_STREAM_ROWS = 32
 MAX_BLOCK_ROWS = 512  # with more, dequantising and cuBLAS are faster
-FIXED_ROWS = 32  # maximum rows per launch of deterministic products
+FIXED_ROWS = 32  # maximum rows of a program of deterministic products
+FIXED_BLOCKS = 16  # maximum blocks of as many rows per launch
 _MAX_CELLS = 16 << 20  # 16-bit numbers dequantised at once; they stay in L2
 
 
@@ -40,6 +41,10 @@ class StreamTiles:
         """Floats of partial sums."""
         parts = cdiv(n, TILE * self.warps_n) * self.splits if self.splits > 1 else 0
         return parts * TILE * self.warps_n * 8 * self.row_tiles
+
+    def workspace_size(self, n: int, blocks: int) -> tuple[int, int]:
+        """Return floats of partial sums, and tickets, of blocks of rows that run side by side."""
+        return blocks * self.part_cells(n), blocks * cdiv(n, TILE * self.warps_n) if self.splits > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -165,11 +170,11 @@ def product_tiles(
 
 
 def fixed_tiles(rows: int, n: int, k: int) -> StreamTiles:
-    """Return the tiles of deterministic products, for up to FIXED_ROWS rows. All add in the same order: a tile of
-    8 rows has tensor core instructions of its own."""
+    """Return the tiles of deterministic products, for more than FIXED_ROWS rows in blocks. All add in the same order: a
+    tile of 8 rows has tensor core instructions of its own."""
     tiles = stream_tiles(FIXED_ROWS, n, k)
-    assert tiles is not None and rows <= FIXED_ROWS
-    return replace(tiles, row_tiles=_row_tiles(rows))
+    assert tiles is not None
+    return replace(tiles, row_tiles=_row_tiles(min(rows, FIXED_ROWS)))
 
 
 def block_tiles(rows: int, n: int, k: int) -> BlockTiles | None:
@@ -206,8 +211,9 @@ def packed_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return cells and tickets for weights of these shapes [N, K]."""
     cells, num_tickets = SHARED_SUMS
     for n, k in shapes:
-        cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2), fixed_tiles(FIXED_ROWS, n, k).part_cells(n))
-        num_tickets = max(num_tickets, cdiv(n, TILE))
+        fixed = fixed_tiles(FIXED_ROWS, n, k)
+        cells = max(cells, cdiv(min(n, outputs_at_once(n, k)) * k, 2), fixed.part_cells(n))
+        num_tickets = max(num_tickets, cdiv(n, TILE), fixed.workspace_size(n, FIXED_BLOCKS)[1])
         for rows in (8, 16, *range(32, 129, 32), *range(256, MAX_BLOCK_ROWS + 1, 128)):
             for gated, group in product((False, True), (_MEASURED_GROUP, 1)):
                 tiles = product_tiles(rows, n, k, gated, "int4", group)

@@ -13,7 +13,7 @@ from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
 from aerie.kernels.norm.norm import silu_mul  # noqa: E402
 from aerie.kernels.packed import product_triton, tiles  # noqa: E402
 from aerie.kernels.packed.product_triton import TritonPackedProduct, dequantize_rows  # noqa: E402
-from aerie.kernels.packed.tiles import FIXED_ROWS, MAX_STREAM_ROWS, BlockPlan, packed_workspace_size  # noqa: E402
+from aerie.kernels.packed.tiles import FIXED_ROWS, MAX_STREAM_ROWS, BlockPlan, fixed_tiles, packed_workspace_size  # noqa: E402
 from aerie.kernels.packed.weight import BITS, Code, PackedWeight, dequantize, pack  # noqa: E402
 from tests.bench.kernels.packed import VARIANTS  # noqa: E402
 from tests.kernels.gemm.test_ordered_experts import terms  # noqa: E402
@@ -147,14 +147,20 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 
 def test_deterministic_products_of_a_row_do_not_depend_on_the_number_of_rows() -> None:
+    """Nor on how many blocks of rows fit in the workspace. 600 rows take two launches."""
     n, k = SMALL[0]
     weight = weight_of(n, k, "int4", 64, False, torch.bfloat16, DEVICE)
     ours = product_of(weight, deterministic=True)
-    x = torch.randn(FIXED_ROWS + 6, k, device=DEVICE).half()
+    x = torch.randn(600, k, device=DEVICE).half()
     whole = ours.multiply(x, None)
+    exact = x.double() @ dequantize(weight, torch.float32).double().T
+    assert error(whole, exact) < BOUND[torch.float16]
     assert not ours.multiply(x[:0], None).numel()
-    for first, count in ((0, 5), (FIXED_ROWS, 5), (3, 1), (7, 8), (2, 16), (1, 30)):
+    for first, count in ((0, 5), (FIXED_ROWS, 5), (3, 1), (7, 8), (2, 16), (1, 31), (9, 64), (8, 65), (5, 127)):
         assert torch.equal(ours.multiply(x[first : first + count], None), whole[first : first + count])
+    cells = max(1, fixed_tiles(600, n, k).part_cells(n))
+    part = Workspace.allocate(2 * cells, 64, torch.device(DEVICE))
+    assert torch.equal(TritonPackedProduct(weight, part, True).multiply(x[:150], None), whole[:150])
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -163,9 +169,10 @@ def test_sums_in_which_the_order_matters(deterministic: bool) -> None:
     n, k = 64, 2560
     codes, scales = torch.full((n, k), 9, dtype=torch.uint8), torch.full((n, k // 64), 2.0**12)
     weight = pack(codes.to(DEVICE), scales.to(DEVICE, torch.bfloat16), None, None, 64, "int4")
-    x = terms(k, 64).repeat(FIXED_ROWS + 1, 1).to(DEVICE, torch.bfloat16)
+    x = terms(k, 64).repeat(127, 1).to(DEVICE, torch.bfloat16)
     ours = product_of(weight, deterministic)
-    found = {int(ours.multiply(x[:rows], None)[0, 0]) for rows in (1, 9, FIXED_ROWS + 1)}
+    sums = [ours.multiply(x[:rows], None)[:, 0] for rows in (1, 9, FIXED_ROWS + 1, 127)]
+    found = set(torch.cat(sums).tolist())
     assert (len(found) == 1) == deterministic
 
 
