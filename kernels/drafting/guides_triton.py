@@ -133,7 +133,7 @@ def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level
     return _launch(guides, slots, states, level.parent, level.tokens.contiguous())[1]
 
 
-@triton.jit(do_not_specialize=["width", "rows_each"])
+@triton.jit(do_not_specialize=["width", "rows_per_request"])
 def _mask(
     x_ptr,
     x_stride,
@@ -189,7 +189,7 @@ def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, state
     )
 
 
-@triton.jit(do_not_specialize=["width", "rows_each"])
+@triton.jit(do_not_specialize=["width", "rows_per_request"])
 def _children(
     block_ptr,
     block_stride,

@@ -33,7 +33,7 @@ def _are_best(score, there, limit):
     return above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= limit - tl.sum(above.to(tl.int32), 0)))
 
 
-@triton.jit(do_not_specialize=["num_pool", "parents", "num_kept", "num_rows", "depth"])
+@triton.jit(do_not_specialize=["num_pool", "parents", "num_survivors", "num_rows", "depth"])
 def _grow_best(
     score_ptr,
     id_ptr,
