@@ -2,10 +2,10 @@
 torch, because the ingress reads it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from aerie.workers.config import ModelSource
 from aerie.workers.models.config_fields import architecture_of, section_of, size_of
@@ -19,16 +19,21 @@ PROCESSOR = "processor_config.json"  # may contain the image processor's setting
 CHANNELS = 3
 
 
+Kind = Literal["qwen", "gemma3", "gemma4"]
+
+
 @dataclass(frozen=True)
 class VisionFamily:
     """Classes of transformers for the tower of an architecture.
 
+    kind: names its reader (`_READERS`) and its encoder (`aerie.workers.vision.encoders.ENCODERS`).
     package: of `transformers.models`.
     tower, config: the tower's class and its configuration's.
     model_package: of the whole model, if that is another one.
     text, replacement: see `Placeholder`.
     """
 
+    kind: Kind
     package: str
     tower: str
     config: str
@@ -37,24 +42,25 @@ class VisionFamily:
     replacement: str = ""
 
 
-_QWEN3_VL = VisionFamily("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig")
-_QWEN3_5 = VisionFamily("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig")
+_QWEN3_VL = VisionFamily("qwen", "qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig")
+_QWEN3_5 = VisionFamily("qwen", "qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig")
 FAMILIES = {
     "Qwen2VLForConditionalGeneration": VisionFamily(
-        "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig"
+        "qwen", "qwen2_vl", "Qwen2VisionTransformerPretrainedModel", "Qwen2VLVisionConfig"
     ),
     "Qwen2_5_VLForConditionalGeneration": VisionFamily(
-        "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig"
+        "qwen", "qwen2_5_vl", "Qwen2_5_VisionTransformerPretrainedModel", "Qwen2_5_VLVisionConfig"
     ),
     "Qwen3VLForConditionalGeneration": _QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": VisionFamily(
-        "qwen3_vl_moe", "Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionConfig"
+        "qwen", "qwen3_vl_moe", "Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionConfig"
     ),
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": VisionFamily(
-        "qwen3_5_moe", "Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionConfig"
+        "qwen", "qwen3_5_moe", "Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionConfig"
     ),
     "Gemma3ForConditionalGeneration": VisionFamily(
+        "gemma3",
         "siglip",
         "SiglipVisionModel",
         "SiglipVisionConfig",
@@ -63,7 +69,13 @@ FAMILIES = {
         "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
     ),
     "Gemma4ForConditionalGeneration": VisionFamily(
-        "gemma4", "Gemma4VisionModel", "Gemma4VisionConfig", "gemma4", "<|image|>", "<|image><|image|><image|>"
+        "gemma4",
+        "gemma4",
+        "Gemma4VisionModel",
+        "Gemma4VisionConfig",
+        "gemma4",
+        "<|image|>",
+        "<|image><|image|><image|>",
     ),
 }
 
@@ -158,8 +170,13 @@ def read_vision(config: Mapping[str, Any], source: ModelSource, served_by: str |
     token = config.get("image_token_id", config.get("image_token_index"))
     if not isinstance(token, int):
         raise ValueError(f"{name}: config.json has no image_token_id; download it again, or set model.images=off")
-    if family.model_package:
-        return _read_gemma(config, source, family, tower, token)
+    return _READERS[family.kind](config, source, family, tower, token)
+
+
+def _read_qwen(
+    config: Mapping[str, Any], source: ModelSource, family: VisionFamily, tower: Mapping[str, Any], token: int
+) -> VisionConfig:
+    name = f"model {source.path}"
     sizes = {key: _one(tower, key, name) for key in ("patch_size", "spatial_merge_size", "temporal_patch_size")}
     hidden_key = "hidden_size" if family.package == "qwen2_vl" else "out_hidden_size"
     return VisionConfig(
@@ -178,42 +195,62 @@ def read_vision(config: Mapping[str, Any], source: ModelSource, served_by: str |
     )
 
 
-def _read_gemma(
+def _read_gemma3(
     config: Mapping[str, Any], source: ModelSource, family: VisionFamily, tower: Mapping[str, Any], token: int
 ) -> VisionConfig:
-    """Return the images of Gemma 3 or 4, whose sizes the checkpoint sets, not `model.max_image_pixels`."""
-    name, text = f"model {source.path}", section_of(config, "text_config", f"model {source.path}")
-    patch_size = _one(tower, "patch_size", name)
-    if family.model_package == "gemma3":
-        side = size_of(tower, "image_size", name) // patch_size  # patches
-        per_side = math.isqrt(size_of(config, "mm_tokens_per_image", name, 256))  # tokens
-        merge_size, max_patches, filler, whole = side // per_side, side**2, token, True
-        if per_side * merge_size != side:
-            raise ValueError(
-                f"{name}: config.json: mm_tokens_per_image: {side} x {side} patches do not make {per_side} x "
-                f"{per_side} tokens; correct it, or set model.images=off"
-            )
-    else:
-        merge_size = size_of(tower, "pooling_kernel_size", name, 3)
-        settings = image_settings(source.folder)
-        max_patches = size_of(settings, "max_soft_tokens", name, 280) * merge_size**2
-        # the embedding that each layer has of its own is that of this token
-        filler, whole = size_of(text, "pad_token_id", name, 0, least=0), text.get(_BIDIRECTIONAL) == "vision"
+    """Return the images of Gemma 3, which all have the tower's size."""
+    name, patch_size = f"model {source.path}", _one(tower, "patch_size", f"model {source.path}")
+    side = size_of(tower, "image_size", name) // patch_size  # patches
+    per_side = math.isqrt(size_of(config, "mm_tokens_per_image", name, 256))  # tokens
+    merge_size = side // per_side
+    if per_side * merge_size != side:
+        raise ValueError(
+            f"{name}: config.json: mm_tokens_per_image: {side} x {side} patches do not make {per_side} x "
+            f"{per_side} tokens; correct it, or set model.images=off"
+        )
     return VisionConfig(
         family=family,
         tower=tower,
         image_token_id=token,
-        filler_id=filler,
+        filler_id=token,
+        patch_size=patch_size,
+        frames=1,
+        merge_size=merge_size,
+        hidden_size=size_of(section_of(config, "text_config", name), "hidden_size", name),
+        num_deep=0,
+        max_pixels=side**2 * patch_size**2,
+        whole=True,
+        has_mrope=False,
+        fixed=True,
+    )
+
+
+def _read_gemma4(
+    config: Mapping[str, Any], source: ModelSource, family: VisionFamily, tower: Mapping[str, Any], token: int
+) -> VisionConfig:
+    """Return the images of Gemma 4, whose largest size the checkpoint sets, not `model.max_image_pixels`."""
+    name, text = f"model {source.path}", section_of(config, "text_config", f"model {source.path}")
+    patch_size, merge_size = _one(tower, "patch_size", name), size_of(tower, "pooling_kernel_size", name, 3)
+    max_tokens = size_of(image_settings(source.folder), "max_soft_tokens", name, 280)
+    return VisionConfig(
+        family=family,
+        tower=tower,
+        image_token_id=token,
+        # the embedding that each layer has of its own is that of this token
+        filler_id=size_of(text, "pad_token_id", name, 0, least=0),
         patch_size=patch_size,
         frames=1,
         merge_size=merge_size,
         hidden_size=size_of(text, "hidden_size", name),
         num_deep=0,
-        max_pixels=max_patches * patch_size**2,
-        whole=whole,
+        max_pixels=max_tokens * merge_size**2 * patch_size**2,
+        whole=text.get(_BIDIRECTIONAL) == "vision",
         has_mrope=False,
-        fixed=family.model_package == "gemma3",
     )
+
+
+_Read = Callable[[Mapping[str, Any], ModelSource, VisionFamily, Mapping[str, Any], int], VisionConfig]
+_READERS: Mapping[Kind, _Read] = {"qwen": _read_qwen, "gemma3": _read_gemma3, "gemma4": _read_gemma4}
 
 
 def image_settings(folder: Path) -> Mapping[str, Any]:

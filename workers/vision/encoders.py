@@ -2,14 +2,14 @@
 
 import importlib
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from aerie.kernels.capability import Capability
-from aerie.workers.vision.config import CHANNELS, VisionConfig
+from aerie.workers.vision.config import CHANNELS, Kind, VisionConfig
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 _WINDOW = 112  # pixels of Qwen2.5-VL's windows, if config.json does not say
@@ -268,13 +268,16 @@ class Gemma4Encoder(ImageEncoder):
         return blocks
 
 
-_ENCODERS: Mapping[str, type[Any]] = {"gemma3": Gemma3Encoder, "gemma4": Gemma4Encoder}
+ENCODERS: Mapping[Kind, Callable[[VisionConfig], ImageEncoder]] = {
+    "qwen": QwenEncoder,
+    "gemma3": Gemma3Encoder,
+    "gemma4": Gemma4Encoder,
+}
 
 
 def build_encoder(config: VisionConfig) -> ImageEncoder:
     """Return the encoder of a family, without weights, on the default device."""
-    encoder: ImageEncoder = _ENCODERS.get(config.family.model_package, QwenEncoder)(config)
-    return encoder
+    return ENCODERS[config.family.kind](config)
 
 
 def _built(config: VisionConfig, settings: str, tower: str) -> Any:
