@@ -1,8 +1,8 @@
 """The messages between scheduler and ranks: one `StepPlan` to all ranks, and one `StepResult` from rank 0, per step.
 
-Encoded as msgpack by `msgspec`: array-like structs, and int32 arrays as little-endian bytes (`pack_i32`). A plan for
-128 running requests is under 1 KB. Ranks execute plans in the order of `step`. The scheduler reads the result of a step
-while the next step runs.
+Encoded as msgpack by `msgspec`: array-like structs, and int32 arrays as little-endian bytes (`pack_i32`). A plan of
+rounds for 128 running requests is under 1 KB; a chunk adds 4 bytes per token. Ranks execute plans in the order of
+`step`. The scheduler reads the result of a step while the next step runs.
 """
 
 from collections.abc import Sequence

@@ -238,13 +238,14 @@ class Scheduler:
         """Return the next plan; None if nothing can run before another result, answer or request arrives, or before
         `next_command`. In this order:
 
-        1. A graph capture that is due becomes a command. Commands run between steps, so none is planned beside one.
-        2. Windows slide, so that what follows may use the pages behind them.
+        1. Commands that are due are queued: a graph capture, the question whether adapters are read. Commands run
+           between steps, so no step is planned while one waits, nor while the engine is paused.
+        2. Windows slide, which frees pages for what follows.
         3. Rounds get their pages first: a request that runs must not wait for one that begins. The time of the rounds
            is then known, and prompts get what the latency budget leaves (`_choose`).
-        4. What rounds and chunks write is taken from lengths, pages and estimates, as if it had happened, so that the
-           next step can be planned before this one's result is there (`_launch`).
-        5. The plan is made of what has changed since the last one (`_plan`).
+        4. The plan gets the states to save, which belong to the lengths before the step. Then lengths move as far as
+           the step may write (`_launch`), so that the next step can be planned before this one's result is there.
+           The rest of the plan is what has changed since the last one (`_plan`).
         """
         self._add_due_capture()
         self.adapters.poll()

@@ -7,7 +7,9 @@ larger graph. A step runs eagerly if there is no larger graph, and in these case
 
 - more prompt tokens or chunks than any graph has;
 - mixed batches with penalties or log-probabilities;
-- chunks with log-probabilities of the prompt;
+- chunks with log-probabilities of the prompt, or with inputs beside tokens (images, embeddings);
+- rounds with rotary positions of their own in a model without M-RoPE;
+- drafts of another tree shape than the graph's (`GraphKeys.of`);
 - graphs that would exceed the memory limit of `aerie.workers.config.GraphCapture`.
 """
 
