@@ -1,4 +1,4 @@
-"""The section `parallel` of the configuration: how many engines, of how many workers, and where."""
+"""How many engines there are, of how many workers, and where: the configuration's section of this name."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

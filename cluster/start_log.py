@@ -1,8 +1,6 @@
-"""Progress lines of a start: one for each completed step, and some during long ones. Lines have the time of day;
-`aerie serve` converts them to its own clock.
-
-Console output of Aerie's processes: marked lines of text, which `aerie serve` distinguishes from Ray's and Serve's,
-or JSON objects with the request's id. Each process sets it up once."""
+"""Console output of Aerie's processes, set up once in each: marked lines of text, which `aerie serve` distinguishes
+from Ray's and Serve's, or JSON objects with the request's id. Also the progress lines of a start, whose time of day
+`aerie serve` converts to its own clock."""
 
 import contextvars
 import json

@@ -1,13 +1,10 @@
-"""Finds the Ray of a server or cluster node that runs on this machine, by its record (`aerie.deploy.processes`):
-address, and the token that it uses. Used by `aerie env`, `aerie status` and `aerie doctor --bundle`; imports no Ray
-before it is reached.
-
-Ray's token, which permits running code on a cluster: where it is, and who makes one. Used by
-`aerie.deploy.serve.launch` and `aerie.deploy.start`.
+"""Finds the Ray of a server or cluster node that runs on this machine, by its record (`aerie.deploy.processes`): its
+address, and the token that permits running code on it. Imports no Ray before it is reached.
 
 `~/.ray/auth_token` is the user's: it is read, and never written or changed. A server's own Ray has a token in the
 server's private folder, a cluster of `aerie start` one in `~/.aerie`. With a token in `~/.ray`, Ray 2.60 would protect
-every later `ray start` of the user, and refuse clients without RAY_AUTH_MODE."""
+every later `ray start` of the user, and refuse clients without RAY_AUTH_MODE.
+"""
 
 import argparse
 import os

@@ -1,9 +1,6 @@
 """The command `aerie`: serve, start, stop, plan, doctor, config, chat, bench, exact, check-server, quantize, and the
-training of targets and drafts.
-
-Modules are imported after arguments are parsed, so that `--help` and errors in options are printed at once.
-
-Hides API keys on the command line, which every user of a machine can read (/proc/PID/cmdline): the command first
+training of targets and drafts. Imports modules after arguments are parsed, so that `--help` and errors in options are
+printed at once. With API keys among the arguments, which every user of a machine can read (/proc/PID/cmdline), it first
 restarts itself with digests in their place."""
 
 import os

@@ -1,6 +1,5 @@
-"""Spellings of `aerie serve` and `aerie plan` that argparse does not know, and what it says to unknown options.
-
-Runs a parsed command of `aerie`; errors of the user become one line and an exit code."""
+"""Parses and runs a command of `aerie`: spellings that argparse does not know, advice on unknown options, and errors of
+the user as one line and an exit code."""
 
 import argparse
 import difflib

@@ -1,12 +1,11 @@
-"""Rewrites Serve's HAProxy configuration: adds limits for clients, errors that clients can act on, and a wait for
-requests while no ingress is reachable. Needs the standard library only.
+"""The program that Serve (Ray 2.60) starts instead of HAProxy, by RAY_SERVE_HAPROXY_BINARY_PATH: a script of
+`write_script`, or on a cluster's hosts the command `aerie-haproxy` (`main`). It runs at each change of routes, so it
+needs only the standard library.
 
-The program that Serve starts instead of HAProxy. Used by `aerie.deploy.serve.environment`.
-
-Serve (Ray 2.60) starts the program in RAY_SERVE_HAPROXY_BINARY_PATH: a script of `write_script`, or on a cluster's
-hosts the command `aerie-haproxy` (`main`). It rewrites the configuration (`aerie.deploy.haproxy`), takes over
-the port from a previous HAProxy without a gap in service, and then execs HAProxy. It runs at each change of routes, so
-it needs only the standard library. If HAProxy dies, `aerie.deploy.serve.watches` starts a replacement on its port."""
+It adds limits for clients, errors that clients can act on, and a wait for requests while no ingress is reachable, to
+Serve's configuration, takes over the port from a previous HAProxy without a gap in service, and then execs HAProxy. If
+HAProxy dies, `aerie.deploy.serve.watches` starts a replacement on its port.
+"""
 
 import json
 import os

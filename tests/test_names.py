@@ -24,7 +24,7 @@ from tests.support.repository.names import (
 
 SOURCES = sorted(name for name in files() if name.endswith((".py", ".md", ".yaml")))
 MAPS = sorted(name for name in files() if name.endswith("/__init__.py") and name.split("/")[0] in PACKAGES)
-ROOMS = ("kernels", "attention", "speculative")
+ROOMS = ("kernels", "attention", "speculative", "workers", "cluster", "deploy")
 MODULES = sorted(name for name in {*SOURCES} - {*MAPS} if name.endswith(".py") and name.split("/")[0] in ROOMS)
 
 FOREIGN = (".cuh", ".cu", ".h")  # sources of libraries, which lie in folders of the same names
@@ -34,6 +34,7 @@ _DOTTED = re.compile(rf"(?<![\w./-])(?:(?:{'|'.join(PACKAGES)})[.:]|aerie\.)(?:[
 _PATH = re.compile(rf"(?<![\w.:/-])(?:(?:{'|'.join(PACKAGES)}|docs|examples)/[\w./*-]*|[\w./*-]+\.(?:py|md|svg))(?!\w)")
 _MEMBER = re.compile(r"(?<![\w.])([A-Z]\w*)\.([a-z_]\w*)")
 _LISTED = re.compile(r" {0,4}([a-z][a-z0-9_]*(?:, [a-z][a-z0-9_]*)*)(?:  +|: )\S")
+_TIGHT = re.compile(r"([a-z]+_[a-z0-9_]+) \S")  # a name as long as its list's column
 _ACTION = re.compile(r"def (_*(?:is|has|was|can|may|needs)_\w+)\((?:[^()]|\([^()]*\))*\) -> None:")
 _CALLERS = ("Used by", "Read by", "Called by", "Owned by", "Built by")
 _KEY = re.compile(rf"(?<![\w./])({'|'.join(AerieConfig.model_fields)})((?:\.[a-z_]+)+)(?![\w/(])")
@@ -86,20 +87,21 @@ def test_links_lead_somewhere() -> None:
 
 
 def test_package_maps_name_what_the_packages_have() -> None:
-    """In the head of an `__init__.py`, a bare word in backticks, or at the start of a line of a list (`name  what it is
-    for`), is a folder, a module or a name of that package."""
+    """In the head of an `__init__.py`, a bare word in backticks is a folder, a module or a name of that package; one at
+    the start of a line of a list (`name  what it is for`) is a folder or a module."""
     assert not [f"{name}: {word}" for name in MAPS for word in _unknown_words(name)]
 
 
 def _unknown_words(name: str) -> list[str]:
     folder = name.removesuffix("__init__.py")
     inside = {path.removeprefix(folder) for path in files() if path.startswith(folder)}
-    known = {part.removesuffix(".py") for path in inside for part in path.split("/")}
-    known |= {"aerie"} | {bound for path in inside if path.endswith(".py") for bound in bindings(folder + path)}
+    modules = {"aerie", *PACKAGES} | {part.removesuffix(".py") for path in inside for part in path.split("/")}
+    names = {bound for path in inside if path.endswith(".py") for bound in bindings(folder + path)}
     words = {text.rstrip("/") for _, text in ticked(name) if re.fullmatch(r"[a-z_]+/?", text)}
-    for match in (_LISTED.match(line) for _, text in prose(name) for line in text.splitlines()):
-        words |= set(match.group(1).split(", ")) if match else set()
-    return sorted(words - known - set(PACKAGES))
+    lines = [line for _, text in prose(name) for line in text.splitlines()]
+    matches = [match for line in lines if (match := _LISTED.match(line) or _TIGHT.match(line))]
+    listed = {word for match in matches for word in match.group(1).split(", ")}
+    return sorted(words - modules - names | listed - modules)
 
 
 def _headings(text: str) -> set[str]:

@@ -1,11 +1,11 @@
-"""Chooses the next token of each row of a pass, the same on all ranks.
+"""Chooses the next token of each row of a pass, the same on all ranks, and computes log-probabilities. Used by decoding
+strategies.
 
 A sampled token is argmax(logits / temperature + Gumbel noise), an exact sample of the softmax. The noise is a hash of
-(seed, position, token id), so a token depends only on the text before it. A draft token is accepted if it equals the
-sampled one. A request therefore gets the same tokens with and without speculation, alone and in a batch, and after
+(seed, position, token id), so a token depends only on the text before it, and a draft token is accepted if it equals
+the sampled one. A request therefore gets the same tokens with and without speculation, alone and in a batch, and after
 preemption. GPUs and CPUs may differ in near ties, because their logarithms differ in the last bits.
-
-Computes log-probabilities of prompt tokens, in blocks of rows, which bounds memory. Used by decoding strategies."""
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

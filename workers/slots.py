@@ -1,9 +1,6 @@
-"""State of the running requests on the device: one row per slot.
-
-The last row is the padding slot. It is always finished, and its page table is zeros (the dummy page). The host never
-reads the tables. `SlotTable.facts` has the parts of each slot's `SlotInit` that the host needs.
-
-Copies a step's arrays from the host to the device, in one copy. Used by `aerie.workers.runner.plan_batch`."""
+"""State of the running requests on the device, one row per slot, and the copy of a step's arrays to it. The last row is
+the padding slot: always finished, its page table zeros (the dummy page). The host never reads the tables;
+`SlotTable.facts` has the parts of each slot's `SlotInit` that it needs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields

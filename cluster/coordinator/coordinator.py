@@ -1,9 +1,6 @@
-"""Runs `aerie.cluster.coordinator.loop` in a thread, driven from other threads. The Ray actor `EagleCoordinator`
-wraps it.
-
-An administrator's calls of a weight transfer, each as commands to the ranks.
-
-Ranks join and receive in the background, so that steps go on; a call asks them repeatedly whether they are done."""
+"""Runs `aerie.cluster.coordinator.loop` in a thread, driven from other threads; the Ray actor `EagleCoordinator` wraps
+it. A weight transfer's calls become commands to the ranks, which join and receive in the background while steps go on,
+and are asked repeatedly whether they are done."""
 
 import logging
 import threading

@@ -1,8 +1,6 @@
-"""The coordinator's side towards clients: requests in from ingresses, tokens and ends out.
-
-Used by `aerie.cluster.coordinator.loop`, in its thread.
-
-One request's stream: what is put into it goes with the connection's next message, one per ingress and step."""
+"""The coordinator's side towards clients, in the thread of `aerie.cluster.coordinator.loop`: requests in from
+ingresses, tokens and ends out. What is put into a request's stream goes with the connection's next message, one per
+ingress and step."""
 
 import logging
 import math

@@ -1,9 +1,6 @@
-"""Publishes an engine's load and the digests of its cached pages to ingresses, which choose an engine by them.
-
-Used by `aerie.cluster.coordinator.loop` in its thread. A subscriber gets at most one message per `PERIOD_S`, with at
-most `MAX_DIGESTS` digests; the rest follows in later messages.
-
-The scheduler's state as a message for /health and /metrics. Used by `aerie.cluster.coordinator.loop`."""
+"""Publishes an engine's load and the digests of its cached pages to ingresses, which choose an engine by them, and the
+scheduler's state for /health and /metrics. Used by `aerie.cluster.coordinator.loop` in its thread. A subscriber gets at
+most one message per `PERIOD_S`, with at most `MAX_DIGESTS` digests; the rest follows in later messages."""
 
 import math
 from collections.abc import Callable, Sequence

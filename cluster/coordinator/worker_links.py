@@ -1,8 +1,6 @@
-"""The coordinator's links to its ranks: plans and commands out, results and answers in, and detection of hangs and
-deaths.
-
-Checks that the model still computes finite numbers. After a request with NaN or infinite logits, the engine requests
-one token from the ranks until it gets one. So `/health` distinguishes broken weights from one unusual request."""
+"""The coordinator's links to its ranks: plans and commands out, results and answers in, detection of hangs and deaths.
+After a request with NaN or infinite logits, it asks the ranks for one token until it gets a finite one, so that
+`/health` distinguishes broken weights from one unusual request."""
 
 import logging
 import math

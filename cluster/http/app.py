@@ -1,9 +1,6 @@
-"""The HTTP application of one ingress: all routes, over any `EngineClient`.
-
-`aerie.cluster.http.endpoint` reads and checks bodies instead of FastAPI, whose error format OpenAI clients do not
-understand.
-
-Builds the OpenAPI document of `/openapi.json` from the routes' schemas, and the page `/docs` from the document."""
+"""The HTTP application of one ingress: all routes, over any `EngineClient`, and the OpenAPI document made of their
+schemas (`/openapi.json`, `/docs`). `aerie.cluster.http.endpoint` reads and checks bodies instead of FastAPI, whose
+error format OpenAI clients do not understand."""
 
 import dataclasses
 import functools

@@ -1,14 +1,12 @@
-"""Prometheus text from the statistics of all engines, one series per engine, and counts of how the requests of this
-ingress ended. The fields of `EngineStats` and `SchedulerStats` declare the metrics.
+"""Prometheus text from the statistics of all engines, one series per engine, and one log line and counts for each
+request that ended at this ingress. The fields of `EngineStats` and `SchedulerStats` declare the metrics.
 
 Every ingress returns the engines' numbers, not its own: otherwise load-balanced scrapes, and tools that take
 differences, would see counters jump. A replaced engine gets a new id and new series, so sums of rates over engines do
-not jump. Only counts of requests, filled by `aerie.cluster.http.middleware`, are of one ingress, and their series carry
-its id. A load-balanced scrape reaches one ingress; a sum of rates over ingresses is right if each is scraped at least
-twice in the range.
-
-One log line for each generation request, and its key's counts. Used by `aerie.cluster.http.middleware`, which ends
-every request, and `aerie.cluster.http.serving`, which knows its tokens."""
+not jump. Only counts of requests, filled by `aerie.cluster.http.middleware` and `aerie.cluster.http.serving`, are of
+one ingress, and their series carry its id. A load-balanced scrape reaches one ingress; a sum of rates over ingresses is
+right if each is scraped at least twice in the range.
+"""
 
 import functools
 import itertools

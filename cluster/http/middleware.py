@@ -1,11 +1,10 @@
-"""Wraps every request: sets its id, checks the API key, and handles exceptions that nothing else has. Plain ASGI, so
-that streams pass unchanged.
-
-Hosts and origins that a server without API keys answers to.
+"""Wraps every request: sets its id, checks the API key, or without keys the Host and Origin, and handles exceptions
+that nothing else has. Plain ASGI, so that streams pass unchanged.
 
 A foreign web page in a user's browser must not use a server that the browser can reach. It could do so through its own
 host name that resolves to this machine (DNS rebinding; the Host header has that name), or by a cross-origin request (it
-cannot read the reply, but the server would do the work). With API keys, only the key is checked."""
+cannot read the reply, but the server would do the work). With API keys, only the key is checked.
+"""
 
 import base64
 import ipaddress

@@ -1,7 +1,6 @@
-"""The tenants of one ingress: its API keys, each with what its requests may do. `aerie.cluster.http.middleware` finds a
-request's tenant; the routes ask for it with `tenant_of`.
-
-Limits of one API key at one ingress: requests and tokens a minute, and generations in flight."""
+"""The tenants of one ingress: its API keys, each with what its requests may do, and its limits: requests and tokens a
+minute, and generations in flight. `aerie.cluster.http.middleware` finds a request's tenant; the routes ask for it with
+`tenant_of`."""
 
 import hashlib
 import math

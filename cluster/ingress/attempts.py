@@ -1,7 +1,5 @@
-"""The attempts of one request on engines, and whether to try again. Pure; used by
-`aerie.cluster.ingress.remote_engines`.
-
-Tokens received for one request from one engine. Filled by `aerie.cluster.ingress.engine_links`."""
+"""The attempts of one request on engines, the tokens received from each, and whether to try again. Pure; used by
+`aerie.cluster.ingress.remote_engines`, filled by `aerie.cluster.ingress.engine_links`."""
 
 import asyncio
 from array import array

@@ -1,7 +1,5 @@
-"""`Ingress`, the Serve deployment of the HTTP application. It has a ZeroMQ connection to every engine
-(`engine_links`).
-
-Finds coordinators through Ray, and calls methods of all of them at once."""
+"""`Ingress`, the Serve deployment of the HTTP application. It finds coordinators through Ray, calls methods of all of
+them at once, and has a ZeroMQ connection to each (`engine_links`)."""
 
 import asyncio
 import contextlib

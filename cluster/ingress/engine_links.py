@@ -1,7 +1,5 @@
-"""Finds all coordinators, keeps a link to each, and chooses an engine for each request. The search is an argument, so
-that tests need no Ray.
-
-The connection to one coordinator. It carries requests there, and tokens, ends and the engine's state back."""
+"""Finds all coordinators, keeps a link to each, and chooses an engine for each request. A link carries requests to its
+coordinator, and tokens, ends and the engine's state back. The search is an argument, so that tests need no Ray."""
 
 import asyncio
 import contextlib

@@ -1,9 +1,6 @@
-"""Sends each request to a chosen engine, and to another one if that engine fails.
-
-`RemoteEngines` implements `aerie.cluster.http.engine_client.EngineClient`. It uses Ray through `EngineCalls`, so
-that tests need none.
-
-A cached value that is fetched again when it is requested and too old. Callers may limit their wait."""
+"""Sends each request to a chosen engine, and to another one if that engine fails: `RemoteEngines` implements
+`aerie.cluster.http.engine_client.EngineClient`. Statistics and the health probe are cached (`Refreshed`), and callers
+may limit their wait for new ones. Uses Ray through `EngineCalls`, so that tests need none."""
 
 import asyncio
 import contextlib

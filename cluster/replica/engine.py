@@ -1,13 +1,11 @@
-"""`Engine`: the Serve deployment. A replica is one tensor-parallel group with its coordinator.
+"""`Engine`: the Serve deployment. A replica is one tensor-parallel group with its coordinator;
+`aerie.cluster.replica.supervisor` manages its processes. Serve places, starts, watches and replaces it. Requests and
+tokens do not pass through it: ingresses and its coordinator exchange them.
 
-Serve places, starts, watches and replaces it. Requests and tokens do not pass through it: ingresses and its coordinator
-exchange them. `aerie.cluster.replica.supervisor` manages its processes.
-
-Number of engines for the load, for Serve's autoscaling. Its controller calls `desired_replicas` with each replica's
-load (`Engine.record_autoscaling_stats`), and bounds and delays the result. Pure.
-
-Remembers a refused start in Ray's key-value store. Serve (2.60) restarts a replica after any exception of its
-constructor; later attempts then raise the same error at once, without loading, and `aerie serve` ends."""
+Serve's autoscaling calls `desired_replicas` with each replica's load. A refused start is remembered in Ray's key-value
+store, because Serve (2.60) restarts a replica after any exception of its constructor: later attempts raise the same
+error at once, without loading, and `aerie serve` ends.
+"""
 
 import asyncio
 import math

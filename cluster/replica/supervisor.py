@@ -1,9 +1,7 @@
 """Keeps one engine alive: restarts its coordinator and worker group when one fails. Used by the `Engine` deployment;
-needs Ray and a placement group, not Serve.
-
-`EagleCoordinator`: the Ray actor of `aerie.cluster.coordinator`, one per engine. Created by
-`aerie.cluster.replica.supervisor`. Actor calls start and watch the loop, attach worker groups and return statistics.
-Plans, results and tokens use ZeroMQ."""
+needs Ray and a placement group, not Serve. `EagleCoordinator` is the Ray actor of `aerie.cluster.coordinator`, one per
+engine: calls start and watch the loop, attach worker groups and return statistics; plans, results and tokens use
+ZeroMQ."""
 
 import asyncio
 import contextlib

@@ -1,15 +1,14 @@
-"""The connections between ingresses, coordinator and ranks. Each is used by one thread.
+"""The connections between ingresses, coordinator and ranks, over ZeroMQ. Each is used by one thread, or one asyncio
+loop (in the ingress and the engine replica).
 
 An ingress has one connection to each coordinator. It carries requests one way, and their tokens and ends the other way,
-in order. Messages to an ingress are numbered, so that a lost one is noticed.
+in order. Messages to an ingress are numbered, so that a lost one is noticed. The coordinator's ends never block: a peer
+that does not read is treated as lost at its high-water mark.
 
-The coordinator's ends never block: a peer that does not read is treated as lost at its high-water mark.
-
-A ZeroMQ socket in an asyncio loop. Used by the ingress and by the engine replica.
-
-Messages are read in the loop's callback for readable sockets. `zmq.asyncio` creates a future for each message, polls
-the socket's events several times and wakes a task. With it, tokens reached their stream 100 to 260 us later, and each
-step took 0.25 ms more of the ingress's time (pyzmq 27, uvloop, ipc, a message every 6 ms on a busy AMD EPYC)."""
+An asyncio loop reads messages in its callback for readable sockets. `zmq.asyncio` creates a future for each message,
+polls the socket's events several times and wakes a task: tokens reached their stream 100 to 260 us later, and each step
+took 0.25 ms more of the ingress's time (pyzmq 27, uvloop, ipc, a message every 6 ms on a busy AMD EPYC).
+"""
 
 import asyncio
 import contextlib

@@ -1,10 +1,6 @@
-"""ZeroMQ sockets: addresses, encryption, and detection of a peer's death. ipc on one node, tcp with CURVE between
-nodes. Used by `aerie.cluster.transport.channel`, which passes keys and addresses.
-
-Private folders of processes, for sockets and files of a server, and removal of those of killed processes.
-
-`aerie.cluster.transport.discovery`, `aerie.cluster.replica.engine`, `aerie.deploy.serve.launch` and `aerie.deploy.cli`
-create folders and remove their own. A server's start removes those of killed processes."""
+"""ZeroMQ sockets for `aerie.cluster.transport.channel`: addresses, encryption, and detection of a peer's death (ipc on
+one node, tcp with CURVE between nodes); and private folders of processes, for sockets and files. Processes remove their
+own folders; a server's start removes those of killed processes."""
 
 import contextlib
 import json

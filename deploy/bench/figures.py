@@ -1,4 +1,5 @@
-"""Latencies of an open loop by percentile, as a table and as a plot. Used by `aerie bench` and the benchmarks.
+"""Latencies of an open loop by percentile, as Markdown tables and as SVG plots without a plotting library. Used by
+`aerie bench` and the benchmarks.
 
 ttft  from a request's due time to its first event with a choice
 itl   between two such events of one answer, over all answers; an event may hold several tokens
@@ -8,10 +9,7 @@ cached  share of prompt tokens found in the prefix cache, as counted by the serv
 possible  share that an unlimited prefix cache would have found, in blocks of 16 tokens
 seconds  from the first due time to the end of the last answer
 late  delay of the client itself; above about 10 ms the figures measure the client
-
-Lines in an SVG, without a plotting library.
-
-Markdown tables."""
+"""
 
 import html
 import itertools

@@ -1,10 +1,10 @@
-"""Finds the Serve config file of a command, and makes its paths absolute.
+"""Finds the Serve config file of a command, and makes its paths absolute; finds GGUF files given as models (X.gguf, or
+OWNER/NAME:TYPE on the hub). All engine starts from files use this module.
 
 A relative path in a config file starts at the file's folder. Serve gives an application its `args`, but not their
 folder, so `aerie serve` passes a copy with absolute paths. With `serve run FILE` paths start at the folder of the
-packaged files. All engine starts from files use this module.
-
-GGUF files as models: X.gguf, or OWNER/NAME:TYPE on the hub. Used by `aerie.deploy.config.hub`."""
+packaged files.
+"""
 
 import argparse
 import os

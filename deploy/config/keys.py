@@ -1,9 +1,7 @@
-"""The keys of a configuration with defaults, options and descriptions. The descriptions are `key: description` in the
-docstrings of its dataclasses. Printed by `aerie config --keys`; `make docs` puts them into docs/configuration.md;
-`aerie.deploy.config.option_table` makes options of the command line of them.
-
-Options from a file: the YAML of vLLM's and SGLang's `--config`, which has the options of the command line as keys.
-Used by `aerie.deploy.command_line`; the command line has priority."""
+"""The keys of a configuration with defaults, options and descriptions, which are `key: description` in the docstrings
+of its dataclasses. Printed by `aerie config --keys`; `make docs` and `aerie.deploy.config.option_table` read them too.
+Also reads the YAML of vLLM's and SGLang's `--config`, whose keys are options of the command line, which has priority.
+"""
 
 import dataclasses
 import inspect

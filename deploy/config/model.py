@@ -1,7 +1,6 @@
-"""Makes a configuration from a model's name and options, for `aerie serve MODEL` and `aerie plan MODEL`.
-
-What a command line or a config file amounts to, read and checked once. Used by `aerie serve`, `aerie plan`, `aerie
-doctor`, `aerie eval-draft` and `aerie.LLM`; `aerie.cluster.plan.resolve` makes the plan of it."""
+"""What a command line (a model's name and options) or a config file amounts to, read and checked once. Used by `aerie
+serve`, `aerie plan`, `aerie doctor`, `aerie eval-draft` and `aerie.LLM`; `aerie.cluster.plan.resolve` makes the plan of
+it."""
 
 import argparse
 import copy

@@ -1,11 +1,6 @@
-"""Options of `vllm serve` (0.33 and earlier) and of SGLang's server (0.5) that set no key: those without effect,
-because Aerie chooses by itself, always does it, or reads text only; and those that are refused, by remedy.
-
-Read by `aerie.deploy.config.option_table`. Spellings of one option are joined by a slash;
-their dashes are left out.
-
-Names that vLLM (0.33) and SGLang (0.5) have for kernels, draft methods and parsers, and Aerie's names of the same.
-Read by `aerie.deploy.config.vllm_values`."""
+"""Tables of names in vLLM (0.33 and earlier) and SGLang (0.5): options that set no key, without effect or refused by
+remedy (read by `aerie.deploy.config.option_table`; spellings of one option are joined by a slash, without dashes), and
+Aerie's names of their kernels, draft methods and parsers (read by `aerie.deploy.config.vllm_values`)."""
 
 from dataclasses import dataclass
 

@@ -1,6 +1,5 @@
-"""A model's tokenizer and its running engine, which `LLM` and `AsyncLLM` share.
-
-Parameters and methods of vLLM's `LLM` that Aerie cannot honour, refused by name with a reason."""
+"""A model's tokenizer and its running engine, which `LLM` and `AsyncLLM` share. Parameters and methods of vLLM's `LLM`
+that Aerie cannot honour are refused by name with a reason."""
 
 import argparse
 import asyncio

@@ -1,9 +1,6 @@
-"""Runs a local engine's loop in a thread of its own, so that callers may be in any thread or event loop.
-
-The thread builds, steps and ends the engine; other threads only send it commands. Used by
-`aerie.deploy.offline.engine`.
-
-Take token deltas from an engine's thread to its callers."""
+"""Runs a local engine's loop in a thread of its own, so that callers may be in any thread or event loop. The thread
+builds, steps and ends the engine; other threads only send it commands, and take token deltas from it. Used by
+`aerie.deploy.offline.engine`."""
 
 import asyncio
 import atexit

@@ -1,6 +1,5 @@
-"""What `LLM` and `AsyncLLM` return, named as vLLM's, and answers while they are generated.
-
-Metrics of an engine as plain values, named as vLLM's reader names them."""
+"""What `LLM` and `AsyncLLM` return, named as vLLM's: answers, also while they are generated, and an engine's metrics as
+plain values."""
 
 import time
 from collections.abc import Iterator, Sequence

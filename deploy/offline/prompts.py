@@ -1,6 +1,5 @@
-"""Prompts of all forms as texts and token ids.
-
-`LoRARequest`: names the LoRA adapter of a prompt, as vLLM's class of that name."""
+"""Prompts of all forms as texts and token ids, and `LoRARequest`, which names a prompt's LoRA adapter as vLLM's class
+does."""
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence

@@ -1,6 +1,5 @@
-"""Second moments of the inputs of a model's layers, while it reads texts.
-
-Tokenizes calibration texts, and computes a model's loss on them with an engine in this process."""
+"""Calibration texts as tokens, and what a model does with them in this process: second moments of its layers' inputs,
+and its loss."""
 
 import asyncio
 import contextlib

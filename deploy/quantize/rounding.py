@@ -1,7 +1,6 @@
-"""Scales and codes of one matrix. The library computes scales from ranges, rounds and packs; this module searches the
-ranges, and compensates the error of each rounded column in later ones (GPTQ: Frantar et al. 2023, algorithm 1).
-
-Writes a checkpoint's folder shard by shard under a temporary name, and renames it at the end."""
+"""Scales and codes of one matrix: searches the ranges, and compensates the error of each rounded column in later ones
+(GPTQ: Frantar et al. 2023, algorithm 1); the library computes scales from ranges, rounds and packs. Also writes a
+checkpoint's folder shard by shard under a temporary name, and renames it at the end."""
 
 import contextlib
 import json

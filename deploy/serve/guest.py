@@ -1,11 +1,10 @@
 """Applications on a cluster that others use too (`aerie serve --address`): only our own are deployed, watched, drained
-and deleted, and Serve is never shut down. Used by `aerie.deploy.serve.launch` and `aerie.deploy.serve.launch`.
+and deleted, and Serve is never shut down. Used by `aerie.deploy.serve.launch`.
 
 Serve's config files are declarative: deploying one deletes every application that an earlier file deployed (Ray 2.60).
-So applications are deployed one by one here, as `serve.run` does.
-
-An update whose engine cannot start is undone: Serve stops the former engine before the next one starts, as the device
-has no room for both, so the former configuration is deployed again.
+So applications are deployed one by one here, as `serve.run` does. An update whose engine cannot start is undone: Serve
+stops the former engine before the next one starts, as the device has no room for both, so the former configuration is
+deployed again.
 """
 
 import contextlib

@@ -1,6 +1,5 @@
-"""`aerie serve`: checks a configuration, starts or joins Ray, and runs the application as `serve run FILE` does.
-
-Runs the application, and drains it at the end: running requests finish, new ones are refused."""
+"""`aerie serve`: checks a configuration, starts or joins Ray, runs the application as `serve run FILE` does, and drains
+it at the end: running requests finish, new ones are refused."""
 
 import argparse
 import contextlib

@@ -1,13 +1,12 @@
 """Ray for `aerie serve`: joins a cluster, or starts a small one of this machine, with files that only their owner can
-read, also without a writable home folder. Ray 2.60 makes logs and sockets readable for all users of a machine. Called
-by `aerie.deploy.serve.launch`.
-
-Starts a node's raylet so that a busy machine does not end it, and starts it again if it ends. Used by
-`aerie.deploy.serve.ray_start` in its own process, and by `aerie.deploy.start` in the process of `ray start` (`hook`).
+read (Ray 2.60 makes logs and sockets readable for all users), also without a writable home folder. Called by
+`aerie.deploy.serve.launch`, and by `aerie.deploy.start` in the process of `ray start` (`hook`).
 
 Ray 2.60's raylet starts two agents, Python processes that import for seconds, and waits 15 s for the files in which
 they write their ports; then it aborts (ray-project/ray#65983), and Ray's start waits another 30 to 120 s for it. Here
-the agents' ports are chosen before, so that the raylet waits for nothing, and the start watches the raylet."""
+the agents' ports are chosen before, so that the raylet waits for nothing, and the start watches the raylet and starts
+it again if it ends.
+"""
 
 import contextlib
 import os

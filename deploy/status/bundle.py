@@ -1,7 +1,5 @@
 """`aerie doctor --bundle FILE`: versions, findings, configuration, plan, status and recent logs in one archive, for a
-bug report. Secrets are removed (`aerie.deploy.status.bundle`).
-
-Removes secrets from text and configurations before they leave a machine."""
+bug report, without the secrets in them."""
 
 import contextlib
 import io

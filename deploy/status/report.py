@@ -1,7 +1,5 @@
 """What a cluster says of itself: nodes, applications with their deployments and engines, and placement groups that wait
-for room. Read by `aerie.deploy.status.collect`.
-
-What a waiting placement group lacks. Pure: resources are plain numbers."""
+for room, with what each lacks. Resources are plain numbers. Read by `aerie.deploy.status.collect`."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

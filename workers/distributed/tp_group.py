@@ -1,10 +1,6 @@
-"""`TPGroup`: the ranks that share a model, and their collectives. Passed as an argument, never global; in a group of
-one, collectives do nothing.
-
-All-reduce whose sums are in rank order for every size of message, for deterministic engines.
-
-A library's all-reduce adds in an order that depends on the size of the message. Here collectives only move data, and
-each rank adds what it received: `aerie.kernels.collectives.all_reduce`. Used by `tp_group.TPGroup`."""
+"""`TPGroup`: the ranks that share a model, and their collectives, which do nothing in a group of one. Passed as an
+argument, never global. `ordered_all_reduce`, for deterministic engines, adds in rank order for every size: collectives
+only move data there, because a library's order of additions depends on the size of the message."""
 
 import socket
 from dataclasses import dataclass

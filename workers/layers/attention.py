@@ -1,6 +1,5 @@
-"""Grouped-query attention over a `ForwardContext`.
-
-Scales of FP8 KV from the checkpoint: per layer, one for keys and one for values."""
+"""Grouped-query attention over a `ForwardContext`, with the checkpoint's scales of FP8 KV: per layer, one for keys and
+one for values."""
 
 import logging
 import math

@@ -1,11 +1,6 @@
-"""Mixture of experts: a router chooses each row's experts; shared experts compute every row.
-
-Appends the weights or scales of shared experts to those of the routed experts.
-
-The gated MLP.
-
-The experts of a layer on this rank: a slice of every expert (tensor parallelism) or some whole experts (expert
-parallelism). An `ExpertsMethod` stores and multiplies them."""
+"""Mixture of experts, and the gated MLP. A router chooses each row's experts; shared experts compute every row, and are
+stored after the routed ones where an `ExpertsMethod` allows it. A rank has a slice of every expert (tensor parallelism)
+or some whole experts (expert parallelism)."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,5 @@
-"""cos and sin tables of rotary position embedding (RoPE, arXiv 2104.09864). The KV layout chooses the dimensions.
-
-RoPE's settings in place of config.json's, for contexts longer than the checkpoint's (`model.rope_scaling`)."""
+"""cos and sin tables of rotary position embedding (RoPE, arXiv 2104.09864), and settings that replace config.json's for
+contexts longer than the checkpoint's (`model.rope_scaling`). The KV layout chooses the dimensions."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,6 @@
-"""Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer. They differ in three
-flags. EAGLE heads (`aerie.speculative.drafts`) use the same layers.
-
-Which layers of a Qwen2 or Qwen3 attend to a window. The adapter serves models with such layers, drafts with them are
-refused, and block drafts have such windows; all ask here. Without torch."""
+"""Llama 2 and 3, Qwen2 and Qwen3 (dense): grouped-query attention and a gated MLP in every layer, which differ in three
+flags. EAGLE heads (`aerie.speculative.drafts`) use the same layers. Also says which layers of a Qwen attend to a
+window: the adapter serves such models, and block drafts have such windows."""
 
 import re
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
-"""Loads a checkpoint folder as this rank's target: configuration, checks and weights.
-
-Checks once, after loading, that weights are finite. A damaged or badly trained checkpoint would answer with noise:
-one NaN in a layer makes every token of every request NaN."""
+"""Loads a checkpoint folder as this rank's target: configuration, checks and weights. Checks once, after loading, that
+weights are finite: one NaN in a layer would make every token of every request NaN."""
 
 import logging
 import time

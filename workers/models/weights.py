@@ -1,8 +1,6 @@
 """Loads safetensors or GGUF files into parameters: finds the module of each tensor, which loads its shard, and reports
-missing, unexpected and wrong tensors. On the meta device only headers are read, which checks a checkpoint before a
-start (`aerie.speculative.build.check_weights`).
-
-Memory and formats of a model's weights, for the log and `aerie plan`. Allocates nothing."""
+missing, unexpected and wrong tensors. On the meta device it reads headers only, to check a checkpoint before a start
+(`aerie.speculative.build.check_weights`). Also counts memory and formats of weights for the log and `aerie plan`."""
 
 import json
 import os

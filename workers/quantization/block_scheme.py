@@ -1,13 +1,11 @@
-"""`BlockQuant`: the quantised layers of a GGUF file. Types that are packed without loss stay packed, and others are
-dequantised when they are read (`block_types`). `aerie.workers.models.gguf.folder` writes the quantization_config.
-
-Block types of GGUF files: how the bytes of a block become codes, scales and offsets.
+"""Quantised layers of GGUF files (`BlockQuant`), and the block types that they consist of: how the bytes of a block
+become codes, scales and offsets, equal bit for bit to ggml's own dequantisation in float32.
 
     weight[i] = (code[i] - zero) * scale[i / group] + offset[i / group]
 
-in float32, with the order of operations of ggml's own dequantisation, so that results are equal bit for bit. Formats:
-ggml's `block_q4_0` to `block_q6_K`, and OCP Microscaling Formats 1.0 for MXFP4. `aerie.workers.models.gguf` reads the
-files; `aerie.workers.quantization.block_scheme` keeps some types packed."""
+Types that can be packed without loss stay packed, others are dequantised when they are read. Formats: ggml's
+`block_q4_0` to `block_q6_K`, and OCP Microscaling Formats 1.0 for MXFP4.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,16 +1,11 @@
-"""Checkpoints of floats of few bits, of which one scheme is for all modules that they do not list.
+"""Checkpoints of FP8, MXFP4 and NVFP4 weights: readers of quantization_config, and `FloatQuant`, one scheme for all
+modules that the checkpoint does not exclude. Activations of 4-bit weights stay in the model's dtype, even if the
+checkpoint would quantise them.
 
-FP8 has a scale per block of rows and columns (DeepSeek-V3, Qwen; arXiv 2412.19437, section 3.3), per output, or per
-matrix (treated as one per output). Inputs are quantised with a scale per group or token, even if the checkpoint has a
-scale per tensor for them.
-
-4-bit floats are MXFP4 and NVFP4. Weights stay in 4 bits; activations stay in the model's dtype, even if the checkpoint
-would quantise them.
-
-4-bit floats (e2m1) of a checkpoint: codes, a scale per block of inputs, and perhaps a scale of the whole matrix.
-
-MXFP4: OCP Microscaling Formats 1.0; blocks of 32, scales of powers of two (e8m0).
-NVFP4: blocks of 16, scales in float8_e4m3fn, a float32 scale of the matrix."""
+FP8: a scale per block (DeepSeek-V3, arXiv 2412.19437, section 3.3), per output, or per matrix (stored per output).
+MXFP4: OCP Microscaling Formats 1.0; blocks of 32, scales of powers of two (e8m0). NVFP4: blocks of 16, scales in
+float8_e4m3fn, and a float32 scale of the matrix.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,9 +1,6 @@
-"""A linear layer with an FP8 weight. If the device multiplies FP8 and the kernels support the layout of scales, the
-weight stays in FP8, and inputs are quantised row by row. Otherwise `finish` dequantises it to the model's dtype.
-
-Stacked experts with FP8 weights. If the device multiplies FP8 and the kernels support the layout of scales, weights
-stay in FP8, and rows are also quantised. Otherwise `finish` dequantises them to the model's dtype; then a shard may
-split a scale block."""
+"""Linear layers and stacked experts with FP8 weights. If the device multiplies FP8 and the kernels support the layout
+of scales, weights stay in FP8 and inputs are quantised row by row. Otherwise `finish` dequantises weights to the
+model's dtype; then a shard of experts may split a scale block."""
 
 import logging
 

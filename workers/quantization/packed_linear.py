@@ -1,9 +1,6 @@
-"""A linear layer with a low-bit weight: stored in the checkpoint's format until `finish`, then packed for
-`aerie.kernels.packed`. It is dequantised to the model's dtype if there is no low-bit product, or if a layer
-multiplies by a part of the weight.
-
-`PackedScheme`: the storage of one low-bit matrix in a checkpoint. A scheme shards and reads the tensors of a matrix;
-the methods of layers (`packed_linear`, `packed_experts`) keep them until `finish`, then build a `PackedWeight`."""
+"""Linear layers with low-bit weights, stored in the checkpoint's format until `finish`, then packed for
+`aerie.kernels.packed`; dequantised if there is no low-bit product, or if a layer multiplies by a part of the weight.
+`PackedScheme` is the storage of one low-bit matrix, also for `packed_experts`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

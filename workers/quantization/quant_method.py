@@ -1,7 +1,6 @@
-"""`QuantMethod`: a checkpoint's quantization_config, for its linear layers and experts.
-`aerie.workers.quantization.table` lists all; adding one: docs/add-a-quantisation.md.
-
-Matches modules with entries of a quantization_config, and reads and checks its fields."""
+"""`QuantMethod`: a checkpoint's quantization_config, for its linear layers and experts; reads and checks its fields,
+and matches modules with its entries. `aerie.workers.quantization.table` lists all; adding one:
+docs/add-a-quantisation.md."""
 
 import re
 from abc import ABC, abstractmethod

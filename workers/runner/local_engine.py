@@ -1,13 +1,12 @@
-"""An engine without transport, for tests, benchmarks and offline use. Drives the scheduler as the cluster's coordinator
-does, with two steps in flight.
+"""An engine without transport, for tests, benchmarks and offline use; ranks besides the first are child processes.
+Drives the scheduler as the cluster's coordinator does, with two steps in flight.
 
     target = read_target_config(worker.model, worker.tensor_parallel)
     with local_engine(worker, plan_engine(worker, target)) as engine:
         requests = engine.generate(prompts, SamplingParams(64, 0.0))
 
 `aerie.speculative.build.local_engine` does the same for an engine with a draft.
-
-Ranks of a local engine as child processes."""
+"""
 
 import contextlib
 import math

@@ -1,14 +1,10 @@
-"""Divides a rank's memory while it is built. Used by `aerie.workers.runner.build`.
+"""Measures a rank's memory and divides it while the rank is built. Used by `aerie.workers.runner.build`.
 
 Memory is allocated in this order: weights, tables of slots, KV pages, graphs. Before KV pages are allocated, the
-largest possible steps run on a pool of one page, and their peak is reserved. KV pages get the rest. On a CPU the
-largest steps do not run, because they would take many seconds; KV gets a tenth of the free memory. All ranks use the
-minimum over the ranks.
-
-Total, free and peak memory of a rank's device.
-
-On a CPU, free memory is the minimum of what the kernel can still allocate and what remains of the process's control
-group limits, because a container is killed at its own limit."""
+largest possible steps run on a pool of one page, and their peak is reserved; KV pages get the rest. On a CPU the
+largest steps do not run, because they would take many seconds, and KV gets a tenth of the free memory, which control
+groups may limit. All ranks use the minimum over the ranks.
+"""
 
 import contextlib
 import gc

@@ -1,7 +1,5 @@
-"""One tensor-parallel rank: plan -> batch (`plan_batch`) -> step (the strategy) -> result (`step_result`). Used by the
-cluster's worker loop and the local engine. Independent of transport.
-
-Converts a step's output to a `StepResult`."""
+"""One tensor-parallel rank: plan -> batch (`plan_batch`) -> step (the strategy) -> `StepResult`. Used by the cluster's
+worker loop and the local engine; knows no transport."""
 
 import functools
 import logging

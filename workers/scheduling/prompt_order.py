@@ -1,8 +1,6 @@
-"""Lets prompts wait for a prefix that another prompt is computing. Used by `aerie.workers.scheduling.prefill` before
-admission.
-
-What a step does for the tenant whose turn it is: its prompt comes first, others' rounds give way, and it gets a
-slot. Used by the scheduler and `aerie.workers.scheduling.prefill`. With one tenant, nothing of this happens."""
+"""The order of prompts beyond their deadlines: a prompt waits for a prefix that another one is computing
+(`SharedPrefixes`), and with several tenants, the one whose turn it is comes first, takes a slot, and others' rounds
+give way (`TenantTurns`). Used by `aerie.workers.scheduling.prefill`."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator

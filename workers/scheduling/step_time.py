@@ -1,19 +1,14 @@
 """Predicts the milliseconds of a step: the table measured at the start, corrected by every step that ran.
+`aerie.workers.scheduling.step_results` reports steps to `observe`; the scheduler and `PlanTiming` read predictions.
+Pure: its clock is the sum of the reported milliseconds.
 
-`aerie.workers.scheduling.step_results` reports finished steps to `observe`; the scheduler and `PlanTiming` read
-predictions. Pure: its clock is the sum of the reported milliseconds.
+The correction is a Kalman filter over the terms ("parts") whose sum is log(time / table):
 
-A Kalman filter over the parts of log(time / table) (`aerie.workers.scheduling.step_time`).
-
-The terms ("parts") of log(time / table), where table is the time of a step in the measured table.
-
-The logarithm is a sum of parts:
 - the pace, which all steps share;
 - a part of the tree shape, and a part of the shape and batch size (rounded up to a power of two);
 - for a step with prompt tokens, instead of these two, a part of the number of prompt tokens (in powers of two) and of
   whether it has rounds.
-
-The work of a step, and its predicted time."""
+"""
 
 import functools
 import math

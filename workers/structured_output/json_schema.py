@@ -1,12 +1,11 @@
-"""Rewrites JSON schemas for the compiler; refuses those that it would not enforce completely.
+"""Rewrites JSON schemas for the compiler; refuses those that it would not enforce completely. Called by the API's
+validation; plain values, no torch.
 
 xgrammar (0.2.8) drops unknown keywords, and some combinations, silently or with a line on stderr. Here a schema is
 rewritten so that all of it is enforced, or refused with keyword and remedy. The enforced language may be narrower than
 the schema, never wider: unnamed properties do not occur, a pattern describes the whole string, keywords of one type
-imply that type. Called by the HTTP edge; plain values, no torch.
-
-Shows that the branches of a JSON schema's `oneOf` exclude each other, so that it may be written as `anyOf`. Plain
-values, no torch."""
+imply that type, and `oneOf` becomes `anyOf` only if its branches exclude each other.
+"""
 
 import json
 import re

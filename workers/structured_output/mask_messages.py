@@ -1,8 +1,5 @@
-"""Messages between a rank and the process that fills its masks.
-
-Sends msgpack messages over a stream socket, each after its length in four bytes.
-
-Errors of grammars. Imports nothing, for processes without the compiler."""
+"""Messages between a rank and the process that fills its masks, as msgpack over a stream socket, each after its length
+in four bytes; and errors of grammars. Imports no compiler."""
 
 import socket
 from typing import TypeVar

@@ -1,11 +1,7 @@
-"""Grammar masks of a step: a bit for each allowed token, on the device, with the guides of the drafts.
-
-`aerie.workers.structured_output.mask_process.mask_host` writes them in memory shared with the rank,
-`aerie.workers.structured_output.slot_grammars` copies them to the device, `aerie.workers.sampling` and the
-draft steps read them.
-
-`GuideBlock` writes one draft guide, in the layout of `aerie.kernels.drafting.guides.GuideTable`. Used by
-`aerie.workers.structured_output.mask_process.draft_guide`."""
+"""Grammar masks of a step, a bit for each allowed token, and the guides of the drafts, on the device.
+`aerie.workers.structured_output.mask_process.mask_host` writes them in memory shared with the rank (a guide by
+`GuideBlock`), `aerie.workers.structured_output.slot_grammars` copies them, `aerie.workers.sampling` and the draft steps
+read them."""
 
 import contextlib
 import logging

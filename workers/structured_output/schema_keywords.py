@@ -1,8 +1,5 @@
-"""The enforced keywords of JSON Schema, by type, and the constraints on each alone. Read by
-`aerie.workers.structured_output.json_schema`; plain values, no torch.
-
-Finds what a JSON schema's `$ref` refers to, within the same schema. Read by
-`aerie.workers.structured_output.json_schema`; plain values, no torch."""
+"""The enforced keywords of JSON Schema, by type, the constraints on each alone, and what a `$ref` refers to within its
+schema. Read by `aerie.workers.structured_output.json_schema`; plain values, no torch."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

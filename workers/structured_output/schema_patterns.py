@@ -1,10 +1,7 @@
-"""Patterns that libraries write into schemas and that the compiler cannot read, and what stands in for them. Read by
-`aerie.workers.structured_output.json_schema`.
-
-Characters of a schema's patterns that JSON writes as escapes: no answer contains them. Plain values, no torch.
-
-xgrammar 0.2.8 excludes them only from patterns that become one automaton: not from those with a bound above 128 or
-with other characters than ASCII, whose answers would be invalid JSON."""
+"""Patterns of schemas that the compiler needs in another form: those that libraries write and it cannot read, and those
+with characters that JSON writes as escapes, which no answer contains. xgrammar (0.2.8) excludes such characters only
+from patterns that become one automaton. Read by `aerie.workers.structured_output.json_schema`; plain values, no torch.
+"""
 
 import math
 import re

@@ -1,12 +1,11 @@
-"""Manages the masks and draft guides of the requests with a grammar, on one rank.
+"""Tracks the requests with a grammar on one rank, with their masks and draft guides, and decides when requests with
+late masks are scheduled again. Used by `aerie.workers.runner.worker`.
 
 Each rank has a process that tracks the grammars (`aerie.workers.structured_output.mask_process.mask_host`). All ranks
 emit the same tokens, so all processes compute the same masks and guides. A step's masks are filled while the target
 runs, after the previous step's tokens have been copied to the host. A mask may be late only on some ranks; `agree`
-makes all ranks hold the same requests. Used by `aerie.workers.runner.worker`.
-
-Tracks requests with a grammar on one rank, and decides when requests with late masks are scheduled again if no report
-will come."""
+makes all ranks hold the same requests.
+"""
 
 import time
 import zlib

@@ -1,8 +1,6 @@
-"""The bytes that each token of a tokenizer stands for, for the detokenizer, log-probabilities and grammars alike.
-
-Read from the tokenizer's decoder; tokens of a vocabulary need not cover all bytes. Plain `tokenizers`, no torch.
-
-Reads a model folder's tokenizer, for the HTTP API and for grammars alike. Plain `tokenizers`, no torch."""
+"""Reads a model folder's tokenizer, and the bytes that each of its tokens stands for, from its decoder: for the HTTP
+API, log-probabilities and grammars alike. Tokens of a vocabulary need not cover all bytes. Plain `tokenizers`, no
+torch."""
 
 import json
 import logging

@@ -1,7 +1,6 @@
 """Parses tool calls whose arguments are neither JSON nor XML; each call is returned whole. Llama 3.2 and 4 (some
-templates) use Python: `[NAME(KEY=VALUE, ...), ...]`. Gemma 4 uses `call:NAME{KEY:<|"|>TEXT<|"|>,KEY:NUMBER}`.
-
-Reads Python's literals, which models write in place of JSON, as JSON."""
+templates) use Python: `[NAME(KEY=VALUE, ...), ...]`. Gemma 4 uses `call:NAME{KEY:<|"|>TEXT<|"|>,KEY:NUMBER}`. Also
+reads Python's literals where a model writes them in place of JSON."""
 
 import ast
 import json

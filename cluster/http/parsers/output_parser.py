@@ -1,10 +1,7 @@
-"""Splits an answer's text into content, reasoning and tool calls.
-
-Every choice has a parser, in whole replies and streams. Chats take the configuration's (`ingress.output_parser`, by
-`aerie.cluster.http.parsers.table`), completions `text`. See docs/add-a-parser.md.
-
-Cuts streamed text at marks, for parsers of their own; readers of calls and reasoning use
-`aerie.cluster.http.parsers.source.Marks`."""
+"""Splits an answer's text into content, reasoning and tool calls. Every choice has a parser, in whole replies and
+streams: chats the configuration's (`ingress.output_parser`, by `aerie.cluster.http.parsers.table`), completions `text`.
+See docs/add-a-parser.md. Readers of calls and reasoning cut text at marks by `aerie.cluster.http.parsers.source.Marks`;
+the cutter here is for parsers outside the project."""
 
 import secrets
 import string

@@ -1,10 +1,9 @@
-"""Separates reasoning before an answer, between two marks, and counts its tokens for the usage.
+"""Separates reasoning before an answer, between two marks, counts its tokens for the usage, and ends it after a number
+of tokens (vLLM's `thinking_token_budget`).
 
-Ends an answer's thinking after a number of tokens: vLLM's `thinking_token_budget`.
-
-The engine does not know about thinking. When the budget is used up, the generation is aborted, the closing mark of
-thinking is appended to the tokens so far, and a new generation continues from there. The prefix cache makes this
-cheap."""
+The engine does not know about thinking. When the budget is used up, the generation is aborted, the closing mark is
+appended to the tokens so far, and a new generation continues from there; the prefix cache makes this cheap.
+"""
 
 import contextlib
 from bisect import bisect_left, bisect_right

@@ -1,7 +1,5 @@
-"""Makes the parser of one answer. Adding one: docs/add-a-parser.md.
-
-Parses answers of checkpoints with a response template (tokenizer_config.json). transformers' module for it imports
-no torch."""
+"""Makes the parser of one answer, also for checkpoints with a response template (tokenizer_config.json), which
+transformers parses without torch. Adding a parser: docs/add-a-parser.md."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,6 @@
-"""Finds tool calls between marks. `aerie.cluster.http.parsers.families` says which family has which.
-
-A call that is none after all is content, with its marks. White space beside marks is no content.
-
-JSON types that a tool's schema allows for its arguments, and the JSON of values that models write without quotes.
-Used by `aerie.cluster.http.parsers.xml_calls`, whose calls are not JSON."""
+"""Finds tool calls between marks (`aerie.cluster.http.parsers.families` says which family has which), and converts
+values that models write without quotes by the types of the tool's schema. A call that is none after all is content,
+with its marks. White space beside marks is no content."""
 
 import json
 import re

@@ -1,8 +1,6 @@
-"""Converts a validated body to the engine's request: prompts as tokens, and one `SamplingParams` per choice.
-
-Checks that depend on the model (length, vocabulary) or on several parameters are here, in `limits` and in `reasoning`.
-
-Joins requests of one prompt each to one request. Called by the routes."""
+"""Converts a validated body to the engine's request: prompts as tokens, and one `SamplingParams` per choice; joins
+requests of one prompt each. Called by the routes. Checks that depend on the model (length, vocabulary) or on several
+parameters are here, in `limits` and in `reasoning`."""
 
 import dataclasses
 import secrets

@@ -1,9 +1,6 @@
-"""Converts prompts of all forms to token ids. Raises ApiError for invalid ones.
-
-Reads `prompt_embeds` of completions: base64 of tensors written by `torch.save`, as vLLM's clients send them.
-
-Without torch and without pickle: the few operations that describe a plain tensor are read as data, others are
-refused."""
+"""Converts prompts of all forms to token ids. Raises ApiError for invalid ones. `prompt_embeds` of completions are
+base64 of tensors written by `torch.save`, as vLLM's clients send them; they are read without torch and pickle: the
+operations that describe a plain tensor are read as data, others are refused."""
 
 import io
 import pickletools

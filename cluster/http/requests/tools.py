@@ -1,6 +1,5 @@
-"""The tools that a chat may or must call, and the request's variables for the chat template. Raises ApiError.
-
-Constrains answers by tools and tool_choice, with xgrammar's structural tags in the model's own format of calls."""
+"""The tools that a chat may or must call, the request's variables for the chat template, and the structural tag
+(xgrammar's) that constrains answers by tools and tool_choice in the model's own format of calls. Raises ApiError."""
 
 import json
 from collections.abc import Mapping, Sequence

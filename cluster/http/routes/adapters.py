@@ -1,7 +1,5 @@
-"""vLLM's routes that load and unload LoRA adapters in running engines (docs/lora.md). They exist only for API keys that
-administer the server.
-
-Bodies of the routes for LoRA adapters."""
+"""vLLM's routes that load and unload LoRA adapters in running engines (docs/lora.md), and their bodies. They exist only
+for API keys that administer the server."""
 
 import asyncio
 import time

@@ -1,6 +1,4 @@
-"""The routes that generate: OpenAI's chat completions and completions.
-
-Replies of /v1/chat/completions and /v1/completions: OpenAI's documents and chunks."""
+"""OpenAI's chat completions and completions: the routes, and their replies as documents and chunks."""
 
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -1,10 +1,5 @@
-"""vLLM's route for trainers: token ids in and out, and which weights wrote each token.
-
-Replies of vLLM's route /inference/v1/generate: tokens, without text.
-
-Converts requests for vLLM's /inference/v1/generate into completion requests.
-
-Bodies and replies of vLLM's /inference/v1/generate: token ids in and out."""
+"""vLLM's route for trainers, /inference/v1/generate: token ids in and out, without text, and which weights wrote each
+token. Has its bodies and replies, and converts its requests into completion requests."""
 
 import base64
 from collections.abc import Iterable, Sequence

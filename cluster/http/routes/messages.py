@@ -1,6 +1,5 @@
-"""Anthropic's Messages API, over chats.
-
-Replies of /v1/messages: a message, which consists of blocks, or the events of a stream, which build the blocks."""
+"""Anthropic's Messages API, over chats. A reply is a message, which consists of blocks, or the events of a stream,
+which build the blocks."""
 
 import uuid
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
-"""SGLang's own routes, for scripts written for it.
-
-Replies of SGLang's route /generate. Each event of a stream contains the whole answer so far.
-
-Converts requests for SGLang's /generate into completion requests."""
+"""SGLang's own routes, for scripts written for it. Requests for /generate are converted into completion requests; each
+event of its streams contains the whole answer so far."""
 
 import re
 import time

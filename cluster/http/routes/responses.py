@@ -1,8 +1,5 @@
-"""OpenAI's Responses: generation over items, with replies kept for the next turn.
-
-Replies of /v1/responses: a response, which consists of items, or the events of a stream, which build the items.
-
-The items of a response, and the events of a stream that build them, while they are generated or afterwards."""
+"""OpenAI's Responses: generation over items, with replies kept for the next turn. A reply is a response, which consists
+of items, or the events of a stream, which build the items."""
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence

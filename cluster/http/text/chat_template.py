@@ -1,11 +1,11 @@
-"""Renders a model's chat template like transformers, without importing transformers and torch.
-
-tests/cluster/http/text/test_tokenizer.py compares it with `PreTrainedTokenizerBase.apply_chat_template`.
-
-Where a chat template shows system messages, found by rendering trial conversations, and turns of that form.
+"""Renders a model's chat template like transformers, without importing transformers and torch, and puts system messages
+where the template accepts them. tests/cluster/http/text/test_tokenizer.py compares it with
+`PreTrainedTokenizerBase.apply_chat_template`.
 
 Coding agents send several system messages at the beginning (Codex) and more between later turns (Claude Code). Some
-templates refuse these; others leave them out, or put them first, which changes the prompt's beginning at every turn."""
+templates refuse these; others leave them out, or put them first, which changes the prompt's beginning at every turn.
+Trial conversations show which of these a template does.
+"""
 
 import copy
 import functools

@@ -1,7 +1,6 @@
-"""Decodes one answer token by token. Characters that are split over tokens are held back until they are complete. All
-emitted text, including `flush`, equals the decoding of all tokens at once.
-
-Ends an answer's text at the first stop string, and holds back text that may start one."""
+"""Decodes one answer token by token, and ends its text at the first stop string. Characters that are split over tokens,
+and text that may start a stop string, are held back until they are decided. Without stop strings, all emitted text,
+including `flush`, equals the decoding of all tokens at once."""
 
 import codecs
 from collections.abc import Iterable, Sequence

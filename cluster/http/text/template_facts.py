@@ -1,12 +1,10 @@
-"""What a chat template supports and in which form, found once by rendering trial conversations.
+"""What a chat template supports and in which form, found once by rendering trial conversations in a sandbox. Used by
+`aerie.cluster.http.text.chat_template`.
 
-Used by `aerie.cluster.http.text.chat_template`. Searching the template's text decides wrongly: `content is none` also
-stands in `reasoning_content is none`, and a variable may occur without an effect.
-
-A sandbox for chat templates with limits of time and size, because a template is code of a checkpoint that runs on
-data of requests.
-
-Limits are checked at every iteration of a loop, every call, and every joined or repeated text."""
+Searching the template's text decides wrongly: `content is none` also stands in `reasoning_content is none`, and a
+variable may occur without an effect. The sandbox limits time and size, because a template is code of a checkpoint that
+runs on data of requests: at every iteration of a loop, every call, and every joined or repeated text.
+"""
 
 import contextlib
 import json

@@ -1,14 +1,13 @@
 """Makes control tokens in users' texts plain text, although a chat template joins these texts with its own control
-tokens.
+tokens; and counts the tokens of long texts piece by piece.
 
 Before rendering, characters of users' texts that could start a control token are marked with a character that no text
 has. The marks are removed from the rendered text; `ChatText.marks` has their positions. `ChatTokenizer.encode` makes no
 control token of a span with a mark.
 
-Counts the tokens of long texts piece by piece. So a text that is too long is never encoded as a whole, which takes
-hundreds of bytes of memory per token.
-
-A cut may split a token, so the sum over pieces is slightly too large."""
+Encoding a text takes hundreds of bytes of memory per token, so a text that is too long is never encoded as a whole. A
+cut may split a token, so the sum over pieces is slightly too large.
+"""
 
 import re
 from bisect import bisect_left

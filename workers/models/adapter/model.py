@@ -1,9 +1,6 @@
-"""`TransformersModel`: a decoder of transformers as a target.
-
-Fuses the residual addition and the following norm of decoder layers into one launch.
-
-Such layers are found by comparing results, with narrow stand-ins for a layer's modules, as in
-`aerie.workers.models.adapter.matching`."""
+"""`TransformersModel`: a decoder of transformers as a target, built by `aerie.workers.models.adapter`'s other modules.
+Decoder layers add to the residual and norm in one launch; such layers are recognised by comparing results, with narrow
+stand-ins for their modules (`matching`)."""
 
 import copy
 import inspect

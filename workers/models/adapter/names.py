@@ -1,8 +1,6 @@
-"""Checkpoint names of a transformers model's tensors: its module paths, after transformers' renamings.
-
-Finds linear layers of one module that have the same input, and so can be merged into one product.
-
-Checks that raise UnservableError for unsupported models. Called by `aerie.workers.models.adapter.config`."""
+"""Names and structure of a transformers model's modules, for `aerie.workers.models.adapter.config`: the tensors' names
+in the checkpoint, linear layers with one input (which can be merged into one product), and checks that raise
+UnservableError for models that are not supported."""
 
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
-"""Puts Aerie's layers into a model of transformers.
-
-Layers with fewer kernels than transformers' modules: linear layers with the same input as one product, and gated
-MLPs with one product before the activation."""
+"""Puts Aerie's layers into a model of transformers. Linear layers with the same input become one product, and gated
+MLPs one product before the activation, so that a pass launches fewer kernels."""
 
 from collections.abc import Hashable, Mapping, Sequence
 

@@ -1,9 +1,6 @@
-"""Finds routers that compute the same as `aerie.kernels.experts.route`, by comparing results on random rows.
-
-A replaced router returns its logits instead of chosen experts and weights. `RouterChosenExperts` passes them to the
-experts' operation, which chooses.
-
-Aerie's experts in a transformers model; the model's router or Aerie's chooses them."""
+"""Finds routers that choose experts like `aerie.kernels.experts.route`, by comparing results on random rows, and puts
+Aerie's experts into the model (`RouterChosenExperts`). A replaced router returns its logits, and the experts' operation
+chooses; other routers choose themselves."""
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator
@@ -290,7 +287,7 @@ class RouterChosenExperts(Experts):
         return self._group.all_reduce(part).view(x.shape)
 
     def finish(self, options: GEMMOptions) -> None:
-        """Finish the weights, unless they are unquantised and multiplied by `_Given`."""
+        """Finish the weights, unless they are unquantised and multiplied by `_ChosenExperts`."""
         if self._is_routed or not isinstance(self.method, UnquantizedExperts):
             super().finish(options)
         elif options.deterministic:

@@ -1,8 +1,5 @@
 """Gemma 4 (text). Its layers may have two head sizes, keys that are also values, the KV of an earlier layer, an
-embedding each, and experts in parallel with the MLP.
-
-Parts of a layer of Gemma 4: experts in parallel with the MLP, the tail that changes the residual stream after them,
-and the embedding of each layer (per-layer embedding, PLE). Built by `aerie.workers.models.gemma.gemma4`."""
+embedding each (per-layer embedding, PLE), and experts in parallel with the MLP."""
 
 from dataclasses import replace
 

@@ -1,9 +1,7 @@
 """A GGUF file's tokenizer as the files of a model folder: tokenizer.json, tokenizer_config.json, the chat template and
-generation_config.json. transformers' own conversion splits every byte-level text by GPT-2's rule (5.17), so that
-numbers in SmolLM2 or Llama 3 would be other tokens than in training.
-
-Rules by which texts are split: llama.cpp's `src/llama-vocab.cpp`, and the published tokenizer.json of the models.
-"""
+generation_config.json. The rules that split texts are llama.cpp's (`src/llama-vocab.cpp`) and the published
+tokenizer.json's: transformers (5.17) splits every byte-level text by GPT-2's rule, which gives numbers in SmolLM2 or
+Llama 3 other tokens than in training."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path

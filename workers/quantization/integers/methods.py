@@ -1,8 +1,6 @@
-"""GPTQ (arXiv 2210.17323), as exported by AutoGPTQ, GPTQModel and AutoRound: `quant_method: gptq`.
-
-AWQ (arXiv 2306.00978) in AutoAWQ's GEMM layout: `quant_method: awq`.
-
-AutoRound (arXiv 2309.05516): `quant_method: auto-round`, packed in the layout of GPTQ or of AWQ."""
+"""Readers of quantization_config for checkpoints in GPTQ's or AWQ's layout: `gptq` (arXiv 2210.17323, as exported by
+AutoGPTQ, GPTQModel and AutoRound), `awq` (arXiv 2306.00978, AutoAWQ's GEMM layout) and `auto-round` (arXiv 2309.05516,
+either layout)."""
 
 import re
 from collections.abc import Mapping

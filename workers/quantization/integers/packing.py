@@ -1,11 +1,7 @@
-"""Packs the checkpoint's tensors of stacked matrices of layers and experts for `aerie.kernels.packed`.
-
-Orders a rank's inputs so that each scale belongs to a whole block, as `aerie.kernels.packed` requires.
-
-Groups may have arbitrary inputs (GPTQ's desc_act, compressed-tensors' g_idx), and a rank's shard may split a group.
-Inputs are then sorted by group, and each group is padded to whole blocks with inputs of weight zero.
-
-The tensors of a matrix of 4- or 8-bit integers that a rank keeps until they are packed."""
+"""Packs stacked matrices of layers and experts for `aerie.kernels.packed`, from the checkpoint's tensors, which a rank
+keeps until then. Each scale must belong to a whole block of inputs, but groups may have arbitrary inputs (GPTQ's
+desc_act, compressed-tensors' g_idx) and a shard may split a group. So inputs are sorted by group, and each group is
+padded to whole blocks with inputs of weight zero."""
 
 import math
 from collections.abc import Sequence

@@ -1,12 +1,7 @@
-"""`IntScheme`: weights of 4- or 8-bit integers and 16-bit activations (W4A16, W8A16), in any layout of `IntFormat`.
-`SchemeQuant`: a checkpoint with a scheme per module.
-
-Stacked experts with 4- or 8-bit integer weights.
-
-`aerie.workers.quantization.packed_experts` packs them, unless their inputs are in groups out of order: that order
-differs between experts, so each expert would need its own gathered rows.
-
-A layer whose matrices have different quantisations, or of which only some are quantised: each has its own method."""
+"""Weights of 4- or 8-bit integers and 16-bit activations (W4A16, W8A16), in any layout of `IntFormat`: `IntScheme`
+gives linear layers and stacked experts their methods, `SchemeQuant` is a checkpoint with a scheme per module. Matrices
+of one layer may have different schemes, or none. Experts whose groups are out of order are not packed, because each
+would need its own gathered rows."""
 
 import logging
 from abc import abstractmethod

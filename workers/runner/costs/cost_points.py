@@ -1,7 +1,5 @@
-"""The steps that a start measures, in order. Pure. `cost_probe` runs them, and `measured_table` builds a table of their
-times.
-
-Builds the `CostTable` from measured times. Pure; used by `cost_probe`."""
+"""The steps that a start measures, in order, and the `CostTable` made of their times. Pure; used by `cost_probe`, which
+runs them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

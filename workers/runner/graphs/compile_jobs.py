@@ -1,12 +1,6 @@
-"""Turns the compilation of a Triton (3.6) kernel into a job for another process, which stores it in the disk cache.
-
-A process locks the kernel's folder in the cache, so that no two compile the same kernel.
-
-Processes that compile kernels into Triton's disk cache, from which a rank loads them. Started by `cluster`. The rank
-itself compiles kernels that no process can compile.
-
-Threads would be slower: Triton (3.6) holds the GIL for a third of each compilation, and compiles launchers one by one
-when it loads kernels."""
+"""Compiles Triton (3.6) kernels in other processes, started by `cluster`: a kernel's compilation becomes a job whose
+result is stored in the disk cache, from which a rank loads it. Processes lock a kernel's folder there, so that no two
+compile it. Threads would be slower: Triton holds the GIL for a third of each compilation."""
 
 import contextlib
 import fcntl

@@ -1,13 +1,10 @@
-"""Captures one step as a CUDA graph, with a batch of padding. Used by `aerie.workers.runner.graphs.cuda_graph`.
+"""Captures one step as a CUDA graph, with a batch of padding: its rounds run in the padding slot and its KV goes to the
+dummy page, so requests are not affected. Used by `aerie.workers.runner.graphs.cuda_graph`; tests use recorders that
+need no GPU.
 
 A step with grammars is two graphs, split after the target's pass, because the host fills masks during that pass. Small
 outputs of the first graph stay in its memory; large ones are copied to memory that all such graphs share.
-
-A capture does not affect requests: its rounds run in the padding slot, which is always finished, and its KV goes to the
-dummy page.
-
-Records steps as CUDA graphs. Used by `aerie.workers.runner.graphs.cuda_graph`; tests use recorders that need no
-GPU."""
+"""
 
 import contextlib
 import dataclasses

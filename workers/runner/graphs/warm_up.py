@@ -1,7 +1,6 @@
 """Steps that a rank runs before its first request: one of each kind, for `aerie.workers.runner.build`, and the largest,
-whose memory `aerie.workers.runner.memory` measures.
-
-Chooses the graphs that a start captures, and compiles their kernels ahead. Used by `aerie.workers.runner.build`."""
+whose memory `aerie.workers.runner.memory` measures. Also chooses the graphs that a start captures, and compiles their
+kernels ahead."""
 
 import logging
 from collections.abc import Callable, Iterable

@@ -1,20 +1,12 @@
-"""Commands that wait until no step is in flight. Used by `aerie.workers.scheduling.scheduler`, which plans no step
-while a command waits or runs. Pure.
+"""Commands that wait until no step is in flight, and what decides when some are sent. Pure; used by
+`aerie.workers.scheduling.scheduler`, which plans no step while a command waits or runs.
 
-Watches the draft's acceptance after an update of weights, and names a draft that no longer fits its target. Pure;
-used by `aerie.workers.scheduling.scheduler`.
-
-A draft that an update has broken, or left behind, changes no text: it only wastes rounds, and nothing else says so. The
-adaptive choice of shapes stops using it by itself (`aerie.workers.scheduling.shapes.shape_choice`).
-
-The weights that an engine's ranks have: updates, their number in the keys of the prefix cache, and what restores
-them on new ranks. Used by `aerie.workers.scheduling.scheduler`. Pure.
-
-Decides when a serving engine captures another CUDA graph. Pure; used by `aerie.workers.scheduling.scheduler`.
-
-A capture blocks the ranks for 30 to 200 ms. So it waits for 0.5 s without requests, after which it rarely delays one.
-If requests never pause, it runs once steps have lost as much time to padding, because of the missing graph, as the
-capture takes. So captures never cost more than they could have saved."""
+CommandQueue    the queue, and the command in flight
+WeightVersions  updates of weights: their number in the prefix cache's keys, and what restores them on new ranks
+DraftCheck      names a draft that no longer fits after an update: it changes no text, but wastes rounds
+CapturePacing   when to capture another CUDA graph, which blocks the ranks for 30 to 200 ms: after 0.5 s without
+                requests, or once steps have lost as much time to padding as the capture takes
+"""
 
 import logging
 import math

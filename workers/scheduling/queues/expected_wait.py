@@ -1,14 +1,11 @@
-"""Estimates when a new request would start, from the requests that run and wait. Used by
+"""Estimates when a new request would start, from the requests that run and wait. Pure; used by
 `aerie.workers.scheduling.queues.admission`.
 
 Everything is charged at the batch that will run, never at the last step's: batch sizes, tree shapes and step times
-follow from the queue (`wait_forecast`), lengths of answers and tokens per round from finished rounds and requests.
-
-Estimates how many tokens answers will have, from those that have ended and those that run. Used by
-`aerie.workers.scheduling.queues.admission`; pure.
-
-Answers that reach `max_tokens` show only that they would have been longer, and so do running ones. So the estimate is a
-rate of stops per token, by the length so far (as `acceptance` does for drafts; Kaplan and Meier, 1958)."""
+follow from the queue (`wait_forecast`), lengths of answers and tokens per round from finished rounds and requests. An
+answer that reaches `max_tokens` or still runs shows only that it is longer; so lengths are estimated as a rate of stops
+per token (Kaplan and Meier, 1958), as `acceptance` does for drafts.
+"""
 
 import math
 from bisect import bisect_right

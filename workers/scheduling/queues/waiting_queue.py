@@ -1,11 +1,6 @@
-"""Requests that wait for a slot, in the order of admission, and their totals. Owned by
-`aerie.workers.scheduling.queues.request_queues`.
-
-Every step and every arrival reads the totals, and ten thousand requests may wait. So the totals are updated with each
-change.
-
-Tracks requests whose grammar or mask is not ready, which may take seconds, so that running requests need not wait.
-Used by the scheduler."""
+"""Requests that wait for a slot, in the order of admission, and those whose grammar or mask is not ready, so that
+running requests need not wait for it. Totals are updated with each change, because every step and arrival reads them
+and ten thousand requests may wait."""
 
 from bisect import bisect_left, insort
 from collections import OrderedDict

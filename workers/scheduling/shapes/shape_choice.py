@@ -1,12 +1,10 @@
 """Chooses the tree shape that a step drafts, and verifies if possible: the one with the most tokens per millisecond.
+The scheduler calls `choose` once per step and reports accepted drafts to `acceptance`; `StepTime` predicts times.
 
-The scheduler calls `choose` once per step and reports accepted drafts to `acceptance`; `StepTime` predicts how long
-steps take. Pure: time is counted in steps, and equal calls have equal results.
-
-Probes (exploration): a few steps of a shape that seems worse than the best, to measure its acceptance or time.
-
-Pure: time is counted in steps. Each step adds to a credit of time for probes. So every shape is measured eventually,
-and all probes together cost a bounded share of the time."""
+Shapes that seem worse than the best are probed for a few steps, paid from a credit of time that each step adds to:
+every shape is measured eventually, and probes cost a bounded share of the time. Pure: time is counted in steps, and
+equal calls have equal results.
+"""
 
 import math
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
-"""The process that tracks the grammars of one rank's requests and fills their masks in shared memory.
+"""The process that tracks the grammars of one rank's requests, and fills their masks and guides in memory shared with
+the rank.
 
 One thread, the leader, executes the rank's orders. If a mask takes too long, the rank sends a deadline. Then the
 request is late, another thread becomes the leader, and the previous leader completes the mask in the background. So a
 grammar delays other requests by at most the rank's limit. A mask that takes `MASK_LIMIT_S` of CPU time ends its
 request. The compiler's calls cannot be interrupted, so the process exits once no request needs their result, and the
 rank starts another process.
-
-Masks and guides of a step in the process that fills them, in memory shared with the rank."""
+"""
 
 import logging
 import mmap
