@@ -82,8 +82,9 @@ class DraftLearner:
     def _learning(self) -> DraftLearning:
         rank, config = self._plan.rank, self._plan.learning
         assert rank.speculative is not None and config is not None
-        draft, head_settings = Path(rank.speculative.path), (rank.speculative.method, config.learning_rate)
-        learner = load(_LEARNER)(Path(rank.worker.model.path), draft, *head_settings, config.batch_tokens)
+        head, draft = rank.speculative, Path(rank.speculative.path)
+        head_settings = head.method, config.learning_rate, config.batch_tokens, head.num_steps
+        learner = load(_LEARNER)(Path(rank.worker.model.path), draft, *head_settings)
         return DraftLearning(learner, config, draft, self._folder)
 
 

@@ -24,7 +24,7 @@ from aerie.speculative.training.losses import measure_acceptance
 from aerie.speculative.training.samples import Sample, collate, plan_steps
 
 _AVERAGE = 0.98  # of the moving average, per step
-_CHAIN_STEPS, _CHAIN_DECAY = 5, 0.8  # EAGLE-3's training-time test, arXiv 2503.01840
+_MAX_CHAIN_STEPS, _CHAIN_DECAY = 5, 0.8  # EAGLE-3's training-time test, arXiv 2503.01840
 _GAMMA, _MAX_ANCHORS = 4.0, 256  # of block heads, as `aerie train-draft` has them, with fewer blocks a step
 Pair = tuple[Sequence[int], Sequence[int]]  # a prompt and its answer
 
@@ -32,12 +32,14 @@ Pair = tuple[Sequence[int], Sequence[int]]  # a prompt and its answer
 class HeadLearner:
     """A head in training, beside the weights that are served.
 
+    num_steps: depth to which an EAGLE-3 head drafts: it is trained and measured to that depth, at most 5.
     Raises `TrainingError` for a target or a draft that cannot be trained.
     """
 
-    def __init__(self, target: Path, draft: Path, method: str, rate: float, batch_tokens: int) -> None:
+    def __init__(self, target: Path, draft: Path, method: str, rate: float, batch_tokens: int, num_steps: int) -> None:
         assert method in ("eagle3", *BLOCK_METHODS), "the configuration was checked"
         self._method, self._batch_tokens = method, batch_tokens
+        self._chain_steps = min(num_steps, _MAX_CHAIN_STEPS)
         self._target = load_model(target, torch.device("cpu"), torch.float32).requires_grad_(False)
         self._config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
         self.rate = rate
@@ -101,13 +103,13 @@ class HeadLearner:
 
     @property
     def _depth(self) -> int:
-        return self._head.method.form.max_depth if isinstance(self._head, BlockHead) else _CHAIN_STEPS
+        return self._head.method.form.max_depth if isinstance(self._head, BlockHead) else self._chain_steps
 
     @property
     def _unrolling(self) -> Unrolling:
         if isinstance(self._head, BlockHead):
             return Unrolling(self._depth, math.exp(-1 / _GAMMA), _MAX_ANCHORS)
-        return Unrolling(_CHAIN_STEPS, _CHAIN_DECAY)
+        return Unrolling(self._chain_steps, _CHAIN_DECAY)
 
 
 def _sample(text: Pair) -> Sample:

@@ -45,7 +45,7 @@ def test_a_random_head_learns_and_is_published_beside_running_requests(
     speculative = SpeculativeConfig(str(draft), method, 3, 1, 4, adaptive=False)  # type: ignore[arg-type]
     with local_engine(random_pair.spec(speculative)) as engine:
         texts, before = answers(engine, "a")
-        learner = HeadLearner(random_pair.target, draft, method, 3e-3, 512)
+        learner = HeadLearner(random_pair.target, draft, method, 3e-3, 512, 3)
         pairs = list(zip(PROMPTS, texts, strict=True))
         first, last = learner.train(pairs[:32], 20), [learner.train(pairs[:32], 40) for _ in range(4)][-1]
         assert last < first
