@@ -32,17 +32,11 @@ from aerie.kernels.delta_rule.tables import MAX_ROWS, ChunkTables, DeltaRows, De
 PART = 8  # columns of a state per program of `_walk`, which has one warp
 ROWS = 16  # rows per program of `_finish`
 
-# Whether a value is 1 or divisible, and how an address is aligned, must not select another compiled kernel.
-SAME_KERNEL = {
-    "do_not_specialize": [
-        "num_chunks", "width", "path", "mask_stride", "qkv_stride", "z_stride", "b_stride", "a_stride", "out_stride",
-        "num_rows", "pending_rows",
-    ],
-    "do_not_specialize_on_alignment": [
-        "qkv_ptr", "z_ptr", "b_ptr", "a_ptr", "out_ptr", "slots_ptr", "mask_ptr", "prefix_ptr", "qo_ptr", "starts_ptr",
-        "at_ptr", "entry_ptr",
-    ],
-}  # fmt: skip
+
+def _one_kernel(numbers: str, addresses: str) -> dict[str, list[str]]:
+    """Return options with which neither whether a number is 1 or divisible, nor how an address is aligned, selects
+    another compiled kernel."""
+    return {"do_not_specialize": numbers.split(), "do_not_specialize_on_alignment": addresses.split()}
 
 
 @triton.jit
@@ -62,7 +56,12 @@ def _normed(x):
     return x * tl.rsqrt(tl.sum(x * x, 0) + NORM_EPS)
 
 
-@triton.jit(**SAME_KERNEL)
+@triton.jit(
+    **_one_kernel(
+        "num_chunks width path mask_stride qkv_stride b_stride a_stride pending_rows",
+        "qkv_ptr b_ptr a_ptr slots_ptr mask_ptr qo_ptr starts_ptr",
+    )
+)
 def _prepare(
     qkv_ptr, b_ptr, a_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, q_ptr, k_ptr, v_ptr, gates_ptr,
     conv_ptr, pending_ptr, committed_ptr, count_ptr, slots_ptr, mask_ptr, qo_ptr, starts_ptr,
@@ -168,7 +167,12 @@ def _load_row(row, h, e, q_ptr, k_ptr, v_ptr, gates_ptr, HK: tl.constexpr, HV: t
     return tl.load(q_ptr + of_key), tl.load(k_ptr + of_key), v, decay, beta
 
 
-@triton.jit(**SAME_KERNEL)
+@triton.jit(
+    **_one_kernel(
+        "num_chunks width path mask_stride qkv_stride",
+        "qkv_ptr slots_ptr mask_ptr prefix_ptr qo_ptr starts_ptr at_ptr entry_ptr",
+    )
+)
 def _walk(
     qkv_ptr, q_ptr, k_ptr, v_ptr, gates_ptr, o_ptr,
     state_ptr, conv_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, count_ptr,
@@ -271,7 +275,12 @@ def _walk(
                     keep_history(target_ptr, snapshot, keys * KEYS + key_head * DK + d, history_ptr, rows_ptr, C, R)
 
 
-@triton.jit(**SAME_KERNEL)
+@triton.jit(
+    **_one_kernel(
+        "num_chunks num_rows z_stride out_stride",
+        "z_ptr out_ptr qo_ptr",
+    )
+)
 def _finish(
     o_ptr, z_ptr, out_ptr, norm_ptr, qo_ptr,
     num_chunks, num_rows, z_stride, out_stride, scale_eps,
