@@ -48,9 +48,9 @@ def _describe_blocks(
     [BINS] end of each expert's blocks and pairs."""
     block = first + tl.arange(0, BLOCKS)
     is_used = block < tl.max(ends, 0)
-    is_shared = block < shared_blocks
-    passed = (ends[:, None] <= block[None, :]) & (is_shared[:, None] == is_shared[None, :])
-    expert = tl.sum(passed.to(tl.int32), 0) + tl.where(is_shared, ROUTED, 0)
+    block_is_shared = block < shared_blocks
+    passed = (ends[:, None] <= block[None, :]) & (is_shared[:, None] == block_is_shared[None, :])
+    expert = tl.sum(passed.to(tl.int32), 0) + tl.where(block_is_shared, ROUTED, 0)
     expert = tl.where(is_used, expert, -1)
     tl.store(expert_ptr + block, expert, mask=block < max_blocks)
     end = tl.gather(pair_ends, tl.maximum(expert, 0), 0)

@@ -432,14 +432,14 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
         {"K": 10, "BLOCK": topk.BLOCK, "SORTED": False},
         8,
     ),
-    "topk combined": (topk._combine, TOP, {"K": 10, "PARTS": 32, "FOUND": 512, "SORTED": False}, 2),
+    "topk combined": (topk._combine, TOP, {"K": 10, "PARTS": 32, "COLUMNS": 512, "SORTED": False}, 2),
     "topk sorted": (
         topk._partial,
         BF16 | dict.fromkeys(("value_ptr", "top_ptr", "total_ptr"), "fp32"),
         {"K": 64, "BLOCK": topk.BLOCK, "SORTED": True},
         8,
     ),
-    "topk sorted and combined": (topk._combine, TOP, {"K": 64, "PARTS": 64, "FOUND": 4096, "SORTED": True}, 8),
+    "topk sorted and combined": (topk._combine, TOP, {"K": 64, "PARTS": 64, "COLUMNS": 4096, "SORTED": True}, 8),
     "commit": (
         commit._commit_one,
         dict.fromkeys(
