@@ -47,7 +47,8 @@ class Prepared(ABC):
 
         q: [rows, q_heads, head_dim].
         kv: the layer's view (`aerie.kernels.kv.batches`), of a kind that the backend supports
-        (`aerie.attention.registry`). rule: how scores become weights; uses only features in `BackendFacts.scores`.
+            (`aerie.attention.registry`).
+        rule: how scores become weights; uses only features in `BackendFacts.scores`.
         sinks: [q_heads] float32, contiguous, if `rule.has_sinks`; else None.
         """
 

@@ -85,20 +85,20 @@ class Kernel:
 
     threads: per thread block.
     shared_bytes: dynamic shared memory per thread block.
-    early: launched before its predecessor has ended (`aerie.kernels.pdl`).
+    launches_early: before its predecessor has ended (`aerie.kernels.pdl`).
     """
 
     function: ctypes.c_void_p
     threads: int
     shared_bytes: int
-    early: bool
+    launches_early: bool
 
     def launch(self, grid: Sequence[int], cluster: tuple[int, int], *arguments: object) -> None:
         """Launch on the current stream.
 
         cluster: thread blocks per cluster; (1, 1): no clusters.
-        arguments: tensors become pointers, None a null pointer, ints 32-bit ints, floats 32-bit floats, and arrays of
-            bytes structures.
+        arguments: tensors become pointers, None a null pointer, ints 32-bit ints, and floats 32-bit floats. An array of
+            bytes is passed as a structure.
         """
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
@@ -108,7 +108,7 @@ class Kernel:
             attributes[count].id = _CLUSTER
             attributes[count].value[:3] = [*cluster, 1]
             count += 1
-        if self.early:
+        if self.launches_early:
             attributes[count].id = _EARLY
             attributes[count].value[0] = 1
             count += 1

@@ -83,7 +83,7 @@ The rule:
     down_of_short_blocks    triggers   nothing
     gate_up_of_tall_blocks  triggers   nothing
     down_of_tall_blocks     triggers   nothing
-    sum_slots               triggers   nothing
+    sum_choices             triggers   nothing
     head_input              triggers   the norms' weights             constant
     convolve_blocks         triggers   nothing
     score_candidates        triggers   nothing

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.sampling.choose import Draws, choose, norms_and_top
-from aerie.kernels.sampling.draft_scores import count_levels, perturb
+from aerie.kernels.sampling.draft_scores import count_bands, perturb
 from aerie.kernels.sampling.filters import find_limits
 from aerie.kernels.sampling.penalties import apply_masks, apply_penalties
 from aerie.kernels.vocabulary.topk_log_softmax import largest
@@ -180,7 +180,7 @@ class Sampler:
         filters, summary = self._slots.filters, None
         if filtered:
             # [ranks, rows, parts, n] -> [rows, ranks * parts, n]
-            summary = group.all_gather(count_levels(logits, rows.slots, filters)).movedim(0, 1).flatten(1, 2)
+            summary = group.all_gather(count_bands(logits, rows.slots, filters)).movedim(0, 1).flatten(1, 2)
         return perturb(logits, self._draws(rows), ids, filters, summary)
 
     def _mask(self, logits: Tensor, rows: Rows, first: int) -> None:

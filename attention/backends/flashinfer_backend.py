@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aerie.attention.backend import AttentionBackend, Prepared, assert_not_captured
 from aerie.attention.backends.flashinfer_latent import LatentRounds, PreparedLatentRound
-from aerie.attention.backends.flashinfer_rounds import Heads, Kernel, RoundPlan, Wrapper, sampled_kernel
+from aerie.attention.backends.flashinfer_rounds import Kernel, PlanParameters, RoundPlan, Wrapper, sampled_kernel
 from aerie.kernels.attend.flashinfer_plan_triton import mask_bytes
 from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV, PrefillBatch
@@ -72,7 +72,7 @@ class FlashInferBackend(AttentionBackend):
     def __init__(self) -> None:
         self._prefill_wrappers: dict[tuple[torch.device, str], deque[_PrefillWrapper]] = {}
         self._workspaces: dict[torch.device, Tensor] = {}
-        self._kernels: dict[tuple[torch.device, Heads, int, bool], Kernel] = {}
+        self._kernels: dict[tuple[torch.device, PlanParameters, int, bool], Kernel] = {}
         self._rounds: dict[tuple[Any, ...], RoundPlan] = {}
         self._masks: dict[torch.device, Tensor] = {}
         self.latent_rounds = LatentRounds(self.name)
@@ -82,14 +82,14 @@ class FlashInferBackend(AttentionBackend):
             return _PreparedRound(self, batch)
         return _PreparedPrefill(self, Extent.of(batch))
 
-    def prefill_wrapper(self, device: torch.device, heads: Heads) -> _PrefillWrapper:
+    def prefill_wrapper(self, device: torch.device, heads: PlanParameters) -> _PrefillWrapper:
         """Return the wrapper for prompt chunks that was not used last."""
         kernel = prefill_kernel(device, heads.kv_dtype)
         wrappers = self._prefill_wrappers.setdefault((device, kernel), deque())
         if len(wrappers) < 2:
             from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-            workspace = self._workspace(device, heads.group)
+            workspace = self._workspace(device, heads.queries_per_head)
             wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernel)
             wrappers.append(_PrefillWrapper(wrapper, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         else:
@@ -97,7 +97,7 @@ class FlashInferBackend(AttentionBackend):
         wrappers[-1].copied.synchronize()  # its last plan is two passes old, and copied unless the host is far ahead
         return wrappers[-1]
 
-    def round_plan(self, batch: DecodeBatch, heads: Heads) -> RoundPlan:
+    def round_plan(self, batch: DecodeBatch, heads: PlanParameters) -> RoundPlan:
         """Return the buffers for all passes of this shape. They are never freed, because captured graphs hold their
         addresses."""
         device = batch.prefix_len.device
@@ -117,10 +117,10 @@ class FlashInferBackend(AttentionBackend):
             self._workspaces[device] = torch.empty(size, dtype=torch.uint8, device=device)
         return self._workspaces[device]
 
-    def _kernel(self, device: torch.device, heads: Heads, rows: int, causal: bool) -> Kernel:
+    def _kernel(self, device: torch.device, heads: PlanParameters, rows: int, causal: bool) -> Kernel:
         key = (device, heads, rows, causal)
         if key not in self._kernels:
-            self._kernels[key] = sampled_kernel(self._workspace(device, heads.group), heads, rows, causal)
+            self._kernels[key] = sampled_kernel(self._workspace(device, heads.queries_per_head), heads, rows, causal)
         return self._kernels[key]
 
     def _mask(self, batch: DecodeBatch, page_size: int) -> Tensor:
@@ -146,11 +146,11 @@ class _Prepared(Prepared):
 
     def __init__(self, backend: FlashInferBackend) -> None:
         self.backend = backend
-        self._heads: Heads | None = None
+        self._heads: PlanParameters | None = None
         self._run: Callable[..., object]
 
     def plan(self, q: Tensor, kv: LayerKV, rule: ScoreRule) -> bool:
-        heads = Heads.of(q, kv, rule.scale)
+        heads = PlanParameters.of(q, kv, rule.scale)
         if self._heads is None:
             self._run = self._plan(heads)
             self._heads = heads
@@ -165,7 +165,7 @@ class _Prepared(Prepared):
         return out
 
     @abstractmethod
-    def _plan(self, heads: Heads) -> Callable[..., object]:
+    def _plan(self, heads: PlanParameters) -> Callable[..., object]:
         """Return the planned wrapper's `run`."""
 
 
@@ -180,7 +180,7 @@ class _PreparedPrefill(_Prepared):
         padding = q.shape[0] - num_rows
         return torch.cat((out, out.new_zeros((padding, *out.shape[1:])))) if padding else out
 
-    def _plan(self, heads: Heads) -> Callable[..., object]:
+    def _plan(self, heads: PlanParameters) -> Callable[..., object]:
         device = self.extent.page_table.device
         prefill_wrapper = self.backend.prefill_wrapper(device, heads)
         qo_indptr = _pinned([0, *accumulate(self.extent.q_lens)], device)
@@ -204,7 +204,7 @@ class _PreparedRound(_Prepared):
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
         return self._latent.forward(q, kv, rule) if isinstance(kv, LatentKV) else super().forward(q, kv, rule)
 
-    def _plan(self, heads: Heads) -> Callable[..., object]:
+    def _plan(self, heads: PlanParameters) -> Callable[..., object]:
         run: Callable[..., object] = self.backend.round_plan(self.batch, heads).write(self.batch).run
         return run
 

@@ -67,11 +67,12 @@ class LatentRounds:
 
 
 class LatentRoundPlan:
-    """The kernel, and its plan in our memory, for batches of one shape."""
+    """The kernel, and its plan in device memory that `write` fills, for batches of one shape."""
 
     def __init__(
         self, module: Module, grid: LatentGrid, workspace: Tensor, scale: float, device: torch.device, row_bytes: int
     ) -> None:
+        """row_bytes: of a partial result: latent size x bytes of a number. Log-sum-exps follow them in `workspace`."""
         self._module, self._workspace, self._scale = module, workspace, scale
         self._arrays = LatentPlanArrays(grid, device)
         self._info = self._arrays.plan_info(partial_lse=grid.max_partial_rows * row_bytes)

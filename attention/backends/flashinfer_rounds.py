@@ -55,8 +55,8 @@ Wrapper = Any  # flashinfer has no types
 
 
 @dataclass(frozen=True)
-class Heads:
-    """The parameters of a wrapper's plan, besides lengths."""
+class PlanParameters:
+    """The parameters of a wrapper's `plan` that all batches of a layer share: sizes, dtypes and scale, no lengths."""
 
     num_heads: int
     num_kv_heads: int
@@ -67,12 +67,12 @@ class Heads:
     scale: float
 
     @staticmethod
-    def of(q: Tensor, kv: LayerKV, scale: float) -> "Heads":
+    def of(q: Tensor, kv: LayerKV, scale: float) -> "PlanParameters":
         page_size, num_kv_heads, head_dim = kv.k.shape[1:]
-        return Heads(q.shape[1], num_kv_heads, head_dim, page_size, q.dtype, kv.k.dtype, scale)
+        return PlanParameters(q.shape[1], num_kv_heads, head_dim, page_size, q.dtype, kv.k.dtype, scale)
 
     @property
-    def group(self) -> int:
+    def queries_per_head(self) -> int:
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -96,13 +96,13 @@ class Kernel:
 
     wrapper: Wrapper
     plan: tuple[str, ...]
-    heads: Heads
+    heads: PlanParameters
     rows: int
     tile_rows: int
     room: int
 
     def grid(self, num_requests: int) -> Grid:
-        tiles = -(-self.rows * self.heads.group // self.tile_rows)
+        tiles = -(-self.rows * self.heads.queries_per_head // self.tile_rows)
         return Grid(num_requests, self.rows, tiles, self.room, self.heads.page_size)
 
 
@@ -157,7 +157,7 @@ def plan_info(kernel: Kernel, arrays: PlanArrays) -> list[int]:
     return [values[name] for name in kernel.plan]
 
 
-def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> Kernel:
+def sampled_kernel(workspace: Tensor, heads: PlanParameters, rows: int, causal: bool) -> Kernel:
     """Return the kernel for rounds of `rows` rows, from FlashInfer's plan for one request.
 
     Raises RuntimeError if our plan for the same request differs, which shows an unsupported version of FlashInfer.
@@ -186,7 +186,7 @@ def sampled_kernel(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> 
     return kernel
 
 
-def _sample(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> tuple[Wrapper, tuple[str, ...]]:
+def _sample(workspace: Tensor, heads: PlanParameters, rows: int, causal: bool) -> tuple[Wrapper, tuple[str, ...]]:
     """Return a wrapper that has planned one request of `rows` rows, and the fields of its plan."""
     from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 
@@ -197,7 +197,7 @@ def _sample(workspace: Tensor, heads: Heads, rows: int, causal: bool) -> tuple[W
         return torch.tensor(values, dtype=torch.int32)
 
     lists = host(0, SAMPLE_PAGES), buffer(SAMPLE_PAGES), host(heads.page_size)
-    if rows == 1 and heads.group <= MAX_CUDA_CORE_GROUP:
+    if rows == 1 and heads.queries_per_head <= MAX_CUDA_CORE_GROUP:
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",

@@ -210,9 +210,9 @@ class PrefixCache:
         state."""
         if self.snapshots is None:
             return None
-        row, bared = self.snapshots.lend(num_tokens // self.page_size, kind)
-        if bared is not None and bared.pages and not bared.children:
-            self._leaves.push(bared)  # without its snapshot it may be evicted earlier
+        row, loser = self.snapshots.lend(num_tokens // self.page_size, kind)
+        if loser is not None and loser.pages and not loser.children:
+            self._leaves.push(loser)  # the node that lost its snapshot may now be evicted earlier
         return row
 
     def attach(self, tokens: Tokens, position: int, row: int, kind: SnapshotKind, salt: bytes = b"") -> None:

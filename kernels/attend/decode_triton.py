@@ -120,7 +120,23 @@ def _attend_decode(
     UNIT: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    # FP8 pages are read as pairs of numbers (`score_pairs`); acc has the even columns, acc_odd the odd ones.
+    """Attend for one KV head, and one tile of a request's rows x query heads of that head, over one item of its
+    context.
+
+    items_ptr: fields of `split_kv_triton`: request, first and last position, index of the item's partial result, the
+        request's first partial, and its number of items.
+    ROWS, GROUP: rows of a request, and query heads per KV head, packed into tiles of BLOCK_M; COLUMNS tiles of all
+        heads.
+    APART: a second kernel merges partial results; else the programs that finish last, FAN at a time and SLICE of the D
+        numbers at once.
+    FIXED, LEADS, PATHS: see the module's head.
+    SPANS: masks are spans of the tree's numbering, for trees of more than MASK_BITS nodes; else bits.
+    PART_M: rows stored per partial result.
+    WINDOW: 0 without one. SOFT_CAP: None without one.
+    UNIT: factor on softmax weights (`weight_unit`), undone by v_scale.
+    PAIRS: pages are FP8, read as pairs of numbers (`score_pairs`); acc has the even columns, acc_odd the odd ones.
+    UPCAST: multiply in float32, for the interpreter.
+    """
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
     block, item = tl.program_id(0), items_ptr + tl.program_id(1) * ITEM_FIELDS

@@ -81,6 +81,23 @@ def _attend_latent(
     UNIT: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
+    """Attend for one tile of rows x heads of a request over one item of its context.
+
+    items_ptr: fields of `split_kv_triton`: request, first and last position, index of the item's partial result, the
+        request's first partial, and its number of items.
+    ROWS, HEADS: of a request, packed into tiles of BLOCK_M; COLUMNS tiles.
+    D, ROTATED: numbers of a latent row that are key and value, and that belong to the key alone.
+    TOKENS: axis of the tokens in the scores: see `latent_tile_triton`.
+    APART: a second kernel merges partial results; else the programs that finish last, FAN at a time and SLICE of the D
+        numbers at once.
+    FIXED: a row's bits do not depend on other requests (`DecodePlan.fixed`).
+    PATHS: a tree in a fixed plan: tiles with nodes are read for each row with that row's path in chain order.
+    PART_M: rows stored per partial result.
+    WINDOW: 0 without one.
+    UNIT: factor on softmax weights (`weight_unit`), undone by value_scale.
+    PAIRS: rows are FP8, read as pairs of numbers; acc has the even columns, acc_odd the odd ones.
+    UPCAST: multiply in float32, for the interpreter.
+    """
     item = items_ptr + tl.program_id(1) * ITEM_FIELDS
     request = tl.load(item)
     if request < 0:

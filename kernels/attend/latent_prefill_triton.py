@@ -56,6 +56,15 @@ def _attend_latent_prefill(
     UPCAST: tl.constexpr,
     UNIT: tl.constexpr,
 ):
+    """Attend for one tile of adjacent rows of a chunk, and HEADS_OF_TILE of its HEADS heads, packed into BLOCK_M.
+
+    tiles_ptr: fields of `prefill_plan_triton`: chunk, first row, the chunk's end, position of the first row.
+    D, ROTATED: numbers of a latent row that are key and value, and that belong to the key alone.
+    FIXED: contexts are split into spans of base size `span`, whose results are added in order.
+    WINDOW: 0 without one.
+    UNIT: factor on softmax weights (`weight_unit`), undone by value_scale.
+    UPCAST: multiply in float32, for the interpreter.
+    """
     ROWS: tl.constexpr = BLOCK_M // HEADS_OF_TILE
     tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS
     chunk = tl.load(tile)

@@ -55,39 +55,47 @@ _MAX_RESIDENT = 5  # programs per multiprocessor, limited by registers
 _SUM_COLUMNS = 1024
 
 
-@triton.jit(do_not_specialize=["number"])
-def _sum_slots(
+@triton.jit(do_not_specialize=["span_index"])
+def _sum_choices(
     part_ptr,
     chosen_ptr,
     out_ptr,
-    number,
+    span_index,
     SIZE: tl.constexpr,
     STEP: tl.constexpr,
     SPAN: tl.constexpr,
-    SLOTS: tl.constexpr,
+    CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
-    PARTLY: tl.constexpr,
+    SOME_ABSENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Sum SPAN columns, from number * STEP on, over slots. part_ptr: only these columns; out_ptr: [rows, SIZE]."""
+    """Sum a row's weighted results of its CHOICES experts, in SPAN columns from span_index * STEP on.
+
+    part_ptr: [rows, CHOICES, SPAN].
+    chosen_ptr: [rows, CHOICES], negative without a result.
+    out_ptr: [rows, SIZE].
+    STEP: columns of each span but the last.
+    BLOCK: columns of a program.
+    SOME_ABSENT: a row may have results of only some experts; otherwise of all or none.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside, parts = column < SPAN, part_ptr + row * SLOTS * SPAN + column
+    inside, parts = column < SPAN, part_ptr + row * CHOICES * SPAN + column
     acc = tl.zeros([BLOCK], tl.float32)
-    if PARTLY:
-        for slot in tl.static_range(SLOTS):
-            is_there = inside & (tl.load(chosen_ptr + row * SLOTS + slot) >= 0)
-            acc += tl.load(parts + slot * SPAN, mask=is_there, other=0.0).to(tl.float32)
+    if SOME_ABSENT:
+        for choice in tl.static_range(CHOICES):
+            is_there = inside & (tl.load(chosen_ptr + row * CHOICES + choice) >= 0)
+            acc += tl.load(parts + choice * SPAN, mask=is_there, other=0.0).to(tl.float32)
     else:
         # Padding rows have no experts; they load uninitialised memory and discard it, so that the loads need not wait
         # for `chosen`. Parts are read once, so evict_first keeps newer data cached.
-        is_live = tl.load(chosen_ptr + row * SLOTS) >= 0
-        for slot in tl.static_range(SLOTS):
-            part = tl.load(parts + slot * SPAN, mask=inside, other=0.0, eviction_policy="evict_first")
+        is_live = tl.load(chosen_ptr + row * CHOICES) >= 0
+        for choice in tl.static_range(CHOICES):
+            part = tl.load(parts + choice * SPAN, mask=inside, other=0.0, eviction_policy="evict_first")
             acc += tl.where(is_live, part.to(tl.float32), 0.0)
-    tl.store(out_ptr + row * SIZE + number * STEP + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * SIZE + span_index * STEP + column, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> ExpertTiles:
@@ -173,30 +181,30 @@ def down_projected(
     for first in range(0, weights.size, span):
         parts = torch.empty((rows * slots, span), dtype=out.dtype, device=out.device)
         down_projections(inner, routed.weight, order, weights, tiles, first, parts)
-        sum_slots(parts, routed.chosen, out, first // span, span, weights.held is not None)
+        sum_choices(parts, routed.chosen, out, first // span, span, weights.held is not None)
     return out
 
 
-def sum_slots(parts: Tensor, chosen: Tensor, out: Tensor, number: int, step: int, partly: bool) -> None:
-    """Write the sum over slots to columns number * step and following of out [rows, size].
+def sum_choices(parts: Tensor, chosen: Tensor, out: Tensor, span_index: int, step: int, some_absent: bool) -> None:
+    """Write the sum over each row's chosen experts to columns span_index * step and following of out [rows, size].
 
-    parts: [rows * slots, columns]; results of pairs without an expert are not read.
-    chosen: [rows, slots] int32.
-    partly: whether a row may have no expert in some slots.
+    parts: [rows * choices, columns]; results of pairs without an expert are not read.
+    chosen: [rows, choices] int32.
+    some_absent: whether a row may lack the experts of some choices.
     """
-    rows, slots = chosen.shape
+    rows, choices = chosen.shape
     span = parts.shape[1]
-    _sum_slots[(rows, triton.cdiv(span, _SUM_COLUMNS))](
+    _sum_choices[(rows, triton.cdiv(span, _SUM_COLUMNS))](
         parts,
         chosen,
         out,
-        number,
+        span_index,
         SIZE=out.shape[1],
         STEP=step,
         SPAN=span,
-        SLOTS=slots,
+        CHOICES=choices,
         BLOCK=_SUM_COLUMNS,
-        PARTLY=partly,
+        SOME_ABSENT=some_absent,
         num_warps=4,
         **pdl_wait(out.device),
     )

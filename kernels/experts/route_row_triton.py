@@ -89,7 +89,20 @@ def route_row(
     ROWS_PADDED: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Choose the experts of one row; a program's threads share the work."""
+    """Choose the experts of one row; a program's threads share the work.
+
+    logit_ptr: [PARTS, rows, WIDTH], parts to be added: logits of EXPERTS routed experts; GATED: then the shared one's.
+    used_ptr: [most], the numbers of used experts, then -1; written if LIST. Else rank_ptr gets each pair's rank among
+        those of its expert, and count_ptr the experts' counts.
+    token_slot_ptr: HAS_LIVE: rows with a slot below first_slot are padding.
+    FIRST, HELD: first and number of the routed experts on this rank.
+    K, SHARED: routed and shared experts of a row; together the row's choices, padded to SLOTS_PADDED.
+    GROUPS, SIZE_PADDED: groups of experts, and experts of a group. BEST_GROUPS: groups from which a row may choose, by
+        the sum of their BEST_OF_GROUP best experts.
+    SOFTMAX: else sigmoid. NORMALISE: weights add up to `scale`.
+    HAS_BIAS: of the choice, not of the weights. SCALES_EXPERTS: each expert has a factor.
+    BINS: experts of this rank and one for those of others, padded.
+    """
     size: tl.constexpr = EXPERTS // GROUPS
     slots: tl.constexpr = K + SHARED
     group, member = tl.arange(0, GROUPS_PADDED), tl.arange(0, SIZE_PADDED)

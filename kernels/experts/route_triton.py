@@ -54,6 +54,7 @@ def _route(
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Choose the experts of one row per program: `route_row`, which describes the arguments."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -47,6 +47,9 @@ def gate_up_of_short_blocks(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Write the activated gate and up products of BLOCK_N columns for one block of rows sorted by expert. Arguments are
+    those of `gate_up_of_tall_blocks`.
+    """
     groups: tl.constexpr = SIZE // 128
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -38,6 +38,7 @@ def _fp8_gemm_ahead(
     rows,
     N: tl.constexpr,
     GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TOGETHER: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -47,23 +48,30 @@ def _fp8_gemm_ahead(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply one tile of BLOCK_N outputs in one of SPLITS parts of K.
+
+    part_ptr: sums of the splits, which the last program of a tile adds.
+    N: outputs. GROUPS: groups of SIZE columns in K. ROWS: `rows`, padded to a power of two.
+    SIZE: columns that share a scale. SPAN: groups of a program. TOGETHER: groups per load and per product.
+    APART: store each split's sums to out_ptr, [SPLITS, rows, N]; else their total.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     first = split * SPAN
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     w_ahead = ()
     for start in tl.static_range(0, SPAN, TOGETHER):
-        w_ahead = w_ahead + (w_desc.load([tile * BLOCK_N, (first + start) * 128]),)
-    column, k = tl.arange(0, TOGETHER * ROWS), tl.arange(0, TOGETHER * 128)
+        w_ahead = w_ahead + (w_desc.load([tile * BLOCK_N, (first + start) * SIZE]),)
+    column, k = tl.arange(0, TOGETHER * ROWS), tl.arange(0, TOGETHER * SIZE)
     group_offset, row = column // ROWS, column % ROWS
     live = row < rows
-    own = (k // 128)[None, :] == group_offset[:, None]
+    own = (k // SIZE)[None, :] == group_offset[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, TOGETHER * ROWS], tl.float32)
     for start in tl.static_range(0, SPAN, TOGETHER):
         group = first + start
-        x = x_ptr + row.to(tl.int64)[:, None] * (GROUPS * 128) + group * 128 + k[None, :]
+        x = x_ptr + row.to(tl.int64)[:, None] * (GROUPS * SIZE) + group * SIZE + k[None, :]
         inputs = tl.load(x, mask=own & live[:, None], other=0.0)
         scale = tl.load(x_scales_ptr + row * GROUPS + group + group_offset, mask=live, other=0.0)
         scale *= tl.load(w_scales_ptr + tile * GROUPS + group + group_offset)
@@ -116,6 +124,7 @@ def fp8_gemm_ahead(
         rows,
         N=n,
         GROUPS=k // GROUP,
+        SIZE=GROUP,
         ROWS=tiles.rows,
         TOGETHER=tiles.together,
         BLOCK_N=SCALE_ROWS,

@@ -116,6 +116,15 @@ def _fp8_gemm_wide(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Multiply one tile of BLOCK_M rows and BLOCK_N outputs in one of SPLITS parts of K.
+
+    row_step, group_step: strides of x's scales.
+    part_ptr: sums of the splits, which the last program of a tile adds.
+    GROUPS: groups of 128 columns in K. SLICES: parts of K that a program sums one after another, each from zero.
+    LAST: groups at the start of a slice that are multiplied last.
+    TOGETHER: blocks of rows whose programs are adjacent, so that they share tiles of W in L2.
+    BY_GROUP: scales per group; else per row and per output.
+    """
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     span: tl.constexpr = GROUPS // (SPLITS * SLICES)
     program, split = tl.program_id(0), tl.program_id(1)
@@ -292,23 +301,27 @@ class TritonFp8Product(Fp8Product):
         return fp8_ahead_tiles(rows, *self.weight.values.shape)
 
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
+        """Use a fused kernel with FP8 output if it fits, else one with 16-bit output, else two launches.
+
+        wanted: the FP8 format that the next layer accepts; the fused kernel writes only scales per group.
+        """
         (n, k), rows = self.weight.values.shape, (x if isinstance(x, Tensor) else x.values).shape[0]
         out: Tensor | Fp8Rows
-        choose = fp8_ordered_gated_tiles if self.deterministic else fp8_gated_tiles
-        for_fp8 = wanted is not None and wanted.by_group
-        tiles = choose(rows, n, k, True) if for_fp8 else None
+        choose_tiles = fp8_ordered_gated_tiles if self.deterministic else fp8_gated_tiles
+        can_write_fp8 = wanted is not None and wanted.by_group
+        tiles = choose_tiles(rows, n, k, for_fp8=True) if can_write_fp8 else None
         if tiles is not None:
             out = Fp8Rows.empty(rows, n // 2, True, False, self.weight.values.device)
         else:
-            tiles = choose(rows, n, k, False)
+            tiles = choose_tiles(rows, n, k, for_fp8=False)
             out = torch.empty((rows, n // 2), dtype=self.dtype, device=self.weight.values.device)
         if tiles is not None:
             fp8_gemm(self._rounded(x), self.weight, None, self.workspace, tiles, out, gated=True, result=self.dtype)
             return out
-        both = self.multiply(x, None)
+        gate_up = self.multiply(x, None)
         if wanted is None:
-            return silu_mul(both)
-        return quantize_rows(both, wanted.by_group, rows_together=rows > wanted.many, gated=True)
+            return silu_mul(gate_up)
+        return quantize_rows(gate_up, wanted.by_group, rows_together=rows > wanted.many, gated=True)
 
     def _rounded(self, x: Tensor | Fp8Rows) -> Fp8Rows:
         if not isinstance(x, Tensor):

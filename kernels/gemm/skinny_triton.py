@@ -78,6 +78,22 @@ def _skinny_gemm(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Multiply one tile of BLOCK_N outputs (GATED: of gate and up each) with up to BLOCK_M rows in one of SPLITS parts
+    of K.
+
+    part_ptr: sums of the splits, which the last program of a tile adds.
+    part_step: stride of the splits in out_ptr.
+    N: outputs, in a gated product half the rows of W. SPAN: columns of a program.
+    APART: store each split's sums to out_ptr, with the bias in the first; blocks of rows have programs of their own.
+    AHEAD: columns of W read before the wait, and multiplied last: 0 or BLOCK_K.
+    LAST: columns multiplied last without being read ahead, for the same order of sums as with AHEAD.
+    K: columns of x if x is read by pointers; 0 if it is read through a tensor map.
+    UPCAST: multiply in float32, for the interpreter.
+
+    Adapters, if RANK > 0 (`aerie.kernels.lora.few_rows_triton`): the first SUMMING programs compute A x of IN columns,
+    RANKS ranks at a time; a tile adds B (A x), CHUNK ranks at a time. down_ptr, up_ptr: tables of A and B. place_ptr:
+    row's place in them, negative without an adapter. PARTS: first outputs of the joined matrices, each with its own A.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     if RANK > 0:
         INNER: tl.constexpr = (len(PARTS) - 1) * RANK

@@ -130,8 +130,17 @@ def _packed_blocks(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    # x_ptr: tensor map of `order_rows`; DIRECT: pointer to rows in their own order
-    # N: outputs of W, or half of them if GATED. PAIRED: a program has twice as many blocks of outputs.
+    """Multiply BLOCK_M rows with 64 outputs (PAIRED: 128; GATED: 64 of gate and up each) in one of SPLITS parts of K.
+
+    x_ptr: a tensor map of rows from `order_rows`; DIRECT: a pointer to rows in their own order.
+    part_ptr: sums of the splits, which the last program of a tile adds.
+    N: outputs, in a gated product half of the weight's. SPAN: chunks of 64 inputs of a program.
+    CODE: kind of the codes. GROUP: inputs that share a scale.
+    COUNT: chunks multiplied at once: 1 or 2.
+    SUMS: multiply sums by scales; else round weights with their scale.
+    TYPE, SCALE_TYPE: dtypes of rows and of scales. STAGES: of the load pipeline.
+    INTERPRETED: multiply in float32, for the interpreter.
+    """
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     CHUNKS: tl.constexpr = (K + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP

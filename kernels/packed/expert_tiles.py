@@ -54,10 +54,10 @@ class PackedTiles:
 
     def stages_for(self, weight: PackedWeight) -> int:
         """Return `stages`, or fewer if the launch would fail. Triton 3.6 opts in to more than 48 KB of shared memory
-        only if its own part exceeds that, without counting that of `sums_of_warps`."""
-        own, stages = _sums_bytes(4 * self.row_tiles, self.warps_n * self.warps_k), self.stages
+        only if the stages exceed that; the memory of `sums_of_warps` (`sums`) is not counted."""
+        sums, stages = _sums_bytes(4 * self.row_tiles, self.warps_n * self.warps_k), self.stages
         step = self.warps_n * self.warps_k * _chunk_bytes(weight)
-        while stages > 2 and (stages - 1) * step <= _SMALL_SHARED < (stages - 1) * step + own:
+        while stages > 2 and (stages - 1) * step <= _SMALL_SHARED < (stages - 1) * step + sums:
             stages -= 1
         return stages
 
@@ -76,7 +76,7 @@ class PackedExpertTiles:
 def packed_expert_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> PackedExpertTiles:
     """Return the tiles for `rows` rows: the fastest on an H200 with even routing (gpt-oss-20b, Qwen3.5-35B-A3B and a
     rank of DeepSeek-V3; `tests.bench packed_experts`). deterministic: whether a row must have the same result for any
-    number of rows: a tile of 8 rows has tensor core instructions of its own."""
+    number of rows; then never tiles of 8 rows, which use other tensor core instructions."""
     if lists_experts(rows, deterministic):
         return _listed_tiles(rows, sizes)
     chunks = sizes.width // TILE

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from aerie.kernels.experts.many_rows_triton import MAX_PARTIAL_BYTES, sum_slots
+from aerie.kernels.experts.many_rows_triton import MAX_PARTIAL_BYTES, sum_choices
 from aerie.kernels.experts.order_triton import bins_of, order_by_expert
 from aerie.kernels.experts.route import Routed, RouterLogits
 from aerie.kernels.experts.route_triton import route
@@ -139,7 +139,7 @@ def ordered_experts(
             WARPS_N=down.warps_n,
             **_common(x, weights, weights.down, down, weights.width, 1),
         )
-        sum_slots(parts, routed.chosen, out, first // span, span, weights.held is not None)
+        sum_choices(parts, routed.chosen, out, first // span, span, weights.held is not None)
     return out
 
 

@@ -145,7 +145,18 @@ def _packed_stream(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    # N: outputs of W, or half of them if GATED. IN_BLOCKS: more rows than a program has.
+    """Multiply up to 8 * ROW_TILES rows with 64 * WARPS_N outputs (GATED: 64 of gate and up each) in one of SPLITS
+    parts of K.
+
+    part_ptr: sums of the splits, which the last program of a tile adds.
+    N: outputs, in a gated product half of the weight's.
+    CODE: kind of the codes. GROUP: inputs that share a scale.
+    WARPS_N, WARPS_K: warps with different outputs, and warps that share a sum.
+    IN_BLOCKS: there are more rows than a program has, so the grid has blocks of rows.
+    COUNT: chunks of 64 inputs that a warp loads at once. STEPS: loads of a warp, one after another.
+    TYPE, SCALE_TYPE: dtypes of rows and of scales.
+    INTERPRETED: multiply in float32, for the interpreter.
+    """
     CHUNKS: tl.constexpr = (K + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1

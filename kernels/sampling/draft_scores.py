@@ -1,9 +1,9 @@
 """Draft logits with the request's Gumbel noise, and with filtered tokens below all others.
 
 With the noise, the draft proposes the token that the target is likely to sample. The filters affect only which tokens
-are proposed, not which are emitted, so they may be approximate and must be cheap. Tokens are counted by level, the
-integer part of the scaled logit (log2 of the probability, up to a constant per row). Top-k and top-p keep whole levels;
-top-p counts every token of a level with the lowest mass of that level. Min-p is exact.
+are proposed, not which are emitted, so they may be approximate and must be cheap. Tokens are counted by band, the
+integer part of the scaled logit (log2 of the probability, up to a constant per row). Top-k and top-p keep whole bands;
+top-p counts every token of a band with the lowest mass of that band. Min-p is exact.
 """
 
 import torch
@@ -15,7 +15,7 @@ from aerie.kernels.operation import Implementation, on_gpu, operation
 from aerie.kernels.sampling.choose import Draws
 from aerie.kernels.sampling.filters import Filters, check_rows
 
-LEVELS = 32  # from the best token down to 2^-31 of its probability
+BANDS = 32  # from the best token down to 2^-31 of its probability
 DROPPED = 1024.0  # subtracted from the scores of filtered tokens; does not change their order
 PART = 4096  # columns per part
 
@@ -28,15 +28,15 @@ def _check_scores(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, s
 
 
 @operation(
-    Implementation("triton", "aerie.kernels.sampling.draft_scores_triton:count_levels", on_gpu), contract=check_rows
+    Implementation("triton", "aerie.kernels.sampling.draft_scores_triton:count_bands", on_gpu), contract=check_rows
 )
-def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
+def count_bands(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
     """Summarise the parts of a vocabulary shard.
 
     logits  [B * R, n], any floating dtype, last stride 1: R rows of each of B requests
     slots   [B] int64
-    ->      [B * R, ceil(n / PART), 1 + LEVELS] float32: the part's largest scaled logit, then the number of tokens in
-            its level and in each level below; undefined for rows without filters
+    ->      [B * R, ceil(n / PART), 1 + BANDS] float32: the part's largest scaled logit, then the number of tokens in
+            its band and in each band below; undefined for rows without filters
     """
     rows, size = logits.shape
     scaled = scaled_logits(logits.float(), filters.row_values(slots, rows).temperature)
@@ -44,10 +44,10 @@ def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
         scaled = torch.nn.functional.pad(scaled, (0, -size % PART), value=float("-inf"))
     scaled = scaled.view(rows, -1, min(size, PART))
     peak = scaled.amax(-1, keepdim=True)
-    below = (peak.floor() - scaled.floor()).nan_to_num(LEVELS).clamp_max(LEVELS).long()
-    counts = torch.zeros((*scaled.shape[:2], LEVELS + 1), device=scaled.device)
+    below = (peak.floor() - scaled.floor()).nan_to_num(BANDS).clamp_max(BANDS).long()
+    counts = torch.zeros((*scaled.shape[:2], BANDS + 1), device=scaled.device)
     counts.scatter_add_(2, below, torch.ones_like(scaled))
-    return torch.cat((peak, counts[..., :LEVELS]), dim=2)
+    return torch.cat((peak, counts[..., :BANDS]), dim=2)
 
 
 @operation(
@@ -58,7 +58,7 @@ def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary
 
     logits   [B * R, n], any floating dtype, last stride 1
     ids      [n] or [B * R, n] int64, contiguous: token ids of the columns, of all rows or of each
-    summary  [B * R, parts, 1 + LEVELS] float32, `count_levels` of all shards; None without filters
+    summary  [B * R, parts, 1 + BANDS] float32, `count_bands` of all shards; None without filters
     ->       [B * R, n] float32
     """
     noisy = draws.perturbed(logits, ids)
@@ -79,23 +79,23 @@ def scaled_logits(logits: Tensor, temperature: Tensor) -> Tensor:
 def lower_bound(summaries: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Return the lowest scaled logit that each row keeps: [rows] float32.
 
-    summaries: [rows, parts, 1 + LEVELS] float32.
+    summaries: [rows, parts, 1 + BANDS] float32.
     top_k, top_p, min_p: [rows] int64, float32, float32; 0, 1 and 0 switch a filter off.
     """
     peaks, counts = summaries[..., 0], summaries[..., 1:]
     peak = peaks.amax(1)
-    level = torch.arange(LEVELS, device=summaries.device)
-    # a part's levels start at its own best token, which is `lower` levels below the row's
-    lower = (peak.floor().unsqueeze(1) - peaks.floor()).clamp_max(LEVELS).long().unsqueeze(2)
-    column = level - lower
+    band = torch.arange(BANDS, device=summaries.device)
+    # a part's bands start at its own best token, which is `lower` bands below the row's
+    lower = (peak.floor().unsqueeze(1) - peaks.floor()).clamp_max(BANDS).long().unsqueeze(2)
+    column = band - lower
     counts = torch.where(column >= 0, counts.gather(2, column.clamp_min(0)), 0.0).sum(1).long()
     by_count = (counts.cumsum(1) < top_k.unsqueeze(1)).sum(1)
-    by_count = torch.where(top_k > 0, by_count, LEVELS)
-    # masses in units of 2^-31 of the best level's, because integer sums do not depend on the order
-    mass = torch.where(level <= by_count.unsqueeze(1), counts, 0) << (LEVELS - 1 - level)
+    by_count = torch.where(top_k > 0, by_count, BANDS)
+    # masses in units of 2^-31 of the best band's, because integer sums do not depend on the order
+    mass = torch.where(band <= by_count.unsqueeze(1), counts, 0) << (BANDS - 1 - band)
     mass = mass.cumsum(1).float()
     by_mass = (mass < top_p.unsqueeze(1) * mass[:, -1:]).sum(1)
-    by_mass = torch.where(top_p < 1, by_mass, LEVELS)
+    by_mass = torch.where(top_p < 1, by_mass, BANDS)
     last = torch.minimum(by_count, by_mass)
-    lowest = torch.where(last < LEVELS, peak.floor() - last, float("-inf"))
+    lowest = torch.where(last < BANDS, peak.floor() - last, float("-inf"))
     return torch.maximum(lowest, peak + torch.log2(min_p))

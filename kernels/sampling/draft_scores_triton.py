@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kernels of `aerie.kernels.sampling.draft_scores`.
 
-With filters a draft step has one more launch, which counts the levels of each part. The programs that add noise sum the
-counts over the parts of their row.
+With filters a draft step has one more launch, which counts the tokens of each band and part. The programs that add
+noise sum the counts over the parts of their row.
 """
 
 import torch
@@ -17,9 +17,9 @@ from aerie.kernels.sampling.filters import Filters
 from aerie.kernels.sampling.filters_triton import is_filtered
 from aerie.kernels.sampling.gumbel_triton import draw_of_row, noisy
 
-LEVELS = tl.constexpr(draft_scores.LEVELS)
+BANDS = tl.constexpr(draft_scores.BANDS)
 LOG2_E = tl.constexpr(scores.LOG2_E)
-SUMMARY = 1 + draft_scores.LEVELS  # numbers per part: its largest scaled logit, then counts
+SUMMARY = 1 + draft_scores.BANDS  # numbers per part: its largest scaled logit, then counts
 DROPPED = tl.constexpr(draft_scores.DROPPED)
 PART, TILE = draft_scores.PART, 128
 BLOCK = 1024
@@ -32,7 +32,7 @@ def scale_of(temperature):
 
 
 @triton.jit(do_not_specialize=["width"])
-def _count_levels(
+def _count_bands(
     x_ptr,
     x_stride,
     size,
@@ -48,7 +48,7 @@ def _count_levels(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the summary of one part of a filtered row."""
+    """Write the summary of one part of a filtered row: its largest scaled logit, and the tokens in each band."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row // width)
     if is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
@@ -57,17 +57,17 @@ def _count_levels(
         x = tl.load(x_ptr + row * x_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
         peak = tl.max(x, 0) * scale
         top = tl.floor(peak)
-        level = tl.arange(0, LEVELS)
-        total = tl.zeros([LEVELS, TILE], tl.int32)
+        band = tl.arange(0, BANDS)
+        total = tl.zeros([BANDS, TILE], tl.int32)
         column = part * PART + tl.arange(0, TILE)
         for _ in range(0, PART, TILE):
             tile = tl.load(x_ptr + row * x_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
-            below = tl.where(tile > float("-inf"), top - tl.floor(tile * scale), LEVELS * 1.0)
-            total += (below[None, :] == level[:, None].to(tl.float32)).to(tl.int32)
+            below = tl.where(tile > float("-inf"), top - tl.floor(tile * scale), BANDS * 1.0)
+            total += (below[None, :] == band[:, None].to(tl.float32)).to(tl.int32)
             column += TILE
-        out_ptr = summary_ptr + (row * tl.num_programs(1) + part) * (1 + LEVELS)
+        out_ptr = summary_ptr + (row * tl.num_programs(1) + part) * (1 + BANDS)
         tl.store(out_ptr, peak)
-        tl.store(out_ptr + 1 + level, tl.sum(total, 1).to(tl.float32))
+        tl.store(out_ptr + 1 + band, tl.sum(total, 1).to(tl.float32))
 
 
 @triton.jit
@@ -84,33 +84,33 @@ def _lower_bound(
     PARTS: tl.constexpr,
 ):
     """Return the lowest scaled logit that a filtered row keeps."""
-    part, level = tl.arange(0, PARTS), tl.arange(0, LEVELS)
-    summary = summary_ptr + (row * parts + part) * (1 + LEVELS)
+    part, band = tl.arange(0, PARTS), tl.arange(0, BANDS)
+    summary = summary_ptr + (row * parts + part) * (1 + BANDS)
     peaks = tl.load(summary, mask=part < parts, other=float("-inf"))
     peak = tl.max(peaks, 0)
     top = tl.floor(peak)
-    lower = tl.where(peaks > float("-inf"), tl.minimum(top - tl.floor(peaks), LEVELS * 1.0), LEVELS * 1.0)
-    column = level[None, :] - lower.to(tl.int32)[:, None]
+    lower = tl.where(peaks > float("-inf"), tl.minimum(top - tl.floor(peaks), BANDS * 1.0), BANDS * 1.0)
+    column = band[None, :] - lower.to(tl.int32)[:, None]
     counts = tl.sum(tl.load(summary[:, None] + 1 + column, mask=column >= 0, other=0.0), 0).to(tl.int64)
     top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
     by_count = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0)
-    by_count = tl.where(top_k > 0, by_count, LEVELS)
-    mass = tl.where(level <= by_count, counts, 0) << (level * -1 + (LEVELS - 1)).to(tl.int64)
+    by_count = tl.where(top_k > 0, by_count, BANDS)
+    mass = tl.where(band <= by_count, counts, 0) << (band * -1 + (BANDS - 1)).to(tl.int64)
     needed = top_p * tl.sum(mass, 0).to(tl.float32)
     by_mass = tl.sum((tl.cumsum(mass, 0).to(tl.float32) < needed).to(tl.int32), 0)
-    last = tl.minimum(by_count, tl.where(top_p < 1, by_mass, LEVELS))
-    lowest = tl.where(last < LEVELS, top - last.to(tl.float32), float("-inf"))
+    last = tl.minimum(by_count, tl.where(top_p < 1, by_mass, BANDS))
+    lowest = tl.where(last < BANDS, top - last.to(tl.float32), float("-inf"))
     min_p = tl.load(min_p_ptr + slot * float_stride)
     share = peak + tl.log2(tl.where(min_p > 0, min_p, 1.0))
     return tl.where(min_p > 0, tl.maximum(lowest, share), lowest)
 
 
-def count_levels(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
-    """`aerie.kernels.sampling.draft_scores.count_levels`."""
+def count_bands(logits: Tensor, slots: Tensor, filters: Filters) -> Tensor:
+    """Count the tokens in each band of scaled logits: `aerie.kernels.sampling.draft_scores.count_bands`."""
     rows, size = logits.shape
     parts = triton.cdiv(size, PART)
     summary = torch.empty((rows, parts, SUMMARY), dtype=torch.float32, device=logits.device)
-    _count_levels[(rows, parts)](
+    _count_bands[(rows, parts)](
         logits,
         logits.stride(0),
         size,

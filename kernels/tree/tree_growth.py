@@ -289,10 +289,10 @@ def grow_block(children: Children, width: int) -> Candidates:
     assert pool is not None, "a tree has levels"
     best = torch.sort(pool.scores, dim=1, descending=True, stable=True).indices
     rank_of = torch.empty_like(best).scatter(1, best, torch.arange(width - 1, device=best.device).expand(batch, -1))
-    tokens, sorted_scores, over, depths = (
+    tokens, sorted_scores, parents, depths = (
         field.gather(1, best) for field in (pool.tokens, pool.scores, pool.parents, pool.depths)
     )
     if children.target_ids is not None:
         tokens = children.target_ids[tokens]
-    over = torch.where(over < 0, over, rank_of.gather(1, over.clamp_min(0)))
-    return Candidates(tokens, sorted_scores, over, depths, num_steps)
+    parents = torch.where(parents < 0, parents, rank_of.gather(1, parents.clamp_min(0)))
+    return Candidates(tokens, sorted_scores, parents, depths, num_steps)

@@ -50,7 +50,7 @@ class AssistantConfig(Gemma4Config):
 
 @dataclass(frozen=True)
 class VocabClusters:
-    """A vocabulary head that uses only the logits of the best clusters of tokens.
+    """Sizes of a vocabulary head that computes only the logits of the best clusters of tokens.
 
     count: number of clusters, all of equal size.
     best: number of clusters that are used.
@@ -109,6 +109,7 @@ class Gemma4Assistant(DraftMethod):
     def weight_names(self) -> NameMap:
         """Map checkpoint names to parameters. The checkpoint's embedding serves only as vocabulary head, if the two are
         tied."""
+        # `embed_tokens` is the target's here, so the checkpoint's tie is expressed by the alias below
         names = weight_names(dataclasses.replace(self.model, tie_embeddings=False))
         rules = {
             "pre_projection": "pre_projection",

@@ -244,13 +244,15 @@ def _ties_head(method: DraftMethod, lacking: list[str]) -> bool:
 
 
 def take_target_ids(tensors: dict[str, Tensor], method: DraftMethod) -> Tensor | None:
-    """Return the target id of each draft id, [draft vocabulary] int64; None if equal. Removes `d2t` and `t2d` from
-    `tensors`.
+    """Return the target id of each draft id, [draft vocabulary] int64; None if the vocabularies are the same. Removes
+    `d2t` and `t2d` from `tensors`.
 
     d2t: [draft vocabulary] integers to add to draft ids. Some checkpoints have the target ids themselves here, which is
         detected by t2d.
     t2d: [target vocabulary] bool, whether the draft has this token. It has no order, so it cannot replace a missing
-    d2t. Raises ValueError if the vocabularies differ and there is no map, or one for another target.
+        d2t.
+
+    Raises ValueError if the vocabularies differ and there is no map, or one for another target.
     """
     source, vocab_size, target_size = f"draft {method.path}", method.vocab_size, method.model.vocab_size
     offsets, members = tensors.pop("d2t", None), _members(tensors.pop("t2d", None), vocab_size)

@@ -266,6 +266,7 @@ def measure_acceptance(
         matches = []
         proposals = head.proposals(view.embeddings.float(), view.captured.float(), batch.tokens, depth)
         for step, ids in enumerate(proposals):
+            # row i has read token i + 1, so step 0 proposes token i + 2
             matches.append((vocabulary.target_ids[ids] == batch.tokens.roll(-(step + 2), dims=1)).tolist())
         for row, index in enumerate(indices):
             own = [match[row] for match in matches]

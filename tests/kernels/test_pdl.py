@@ -267,7 +267,7 @@ ELSEWHERE = {
         "latent_values",
         "route",
         "order",
-        "sum_slots",
+        "sum_choices",
     )
 } | {
     name: name

@@ -188,6 +188,17 @@ def _finish_paths(
     UNIT: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
+    """Continue one row of a tree along its path, for one KV head, after the tiles that `_attend_decode` has computed;
+    and write the result of the row.
+
+    tokens_ptr: of each row's path: PATH_COLUMNS indices of tokens in the pool, -1 after the last.
+    requests_ptr: each request's first partial result and its number.
+    GROUP: query heads per KV head, padded to BLOCK_M.
+    COLUMNS, ITEM_M, PART_M: of `_attend_decode`: tiles per item, rows of a tile, rows stored per partial result.
+    AT_ONCE: spans whose results are loaded at once.
+    LEADS: the request's leading item has added the results of its own spans.
+    WINDOW, SOFT_CAP, UPCAST, UNIT, PAIRS: as in `_attend_decode`.
+    """
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
     tree_row, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m, n, d, every = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH), tl.arange(0, D)

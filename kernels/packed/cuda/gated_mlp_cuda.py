@@ -90,8 +90,8 @@ def one_row_experts(
     """Write the weighted sum of the row's experts to `out`; zeros for a padding row.
 
     x: [1, size] bfloat16, contiguous, aligned to 16 bytes.
-    routed: with listed experts.
-    weights: MXFP4 with moved bits (`aerie.kernels.packed.experts.moved`).
+    routed: with `used`, the list of experts in use.
+    weights: MXFP4, with codes in the bit order of `aerie.kernels.packed.experts.moved`.
     workspace: at least `tiles.workspace`.
     out: [1, size] bfloat16, contiguous.
     """

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.sampling.choose import Draws, choose, norms_and_top
-from aerie.kernels.sampling.draft_scores import count_levels, perturb
+from aerie.kernels.sampling.draft_scores import count_bands, perturb
 from aerie.kernels.sampling.filters import Limits, find_limits, gaps
 from aerie.kernels.sampling.penalties import FREE, apply_masks, apply_penalties
 from aerie.kernels.slots.commit import commit
@@ -127,7 +127,7 @@ def _choose(size: int, filtered: bool, device: torch.device) -> tuple[Any, ...]:
 
 def _perturb(size: int, shards: int, device: torch.device) -> tuple[Any, ...]:
     logits, draws, table = _draw(size, device)
-    parts = [count_levels.reference(part, draws.slots, table.filters) for part in logits.chunk(max(1, shards), 1)]
+    parts = [count_bands.reference(part, draws.slots, table.filters) for part in logits.chunk(max(1, shards), 1)]
     ids = torch.arange(7, 7 + size, device=device)
     return logits, draws, ids, table.filters, torch.cat(parts, 1) if shards else None
 
@@ -148,7 +148,7 @@ CASES = (
         for size, slow in SIZES
         for case in (
             Case(find_limits, f"{size}", lambda device, n=size: _limits(n, device), seen=_kept, slow=slow or size > 17),
-            Case(count_levels, f"{size}", lambda device, n=size: _limits(n, device), seen=_is_random, slow=slow),
+            Case(count_bands, f"{size}", lambda device, n=size: _limits(n, device), seen=_is_random, slow=slow),
             *(
                 Case(
                     choose,

@@ -416,8 +416,8 @@ def test_sums_leave_out_what_nobody_wrote(partly: bool) -> None:
     parts = torch.randn(rows, slots, span, generator=torch.Generator().manual_seed(2)).to(DEVICE, HALF)
     parts[(chosen == NO_EXPERT).to(DEVICE)] = float("nan")
     out = torch.full((rows, size), 7.0, dtype=OUT, device=DEVICE)
-    constants = {"SIZE": size, "STEP": span, "SPAN": span, "SLOTS": slots, "BLOCK": 32, "PARTLY": partly, "PDL": False}
-    many_row_module._sum_slots[(rows, 2)](parts, chosen.to(DEVICE), out, 1, **constants)
+    constants = {"SIZE": size, "STEP": span, "SPAN": span, "CHOICES": slots, "SOME_ABSENT": partly}
+    many_row_module._sum_choices[(rows, 2)](parts, chosen.to(DEVICE), out, 1, BLOCK=32, PDL=False, **constants)
     expected = torch.full_like(out, 7.0)
     first, *others = parts.nan_to_num(0.0).float().unbind(1)
     expected[:, span : 2 * span] = sum(others, first)

@@ -197,6 +197,6 @@ def test_ordering_fits_hopper(block_m: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("partly", [True, False])
 def test_sums_fit_hopper(partly: bool, tmp_path: Path) -> None:
-    constants = {"SIZE": 7168, "STEP": 1792, "SPAN": 1792, "SLOTS": 9, "BLOCK": 1024, "PARTLY": partly}
-    ptx = check(tmp_path, many_rows._sum_slots, {"part_ptr": "bf16", "out_ptr": "bf16"}, constants, (4, 1), {})
+    constants = {"SIZE": 7168, "STEP": 1792, "SPAN": 1792, "CHOICES": 9, "BLOCK": 1024, "SOME_ABSENT": partly}
+    ptx = check(tmp_path, many_rows._sum_choices, {"part_ptr": "bf16", "out_ptr": "bf16"}, constants, (4, 1), {})
     assert len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)) == 9 and len(re.findall(r"st\.global\S*\.v4\.b32", ptx)) == 1

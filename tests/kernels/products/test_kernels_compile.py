@@ -334,6 +334,7 @@ def test_a_product_that_reads_its_weight_ahead_fits_hopper(rows: int, n: int, k:
     constants = {
         "N": n,
         "GROUPS": k // 128,
+        "SIZE": 128,
         "ROWS": tiles.rows,
         "TOGETHER": tiles.together,
         "BLOCK_N": 64,

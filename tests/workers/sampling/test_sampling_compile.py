@@ -53,7 +53,7 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (filters._limits, {"PARTS": 32}, 1),
     (choose._choose, {"FILTERED": False, "PART": 4 * choose.TILE, "TILE": choose.TILE}, 4),
     (choose._choose, {"FILTERED": True, "PART": choose.TILE, "TILE": choose.TILE}, 4),
-    (draft_scores._count_levels, {"PART": draft_scores.PART, "TILE": draft_scores.TILE}, 8),
+    (draft_scores._count_bands, {"PART": draft_scores.PART, "TILE": draft_scores.TILE}, 8),
     (draft_scores._perturb, {"FILTERED": False, "PARTS": 1, "BLOCK": draft_scores.BLOCK}, 4),
     (draft_scores._perturb, {"FILTERED": True, "PARTS": 8, "BLOCK": draft_scores.BLOCK}, 4),
     (draft_scores._perturb, {"FILTERED": True, "PARTS": 64, "BLOCK": draft_scores.BLOCK}, 4),

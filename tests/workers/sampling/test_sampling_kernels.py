@@ -13,8 +13,8 @@ pytest.importorskip("triton", reason="triton is not installed here")
 from aerie.kernels.sampling.choose import Draws  # noqa: E402
 from aerie.kernels.sampling.choose_triton import choose, norms_and_top  # noqa: E402
 from aerie.kernels.sampling.draft_scores import DROPPED, lower_bound, scaled_logits  # noqa: E402
-from aerie.kernels.sampling.draft_scores import count_levels as count_levels_operation  # noqa: E402
-from aerie.kernels.sampling.draft_scores_triton import count_levels, perturb  # noqa: E402
+from aerie.kernels.sampling.draft_scores import count_bands as count_bands_operation  # noqa: E402
+from aerie.kernels.sampling.draft_scores_triton import count_bands, perturb  # noqa: E402
 from aerie.kernels.sampling.filters import MAX_GAP, Limits, gap_limits, gaps  # noqa: E402
 from aerie.kernels.sampling.filters_triton import find_limits  # noqa: E402
 from aerie.kernels.vocabulary.topk_log_softmax import NOT_FINITE  # noqa: E402
@@ -161,14 +161,14 @@ def test_drafts_drop_what_torch_drops(size: int, shards: int) -> None:
     logits = logits_of(len(of), size, size + 7)
     temperature = slots.filters.temperature[of]
     scaled = scaled_logits(logits, torch.where(temperature > 0, temperature, 1.0))
-    summary = count_levels_operation.reference(logits, who, slots.filters)
+    summary = count_bands_operation.reference(logits, who, slots.filters)
     lowest = lower_bound(summary, slots.filters.top_k[of], slots.filters.top_p[of], slots.filters.min_p[of])
     dropped = (temperature > 0).unsqueeze(1) & (scaled < lowest.unsqueeze(1))
     doubtful = (scaled - lowest.unsqueeze(1)).abs() < 1e-5
     chosen = slots.filters
     # contiguous, as a rank's logits are
     parts = [part.contiguous() for part in logits.chunk(shards, dim=1)]
-    summary = torch.cat([count_levels(part, who, chosen) for part in parts], dim=1)
+    summary = torch.cat([count_bands(part, who, chosen) for part in parts], dim=1)
     draws = Draws(
         who, torch.arange(len(of), device=DEVICE).view(-1, width), slots.filters.temperature, slots.commit_tables.seed
     )

@@ -17,7 +17,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "commit": "0 1 2",
         "commit_rows": "1 2",
         "convolve_blocks": "0 1 2",
-        "count_levels": "1",
+        "count_bands": "1",
         "delta_rule_chunks": (
             "0.qkv 0.z 0.b 0.a 1.conv 1.a_log 1.dt_bias 1.norm 2.state 2.pending 3.slots 3.qo_indptr 3.starts "
             "3.snapshot_at 3.snapshot_entry 4"
@@ -66,7 +66,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "commit": "0 1",
         "commit_rows": "1 2 3",
         "convolve_blocks": "0 1",
-        "count_levels": "0 1",
+        "count_bands": "0 1",
         "delta_rule_chunks": "1.conv 1.a_log 1.dt_bias 1.norm 3.qo_indptr",
         "delta_rule_rounds": "1.conv 1.a_log 1.dt_bias 1.norm 3.slots 3.prefix_len",
         "expand_latents": "0",
@@ -119,7 +119,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "commit": "0/0 1/0 2/0",
         "commit_rows": "1/0 2/0 3/0",
         "convolve_blocks": "0/1 1/0 1/1 2/0 2/1",
-        "count_levels": "0/0 1/0",
+        "count_bands": "0/0 1/0",
         "delta_rule_chunks": (
             "0.qkv/1 0.z/1 0.b/1 0.a/1 1.conv/0 1.conv/1 1.a_log/0 1.dt_bias/0 1.norm/0 3.slots/0 3.qo_indptr/0 4/1"
         ),
@@ -175,7 +175,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "commit": "0 3.stop_ids",
         "commit_rows": "0.conv 0.pending 0.committed 1 2 3",
         "convolve_blocks": "0 1 2",
-        "count_levels": "0 1",
+        "count_bands": "0 1",
         "delta_rule_chunks": (
             "0.qkv 0.z 0.b 0.a 1.conv 1.a_log 1.dt_bias 2.state 2.conv 3.slots 3.qo_indptr 3.starts 3.snapshot_at "
             "3.snapshot_entry 4"
@@ -257,7 +257,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "apply_masks": "0",
         "apply_penalties": "0",
         "choose": "0",
-        "count_levels": "0",
+        "count_bands": "0",
         "find_limits": "0",
         "largest": "0",
         "norms_and_top": "0",
