@@ -87,6 +87,14 @@ def _attend_expanded(
     BLOCK_N: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Attend for one head and one tile of BLOCK_M adjacent rows of a chunk.
+
+    kv_ptr: each token's keys (KEY numbers) and values (VALUE numbers) per head. k_pe_ptr: its RoPE part (ROTATED
+        numbers).
+    angle_ptr: each row's position, which selects its angles. first_ptr: each chunk's first token in kv_ptr.
+    tiles_ptr: fields of `prefill_plan_triton`: chunk, first row, the chunk's end, position of the first row.
+    UPCAST: multiply in float32, for the interpreter.
+    """
     head = tl.program_id(0)
     tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS
     chunk = tl.load(tile)

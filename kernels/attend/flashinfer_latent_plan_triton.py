@@ -129,6 +129,17 @@ def _plan_latent(
     TOGETHER: tl.constexpr,
     PADDED: tl.constexpr,
 ):
+    """Write the plan; one program. A tile is TILE_ROWS * CLUSTER rows x heads of a request.
+
+    pieces_ptr, extents_ptr, merges_ptr: arrays of `LatentPlanArrays`, pieces_stride (MERGERS_STRIDE) apart.
+    work_indptr_ptr: first piece of each cluster.
+    added: tokens after the prefix that a request has.
+    ROWS, HEADS: of a request. TILES: of a request. CAUSAL: each tile ends at the last token that its rows see.
+    CLUSTERS: of CLUSTER programs each. TILE_TOKENS: a piece is a multiple of it.
+    MERGERS: programs that may merge.
+    TASKS: tiles of all requests, padded. TOGETHER: pieces per tile written at a time. PADDED: clusters and mergers,
+        padded.
+    """
     tile_rows: tl.constexpr = TILE_ROWS * CLUSTER
     task = tl.arange(0, TASKS)
     live = task < num_requests * TILES

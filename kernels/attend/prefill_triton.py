@@ -91,6 +91,13 @@ def _attend_prefill(
     UPCAST: tl.constexpr,
     UNIT: tl.constexpr,
 ):
+    """Attend for one KV head and one tile of adjacent rows of a chunk x GROUP query heads, packed into BLOCK_M.
+
+    tiles_ptr: fields of `prefill_plan_triton`: chunk, first row, the chunk's end, position of the first row.
+    WINDOW: 0 without one. SOFT_CAP: None without one.
+    UNIT: factor on softmax weights (`weight_unit`), undone by v_scale.
+    UPCAST: multiply in float32, for the interpreter.
+    """
     ROWS: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
     tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS

@@ -70,6 +70,11 @@ def _delta_few_rows(
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, R: tl.constexpr, SIGMOID: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Arguments are those of `aerie.kernels.delta_rule.rounds_triton._delta_round`; but the tile's ROWS have the PATH
+    committed rows, then WIDTH keys of the new rows, then their queries.
+
+    EARLY: load the state before the wait; else prefetch it.
+    """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     PARTS: tl.constexpr = DV // PART

@@ -66,7 +66,16 @@ def _delta_round(
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, R: tl.constexpr, SIGMOID: tl.constexpr,
     REPLAYS: tl.constexpr, ANSWERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """REPLAYS: the tile has the committed rows. ANSWERS: it has the new rows."""
+    """Compute one value head of one request.
+
+    pending_ptr: [slots, PENDING, R]: rows of the newest round. committed_ptr: [slots, PATH, R]: rows to replay, of
+        which a slot has count_ptr.
+    at_ptr, entry_ptr: position of a slot's snapshot, and its entry in saved_state_ptr and saved_conv_ptr.
+    WIDTH: new rows of a request. ROWS: of the tile. R: numbers of a row.
+    HK, HV, DK, DV: heads and numbers of keys and values. PART: columns of the state at a time.
+    SIGMOID: the gate of the output is a sigmoid; else SiLU.
+    REPLAYS: the tile has the committed rows. ANSWERS: it has the new rows.
+    """
     KEYS: tl.constexpr = HK * DK
     FIRST: tl.constexpr = PATH if REPLAYS else 0  # index of the first new row in the tile
     USED: tl.constexpr = FIRST + (WIDTH if ANSWERS else 0)

@@ -39,6 +39,15 @@ def gate_up_of_few_rows(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Write the gate and up products, activated, of BLOCK_N columns and one used expert, for all rows.
+
+    hidden_ptr: times the row's weight of the expert; in FP8 divided by a scale, and factor_ptr gets scale x weight.
+    chosen_ptr, weight_ptr: experts and weights of each row, SLOTS, padded to SLOTS_PADDED. used_ptr: used experts, then
+        -1.
+    part_ptr: sums of the splits, which the last program of a tile adds.
+    SIZE, WIDTH: numbers of x, and of the activation. STEP: columns of x per product. SPAN: products of a program.
+    IN_FP8: x and weights are FP8; BY_GROUP: with scales per group; else per row and per output.
+    """
     groups: tl.constexpr = SIZE // 128
     blocks: tl.constexpr = WIDTH // BLOCK_N
     if PDL:

@@ -54,6 +54,13 @@ def _head_products(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Multiply BLOCK_M rows of one head with BLOCK_N columns of its matrix [IN, OUT]; programs beyond OUT rotate the
+    ROTATED numbers after a row's IN.
+
+    scales_ptr: with FP8 results, scales per group, row_step and head_step apart; else None.
+    AHEAD: load the matrix before the wait.
+    UPCAST: multiply in float32, for the interpreter.
+    """
     head = tl.program_id(1)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     if PDL:

@@ -57,6 +57,13 @@ def _normed_latents(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Norm one latent of one row: the key's (program 0), whose row is stored to the pool, or the query's.
+
+    both_ptr: Q numbers of the query's latent, LATENT and ROTATED numbers of the key's; in PARTS parts to be added,
+        part_step apart.
+    Q_NORMED: write the query's latent to q_ptr; BY_GROUP: in FP8 with scales per group.
+    FENCE: wait before triggering (`aerie.kernels.pdl`).
+    """
     row, is_latent = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
     column, q_column = tl.arange(0, BLOCK_LATENT), tl.arange(0, BLOCK_Q)
     inside, q_inside = column < LATENT, q_column < Q

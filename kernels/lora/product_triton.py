@@ -52,6 +52,12 @@ def _lora_shrink(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Compute A x for a block of rows, BLOCK_N ranks and SPAN inputs: one after another for each adapter of these rows.
+
+    down_ptr: A of each place of the tables, [places, INNER, K]. place_ptr: each row's place, -1 without an adapter.
+    part_ptr: [splits of K, rows, INNER] float32.
+    lanes: programs that share the adapters of a block; a place belongs to the lane place % lanes.
+    """
     tile, split = tl.program_id(0), tl.program_id(1)
     block, lane = tl.program_id(2) // lanes, tl.program_id(2) % lanes
     m, n = block * BLOCK_M + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -99,6 +105,13 @@ def _lora_expand(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Add B (A x) to a block of rows and BLOCK_N outputs: one after another for each adapter of these rows.
+
+    part_ptr: [SPLITS, rows, INNER] float32, from `_lora_shrink`.
+    up_ptr: B of each place of the tables, [places, N, RANK].
+    lanes: programs that share the adapters of a block; a place belongs to the lane place % lanes.
+    PARTS: first outputs of the joined matrices, and N; each matrix has its own A. BLOCK_R: ranks per product.
+    """
     tile, block, lane = tl.program_id(0), tl.program_id(1) // lanes, tl.program_id(1) % lanes
     m, n, r = block * BLOCK_M + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
     INNER: tl.constexpr = (len(PARTS) - 1) * RANK

@@ -52,6 +52,10 @@ def _dequantize(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Dequantise 64 outputs by WARPS chunks of 64 inputs. first, end: outputs to dequantise; out_ptr begins at `first`.
+
+    CODE: kind of the codes. GROUP: inputs that share a scale. TYPE, SCALE_TYPE: dtypes of results and of scales.
+    """
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     CHUNKS: tl.constexpr = (K + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP

@@ -115,6 +115,15 @@ def _attend_fixed_prefill(
     UNIT: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
+    """Attend for one KV head and one tile of adjacent rows of a chunk x GROUP query heads, packed into BLOCK_M.
+
+    tiles_ptr: fields of `prefill_plan_triton`: chunk, first row, the chunk's end, position of the first row.
+    span: base size of the spans of contexts, whose results are added in order.
+    WINDOW: 0 without one. SOFT_CAP: None without one.
+    UNIT: factor on softmax weights (`weight_unit`), undone by v_scale.
+    PAIRS: pages are FP8, read as pairs of numbers.
+    UPCAST: multiply in float32, for the interpreter.
+    """
     ROWS: tl.constexpr = BLOCK_M // GROUP
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
     head = tl.program_id(0)
