@@ -48,7 +48,7 @@ class RankLocation:
 
     device: the device it computes on, for reports.
     visible_devices: the GPUs that its process sees, see `aerie.cluster.environment.visible_devices`.
-    is_ahead: its process was started before Ray, see `aerie.cluster.replica.rank_process`.
+    is_prestarted: its process was started before Ray, see `aerie.cluster.replica.rank_process`.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class RankLocation:
     pid: int
     device: str
     visible_devices: str | None
-    is_ahead: bool = False
+    is_prestarted: bool = False
 
     @property
     def process(self) -> str:

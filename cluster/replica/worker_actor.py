@@ -48,7 +48,7 @@ class Worker:
         else:
             self._log = RankLog(rank)
             self._log.done("actor began")
-            self._become(rank, may_be_ahead=True)
+            self._become(rank, may_be_prestarted=True)
 
     @staticmethod
     def preload(plan: RankPlan) -> None:
@@ -79,7 +79,7 @@ class Worker:
             pid=facts.pid,
             device=facts.device,
             visible_devices=facts.visible_devices,
-            is_ahead=self._attached is not None,
+            is_prestarted=self._attached is not None,
         )
 
     def rendezvous(self, address: str) -> str:
@@ -117,10 +117,10 @@ class Worker:
             return self._attached.run()
         return run_worker_loop(self._executor, self._channel, idle_work=idle_work_of(self._plan.uses_gpus))
 
-    def _become(self, rank: int, may_be_ahead: bool = False) -> None:
+    def _become(self, rank: int, may_be_prestarted: bool = False) -> None:
         self._rank = rank
         use_logs(self._plan.log_format, f"rank {rank}")
-        if may_be_ahead:
+        if may_be_prestarted:
             self._attached = attach(prestart_folder(), self._plan, rank)
             if self._attached is not None:
                 self._log.done("took the rank started ahead")

@@ -193,7 +193,7 @@ class WorkerGroup:
             self._bundles = order_ranks(nodes, self._plan.replica.rank.worker.tensor_parallel, addresses)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
         self.places = await self._all("place")
-        if len({member.is_ahead for member in self.places}) > 1:
+        if len({member.is_prestarted for member in self.places}) > 1:
             # ranks that were started ahead wait for each other, and one is missing
             self.kill(hung=False)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]

@@ -49,7 +49,7 @@ def find_config(argument: str | Path) -> Path:
     )
 
 
-def locate(content: dict[str, Any], base: Path) -> None:
+def make_portable(content: dict[str, Any], base: Path) -> None:
     """Make the content of a file in the folder `base` independent of that folder: make folders absolute, and replace
     API keys by digests. Raises ConfigError."""
     for application in content["applications"]:

@@ -22,7 +22,7 @@ from aerie.deploy.config.files import (
     is_gguf_folder,
     is_gguf_path,
     key_digest,
-    locate,
+    make_portable,
     packaged_names,
     with_tokenizer,
 )
@@ -287,5 +287,5 @@ def _set_chosen(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _chosen(name: str, content: dict[str, Any], application: dict[str, Any], base: Path) -> Chosen:
     config = configuration(application["args"], base)
-    locate(content, base)
+    make_portable(content, base)
     return Chosen(name, content, application, config)

@@ -12,7 +12,7 @@ from aerie.workers.config import RoundShapes, SchedulerConfig
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.batch import StepBatch, StepTensors
-from aerie.workers.runner.costs.cost_points import expected_ms, table_of, wanted
+from aerie.workers.runner.costs.cost_points import least_ms, table_of, wanted
 from aerie.workers.runner.costs.cost_probe import LIMIT_S, CostProbe, probe_costs, probe_extent
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.graphs.graph_keys import token_buckets
@@ -168,8 +168,8 @@ def test_a_step_is_expected_to_take_what_smaller_ones_took(pair: Pair) -> None:
     points = alone.points + full.points
     found = {point: 1.0 + point.num_requests for point in points}
     largest = dataclasses.replace(points[0], num_requests=16, chunk_tokens=128)
-    assert expected_ms(points[0], found) == 2.0 and expected_ms(largest, found) == 17.0
-    assert expected_ms(dataclasses.replace(largest, num_requests=0), found) == 0.0
+    assert least_ms(points[0], found) == 2.0 and least_ms(largest, found) == 17.0
+    assert least_ms(dataclasses.replace(largest, num_requests=0), found) == 0.0
 
 
 def test_answers_and_slots_are_as_if_nothing_had_been_measured(pair: Pair) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from aerie.attention.config import CacheConfig
 from aerie.cluster.config import read_content
-from aerie.deploy.config.files import locate
+from aerie.deploy.config.files import make_portable
 from aerie.speculative.build import EngineSpec
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import ModelSource, SchedulerConfig, WorkerConfig
@@ -63,5 +63,5 @@ def eos_token_ids(model: Path = MODELS / "target") -> tuple[int, ...]:
 def read_config_file(path: Path) -> dict[str, Any]:
     """A file's content, with absolute folders, and digests instead of API keys. Raises ConfigError."""
     content, _ = read_content(path)
-    locate(content, path.resolve().parent)
+    make_portable(content, path.resolve().parent)
     return content

@@ -33,13 +33,13 @@ class VocabShard:
         Gathers two numbers per row and rank, once.
 
         logits: [rows, size].
-        checked: see `largest`.
+        checked: whether rows with NaN or plus infinity return a negative id, instead of any.
         """
         return self.best_of_ranks(*largest(logits, checked))
 
     def best_of_ranks(self, value: Tensor, index: Tensor) -> Tensor:
         """Return the [rows] int64 token ids of the largest value over the ranks, the same on every rank; ties go to the
-        lowest rank. NOT_FINITE on a rank gives a negative id.
+        lowest rank. A column of `aerie.kernels.vocabulary.topk_log_softmax.NOT_FINITE` on a rank gives a negative id.
 
         value: [rows] this rank's largest values.
         index: [rows] int64 columns of these values in the shard.

@@ -196,7 +196,7 @@ def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
     MXFP4 blocks, scales and biases; or transposed 16-bit weights and biases. theirs: the layer's name in the
     checkpoint."""
     experts = [f"{theirs}.mlp.experts.{i}" for i in range(num_experts)]
-    packed = [
+    packed = [  # 16-bit weights, inputs first
         Packed(
             f"{theirs}.mlp.experts.gate_up_proj",
             tuple(f"{expert}.{part}.weight" for expert in experts for part in ("gate_proj", "up_proj")),
@@ -208,7 +208,7 @@ def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
             lambda full, _: _interleaved(_transposed(full), num_experts, 1),
         ),
     ]
-    for kind in ("blocks", "scales", "bias"):
+    for kind in ("blocks", "scales", "bias"):  # MXFP4's two tensors, outputs first; biases of both formats
         gate_up = tuple(f"{expert}.{part}.{kind}" for expert in experts for part in ("gate_proj", "up_proj"))
         down = tuple(f"{expert}.down_proj.{kind}" for expert in experts)
         packed += [

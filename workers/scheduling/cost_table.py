@@ -102,6 +102,7 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         low_ms, high_ms = (self.round_ms(self.mixed_shape(index), at[index]) for index in (left, right))
         rounds_ms = low_ms + share * (high_ms - low_ms)
         if left != right and shape == self.mixed_shape(right):
+            # the larger time of the rounds leaves the smaller addition
             rounds_ms = max(rounds_ms, self.round_ms(shape, num_requests))
         return [
             max(0.0, low + share * (high - low) - rounds_ms)

@@ -67,7 +67,10 @@ def image_sizes(config: VisionConfig, target: ModelConfig, dtype: torch.dtype) -
 
 
 class VisionTower:
-    """Encodes images, and keeps the embeddings of those used last."""
+    """Encodes images, and caches the embeddings of those used last.
+
+    whole: see `ImageSizes`.
+    """
 
     def __init__(
         self,
@@ -87,8 +90,8 @@ class VisionTower:
         processor = load_processor(source.path) if source.load_format != "dummy" else None
         self._scale, self._mean, self._std = _constants(processor, device)
         self.whole = sizes.whole
-        self._known = EncodedImages(sizes.cache_bytes)
-        self._embeddings: dict[bytes, Tensor] = {}
+        self._known = EncodedImages(sizes.cache_bytes)  # which images are cached, in the order of their eviction
+        self._embeddings: dict[bytes, Tensor] = {}  # their tensors, by digest
         self._pieces = PiecewiseForward(self._encoder.blocks, device)
         self._captured: CapturedForward | None = None
         if captures and Capability.of(device).captures_graphs:
@@ -98,7 +101,7 @@ class VisionTower:
         self._partial = b""  # digest of the image whose pass has not ended
 
     def advance(self, encoding: Encoding) -> None:
-        """Compute a part of an image, and keep its embeddings once it has ended."""
+        """Compute a part of an image, and cache its embeddings once it has ended."""
         image = encoding.image
         if image.digest in self._known:
             return
@@ -116,10 +119,10 @@ class VisionTower:
         rows = (self._pieces if captured is None else captured).advance(encoding.num_blocks)
         if rows is not None:
             self._partial = b""
-            self._keep(image, rows)
+            self._remember(image, rows)
 
-    def _keep(self, image: Image, rows: Tensor | None = None) -> None:
-        """Use an image's embeddings. rows: if they are new."""
+    def _remember(self, image: Image, rows: Tensor | None = None) -> None:
+        """Mark an image as used last, and evict others for it. rows: its embeddings, if they are new."""
         if rows is not None:
             self._embeddings[image.digest] = rows
         for dropped in self._known.use(image.digest, self._num_tokens(image) * self._sizes.row_bytes):
@@ -129,8 +132,8 @@ class VisionTower:
         """Return [image.num_rows, row_values] in the model's dtype: the embedding of each token, then what is added to
         the residual stream at later layers. Images must come in the order of the plans."""
         is_new = image.digest not in self._known
-        assert image.data or not is_new, "the scheduler sends the pixels of images that are not kept"
-        self._keep(image, self.encode(image) if is_new else None)
+        assert image.data or not is_new, "the scheduler sends the pixels of images that are not cached"
+        self._remember(image, self.encode(image) if is_new else None)
         return self._embeddings[image.digest][image.first_row : image.first_row + image.num_rows]
 
     @torch.inference_mode()

@@ -75,8 +75,11 @@ class Arguments:
     """Reads the arguments of one call: an object, the same as JSON text in a string, or nothing (`null`, an empty
     string).
 
-    has_any: whether anything was written. is_read: whether there are arguments. is_complete: whether the model ended
-    them. end: the position after what was understood. rest: what follows that in the string.
+    has_any: whether anything was written.
+    is_read: whether there are arguments.
+    is_complete: whether the model ended the arguments.
+    end: the position after what was understood.
+    rest: what follows that in the string.
     """
 
     def __init__(self, source: Source, write: Write) -> None:
@@ -89,7 +92,8 @@ class Arguments:
         self.rest = ""
 
     def read(self) -> Reading[bool]:
-        """Read them; return whether the model ended them. If `is_read` is not set, these are no arguments."""
+        """Read the arguments. Return whether the source was read to their end, or for a string to its closing quote,
+        whatever it contains. If `is_read` is not set afterwards, these were no arguments; a list is left unread."""
         yield from self._source.run(SPACES)
         first = yield from self._source.peek()
         if first == "{":

@@ -271,7 +271,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         def form(context: ReplyContext) -> NativeReply:
             return NativeReply(context, has_several(body), body.return_text_in_logprobs is True, scored_from(body))
 
-        return await edge.response(http, request, body.rid, form, "{}")
+        return await edge.response(http, request, body.rid, form, reply_id="{}")
 
     async def model(http: Request) -> NativeModel:
         """The served model, in SGLang's format."""

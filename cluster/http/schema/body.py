@@ -259,6 +259,11 @@ def _validation_fault(error: ValidationError, values: Mapping[str, Any]) -> ApiE
 
 
 def _unknown_type(param: str, tag: str, expected: str) -> ApiError:
+    """Return the error for a value that is no member of a union.
+
+    tag, expected: the value's tag and all known ones, as pydantic quotes them. `by_type` makes tags: "<TYPE>"; "<>" and
+        "<None>" of objects without a type, "<string>" of strings.
+    """
     known = expected.translate(str.maketrans("", "", "<>'")).removeprefix("string, ")
     if tag in ("<>", "<None>", "<string>"):
         return invalid(param, f"{param} must be an object whose type is one of: {known}")

@@ -267,15 +267,16 @@ class _Constants(Unweighted):
         self._theirs = (theirs,)
 
     def finish(self, options: GEMMOptions) -> None:
+        """Compute the constants by the code of transformers. Raises UnservableError for one that it leaves out."""
         owner: PreTrainedModel = self._theirs[0]
         for module in owner.modules():  # models come before their modules
             owner = module if isinstance(module, PreTrainedModel) else owner
             if module._non_persistent_buffers_set:
-                before = [tensor.clone() for _, tensor in own_tensors(module)]
+                loaded = [tensor.clone() for _, tensor in own_tensors(module)]
                 _forget_constants(module)
-                owner._init_weights(module)
+                owner._init_weights(module)  # computes constants, but also resets loaded tensors: put those back
                 _check_constants(module)
-                for (_, tensor), value in zip(own_tensors(module), before, strict=True):
+                for (_, tensor), value in zip(own_tensors(module), loaded, strict=True):
                     tensor.data.copy_(value)
             keep_angles(module)  # `AdapterConfig.max_position` ends before angles change
 

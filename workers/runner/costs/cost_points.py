@@ -149,8 +149,8 @@ def measured_steps(extent: ProbeExtent) -> list[tuple[int, int, int, int]]:
     return [(point.shape, point.num_requests, point.chunk_tokens, point.context) for point in points]
 
 
-def expected_ms(point: Point, measured: Mapping[Point, float]) -> float:
-    """Return a point's time; if not measured, a lower bound, the longest time of a smaller point."""
+def least_ms(point: Point, measured: Mapping[Point, float]) -> float:
+    """Return a lower bound of a point's time: its measured time, else the longest time of a smaller point."""
     if point in measured:
         return measured[point]
     smaller = (

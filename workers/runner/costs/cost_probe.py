@@ -17,7 +17,7 @@ from aerie.kernels.kv.batches import PrefillBatch
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.batch import PromptChunks, StepBatch
-from aerie.workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, expected_ms, table_of, wanted
+from aerie.workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, least_ms, table_of, wanted
 from aerie.workers.runner.decoding import DecodingStrategy
 from aerie.workers.sampling import SamplingNeeds
 from aerie.workers.scheduling.cost_table import CostTable
@@ -55,7 +55,7 @@ class CostProbe:
         try:
             for number in range(PASSES):
                 for group in groups:
-                    due_ms = spent_ms + sum(expected_ms(point, measured) for point in group.points)
+                    due_ms = spent_ms + sum(least_ms(point, measured) for point in group.points)
                     if due_ms >= limit_s * 1e3 and number >= group.required:
                         continue
                     for point, ms in zip(group.points, self._run(group.points), strict=True):

@@ -120,26 +120,27 @@ class ChunkInput:
 
 
 class StepInput:
-    """Inputs of a step: `num_requests` rounds and, unless `num_rows` is 0, prompt chunks.
+    """Inputs of a captured step: rounds and, unless `num_rows` is 0, prompt chunks.
 
+    bucket: rounds, including padding.
     num_rows, seen_limit, has_states, has_row_index: as in `ChunkInput`.
     """
 
     def __init__(
         self,
-        num_requests: int,
+        bucket: int,
         num_rows: int,
         seen_limit: int | None,
         slots: SlotTable,
         has_states: bool = False,
         has_row_index: bool = False,
     ) -> None:
-        self._num_requests = num_requests
+        self._bucket = bucket
         self._chunks = ChunkInput(num_rows, seen_limit, slots, has_states, has_row_index) if num_rows else None
         self._padding_slot = slots.padding_slot
         self._always_shifts = slots.always_shifts
-        self._slots = SlotInput(num_requests, slots.padding_slot, slots.device)
-        entries = num_requests + (MAX_CHUNKS if num_rows else 0)
+        self._slots = SlotInput(bucket, slots.padding_slot, slots.device)
+        entries = bucket + (MAX_CHUNKS if num_rows else 0)
         self._draft_slots = SlotInput(entries, slots.padding_slot, slots.device)
 
     def batch(
@@ -167,7 +168,8 @@ class StepInput:
             self._draft_slots.fill(batch.draft_slots)
             return
         self._chunks.fill(batch.chunks)
-        drafting, count, begin = self._draft_slots.tensor, batch.num_requests, self._num_requests
+        # rounds, padded to the bucket, then the chunks that end a prompt
+        drafting, num_rounds, bucket = self._draft_slots.tensor, batch.num_requests, self._bucket
         drafting[:] = self._padding_slot
-        drafting[:count] = batch.draft_slots[:count]
-        drafting[begin : begin + batch.chunks.num_finals] = batch.draft_slots[count:]
+        drafting[:num_rounds] = batch.draft_slots[:num_rounds]
+        drafting[bucket : bucket + batch.chunks.num_finals] = batch.draft_slots[num_rounds:]

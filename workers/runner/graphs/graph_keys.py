@@ -238,9 +238,13 @@ class GraphKeys:
         return buckets_of(needs, self.buckets if has_all else powers_of_two(self.buckets))
 
     def _chunk_keys(self, needs: SamplingNeeds) -> list[GraphKey]:
-        """Return the keys of steps with prompt chunks, alone and with rounds (`RoundShapes.mixed_shapes`)."""
-        sizes = self._tokens_of(needs)[::-1]
-        alone = [GraphKey(0, self._shapes.default, 0, needs, size, self._seen_of(size, needs)) for size in sizes]
+        """Return the keys of steps with prompt chunks: with rounds (`RoundShapes.mixed_shapes`), then alone. Large ones
+        come first, as in `wanted`."""
+        sizes, default = self._tokens_of(needs)[::-1], self._shapes.default
+        alone = [
+            GraphKey(shape=0, next_shape=default, bucket=0, needs=needs, tokens=size, seen=self._seen_of(size, needs))
+            for size in sizes
+        ]
         return [
             GraphKey(shape, shape, bucket, needs, tokens, self._seen_of(tokens, needs))
             for bucket in reversed(self.buckets)

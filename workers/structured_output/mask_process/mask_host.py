@@ -37,7 +37,7 @@ from aerie.workers.structured_output.mask_messages import (
 )
 from aerie.workers.structured_output.mask_process.draft_guide import MaskRows, StepClosedError
 from aerie.workers.structured_output.mask_process.grammar_cache import GrammarCache
-from aerie.workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S, Job, Step, Thread
+from aerie.workers.structured_output.mask_process.mask_jobs import MASK_LIMIT_S, MaskJob, Step, Thread
 from aerie.workers.structured_output.mask_process.request_grammar import (
     RequestGrammar,
     RequestGrammars,
@@ -136,7 +136,7 @@ class MaskHost:
         self._lock = threading.Lock()  # guards the fields below
         self._leader = object()
         self._step: Step | None = None
-        self._jobs: dict[int, Job] = {}  # by request
+        self._jobs: dict[int, MaskJob] = {}  # by request
         self._must_exit = False
         self._background = threading.BoundedSemaphore(MAX_BACKGROUND)
 
@@ -221,7 +221,7 @@ class MaskHost:
             self._finish_late(job)
             return False
 
-    def _next(self, step: Step, buffers: FillBuffers, since_s: float) -> Job | None:
+    def _next(self, step: Step, buffers: FillBuffers, since_s: float) -> MaskJob | None:
         """Return the next fill that the step waits for. Masks of slow requests are filled in the background instead."""
         while step.todo:
             index = step.todo.popleft()
@@ -235,12 +235,14 @@ class MaskHost:
             if request.is_slow and (request.root is None or fill.count > 1):
                 self._fill_in_background(request, fill.request)
                 continue
-            job = self._jobs[fill.request] = step.current = Job(request, fill.request, buffers.thread, since_s, index)
+            job = self._jobs[fill.request] = step.current = MaskJob(
+                request, fill.request, buffers.thread, since_s, index
+            )
             self._table.began(fill.request)
             return job
         return None
 
-    def _fill(self, step: Step, job: Job, buffers: FillBuffers) -> Failure | None:
+    def _fill(self, step: Step, job: MaskJob, buffers: FillBuffers) -> Failure | None:
         """Fill one request's masks and guide. Return the failure that ends the request, or None."""
         fill: Fill = step.order.fills[job.index]
         request, table = job.request, self._table
@@ -281,7 +283,7 @@ class MaskHost:
 
     def _fill_in_background(self, request: RequestGrammar, number: int) -> None:
         """Fill a late request's mask in a new thread."""
-        job = self._jobs[number] = Job(request, number, None, is_current=False)
+        job = self._jobs[number] = MaskJob(request, number, None, is_current=False)
 
         def run() -> None:
             with self._background:
@@ -291,7 +293,7 @@ class MaskHost:
 
         threading.Thread(target=run, daemon=True).start()
 
-    def _finish_late(self, job: Job) -> None:
+    def _finish_late(self, job: MaskJob) -> None:
         """Complete a late request's mask in this thread."""
         request, failure = job.request, None
         try:
@@ -307,7 +309,7 @@ class MaskHost:
         if is_known:
             self._notify(Notice([job.number]) if failure is None else Notice(failures={job.number: failure}))
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: MaskJob) -> None:
         del self._jobs[job.number]
         self._table.ended(job.number)
 

@@ -31,12 +31,12 @@ class Thread:
 
 
 @dataclass(eq=False)
-class Job:
+class MaskJob:
     """One request's mask, being filled by a thread.
 
     number: the request's number.
     thread: None until a thread has started it.
-    since_s: CPU time of the thread at the start, or a few quick masks earlier.
+    since_s: CPU time of the thread at the start, or before earlier quick masks: it is not read again after those.
     index: index of its fill in the step's order.
     is_current: whether the step waits for it.
     is_needed: whether the request has not ended.
@@ -53,7 +53,7 @@ class Job:
     began_s: float = field(default_factory=time.monotonic)
 
     def start(self) -> None:
-        """Assign the job to the current thread, in the background."""
+        """Assign the job to the current thread, at low priority."""
         self.thread = Thread()
         self.since_s, self.began_s = self.thread.processor_s(), time.monotonic()
         self.lower_priority()
@@ -92,4 +92,4 @@ class Step:
     failures: dict[int, Failure] = field(default_factory=dict)
     num_rows: int = 0
     num_forced: int = 0
-    current: Job | None = None
+    current: MaskJob | None = None
