@@ -331,6 +331,7 @@ def run(binary: str, ports: str, *arguments: str) -> None:
 
 
 def _become_haproxy(binary: str, ports: Sequence[int], arguments: list[str]) -> None:
+    """Rewrite the configuration that `arguments` name, and exec HAProxy, which takes over from those that run."""
     path = Path(arguments[arguments.index("-f") + 1])
     folder = path.parent
     last = folder / LAST
@@ -341,11 +342,11 @@ def _become_haproxy(binary: str, ports: Sequence[int], arguments: list[str]) -> 
     if has_routes(config):
         _replace(last, config)
     pids = (living(folder / name) for name in (PID, STAND_IN))
-    left = [pid for pid in pids if pid is not None]
+    predecessors = [pid for pid in pids if pid is not None]
     _replace(folder / PID, str(os.getpid()))
     # Serve's processes block SIGINT, and their children inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    os.execv(binary, [binary, *start_arguments(arguments, left)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    os.execv(binary, [binary, *start_arguments(arguments, predecessors)])

@@ -159,9 +159,9 @@ class RemoteEngines:
             name = await self._choose(attempts, known)
             if name is None:
                 break
-            again = attempts.num_attempts
+            attempt = attempts.num_attempts  # 0: the first
             request = GenerateRequest(
-                request_id=request_id if again == 0 else f"{request_id}~{again}",
+                request_id=request_id if attempt == 0 else f"{request_id}~{attempt}",
                 prompt=packed,
                 sampling=sampling,
                 output=pack_i32(attempts.delivered),
@@ -175,7 +175,7 @@ class RemoteEngines:
             async with contextlib.aclosing(self._attempt(attempts, name, request, known, request_id)) as deltas:
                 async for delta in deltas:
                     attempts.delivered.extend(delta.tokens)
-                    yield delta if again == 0 else msgspec.structs.replace(delta, attempt=again)
+                    yield delta if attempt == 0 else msgspec.structs.replace(delta, attempt=attempt)
                     if delta.finish is not None:
                         return
         if not attempts.was_taken or (attempts.refusal is not None and not attempts.delivered):

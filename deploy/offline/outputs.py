@@ -108,7 +108,7 @@ class RunningAnswer:
         tokenizer: ChatTokenizer,
     ) -> None:
         """stops: texts that end the answer.
-        grammar_param: the parameter that asks for its form, "" without one.
+        grammar_param: the request's parameter with a grammar, which errors of the grammar name; "" without one.
         index: its number among the answers to its prompt."""
         self.request = request
         self._grammar_param = grammar_param

@@ -48,7 +48,8 @@ class Guest:
         return [name for name in self.names if name not in self.replaced]
 
     def check(self) -> None:
-        """Raise ConfigError for applications that would replace others, or that cannot be deployed one by one."""
+        """Note what our applications replace (`replaced`). Raises ConfigError if they may not, or if one cannot be
+        deployed alone."""
         running = read_applications()
         for application in self.applications:
             name = _name(application)

@@ -84,17 +84,17 @@ class QwenEncoder(ImageEncoder):
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         device = pixels.device
         layout, spans = self._layout(grid)
-        given: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in layout.items()}
+        layout_inputs: dict[str, Any] = {name: tensor.to(device, non_blocking=True) for name, tensor in layout.items()}
         if self._in_one_launch:
-            given |= {name: bounds.to(device, non_blocking=True) for name, bounds in spans.items()}
-            given |= {_LONGEST[name]: int(bounds.diff().max()) for name, bounds in spans.items()}
+            layout_inputs |= {name: bounds.to(device, non_blocking=True) for name, bounds in spans.items()}
+            layout_inputs |= {_LONGEST[name]: int(bounds.diff().max()) for name, bounds in spans.items()}
         else:
-            given |= spans  # each layer reads the bounds on the host
-        return self._run(pixels, torch.tensor([grid], device=device), given)
+            layout_inputs |= spans  # each layer reads the bounds on the host
+        return self._run(pixels, torch.tensor([grid], device=device), layout_inputs)
 
-    def _run(self, pixels: Tensor, grid: Tensor, given: Mapping[str, Any]) -> Tensor:
+    def _run(self, pixels: Tensor, grid: Tensor, layout_inputs: Mapping[str, Any]) -> Tensor:
         rows = pixels.unsqueeze(2).expand(-1, -1, self._config.frames, -1).reshape(pixels.shape[0], -1)
-        out = self.tower(rows.to(next(self.tower.parameters()).dtype), grid_thw=grid, **given)
+        out = self.tower(rows.to(next(self.tower.parameters()).dtype), grid_thw=grid, **layout_inputs)
         return torch.cat((out.pooler_output, *(getattr(out, "deepstack_features", None) or ())), dim=1)
 
     @property
@@ -164,10 +164,10 @@ class QwenEncoder(ImageEncoder):
         return (self._window // merged // self._config.patch_size) ** 2 * merged**2
 
     def forward_padded(self, pixels: Tensor, layout: Mapping[str, Tensor]) -> Tensor:
-        given: dict[str, Any] = {**layout, "max_seqlen": pixels.shape[0]}
+        layout_inputs: dict[str, Any] = {**layout, "max_seqlen": pixels.shape[0]}
         if self._window is not None:
-            given["max_window_seqlen"] = self._longest_window
-        return self._run(pixels, torch.empty(0, 3), given)  # the layout stands for the grid
+            layout_inputs["max_window_seqlen"] = self._longest_window
+        return self._run(pixels, torch.empty(0, 3), layout_inputs)  # the layout stands for the grid
 
 
 class _PatchEmbedding(nn.Module):

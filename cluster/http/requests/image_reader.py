@@ -68,6 +68,7 @@ class ProcessReader(ImageReader):
             process.kill()
 
     async def read(self, messages: Sequence[Message], param: str = "messages") -> None:
+        """Fetch and prepare the images of messages, and set them in their parts. Raises ApiError."""
         images = list(_images(messages, param))
         if len(images) > self._config.max_images:
             raise invalid(param, f"{len(images)} images are more than {self._config.max_images} (ingress.max_images)")

@@ -43,6 +43,7 @@ async def encode_prompt(
 
 
 def _too_long(size: str, param: str, config: EdgeConfig) -> ApiError:
+    """Return the error of a prompt of this size, such as "more than 8192 tokens"."""
     return too_long(
         f"This model's maximum context length is {config.max_model_len} tokens, prompt and answer together, but the "
         f"prompt has {size}; shorten it",

@@ -189,6 +189,7 @@ def comment(text: str, indent: str = "") -> str:
 
 
 def _object(schema: Mapping[str, Any], indent: str, depth: int) -> str:
+    """Return an object's schema as a TypeScript type, with a line per property."""
     text = comment(_string(schema, "description"), indent) + "{\n"
     properties, required = schema.get("properties"), set(filter(_is_text, _listed(schema, "required")))
     for key, value in properties.items() if isinstance(properties, Mapping) else ():

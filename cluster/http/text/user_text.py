@@ -125,16 +125,16 @@ def marked(
             for message in messages
         ], [_changed(value, special, change) for value in others]
 
-    needed = False
+    needed = False  # whether any text could make a control token
 
     def look(text: str, controls: ControlTexts, edges: bool) -> str:
         nonlocal needed
         needed = needed or bool(controls.places(text, edges))
         return text
 
-    same = changed(look)
+    unchanged = changed(look)
     if not needed:
-        return *same, ""
+        return *unchanged, ""
     texts = [*_texts(messages), *_texts(others)]
     mark = next((mark for mark in MARKS if not any(mark in text for text in texts)), None)
     if mark is None:

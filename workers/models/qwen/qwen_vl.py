@@ -56,7 +56,7 @@ def weight_names(config: LlamaMoeConfig) -> NameMap:
 
 def _as_decoder(text: Mapping[str, Any], architecture: str) -> dict[str, Any]:
     """Return the fields as the text-only model of this generation has them: RoPE, and its defaults for windows."""
-    if architecture.startswith("Qwen3"):  # has none
+    if architecture.startswith("Qwen3"):  # without windows
         own = {"architectures": [f"Qwen3{'Moe' * _has_experts(architecture)}ForCausalLM"], "use_sliding_window": False}
     else:
         own = {"architectures": ["Qwen2ForCausalLM"]}

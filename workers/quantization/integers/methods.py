@@ -107,7 +107,7 @@ def read_gptq(quantization: Mapping[str, Any], source: str) -> QuantMethod:
         source,
         _scheme(quantization, source, v2),
         _rules(quantization, source, v2),
-        _only(quantization, source),
+        _quantized_modules(quantization, source),
         flag_in(quantization, source, "lm_head", False),
     )
 
@@ -142,8 +142,8 @@ def _rules(quantization: Mapping[str, Any], source: str, v2: bool) -> tuple[Rule
     return tuple(rules)
 
 
-def _only(quantization: Mapping[str, Any], source: str) -> tuple[str, ...]:
-    """Read a list of modules, or of lists of them."""
+def _quantized_modules(quantization: Mapping[str, Any], source: str) -> tuple[str, ...]:
+    """Return the modules to which quantisation is limited, which the key lists flat or by block; () without limit."""
     declared = quantization.get("modules_in_block_to_quantize") or []
     flat = [name for item in declared for name in (item if isinstance(item, list) else [item])]
     if not isinstance(declared, list) or not all(isinstance(name, str) for name in flat):

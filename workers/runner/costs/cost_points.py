@@ -187,12 +187,12 @@ def table_of(measured: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
         requests.insert(-1, padded)  # larger captured steps are padded to the maximum
         rows.insert(-1, rows[-1])
         mixed_shapes.insert(-1, mixed_shapes[-1])
-    at, source = _steps(sorted(alone), extent.token_buckets)
+    chunk_sizes, sources = _chunk_sizes(sorted(alone), extent.token_buckets)
     return CostTable(
         rounds=rounds,
         chunk_requests=tuple(requests),
-        chunk_tokens=tuple(at),
-        chunk_ms=tuple(tuple(row[i] for i in source) for row in rows),
+        chunk_tokens=tuple(chunk_sizes),
+        chunk_ms=tuple(tuple(row[i] for i in sources) for row in rows),
         default=default,
         ms_per_chunk_kv=_chunk_kv_cost(measured, alone),
         mixed_shapes=tuple(mixed_shapes),
@@ -240,17 +240,17 @@ def _chunk_row(
     return tuple(accumulate(row, max))
 
 
-def _steps(tokens: Sequence[int], buckets: Sequence[int]) -> tuple[list[int], list[int]]:
+def _chunk_sizes(tokens: Sequence[int], buckets: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the table's chunk sizes, and for each the index in `tokens` of the size with the same cost: a chunk costs
     as much as the bucket to which it is padded."""
-    at, source = list(tokens[:1]), [0]
+    sizes, sources = list(tokens[:1]), [0]
     for index, (smaller, size) in enumerate(zip(tokens, tokens[1:], strict=False), 1):
         if size in buckets and smaller + 1 < size:
-            at.append(smaller + 1)
-            source.append(index)
-        at.append(size)
-        source.append(index)
-    return at, source
+            sizes.append(smaller + 1)
+            sources.append(index)
+        sizes.append(size)
+        sources.append(index)
+    return sizes, sources
 
 
 def _chunk_kv_cost(measured: Mapping[Point, float], alone: Mapping[int, float]) -> float:

@@ -296,6 +296,7 @@ def _end_as(work: Callable[[], None], others: Sequence[socket.socket]) -> None:
 
 
 def _work(connection: Connection) -> None:
+    """Compile the jobs that come, and send back their outcomes, until the connection is closed."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             job = connection.recv()
