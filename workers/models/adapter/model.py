@@ -1,6 +1,7 @@
-"""`TransformersModel`: a decoder of transformers as a target, built by `aerie.workers.models.adapter`'s other modules.
-Decoder layers add to the residual and norm in one launch; such layers are recognised by comparing results, with narrow
-stand-ins for their modules (`matching`)."""
+"""`TransformersModel`: a decoder of transformers as a target, with the layers that the other modules of
+`aerie.workers.models.adapter` put into it. A decoder layer's addition to the residual and the following norm become one
+launch; layers of this form are recognised by comparing results, with narrow stand-ins for their modules (`matching`).
+"""
 
 import copy
 import inspect
