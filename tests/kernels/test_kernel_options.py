@@ -1,5 +1,6 @@
-"""Options of kernels' decorators: which arguments specialise a kernel."""
+"""Options of kernels' decorators: which arguments specialise a kernel. Launches name arguments that kernels have."""
 
+import ast
 import importlib
 import os
 import pkgutil
@@ -60,3 +61,32 @@ def test_kernels_are_not_specialised_for_numbers_that_change_between_steps() -> 
             p for p in kernel.arg_names if p not in fixed and not p.endswith(("_ptr", "_desc")) and "stride" not in p
         ]
         assert not unknown, f"{name}: {unknown}: name it in do_not_specialize, or in FIXED if no step changes it"
+
+
+LAUNCH_OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl", "enable_fp_fusion"}
+
+
+def test_launches_give_every_argument_once() -> None:
+    """On a CPU most launches never run, so a renamed argument would be found on a GPU."""
+    from triton.runtime.jit import JITFunction
+
+    num_launches = 0
+    for found in pkgutil.walk_packages(aerie.kernels.__path__, "aerie.kernels."):
+        module = importlib.import_module(found.name)
+        for call in ast.walk(ast.parse(Path(module.__file__ or "").read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Subscript):
+                continue
+            name = ast.unparse(call.func.value)
+            kernel = vars(module).get(name)
+            if not isinstance(kernel, JITFunction) or any(isinstance(x, ast.Starred) for x in call.args):
+                continue
+            num_launches += 1
+            keywords = [keyword.arg for keyword in call.keywords]
+            given = [*kernel.arg_names[: len(call.args)], *(k for k in keywords if k not in LAUNCH_OPTIONS)]
+            place = f"{found.name}:{call.lineno}: {name}"
+            assert len(call.args) <= len(kernel.arg_names) and len(set(given)) == len(given), f"{place}: given twice"
+            needed = {p.name for p in kernel.params if not p.has_default}
+            if None in given:  # more by a mapping
+                given, needed = [k for k in given if k is not None], set()
+            assert needed <= set(given) <= set(kernel.arg_names), f"{place}: {sorted(needed ^ set(given))}"
+    assert num_launches > 60

@@ -576,7 +576,7 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     assert compiled(prefill_plan_triton._plan_tiles, tmp_path, {}, constants, 4, 1)[0] == 0
     pointers = {"position_ptr": "i64", "slot_ptr": "i64"}
     for kept in (False, True):
-        constants = {"BLOCK": slot_mapping_triton.BLOCK, "CHUNKS": slot_mapping_triton.CHUNKS, "HAS_KEPT": kept}
+        constants = {"BLOCK": slot_mapping_triton.BLOCK, "CHUNKS": slot_mapping_triton.CHUNKS, "HAS_STORE_FROM": kept}
         assert compiled(slot_mapping_triton._map_prefill_rows, tmp_path, pointers, constants, 4, 1)[0] == 0
     constants = {
         "ROWS": 4,

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.repository.changed_module import import_changed
 
-BEFORE = '    adapter: str = ""\n\n    @property\n'
+BEFORE = "    routed_experts: bool = False\n\n    @property\n"
 WARMTH = (
     "    warmth: Annotated[float, "
     'Value(gt=0.0, le=3.0, server_default=True, on_device=True, use="filter", generate_name="heat")] = 0.25\n'

@@ -90,7 +90,7 @@ def test_the_number_of_ids_is_the_models(config: dict[str, Any], count: int, tmp
 @pytest.mark.parametrize(("num_embedded", "fault"), [(KNOWN - 1, "its tokenizer has"), (IDS - 1, "config.json says")])
 def test_ids_without_an_embedding_are_refused_at_the_start(num_embedded: int, fault: str, tmp_path: Path) -> None:
     model = SimpleNamespace(path=str(saved(tmp_path, {"vocab_size": IDS})))
-    ingress = SimpleNamespace(chat_template="", output_parser="auto")
+    ingress = SimpleNamespace(chat_template="", output_parser="auto", sampling_defaults={})
     config: Any = SimpleNamespace(model=model, ingress=ingress)
     with pytest.raises(ValueError, match=fault):
         _check_tokenizer(config, num_embedded)
