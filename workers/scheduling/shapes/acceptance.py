@@ -19,11 +19,11 @@ Bools = npt.NDArray[np.bool_]
 WINDOW = 2048.0  # rounds after which the weight in the engine's counts is 1 / e
 RECENT_WINDOW = 256.0  # the same for the counts of recent requests
 REQUEST_WINDOW = 64.0  # the same for a request's own counts
+PLAIN_WINDOW = 16.0  # the same for rounds without drafts, after which a request is expected to be past its hard words
 PRIOR = 4.0  # weight, in rounds, of the depth above in a depth's estimate
 MAX_BORROWED = 32.0  # maximum weight, in rounds, of other shapes' counts in a shape's estimate
 BORROWED_SHARE = 1 / 8  # information of a borrowed round, relative to one of the shape's own
 FIRST_CHANCE = 0.7  # initial probability of the first draft
-FIRST_COPIED_CHANCE = 0.5  # the same of a copied draft, whatever its match: the classes are learned within a few rounds
 # A request's own drafts are weighed against a prior of MIN_REQUEST_PRIOR / v drafts, within the bounds, where v is the
 # variance of requests' log odds around the engine's.
 MIN_REQUEST_PRIOR, MAX_REQUEST_PRIOR = 4.0, 24.0
@@ -31,9 +31,7 @@ VARIANCE, MAX_VARIANCE = 0.25, 2.0  # v before any request has ended, and its bo
 ENDED_WINDOW = 32.0  # ended requests after which the weight in its estimate is 1 / e
 ENDED_PRIOR, ENDED_INFORMATION = 4.0, 5.0  # weight of `VARIANCE` in it: requests, and the variance of the hits of each
 SLOPE = 1.8  # log odds lost per nat of the target's min-entropy; 2.0 to 2.4 for whole answers of the embedded pair
-# Rounds after which the weight in a request's mean min-entropy is 1 / e. Its own counts fade as fast in rounds without
-# drafts, after which it is expected to be past its hard words.
-NATS_WINDOW = 16.0
+NATS_WINDOW = 24.0  # rounds after which the weight in a request's mean min-entropy is 1 / e
 NATS_PRIOR = 8.0  # weight, in rounds, of recent requests in that mean
 UPPER_ERRORS = 1.5  # standard errors between an estimate and its upper confidence bound
 MARGIN = 1e-3  # probabilities stay this far from 0 and 1
@@ -41,6 +39,8 @@ MAX_REPORTS = 64  # steps whose reports are counted together
 
 MATCH_LENGTHS = (1, 3, 6, 12)  # tokens at which classes of matches begin; class 0: no match
 NUM_LENGTHS = len(MATCH_LENGTHS) + 1
+# FIRST_CHANCE by class of the match: without drafts in flight, and with them
+MATCH_CHANCES = (0.05, 0.3, 0.5, 0.65, 0.8, 0.05, 0.2, 0.3, 0.5, 0.8)
 
 
 class Acceptance:
@@ -75,9 +75,7 @@ class Acceptance:
         self._exponents = (exponents / exponents[:, None])[:, :, None]  # [other row, row, 1]
         self._borrowed = np.exp2(-16.0 * np.abs(np.log2(self._exponents)))  # weight of another row's round
         self._borrowed[np.diag_indices(len(exponents))] = 0.0
-        self._first = np.full(len(exponents), FIRST_CHANCE)
-        if self._is_copied:  # a row for each class of matches, without drafts in flight and with them
-            self._first = np.full(2 * NUM_LENGTHS, FIRST_COPIED_CHANCE)
+        self._first = np.array(MATCH_CHANCES) if self._is_copied else np.full(len(exponents), FIRST_CHANCE)
         self._hits, self._trials = np.zeros((2, len(self._first), self._max_depth))
         self._num_slots = num_slots  # column of rounds of earlier requests, in arrays of num_slots + 1
         self._numbers = np.full(num_slots + 1, -1, np.int64)  # of the requests in the slots
@@ -214,7 +212,7 @@ class Acceptance:
             self._count_nats(slots, np.where(ran, rows, -1), nats)
             ran &= self._row[drafted] == rows
         num_drafted, num_plain = (np.bincount(slots[which], minlength=self._num_slots + 1) for which in (ran, ~ran))
-        self._own *= np.exp(-num_drafted / REQUEST_WINDOW - num_plain / NATS_WINDOW)
+        self._own *= np.exp(-num_drafted / REQUEST_WINDOW - num_plain / PLAIN_WINDOW)
         self._recent *= math.exp(-len(slots) / RECENT_WINDOW)
         rounds_of_row = np.bincount(rows[ran], minlength=len(self._hits))
         # other rows are forgotten more slowly

@@ -134,12 +134,14 @@ class ShapeProbes:
 __all__ = ["Load", "Reason", "ShapeChoice"]
 
 # Each round adds EVALUATING_SHARE of its time, and IDLE_SHARE of its time beyond BUSY_MS where a device computes it, to
-# the host time that evaluations may take, up to EVALUATIONS_AHEAD_MS.
+# the host time that evaluations may take, up to EVALUATIONS_AHEAD_MS. FIRST_STEPS have FIRST_EVALUATIONS_MS more.
 EVALUATION_MS = 0.45  # one evaluation with cold caches; measured on an H200's host
 EVALUATING_SHARE = 1 / 256
 IDLE_SHARE = 1 / 32
 BUSY_MS = 1.5  # the host's work per round; in longer rounds a device's host is idle
 EVALUATE_EVERY = 6  # minimum steps between evaluations while nothing has changed
+FIRST_STEPS = 200
+FIRST_EVALUATIONS_MS = 32 * EVALUATION_MS
 EVALUATIONS_AHEAD_MS = 4 * EVALUATION_MS
 EVENTS_MS = 2 * EVALUATION_MS  # kept for changes of the load
 LEARN_EVERY_MS = 1.0  # milliseconds of rounds between recorded steps; a record takes 2 us of the host
@@ -181,7 +183,7 @@ class ShapeChoice:
         self._num_requests = 0  # at the last evaluation
         # the last step, and the last with an evaluation and with a change of `_current`
         self._step = self._evaluated = self._changed = 0
-        self._evaluations_ms = EVALUATIONS_AHEAD_MS  # host time that evaluations may take now
+        self._evaluations_ms = FIRST_EVALUATIONS_MS  # host time that evaluations may take now
         self._lost = 0.0  # time lost since the current shape stopped being the best, in rounds
         self._unlearnt_ms = 0.0  # time of rounds since the last recorded step
 
@@ -242,7 +244,8 @@ class ShapeChoice:
         idle_ms = 0.0 if self._shapes.eager else max(0.0, round_ms - BUSY_MS)
         gained_ms = round_ms * EVALUATING_SHARE + idle_ms * IDLE_SHARE
         self._evaluations_ms += gained_ms
-        self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS)
+        if self._step > FIRST_STEPS:
+            self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS)
         has_changed = (
             abs(len(load.slots) - self._num_requests) * 4 > self._num_requests
             or self._evaluated < self._probes.results_step <= self._step
