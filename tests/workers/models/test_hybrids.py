@@ -10,9 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from aerie.kernels.capability import Capability
 from aerie.speculative.config import SpeculativeConfig
-from aerie.workers.config import ModelSource, WorkerConfig
 from aerie.workers.models.registry import family_of
-from aerie.workers.runner.deterministic import refusal
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 from tests.support.slow import slow
 from tests.support.tiny_models import add_qwen_mtp, make_target
@@ -169,11 +167,6 @@ def test_sizes_without_kernels_are_refused_on_a_gpu() -> None:
     config.check_device(Capability("cpu"), torch.float32, "model x")
     with pytest.raises(ValueError, match="linear_key_head_dim=24: on a GPU it is one of 16, 32, 64, 128; serve"):
         config.check_device(Capability("cuda", (9, 0)), torch.bfloat16, "model x")
-
-
-def test_deterministic_is_refused() -> None:
-    config = family_of("Qwen3_5ForCausalLM", "model x").read_config(HYBRID, "model x")
-    assert "recurrent layers" in str(refusal(WorkerConfig(ModelSource()), config, torch.bfloat16))
 
 
 def test_ranks_share_key_heads() -> None:
