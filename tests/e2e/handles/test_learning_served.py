@@ -2,21 +2,13 @@
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
-import msgspec
 import pytest
-import ray
 
-from aerie.cluster.learning.gate import Candidate
-from aerie.cluster.transport.discovery import find_coordinators
-from tests.e2e.checkpoint import VOCAB, make_tokenizer
+from tests.e2e.handles.learning_engine import ROOT, answers, drafts, server_args
 from tests.e2e.serving import Server, serving
-from tests.support.drafts.block_reference import head_for, make_block_head
-from tests.support.tiny_models import make_target
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -24,66 +16,14 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
-ROOT = {"Authorization": "Bearer " + "r" * 20}
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs"]
 LIMIT_S = 400.0
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-@pytest.fixture(scope="module")
-def server(ray_port: int, folder: Path) -> Iterator[Server]:
-    target = make_target(folder / "target", vocab_size=VOCAB, num_hidden_layers=8, calm=0.01)  # such can be learned
-    make_tokenizer(target)
-    draft = make_block_head(folder / "draft", target, head_for(target, vocab=VOCAB, from_anchor=True), copying=True)
-    args: dict[str, Any] = {
-        "model": {"path": str(target), "device": "cpu", "dtype": "float32"},
-        "speculative": {
-            "path": str(draft),
-            "method": "dflash",
-            "num_steps": 3,
-            "num_draft_tokens": 4,
-            "adaptive": False,
-        },
-        "cache": {"num_pages": 400},
-        "scheduler": {"max_running": 8},
-        "parallel": {"tensor_parallel": 1},
-        "learning": {"min_texts": 8, "held_out": 0.3, "learning_rate": 3e-3, "steps": 60, "priority": "normal"},
-        "ingress": {"api_keys": [{"name": "root", "key": "r" * 20, "admin": True}]},
-    }
-    with serving(ray_port, args, folder) as running:
+def server(ray_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder: Path = tmp_path_factory.mktemp("checkpoints")
+    with serving(ray_port, server_args(folder), folder) as running:
         yield running
-
-
-def answers(server: Server, first: int, count: int, headers: dict[str, str] | None = None) -> tuple[list[Any], float]:
-    """The tokens of seeded answers, and the tokens of a round."""
-
-    def ask(number: int) -> dict[str, Any]:
-        body = {
-            "model": server.model,
-            "prompt": f"{WORDS[number % 8]} {WORDS[number // 8 % 8]} {number}",
-            "max_tokens": 24,
-            "temperature": 0.5 * (number % 2),
-            "seed": number,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
-        sent = httpx.post(f"{server.url}/v1/completions", json=body, headers={**ROOT, **(headers or {})}, timeout=120)
-        reply: dict[str, Any] = sent.raise_for_status().json()
-        return reply
-
-    with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(ask, range(first, first + count)))
-    lengths = [reply["metrics"]["speculative_decoding"]["mean_acceptance_length"] for reply in replies]
-    return [reply["choices"][0]["token_ids"] for reply in replies], sum(lengths) / count
-
-
-def drafts(server: Server) -> list[dict[str, Any]]:
-    (found,) = httpx.get(f"{server.url}/draft/versions", headers=ROOT, timeout=30).json()["engines"].values()
-    return list(found)
 
 
 def metric(server: Server, name: str) -> float:
@@ -116,21 +56,3 @@ def test_acceptance_rises_answers_stay_and_an_administrator_goes_back(server: Se
     assert last == frozen and abs(length - before) < 0.02
     refused = httpx.post(f"{server.url}/draft/rollback", json={"version": "99"}, headers=ROOT, timeout=30)
     assert refused.status_code == 409 and "must be one of 0" in refused.text
-
-
-def test_a_bad_draft_that_is_published_by_force_is_gone_within_a_minute(server: Server, folder: Path) -> None:
-    silent = {"x-aerie-no-learn": "1"}
-    frozen, before = answers(server, 2000, 64, silent)
-    bad = make_block_head(folder / "draft-99", folder / "target", head_for(folder / "target", vocab=VOCAB))
-    (coordinator,) = find_coordinators("aerie", {}).values()
-    forced = Candidate(1.0, 1.0, 1.0, 1.0, 2.0, 99, str(bad))
-    assert ray.get(coordinator.offer_draft.remote(msgspec.msgpack.encode(forced))) == ""
-    since_s, states = time.monotonic(), dict[str, str]()
-    while states.get("99") != "rolled back":
-        assert time.monotonic() < since_s + 60, f"still served: {states}"
-        again, _ = answers(server, 2000, 8, silent)
-        assert again == frozen[:8]
-        states = {each["version"]: each["state"] for each in drafts(server)}
-    print(f"gone after {time.monotonic() - since_s:.1f} s")
-    last, after = answers(server, 2000, 64, silent)
-    assert last == frozen and after == pytest.approx(before, abs=0.02)
