@@ -1,4 +1,8 @@
-"""Resolves a rank's device and dtype from the configuration."""
+"""Resolves a rank's device and dtype from the configuration, and protects captures on a GPU."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
 
 import torch
 
@@ -27,3 +31,15 @@ def resolve_dtype(dtype: str, checkpoint: torch.dtype, device: Capability) -> to
     if dtype != "auto":
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
     return torch.float32 if device.shares_host_memory else checkpoint
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Turn garbage collection off. It might free graphs of a previous engine, which would break the current capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aerie.workers.device import no_garbage_collection
 from aerie.workers.vision.config import CHANNELS
 from aerie.workers.vision.encoders import Grid, ImageEncoder
 
@@ -93,11 +94,10 @@ class CapturedForward:
         """Run `num_blocks` blocks of the paused pass; to the end if 0. Return the result; None if it has not ended."""
         paused = self._paused
         assert paused is not None, "started"
-        paused.num_due = (
-            min(paused.num_due + num_blocks, len(paused.size.parts)) if num_blocks else len(paused.size.parts)
-        )
+        num_parts = len(paused.size.parts)
+        paused.num_due = min(paused.num_due + (num_blocks or num_parts), num_parts)
         paused.replay(paused.num_due)
-        if paused.num_due < len(paused.size.parts):
+        if paused.num_due < num_parts:
             return None
         self._paused = None
         return paused.result
@@ -142,7 +142,7 @@ def record_parts(pool: Any) -> Record:
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(forward: Callable[[], Tensor], blocks: Iterable[nn.Module]) -> Recording:
-        with torch.inference_mode(), torch.cuda.stream(stream):
+        with torch.inference_mode(), torch.cuda.stream(stream), no_garbage_collection():
             forward()  # loads kernels, and creates the workspaces of this stream
             torch.cuda.synchronize()
             cuts = _Cuts(pool)

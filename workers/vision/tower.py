@@ -105,17 +105,16 @@ class VisionTower:
         image = encoding.image
         if image.digest in self._known:
             return
+        captured = self._captured_for(image)
         if image.digest != self._partial:
             assert image.data, "the scheduler sends the pixels with the first part"
             self._abandon()
-            captured = self._captured_for(image)
             if captured is None:
                 self._pieces.start(lambda: self.encode(image))
             else:
                 with torch.inference_mode():
                     captured.start(self._pixels(image), image.grid, self._num_tokens(image))
             self._partial = image.digest
-        captured = self._captured_for(image)
         rows = (self._pieces if captured is None else captured).advance(encoding.num_blocks)
         if rows is not None:
             self._partial = b""

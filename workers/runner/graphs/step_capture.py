@@ -8,10 +8,9 @@ outputs of the first graph stay in its memory; large ones are copied to memory t
 
 import contextlib
 import dataclasses
-import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from aerie.attention.backend import NewUnderCaptureError
+from aerie.workers.device import no_garbage_collection
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.runner.batch import StepBatch, StepTensors
 from aerie.workers.runner.commands import InconsistentRankError
@@ -94,7 +94,7 @@ class CudaRecorder:
 
     def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], T], pool: Any) -> T:
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream), _no_garbage_collection():
+        with torch.cuda.stream(self._stream), no_garbage_collection():
             # thread_local: NCCL's watchdog thread queries events while this thread captures
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
@@ -119,18 +119,6 @@ class CudaRecorder:
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return total - free
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Turn garbage collection off. It might free graphs of a previous engine, which would break the current capture."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 logger = logging.getLogger(__name__)
