@@ -9,7 +9,8 @@ Blocks of --block seconds take turns: in one the training runs, in the other its
 both kinds of blocks have the same draft, the same traffic and the same machine. The draft of a block without training
 is frozen. Ratios of percentiles have 90 % intervals: pairs of neighbouring blocks drawn again (bootstrap).
 
-Seeded probes before the traffic and after each phase, whose texts nobody learns from, must have equal answers.
+The same seeded requests run before the traffic and after each phase, and must get equal answers. The draft does not
+learn from them.
 
 Prints a line for each minute and phase, then one JSON line.
 """

@@ -70,8 +70,8 @@ DRAFT_VOCAB = AUTO_ROWS  # rows of the draft's head, with a token map, see `Spec
 
 
 def floor_bytes(name: str, rows: int, tokens: float, passes: int, draft_rows: int, ranks: int, requests: int) -> float:
-    """Bytes that a round with the model's own module must read or write on one of `ranks`: weights once a pass, of
-    experts those that uniform routing gives to somebody, KV, and each request's states once there and back.
+    """Bytes that a round with the model's own module must read or write on one of `ranks`: weights once a pass, KV, and
+    each request's states, read and written. Of the experts, those that at least one row needs if routing is uniform.
     rows: of the target's pass. tokens: of all contexts. passes, draft_rows: the module's, and the rows of one.
     Embeddings and activations are left out."""
     c = CONFIGS[name]

@@ -1,5 +1,5 @@
-"""What is compiled for adapters: three variants of each kernel for a layer, whatever its rows and adapters. Products
-that add adapters have one for each of their tiles."""
+"""Numbers of rows and adapters compile nothing new: each LoRA kernel has three variants for a layer, and a product that
+adds adapters one for each of its tiles."""
 
 import itertools
 from typing import Any

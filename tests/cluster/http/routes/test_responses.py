@@ -322,7 +322,7 @@ async def test_streams_lose_no_log_probability_of_text_that_was_held(texts: tupl
 
 
 async def test_a_document_has_its_items_in_the_order_of_the_stream() -> None:
-    """Of an answer that was cut off in the text after a call, only that text is incomplete."""
+    """The answer was cut off in the text after a call: the text is incomplete, the call before it is not."""
     body = ASK | {"tools": [WEATHER]}
     async with in_process(FakeEngine(says(CALL[:20], CALL[20:], " and", " then", finish="length"))) as client:
         whole = (await client.post(RESPONSES, json=body)).json()["output"]
