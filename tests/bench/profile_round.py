@@ -1,9 +1,10 @@
 """Where a round's time goes on a GPU: kernels by name, graph launches, copies to the host and idle time per round.
 
     python -m tests.bench profile_round --shape chain --batch 1 [--model llama-3.1-8b] [--rounds 30] [--prefill]
-        [--tensor-parallel 2] [--block-draft dflash]
+        [--tensor-parallel 2] [--block-draft dflash] [--deterministic]
 
-With several ranks, of rank 0. With --prefill the steps of the batch's prompts instead, all figures per step.
+With several ranks, of rank 0. With --deterministic, of an engine with `deterministic: true`. With --prefill the steps
+of the batch's prompts instead, all figures per step.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.models import configured
 from tests.bench.models.published import BLOCK_DRAFTS
 from tests.bench.prompts import random_prompts
+from tests.bench.quality.exact_cost import of_mode
 from tests.bench.round import MODELS, SHAPES, Setting, engine_spec, hardware, write_checkpoints
 from tests.bench.trace import by_kernel, figures, profile, start, submit
 from tests.bench.tracing.rank_zero import engine_with_rank_zero
@@ -28,12 +30,15 @@ def main() -> None:
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--block-draft", choices=BLOCK_DRAFTS, default="dflash", help="of qwen3-8b")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--deterministic", action="store_true", help="an engine with `deterministic: true`")
     parser.add_argument("--prefill", action="store_true", help="the prompts' steps instead of rounds")
     arguments = parser.parse_args()
     setting, batch, steps = Setting(), arguments.batch, arguments.rounds
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoints(Path(folder), arguments.model, block_draft=arguments.block_draft)
         spec = engine_spec(Path(folder), arguments.shape, batch, setting, arguments.tensor_parallel, cuda_graphs=True)
+        if arguments.deterministic:
+            spec = of_mode(spec, "deterministic")
         prompts = random_prompts(spec.worker.model, batch, setting.prompt_tokens)
         with engine_with_rank_zero(spec) as engine:
             if arguments.prefill:
@@ -54,6 +59,7 @@ def main() -> None:
                 "shape": arguments.shape,
                 "batch": batch,
                 "tensor_parallel": arguments.tensor_parallel,
+                "deterministic": arguments.deterministic,
                 **figures(events, steps),
             }
         )
