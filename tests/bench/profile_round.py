@@ -18,7 +18,7 @@ from tests.bench.models.published import BLOCK_DRAFTS
 from tests.bench.prompts import random_prompts
 from tests.bench.quality.exact_cost import of_mode
 from tests.bench.round import MODELS, SHAPES, Setting, engine_spec, hardware, write_checkpoints
-from tests.bench.trace import by_kernel, figures, profile, start, submit
+from tests.bench.trace import figures, kernel_lines, profile, start, submit
 from tests.bench.tracing.rank_zero import engine_with_rank_zero
 
 
@@ -48,9 +48,7 @@ def main() -> None:
             else:
                 start(engine, prompts, setting.output_tokens)
             events = profile(engine, steps)
-    for name, times in by_kernel(events)[:40]:
-        us = sum(times)
-        print(f"{us / steps:9.1f} us {len(times) / steps:7.1f} x {us / len(times):8.2f} us  {name[:110]}")
+    print(*kernel_lines(events, steps, 40), sep="\n")
     print(
         json.dumps(
             {

@@ -77,6 +77,27 @@ def by_kernel(events: list[dict[str, Any]]) -> list[tuple[str, list[float]]]:
     return sorted(times.items(), key=lambda item: -sum(item[1]))
 
 
+def kernel_lines(events: list[dict[str, Any]], steps: int, limit: int) -> list[str]:
+    """The `limit` longest of `by_kernel`, a line each: time and runs per step, time of a run, name."""
+    return [
+        f"{sum(times) / steps:9.1f} us {len(times) / steps:7.1f} x {sum(times) / len(times):8.2f} us  {name[:110]}"
+        for name, times in by_kernel(events)[:limit]
+    ]
+
+
+def call_lines(events: list[dict[str, Any]], steps: int, limit: int) -> list[str]:
+    """The `limit` longest calls of the CUDA runtime and driver by name, as `kernel_lines`: waits, copies, launches."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "dur" in event:
+            times[event["name"]].append(event["dur"])
+    longest = sorted(times.items(), key=lambda item: -sum(item[1]))[:limit]
+    return [
+        f"{sum(each) / steps:9.1f} us {len(each) / steps:7.1f} x {sum(each) / len(each):8.2f} us  {name}"
+        for name, each in longest
+    ]
+
+
 def busy_us(spans: Iterable[tuple[float, float]]) -> float:
     """Microseconds covered by at least one of the spans (start, end)."""
     total = end_so_far = 0.0

@@ -1,11 +1,15 @@
 """Pictures: the vision tower, first tokens, and what other requests notice.
 
     python -m tests.bench images [--model qwen2.5-vl-7b] [--sides 224 1024 2048] [--neighbours 8] [--itl-target auto]
+        [--profile]
 
 Sizes of published models with dummy weights. For pictures of each side: milliseconds of the tower; of the first token
 of a request with such a picture, over the engine alone; the same beside other requests that decode, and the largest
 and the median gap between these requests' tokens meanwhile, in parts between their rounds and whole. Needs a GPU for
 figures that mean anything; `--tiny` tries it on a CPU.
+
+With --profile, instead: kernels and calls of the CUDA runtime by name, of the tower and of the prompt of an encoded
+picture; milliseconds of the first token with a new picture and with an encoded one.
 """
 
 import argparse
@@ -37,6 +41,7 @@ from aerie.workers.vision.tower import VisionTower
 from tests.bench.kernels.gpu_time import hardware
 from tests.bench.machine import commit
 from tests.bench.prompts import random_prompts
+from tests.bench.trace import call_lines, figures, kernel_lines, profiled
 from tests.deploy.config.test_published_models import PUBLISHED
 from tests.support.targets.image_models import make_image_model
 
@@ -169,6 +174,29 @@ def beside(engine: LocalEngine, pictures: Pictures, side: int, others: list[list
     return until - own.submitted, max(gaps), statistics.median(gaps)
 
 
+def print_profile(engine: LocalEngine, tower: VisionTower, pictures: Pictures, side: int) -> None:
+    def first_token_ms(request: Request) -> float:
+        own = run(engine, [request], None, 0)[request.request_id]
+        return own.tokens[0] - own.submitted
+
+    new_ms, encoded_ms = list[float](), list[float]()
+    for _ in range(REPEATS + 1):
+        request = pictures.request(side, 1)
+        new_ms.append(first_token_ms(request))
+        again = Request(f"{request.request_id}-again", request.prompt, request.sampling, inputs=request.inputs)
+        encoded_ms.append(first_token_ms(again))
+    new_median, encoded_median = (statistics.median(each[1:]) for each in (new_ms, encoded_ms))
+    print(f"side {side}: first token {new_median:.2f} ms; of an encoded picture {encoded_median:.2f} ms")
+    image = pictures.image(side)
+    last = Request(f"{request.request_id}-last", request.prompt, request.sampling, inputs=request.inputs)
+    for name, events, repeats in (
+        ("tower", profiled(lambda: tower.encode(image), REPEATS), REPEATS),
+        ("prompt", profiled(lambda: first_token_ms(last), 1), 1),
+    ):
+        print(name, json.dumps({key: round(value, 3) for key, value in figures(events, repeats).items()}))
+        print(*kernel_lines(events, repeats, 20), *call_lines(events, repeats, 8), sep="\n")
+
+
 def write(folder: Path, name: str) -> None:
     published, images = MODELS[name]
     raw = json.loads((PUBLISHED / f"{published}.json").read_text())
@@ -187,8 +215,11 @@ def main() -> None:
     parser.add_argument("--sides", type=int, nargs="+", default=[224, 1024, 2048])
     parser.add_argument("--neighbours", type=int, default=8)
     parser.add_argument("--itl-target", default="auto")
+    parser.add_argument("--profile", action="store_true", help="kernels and calls by name, instead of the figures")
     parser.add_argument("--tiny", action="store_true", help="a tiny model of the family, on a CPU")
     arguments = parser.parse_args()
+    if arguments.profile and arguments.tiny:
+        parser.error("--profile needs a GPU")
     rows = []
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
@@ -219,7 +250,9 @@ def main() -> None:
             tower = engine.executor._batches._tower
             assert isinstance(tower, VisionTower)
             pictures, costs = Pictures(source, vision, tower._sizes), engine.executor.costs
-            for side in sides:
+            for side in sides if arguments.profile else ():
+                print_profile(engine, tower, pictures, side)
+            for side in () if arguments.profile else sides:
                 timer = Timer(torch.device(source.device))
                 for _ in range(REPEATS):
                     image = pictures.image(side)
@@ -236,11 +269,13 @@ def main() -> None:
                 in_parts = [beside(engine, pictures, side, others) for _ in range(REPEATS)]
                 engine.scheduler.use_costs(msgspec.structs.replace(costs, image_patches=(), image_ms=()))
                 whole = [beside(engine, pictures, side, others) for _ in range(REPEATS)]
-                figures = [tower_ms, statistics.median(alone)]
+                found_ms = [tower_ms, statistics.median(alone)]
                 for found in (in_parts, whole):
-                    figures += [statistics.median(column) for column in zip(*found, strict=True)]
-                rows.append((side, image.num_patches, *(round(each, 2) for each in figures)))
+                    found_ms += [statistics.median(column) for column in zip(*found, strict=True)]
+                rows.append((side, image.num_patches, *(round(each, 2) for each in found_ms)))
                 print(*rows[-1], flush=True)
+    if arguments.profile:
+        return
     titles = ["side", "patches", "tower", "first token", "beside, in parts", "largest gap", "median gap"]
     titles += ["beside, whole", "largest gap", "median gap"]
     print(*table(titles, rows), sep="\n")
