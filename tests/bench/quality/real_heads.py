@@ -162,6 +162,9 @@ def questions(given: argparse.Namespace, name: str, count: int, skip: int = 0) -
 
 def trees(given: argparse.Namespace, results: Results) -> None:
     """Measure the block head on the model's greedy answers to questions that it was not trained on."""
+    if given.method == "domino":
+        results.add("trees", "left out", "a Domino head scores by its path; part `speed` gives its tokens a round")
+        return
     tokenizer, model = target_of(given)
     head, _ = load_block_head(given.work / "block", given.method, model)
     head.requires_grad_(False)
@@ -306,7 +309,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=Path, required=True)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--method", choices=("dspark", "dflash"), default="dspark", help="of the block head")
+    parser.add_argument("--method", choices=("dspark", "dflash", "domino"), default="dspark", help="of the block head")
     parser.add_argument("--regenerate-s", type=float, default=150)
     parser.add_argument("--minutes", type=float, default=3, help="of each training, measuring included")
     parser.add_argument("--steps", type=int, help="of each training, at most")
