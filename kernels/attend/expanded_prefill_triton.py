@@ -44,7 +44,12 @@ def _attend_tiles(
     MASKED: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Attend to KV positions low .. high - 1 for rows at `position` [M]. Without MASKED every row sees all of them."""
+    """Add KV positions low .. high - 1 to the softmax state of rows at `position` [M], and return the state.
+
+    last: position of the tile's last row, which is the last token that is read.
+    top, total, acc: see `online_softmax_triton.accumulate`.
+    MASKED: hide positions after a row's own; without it every row sees all of low .. high - 1.
+    """
     n = tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
         column = start + n

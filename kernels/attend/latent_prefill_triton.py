@@ -83,6 +83,7 @@ def _attend_latent_prefill(
     low = 0
     if WINDOW:
         low = tl.maximum(start_position + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+    # Page numbers are loaded one tile ahead: see `decode_triton`.
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     if FIXED:
         mean, weight, largest = acc, total, top  # of earlier spans

@@ -160,7 +160,10 @@ def accumulate_latent_pairs(
     UNIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """`accumulate_latent`, with even and odd dimensions of the values as separate sums."""
+    """`accumulate_latent`, with even and odd dimensions of the values as separate sums.
+
+    pairs: [N, D / 2] int16, pairs of FP8 numbers. dtype: of the products.
+    """
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - tl.expand_dims(origin, TOKENS))
@@ -202,7 +205,12 @@ def accumulate_latent(
 ):
     """`online_softmax_triton.accumulate` for both orientations: acc [M, D], or [D, M] with TOKENS = 0. With TOKENS = 0,
     a sum over tokens would cross warps, so `total` is [N, M], one sum per token index in a tile; `finish_latent` adds
-    them."""
+    them.
+
+    scores, latent: as `score_latent_tile` returns them.
+    FIXED: add weights as `sum_weights` does. Only with TOKENS = 1.
+    UNIT: factor on weights before their product (`weight_unit`), undone by the factor on the output.
+    """
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - tl.expand_dims(origin, TOKENS))

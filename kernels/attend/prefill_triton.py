@@ -47,8 +47,15 @@ def _attend_span(
     SOFT_CAP: tl.constexpr,
     UNIT: tl.constexpr,
 ):
-    """Attend to KV positions low .. high - 1 for rows at `position` [M] that see positions up to `reach` [M]. Without
-    MASKED every row sees all of them."""
+    """Add KV positions low .. high - 1 to the softmax state of rows at `position` [M] that see positions up to `reach`
+    [M].
+
+    table, last: the chunk's page table, and the last position that any row of the tile sees.
+    factor: as `cap_scales` returns it; unused without SOFT_CAP.
+    top, total, acc: see `online_softmax_triton.accumulate`.
+    MASKED: apply `reach` and WINDOW; without it every row sees all positions of the span.
+    """
+    # Page numbers are loaded one tile ahead: see `decode_triton`.
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     for start in range(low, high, BLOCK_N):
         column = start + n
@@ -94,6 +101,7 @@ def _attend_prefill(
     """Attend for one KV head and one tile of adjacent rows of a chunk x GROUP query heads, packed into BLOCK_M.
 
     tiles_ptr: fields of `prefill_plan_triton`: chunk, first row, the chunk's end, position of the first row.
+    reach_ptr: [rows] int32, the last position that each row sees: later than its own within an image. None: its own.
     WINDOW: 0 without one. SOFT_CAP: None without one.
     UNIT: factor on softmax weights (`weight_unit`), undone by v_scale.
     UPCAST: multiply in float32, for the interpreter.
@@ -130,16 +138,16 @@ def _attend_prefill(
         factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
     acc = tl.zeros([BLOCK_M, D], tl.float32)
     table = table_ptr + chunk * table_stride
-    common = (start + 1) // BLOCK_N * BLOCK_N
-    first_tile, low = 0, 0
+    # Three spans of KV tiles; only those of which rows see different parts are masked:
+    # 0 (with a window): the windows of some rows begin here; 1: all rows see all of it; 2: the rows' own positions.
+    begin, shared, own = 0, 0, (start + 1) // BLOCK_N * BLOCK_N
     if WINDOW:
-        # Rows see different parts of the first tiles; all rows see all of the next tiles.
-        first_tile = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
-        low = tl.minimum(tl.cdiv(tl.maximum(last_row + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, common)
+        begin = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
+        shared = tl.minimum(tl.cdiv(tl.maximum(last_row + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, own)
     for span in tl.static_range(0 if WINDOW else 1, 3):
         top, total, acc = _attend_span(
-            first_tile if span == 0 else low if span == 1 else common,
-            low if span == 0 else common if span == 1 else last + 1,
+            begin if span == 0 else shared if span == 1 else own,
+            shared if span == 0 else own if span == 1 else last + 1,
             q,
             k_ptr,
             v_ptr,

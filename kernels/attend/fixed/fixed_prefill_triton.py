@@ -62,8 +62,17 @@ def _add_tiles(
     UNIT: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """Add KV positions low .. high - 1 to the softmax state of rows at `position` [M]. Without MASKED every row sees
-    all of them."""
+    """Add KV positions low .. high - 1 to the softmax state of rows at `position` [M], and return the state.
+
+    q, q_odd: [M, D]; with PAIRS even and odd dimensions, [M, D / 2], and acc, acc_odd likewise. Else the odd ones are
+        unused.
+    table, last: the chunk's page table, and the position of the tile's last row.
+    factor: as `cap_scales` returns it; unused without SOFT_CAP.
+    top, total, acc: see `online_softmax_triton.accumulate`.
+    MASKED: hide what a row does not see; without it every row sees all of low .. high - 1.
+    UNIT, PAIRS: as in `_attend_fixed_prefill`.
+    """
+    # Page numbers are loaded one tile ahead: see `decode_triton`.
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     for start in range(low, high, BLOCK_N):
         column = start + n
