@@ -44,7 +44,9 @@ def _convolved(column, own, newest, older, oldest, live, writes, weight_ptr, pen
 
     column: [1, d] or [n, d].
     own, newest, older, oldest: [n] addresses of the channels of each row and its three nearest ancestors.
-    writes: rows whose own channels go to pending_ptr.
+    live: [n], other rows are zeros.
+    weight_ptr: [4, C] taps, the oldest first.
+    pending_ptr: [n] addresses to which the unconvolved channels of the rows in `writes` [n] are stored.
     """
     live = live[:, None]
     raw = tl.load(own[:, None] + column, mask=live, other=0.0)

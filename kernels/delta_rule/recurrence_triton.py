@@ -41,7 +41,8 @@ def _one_kernel(numbers: str, addresses: str) -> dict[str, list[str]]:
 
 @triton.jit
 def _convolved(own, newest, older, oldest, has_newest, has_older, has_oldest, taps, C: tl.constexpr):
-    """Return raw and convolved channels, in the rows' dtype, from the addresses of a token and the three before it."""
+    """Return raw and convolved channels, in the rows' dtype, from the addresses of a token and the three before it.
+    taps: addresses of the channels' oldest taps in [4, C]."""
     raw = tl.load(own)
     x = raw.to(tl.float32) * tl.load(taps + 3 * C).to(tl.float32)
     x += tl.load(newest, mask=has_newest, other=0.0).to(tl.float32) * tl.load(taps + 2 * C).to(tl.float32)

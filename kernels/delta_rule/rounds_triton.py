@@ -35,13 +35,14 @@ from aerie.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def _convolved(
-    column, own, oldest, older, newest, live, writes, weight_ptr, pending_ptr, C: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
+def _convolved(column, own, oldest, older, newest, live, writes, weight_ptr, pending_ptr, C: tl.constexpr):
     """Return the convolved channels [n, d] of the tile, in the rows' dtype.
 
-    own, oldest, older, newest: addresses of the channels of each row and its three nearest ancestors.
-    writes: rows whose own channels go to pending_ptr.
+    column: [d].
+    own, oldest, older, newest: [n] addresses of the channels of each row and its three nearest ancestors.
+    live: [n], other rows are zeros.
+    weight_ptr: [4, C] taps, the oldest first.
+    pending_ptr: [n] addresses to which the unconvolved channels of the rows in `writes` [n] are stored.
     """
     raw = tl.load(own[:, None] + column[None, :], mask=live[:, None], other=0.0)
     tl.store(pending_ptr[:, None] + column[None, :], raw, mask=writes[:, None])
@@ -125,8 +126,8 @@ def _delta_round(
     g, beta = log_decay(a.to(tl.float32), a_log, dt_bias), sigmoid(b.to(tl.float32))
     key_head = h // (HV // HK)
     leads = is_new & (h == key_head * (HV // HK))  # one value head per key head stores the key head's channels
-    q = _convolved(key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
-    k = _convolved(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C, R)
+    q = _convolved(key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C)
+    k = _convolved(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C)
     if not REPLAYS:  # wide tiles: Triton's products of 64 bfloat16 rows are wrong on an H200
         q, k = q.to(tl.float32), k.to(tl.float32)
     k_scale = norm_factors(k)
@@ -146,7 +147,7 @@ def _delta_round(
     o = tl.zeros((ROWS, PARTS, PART), tl.float32)
     for part in range(PARTS):
         v_column = 2 * KEYS + h * DV + part * PART + e
-        v = _convolved(v_column, own, oldest, older, newest, live, is_new, weight_ptr, pending, C, R)
+        v = _convolved(v_column, own, oldest, older, newest, live, is_new, weight_ptr, pending, C)
         state = tl.load(own_state_ptr + of_part + part * PART)
         of_k, of_q = product_with_rows(k, q, state)
         wanted = beta[:, None] * (v.to(tl.float32) - of_state * k_scale[:, None] * of_k)
