@@ -238,10 +238,10 @@ def make_layer(config: DeepseekConfig, layer: int, group: TPGroup) -> DecoderLay
     return DecoderLayer(config.hidden_size, config.rms_eps, attention, mlp, group)
 
 
-def layer_rules(ours: str, theirs: str) -> dict[str, str]:
-    """Return the rules of a `NameMap` for one layer. ours, theirs: its path and its name in the checkpoint."""
-    latent = {f"{ours}.self_attn.qkv_a": f"{theirs}.self_attn.{{part}}"}
-    return moe_rules(ours, theirs) | latent | llama.layer_rules(ours, theirs)
+def layer_rules(path: str, name: str) -> dict[str, str]:
+    """Return the rules of a `NameMap` for one layer. path, name: its path and its name in the checkpoint."""
+    latent = {f"{path}.self_attn.qkv_a": f"{name}.self_attn.{{part}}"}
+    return moe_rules(path, name) | latent | llama.layer_rules(path, name)
 
 
 def weight_names(config: DeepseekConfig) -> NameMap:

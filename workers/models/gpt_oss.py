@@ -71,9 +71,9 @@ def read_config(config: dict[str, Any], source: str) -> GptOssConfig:
     )
 
 
-def _layer_rules(ours: str, theirs: str) -> dict[str, str]:
-    sinks = {f"{ours}.self_attn.sinks": f"{theirs}.self_attn"}
-    return moe_rules(ours, theirs, router="router") | sinks | llama.layer_rules(ours, theirs)
+def _layer_rules(path: str, name: str) -> dict[str, str]:
+    sinks = {f"{path}.self_attn.sinks": f"{name}.self_attn"}
+    return moe_rules(path, name, router="router") | sinks | llama.layer_rules(path, name)
 
 
 def weight_names(config: GptOssConfig) -> NameMap:

@@ -105,18 +105,18 @@ def weight_names(config: GraniteConfig) -> NameMap:
     names = llama.weight_names(config)
     if config.architecture == _DENSE:
         return names
-    ours, theirs = "layers.{layer}.mlp", "model.layers.{layer}"
-    experts = f"{theirs}.block_sparse_moe"
-    shared = ours if config.experts is None else f"{ours}.shared_experts"
+    path, name = "layers.{layer}.mlp", "model.layers.{layer}"
+    experts = f"{name}.block_sparse_moe"
+    shared = path if config.experts is None else f"{path}.shared_experts"
     rules = {
-        f"{ours}.router": f"{experts}.router.layer",
-        f"{ours}.experts": f"{experts}.{{expert}}.{{part}}",
-        f"{shared}.gate_up": f"{theirs}.shared_mlp.{{part}}",
-        f"{shared}.down_proj": f"{theirs}.shared_mlp.output_linear",
+        f"{path}.router": f"{experts}.router.layer",
+        f"{path}.experts": f"{experts}.{{expert}}.{{part}}",
+        f"{shared}.gate_up": f"{name}.shared_mlp.{{part}}",
+        f"{shared}.down_proj": f"{name}.shared_mlp.output_linear",
     }
     width = config.intermediate_size if config.experts is None else config.experts.shared_width
     halves = dict.fromkeys(("gate_proj", "up_proj"), width)
-    packed = [packed_rows(f"{theirs}.shared_mlp", "input_linear", halves)] if width else []
+    packed = [packed_rows(f"{name}.shared_mlp", "input_linear", halves)] if width else []
     if config.experts is not None:
         stacked = ("input_linear.weight", "output_linear.weight")
         packed += stacked_experts(experts, config.experts.routing.num_experts, *stacked)

@@ -226,13 +226,13 @@ class LlamaForCausalLM(Decoder):
         super().__init__(config, group, rotary, layers, capture, self.norm_type, *factors)
 
 
-def layer_rules(ours: str, theirs: str) -> dict[str, str]:
-    """Return the rules of a `NameMap` for one layer. ours, theirs: its path and its name in the checkpoint."""
+def layer_rules(path: str, name: str) -> dict[str, str]:
+    """Return the rules of a `NameMap` for one layer. path, name: its path and its name in the checkpoint."""
     return {
-        f"{ours}.self_attn.qkv": f"{theirs}.self_attn.{{part}}",
-        f"{ours}.mlp.gate_up": f"{theirs}.mlp.{{part}}",
-        f"{ours}.{{block}}.{{module}}": f"{theirs}.{{block}}.{{module}}",
-        f"{ours}.{{norm}}": f"{theirs}.{{norm}}",
+        f"{path}.self_attn.qkv": f"{name}.self_attn.{{part}}",
+        f"{path}.mlp.gate_up": f"{name}.mlp.{{part}}",
+        f"{path}.{{block}}.{{module}}": f"{name}.{{block}}.{{module}}",
+        f"{path}.{{norm}}": f"{name}.{{norm}}",
     }
 
 

@@ -136,13 +136,14 @@ def weight_names(config: Llama4Config) -> NameMap:
     return text_part_names(decoder_names(_layer_rules, config.tie_embeddings, packed=packed))
 
 
-def _layer_rules(ours: str, theirs: str) -> dict[str, str]:
+def _layer_rules(path: str, name: str) -> dict[str, str]:
     mlp = {
-        f"{ours}.mlp.gate_up": f"{theirs}.feed_forward.{{part}}",
-        f"{ours}.mlp.{{module}}": f"{theirs}.feed_forward.{{module}}",
+        f"{path}.mlp.gate_up": f"{name}.feed_forward.{{part}}",
+        f"{path}.mlp.{{module}}": f"{name}.feed_forward.{{module}}",
     }
-    rules = moe_rules(ours, theirs, "feed_forward", "router", "shared_expert") | mlp
-    return rules | {path: name for path, name in llama.layer_rules(ours, theirs).items() if path not in rules}
+    rules = moe_rules(path, name, "feed_forward", "router", "shared_expert") | mlp
+    others = llama.layer_rules(path, name)
+    return rules | {pattern: others[pattern] for pattern in others if pattern not in rules}
 
 
 def _halves(name: str, heads: int, head_dim: int) -> Packed:

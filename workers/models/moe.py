@@ -133,39 +133,39 @@ def num_experts_of(config: dict[str, Any], source: str) -> int:
 
 
 def moe_rules(
-    ours: str, theirs: str, block: str = "mlp", router: str = "gate", shared: str = "shared_experts"
+    path: str, name: str, block: str = "mlp", router: str = "gate", shared: str = "shared_experts"
 ) -> dict[str, str]:
     """Return the rules of a `NameMap` for a layer's `MixtureOfExperts`; put them before the rules of dense layers.
 
-    ours, theirs: the layer's path and its name in the checkpoint.
+    path, name: the layer's path and its name in the checkpoint.
     block, router, shared: names in the checkpoint of the block, and of router and shared experts in it.
     """
-    block = f"{theirs}.{block}"
+    block = f"{name}.{block}"
     return {
-        f"{ours}.mlp.router": f"{block}.{router}",
-        f"{ours}.mlp.experts": f"{block}.experts.{{expert}}.{{part}}",
-        f"{ours}.mlp.shared_experts.gate_up": f"{block}.{shared}.{{part}}",
-        f"{ours}.mlp.shared_experts.{{module}}": f"{block}.{shared}.{{module}}",
+        f"{path}.mlp.router": f"{block}.{router}",
+        f"{path}.mlp.experts": f"{block}.experts.{{expert}}.{{part}}",
+        f"{path}.mlp.shared_experts.gate_up": f"{block}.{shared}.{{part}}",
+        f"{path}.mlp.shared_experts.{{module}}": f"{block}.{shared}.{{module}}",
     }
 
 
-def layer_rules(ours: str, theirs: str) -> dict[str, str]:
+def layer_rules(path: str, name: str) -> dict[str, str]:
     """See `aerie.workers.models.llama.layer_rules`."""
-    return moe_rules(ours, theirs) | llama.layer_rules(ours, theirs)
+    return moe_rules(path, name) | llama.layer_rules(path, name)
 
 
 def stacked_experts(
-    theirs: str, num_experts: int, gate_up_name: str = "gate_up_proj", down_name: str = "down_proj"
+    name: str, num_experts: int, gate_up_name: str = "gate_up_proj", down_name: str = "down_proj"
 ) -> tuple[Packed, ...]:
     """Return the rules of a `NameMap` for experts that bf16 checkpoints stack: one tensor of all gate and up
-    projections, gate first, and one of all down projections. theirs: the experts' name in the checkpoint.
+    projections, gate first, and one of all down projections. name: the experts' name in the checkpoint.
     gate_up_name, down_name: the matrices' names there."""
-    experts = [f"{theirs}.{i}" for i in range(num_experts)]
+    experts = [f"{name}.{i}" for i in range(num_experts)]
     gate_up = tuple(f"{expert}.{part}.weight" for expert in experts for part in ("gate_proj", "up_proj"))
     return (
-        Packed(f"{theirs}.{gate_up_name}", gate_up, lambda full, _: _stacked(full, num_experts, 2)),
+        Packed(f"{name}.{gate_up_name}", gate_up, lambda full, _: _stacked(full, num_experts, 2)),
         Packed(
-            f"{theirs}.{down_name}",
+            f"{name}.{down_name}",
             tuple(f"{expert}.down_proj.weight" for expert in experts),
             lambda full, _: _stacked(full, num_experts, 1),
         ),
@@ -191,19 +191,19 @@ def outputs_first(packed: Packed, outputs: int, inputs: int) -> Packed:
     return replace(packed, split=split)
 
 
-def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
+def interleaved_experts(name: str, num_experts: int) -> tuple[Packed, ...]:
     """Return the rules of a `NameMap` for a layer's experts as gpt-oss stacks them, with gate and up rows interleaved:
-    MXFP4 blocks, scales and biases; or transposed 16-bit weights and biases. theirs: the layer's name in the
+    MXFP4 blocks, scales and biases; or transposed 16-bit weights and biases. name: the layer's name in the
     checkpoint."""
-    experts = [f"{theirs}.mlp.experts.{i}" for i in range(num_experts)]
+    experts = [f"{name}.mlp.experts.{i}" for i in range(num_experts)]
     packed = [  # 16-bit weights, inputs first
         Packed(
-            f"{theirs}.mlp.experts.gate_up_proj",
+            f"{name}.mlp.experts.gate_up_proj",
             tuple(f"{expert}.{part}.weight" for expert in experts for part in ("gate_proj", "up_proj")),
             lambda full, _: _interleaved(_transposed(full), num_experts, 2),
         ),
         Packed(
-            f"{theirs}.mlp.experts.down_proj",
+            f"{name}.mlp.experts.down_proj",
             tuple(f"{expert}.down_proj.weight" for expert in experts),
             lambda full, _: _interleaved(_transposed(full), num_experts, 1),
         ),
@@ -213,9 +213,9 @@ def interleaved_experts(theirs: str, num_experts: int) -> tuple[Packed, ...]:
         down = tuple(f"{expert}.down_proj.{kind}" for expert in experts)
         packed += [
             Packed(
-                f"{theirs}.mlp.experts.gate_up_proj_{kind}", gate_up, lambda full, _: _interleaved(full, num_experts, 2)
+                f"{name}.mlp.experts.gate_up_proj_{kind}", gate_up, lambda full, _: _interleaved(full, num_experts, 2)
             ),
-            Packed(f"{theirs}.mlp.experts.down_proj_{kind}", down, lambda full, _: _interleaved(full, num_experts, 1)),
+            Packed(f"{name}.mlp.experts.down_proj_{kind}", down, lambda full, _: _interleaved(full, num_experts, 1)),
         ]
     return tuple(packed)
 

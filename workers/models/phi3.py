@@ -45,16 +45,16 @@ def weight_names(config: WindowedConfig) -> NameMap:
     )
 
 
-def packed_rows(theirs: str, name: str, rows: Mapping[str, int]) -> Packed:
+def packed_rows(module: str, name: str, rows: Mapping[str, int]) -> Packed:
     """Return the rule of a `NameMap` for linear layers that are packed in one matrix.
 
-    theirs: name of the module in the checkpoint.
+    module: name of the module in the checkpoint.
     name: name of the matrix in that module.
     rows: number of outputs of each linear layer, by name, in order.
     """
     return Packed(
-        f"{theirs}.{name}.{{kind}}",
-        tuple(f"{theirs}.{part}.{{kind}}" for part in rows),
+        f"{module}.{name}.{{kind}}",
+        tuple(f"{module}.{part}.{{kind}}" for part in rows),
         _splitter(tuple(rows.values()), ", ".join(rows)),
     )
 

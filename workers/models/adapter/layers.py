@@ -230,10 +230,10 @@ class Passing:
         assert known_q is q and known_k is k, "as in the survey"
         if id(cos) not in self._tables:
             half = cos.shape[-1] // 2
-            ours, sines = (table[0, :, :half].float().contiguous() for table in (cos, sin))
-            self._tables[id(cos)] = cos, ours, sines
-        _, ours, sines = self._tables[id(cos)]
-        return Angles(ours, sines, self._index(by_row=True))
+            cosines, sines = (table[0, :, :half].float().contiguous() for table in (cos, sin))
+            self._tables[id(cos)] = cos, cosines, sines
+        _, cosines, sines = self._tables[id(cos)]
+        return Angles(cosines, sines, self._index(by_row=True))
 
     def still(self, size: int) -> Angles:
         """Return zero angles, which change no bit, for heads of this size that the model has rotated."""

@@ -221,18 +221,18 @@ def weight_names(config: Gemma4Config) -> NameMap:
     """Return the names in Hugging Face's checkpoints. Ignored: projections to KV of layers that read the KV of
     another layer."""
     names, layer = llama.text_weight_names(config), "layers.{layer}"
-    theirs = f"model.{layer}"
+    name = f"model.{layer}"
     rules = {
-        f"{layer}.experts.router_norm": f"{theirs}.router",
-        f"{layer}.experts.router.scales": f"{theirs}.router",
-        f"{layer}.experts.router": f"{theirs}.router.proj",
-        f"{layer}.experts.matrices": f"{theirs}.experts.{{expert}}.{{part}}",
-        f"{layer}.experts.pre_norm": f"{theirs}.pre_feedforward_layernorm_2",
-        f"{layer}.experts.post_norm": f"{theirs}.post_feedforward_layernorm_2",
-        f"{layer}.tail.scalar": theirs,
-        f"{layer}.tail.gate": f"{theirs}.per_layer_input_gate",
-        f"{layer}.tail.projection": f"{theirs}.per_layer_projection",
-        f"{layer}.tail.norm": f"{theirs}.post_per_layer_input_norm",
+        f"{layer}.experts.router_norm": f"{name}.router",
+        f"{layer}.experts.router.scales": f"{name}.router",
+        f"{layer}.experts.router": f"{name}.router.proj",
+        f"{layer}.experts.matrices": f"{name}.experts.{{expert}}.{{part}}",
+        f"{layer}.experts.pre_norm": f"{name}.pre_feedforward_layernorm_2",
+        f"{layer}.experts.post_norm": f"{name}.post_feedforward_layernorm_2",
+        f"{layer}.tail.scalar": name,
+        f"{layer}.tail.gate": f"{name}.per_layer_input_gate",
+        f"{layer}.tail.projection": f"{name}.per_layer_projection",
+        f"{layer}.tail.norm": f"{name}.post_per_layer_input_norm",
         "layer_inputs.embedding": "model.embed_tokens_per_layer",
         "layer_inputs.projection": "model.per_layer_model_projection",
         "layer_inputs.norm": "model.per_layer_projection_norm",
@@ -240,7 +240,7 @@ def weight_names(config: Gemma4Config) -> NameMap:
     shared = [i for i in range(config.num_layers) if config.kv_layer(i) is not None]
     unused = [f"model.layers.{i}.self_attn.[kv]_*" for i in shared]
     experts = config.experts
-    packed = () if experts is None else stacked_experts(f"{theirs}.experts", experts.routing.num_experts)
+    packed = () if experts is None else stacked_experts(f"{name}.experts", experts.routing.num_experts)
     return replace(names, rules={**rules, **names.rules}, ignored=(*names.ignored, *unused), packed=packed)
 
 

@@ -142,20 +142,20 @@ class HybridForCausalLM(LlamaForCausalLM):
     norm_type = ZeroCentredRMSNorm
 
 
-def layer_rules(ours: str, theirs: str) -> dict[str, str]:
+def layer_rules(path: str, name: str) -> dict[str, str]:
     """See `aerie.workers.models.llama.layer_rules`. For any layer."""
     recurrent = {
-        f"{ours}.self_attn.in_proj": f"{theirs}.linear_attn.{{part}}",
-        f"{ours}.self_attn.gates": f"{theirs}.linear_attn.{{part}}",
-        f"{ours}.self_attn.core": f"{theirs}.{{part}}",
-        f"{ours}.self_attn.out_proj": f"{theirs}.linear_attn.out_proj",
+        f"{path}.self_attn.in_proj": f"{name}.linear_attn.{{part}}",
+        f"{path}.self_attn.gates": f"{name}.linear_attn.{{part}}",
+        f"{path}.self_attn.core": f"{name}.{{part}}",
+        f"{path}.self_attn.out_proj": f"{name}.linear_attn.out_proj",
     }
-    return recurrent | shared_layer_rules(ours, theirs)
+    return recurrent | shared_layer_rules(path, name)
 
 
-def packed_experts(config: HybridConfig, theirs: str) -> tuple[Packed, ...]:
-    """Return the rules of a `NameMap` for a layer's experts, which bf16 checkpoints stack. theirs: see
+def packed_experts(config: HybridConfig, name: str) -> tuple[Packed, ...]:
+    """Return the rules of a `NameMap` for a layer's experts, which bf16 checkpoints stack. name: see
     `layer_rules`."""
     if config.experts is None:
         return ()
-    return stacked_experts(f"{theirs}.mlp.experts", config.experts.routing.num_experts)
+    return stacked_experts(f"{name}.mlp.experts", config.experts.routing.num_experts)

@@ -25,13 +25,13 @@ def weight_names(config: HybridConfig) -> NameMap:
     """Return the names in published checkpoints and in their lists of unquantised modules. Text models are saved alone,
     or in the whole model."""
     prefix, other = _PREFIXES[::-1] if config.architecture.endswith("ForConditionalGeneration") else _PREFIXES
-    theirs = f"{prefix}.layers.{{layer}}"
+    name = f"{prefix}.layers.{{layer}}"
     heads = config.heads
     keys, values = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
     rows = (keys, keys, values)
     qkv = Packed(
-        f"{theirs}.linear_attn.in_proj_qkv.{{kind}}",
-        tuple(f"{theirs}.linear_attn.in_proj_{part}.{{kind}}" for part in "qkv"),
+        f"{name}.linear_attn.in_proj_qkv.{{kind}}",
+        tuple(f"{name}.linear_attn.in_proj_{part}.{{kind}}" for part in "qkv"),
         lambda full, kind: split_outputs(full, kind, rows, lambda matrix: split_rows(matrix, rows, "q, k and v")),
     )
     return decoder_names(
@@ -40,7 +40,7 @@ def weight_names(config: HybridConfig) -> NameMap:
         prefix,
         aliases=tuple((f"{other}.{module}.", f"{prefix}.{module}.") for module in _TEXT_MODULES),
         ignored=("mtp.*", "model.visual.*"),
-        packed=(qkv, *packed_experts(config, theirs)),
+        packed=(qkv, *packed_experts(config, name)),
     )
 
 

@@ -50,9 +50,9 @@ def read_experts(config: dict[str, Any], source: str, normalise: bool) -> Expert
     )
 
 
-def shared_layer_rules(ours: str, theirs: str) -> dict[str, str]:
+def shared_layer_rules(path: str, name: str) -> dict[str, str]:
     """See `aerie.workers.models.llama.layer_rules`. For a gated shared expert; its gate is a part of the router."""
-    return moe_rules(ours, theirs, router="{part}", shared="shared_expert") | llama.layer_rules(ours, theirs)
+    return moe_rules(path, name, router="{part}", shared="shared_expert") | llama.layer_rules(path, name)
 
 
 def weight_names(config: LlamaMoeConfig) -> NameMap:
