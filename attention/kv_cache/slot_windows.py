@@ -1,9 +1,13 @@
-"""The window of each slot: the pages whose window pages it holds. Used by `aerie.workers.scheduling.slot_pages` for
-models with layers that attend over a window. Needs only a slot's number and pages.
+"""The window pages that each running request holds. Used by `aerie.workers.scheduling.slot_pages` for models with
+layers that attend over a window. Needs only a slot's number and pages.
 
-A slot holds the window pages of its table from the first page that its next row may see. That page is computed from the
-last known committed length, which is a lower bound, because the host's lengths are one step old. A window page may be
-moved from one page to another while steps are in flight, because plans run in order.
+Layers with a window have a pool of their own (`aerie.attention.kv_cache.window_pages`). A *page* is one of the other
+layers'; a *window page* holds the KV of the same tokens for the layers with a window, and is attached to that page. A
+slot's page table lists the pages of all its tokens, but only those in its window need a window page.
+
+A slot's window starts at the first page that its next row may see, and ends with its table. The start is computed from
+the last known committed length, which is a lower bound, because the host's lengths are one step old. While steps are in
+flight, a window page may be detached from one page and attached to another, because plans run in order.
 """
 
 from collections.abc import Sequence
@@ -24,7 +28,9 @@ class SlotWindows:
     """
 
     def __init__(self, windows: WindowPages, num_slots: int, page_size: int, round_tokens: int) -> None:
-        """round_tokens: positions after the known committed length that rounds in flight and the next one may write."""
+        """windows: attaches window pages to pages.
+        round_tokens: positions after the known committed length that rounds in flight and the next one may write.
+        """
         self.pages = windows
         self._shift = page_size.bit_length() - 1
         self.first = np.zeros(num_slots, np.int64)
