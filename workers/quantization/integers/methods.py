@@ -59,7 +59,8 @@ _OVERRIDES = ("bits", "group_size", "desc_act", "sym")
 
 @dataclass(frozen=True)
 class Rule:
-    """An entry of GPTQModel's `dynamic`: another scheme, or none, for modules whose names start with `pattern`."""
+    """An entry of GPTQModel's `dynamic`: modules whose names match `pattern` from their start have another scheme.
+    scheme: None: they are not quantised."""
 
     pattern: str
     scheme: IntScheme | None
@@ -123,6 +124,8 @@ def _scheme(quantization: Mapping[str, Any], source: str, v2: bool) -> IntScheme
 
 
 def _rules(quantization: Mapping[str, Any], source: str, v2: bool) -> tuple[Rule, ...]:
+    """Read GPTQModel's `dynamic`: an object of patterns for names of modules. "-:pattern" leaves modules unquantised.
+    "+:pattern", or a pattern without a sign, has an object of keys that differ from the checkpoint's own."""
     dynamic = quantization.get("dynamic") or {}
     if not isinstance(dynamic, dict):
         refuse(source, "dynamic", dynamic, "must be an object of patterns", "download the checkpoint again")
@@ -202,6 +205,8 @@ def _auto_round_scheme(quantization: Mapping[str, Any], source: str) -> IntSchem
 
 
 def _modules(quantization: Mapping[str, Any], source: str) -> list[tuple[str, IntScheme | None]]:
+    """Read AutoRound's `extra_config`: for names or patterns of modules, the keys that differ from the checkpoint's
+    own; 16 bits or more leave them unquantised."""
     extra = quantization.get("extra_config") or {}
     if not isinstance(extra, dict) or not all(isinstance(entry, dict) for entry in extra.values()):
         refuse(source, "extra_config", extra, "must be an object of modules", "download the checkpoint again")
@@ -214,6 +219,7 @@ def _modules(quantization: Mapping[str, Any], source: str) -> list[tuple[str, In
 
 
 def _blocks(quantization: Mapping[str, Any], source: str) -> list[str]:
+    """Return the names of AutoRound's quantised blocks, which are a list, or one string with commas."""
     declared = quantization.get("block_name_to_quantize") or quantization.get("to_quant_block_names") or []
     names = declared.split(",") if isinstance(declared, str) else declared
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
