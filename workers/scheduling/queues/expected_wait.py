@@ -20,7 +20,7 @@ from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.latency_budget import LatencyBudget
 from aerie.workers.scheduling.queues.request_queues import RequestQueues
 from aerie.workers.scheduling.queues.shares import Shares
-from aerie.workers.scheduling.queues.tenants import Tenant, turns
+from aerie.workers.scheduling.queues.tenants import Tenant, in_turn
 from aerie.workers.scheduling.queues.wait_forecast import QueueSimulation, StepForecast, Work
 from aerie.workers.scheduling.sequence import Sequence as RequestSequence
 from aerie.workers.scheduling.shapes.acceptance import FIRST_CHANCE, Acceptance
@@ -201,7 +201,7 @@ class ExpectedWait:
         if not self._work:
             return [sequence for waiting in by_tenant.values() for sequence in _sampled(waiting, num_groups, size)]
         pools = [(work.tenant, [work] * (work.num_waiting // size)) for work in self._work.values()]
-        order = list(islice(turns(pools, _first_served, lambda work: size * work.tokens), num_groups))
+        order = list(islice(in_turn(pools, _first_served, lambda work: size * work.tokens), num_groups))
         samples = {work: iter(_sampled(by_tenant[work.key], order.count(work), size)) for work in set(order)}
         return [next(samples[work]) for work in order]
 

@@ -78,13 +78,18 @@ class Tenants:
         self._last_chosen = max(self._last_chosen, tenant.served)
 
 
-def turns(
+def in_turn(
     queues: Iterable[tuple[Tenant, Sequence[T]]],
     rank: Callable[[T, float], tuple[float, ...]],
     cost: Callable[[T], float],
 ) -> Iterator[T]:
-    """Yield the entries of all queues in the order in which they will come if each costs its tenant `cost` tokens. Each
-    queue keeps its order. rank: returns an entry's rank if its tenant's counter has the given value."""
+    """Merge the queues of several tenants: yield their entries in the order in which they will be admitted, the least
+    rank first. Each queue keeps its order. Tenants' counters are not changed; each entry that is yielded adds its cost
+    to a copy of its tenant's counter.
+
+    rank: (entry, its tenant's counter at that time) -> its rank.
+    cost: tokens that an entry will cost its tenant.
+    """
     heap = [
         (rank(queue[0], tenant.served), position, 0, tenant.served, tenant, queue)
         for position, (tenant, queue) in enumerate(queues)

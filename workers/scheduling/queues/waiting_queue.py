@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from aerie.workers.scheduling.plan import Grammar
-from aerie.workers.scheduling.queues.tenants import Tenant, turns
+from aerie.workers.scheduling.queues.tenants import Tenant, in_turn
 from aerie.workers.scheduling.request import Request
 from aerie.workers.scheduling.sequence import Sequence
 
@@ -60,7 +60,7 @@ class WaitingQueue:
         if len(self._by_tenant) == 1:
             (sequences,) = self._by_tenant.values()
             return iter(sequences)
-        return turns(self._by_tenant.items(), Sequence.rank, self._cost)
+        return in_turn(self._by_tenant.items(), Sequence.rank, self._cost)
 
     def by_tenant(self) -> Mapping[Tenant, list[Sequence]]:
         """Return the waiting requests of each tenant that has any, in their order."""
