@@ -114,14 +114,38 @@ class LatentAttention(AttentionLayer):
         normed_latents(self.qkv_a(x), None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots)
 
     def _partial(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
-        """both: the concatenated outputs of qkv_a, or their partial sums (`LinearMethod.multiply_apart`)."""
+        """Attend in absorbed form, except for prompt chunks with `context.expanded`. Return this rank's part of the
+        layer's output.
+
+        both: the concatenated outputs of qkv_a, or their partial sums (`LinearMethod.multiply_apart`).
+        """
         rows, heads, dtype = both.shape[-2], self.num_heads, self.qkv_a.method.dtype
         expanded = context.expanded if self._can_expand else None
         absorbed = context if expanded is None else context.rounds
         num_absorbed = rows if expanded is None else context.num_decode_rows
-        q = torch.empty((num_absorbed, heads, self.row_dim), dtype=dtype, device=both.device)
-        fence = absorbed.plan(self.layer, q, self.rule)
-        normed = normed_latents(
+        absorbed_q = torch.empty((num_absorbed, heads, self.row_dim), dtype=dtype, device=both.device)
+        store_is_fence = absorbed.plan(self.layer, absorbed_q, self.rule)
+        q = self._store_latents(both, angles, context, store_is_fence)
+        up, fixed = self.kv_b_proj, self.kv_b_proj.deterministic
+        if expanded is None:
+            head_products(q, up.keys, absorbed_q, angles, fixed=fixed)
+            return self.o_proj.partial(self._values(context.attend_to_cached(self.layer, absorbed_q, self.rule)))
+        num_values = rows if context.attending is None else context.attending.shape[0]
+        values = torch.empty((num_values, heads, self.value_dim), dtype=dtype, device=both.device)
+        if num_absorbed > 0:
+            head_products(q[:num_absorbed], up.keys, absorbed_q, _rows(angles, 0, num_absorbed), fixed=fixed)
+            out = absorbed.attend_to_cached(self.layer, absorbed_q, self.rule)
+            head_products(out, up.values, values[: out.shape[0]], fixed=fixed)
+        chunk_angles = _rows(angles, num_absorbed, rows)
+        self._attend_expanded(q[num_absorbed:], chunk_angles, context, expanded, values[num_absorbed:])
+        return self.o_proj.partial(values.flatten(1))
+
+    def _store_latents(self, both: Tensor, angles: Angles, context: ForwardContext, is_fence: bool) -> Tensor:
+        """Write the rows' latents to the KV pool. Return the queries before RoPE, [rows, heads, key_dim + rotated_dim].
+
+        both: see `_partial`. is_fence: see `Prepared.plan`.
+        """
+        latent_q = normed_latents(
             both,
             None if self.q_a_layernorm is None else self.q_a_layernorm.weight,
             self.kv_a_layernorm.weight,
@@ -130,24 +154,12 @@ class LatentAttention(AttentionLayer):
             context.pool.layer(self.layer),
             context.slot_mapping,
             wanted=None if self.q_b_proj is None else self.q_b_proj.method.fp8_inputs,
-            fence=fence,
+            fence=is_fence,
         )
-        projected = normed if self.q_b_proj is None else self.q_b_proj(normed)
-        assert isinstance(projected, Tensor)
-        by_head: Tensor = projected.unflatten(1, (heads, -1))  # type: ignore[no-untyped-call]
-        up, fixed = self.kv_b_proj, self.kv_b_proj.deterministic
-        if expanded is None:
-            head_products(by_head, up.keys, q, angles, fixed=fixed)
-            return self.o_proj.partial(self._values(context.attend_to_cached(self.layer, q, self.rule)))
-        num_values = rows if context.attending is None else context.attending.shape[0]
-        values = torch.empty((num_values, heads, self.value_dim), dtype=dtype, device=both.device)
-        if num_absorbed > 0:
-            head_products(by_head[:num_absorbed], up.keys, q, _rows(angles, 0, num_absorbed), fixed=fixed)
-            out = absorbed.attend_to_cached(self.layer, q, self.rule)
-            head_products(out, up.values, values[: out.shape[0]], fixed=fixed)
-        chunk_angles = _rows(angles, num_absorbed, rows)
-        self._attend_expanded(by_head[num_absorbed:], chunk_angles, context, expanded, values[num_absorbed:])
-        return self.o_proj.partial(values.flatten(1))
+        q = latent_q if self.q_b_proj is None else self.q_b_proj(latent_q)
+        assert isinstance(q, Tensor)
+        by_head: Tensor = q.unflatten(1, (self.num_heads, -1))  # type: ignore[no-untyped-call]
+        return by_head
 
     def _values(self, out: Tensor) -> Tensor | Fp8Rows:
         """Project the attention output to values, in FP8 if o_proj accepts it and a head's values are one scale group.
