@@ -67,12 +67,12 @@ class AttentionBackend(ABC):
         support it, or if it would be slower."""
         return None
 
-    def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
-        """Return the buffer from which this backend reads masks of trees of `rows` nodes; the caller fills it. None:
-        the backend reads `DecodeBatch.mask`.
+    def tree_mask_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
+        """Return the buffer from which this backend reads the masks of trees of `rows` nodes that the target verifies.
+        The caller fills it before `prepare` (`DecodeBatch.mask_words`). None: the backend reads `DecodeBatch.mask`.
 
-        [num_requests, rows, words] uint16, words even. Bit j of word w says whether a row sees suffix column 16 w + j.
-        The buffer keeps its address.
+        [num_requests, rows, words] uint16, words even. Bit j of word w says whether a row sees column 16 w + j of the
+        suffix (`DecodeBatch`), which are the tree's nodes here. The buffer keeps its address, for captured graphs.
         """
         return None
 

@@ -113,7 +113,7 @@ class SpeculativeDecoding(CuttableStrategy):
         mask_words = None
         if shape.width > 1 and batch.num_requests:
             backend = self._target.backends[Mode.VERIFY]
-            mask_words = backend.verify_buffer(batch.num_requests, shape.width, self._slots.device)
+            mask_words = backend.tree_mask_buffer(batch.num_requests, shape.width, self._slots.device)
         return self._trees.read(batch.slots, shape, self._slots.seq_len, mask_words)
 
     def _run_target(self, batch: StepBatch, shape: RoundShape, rows: RoundRows, page_table: Tensor) -> TargetPass:

@@ -33,7 +33,7 @@ class TreeTable:
     def read(self, slots: Tensor, shape: RoundShape, seq_len: Tensor, mask_words: Tensor | None = None) -> RoundRows:
         """Return the trees of slots [B] int64, cut to `shape`, at committed lengths seq_len [num_slots + 1] int32.
 
-        mask_words: the verifying backend's buffer, written (`aerie.attention.backend.AttentionBackend.verify_buffer`).
+        mask_words: the verifying backend's `AttentionBackend.tree_mask_buffer`, written.
         """
         as_chain = shape.is_chain and not self._is_chain
         return read_trees(self.trees, slots, shape.width, shape.depth, as_chain, seq_len, mask_words)

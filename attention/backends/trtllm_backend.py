@@ -243,7 +243,7 @@ class TrtllmBackend(AttentionBackend):
         buffer.copy_(mask_words(batch.mask))
         return buffer
 
-    def verify_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
+    def tree_mask_buffer(self, num_requests: int, rows: int, device: torch.device) -> Tensor | None:
         """Return the buffer of masks that the kernel reads: four bytes a row up to 32 rows. It is never freed, because
         captured graphs hold its address."""
         if rows == 1 or kernel_on(device) == "trtllm-gen":

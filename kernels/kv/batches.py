@@ -43,7 +43,7 @@ class DecodeBatch:
     mask: [B, R] int64, bit j is suffix column j; spans for more than 63 columns (`aerie.kernels.kv.tree_masks`).
     page_table: [B, max_pages] int32.
     max_kv_len: host-side bound of prefix_len + suffix_len over the batch.
-    mask_words: the mask in the backend's own `verify_buffer`, if it has one and the buffer has been filled.
+    mask_words: the mask in the backend's own `tree_mask_buffer`, if it has one and the buffer has been filled.
     chain: whether suffix_len is R and row r sees columns 0 .. r, so that masks need not be read.
     slots: [B] int64, slots whose states recurrent layers read and write; None for models without such layers.
     window: maximum tokens that a row sees, in all layers: the last ones of its path, including itself. None: no limit.

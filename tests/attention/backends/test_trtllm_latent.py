@@ -161,7 +161,7 @@ def test_nothing_is_read_on_the_host(work: Work, monkeypatch: pytest.MonkeyPatch
 def test_a_tree_s_masks_are_read_where_their_builder_writes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """No buffer of the backend's own stands between."""
     on_device(monkeypatch, (10, 0))
-    assert TrtllmBackend().verify_buffer(4, 6, CPU) is None
+    assert TrtllmBackend().tree_mask_buffer(4, 6, CPU) is None
 
 
 def test_scratch_grows_with_the_statistics_of_trees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ def test_attention_reads_the_masks_where_the_tree_builder_wrote_them() -> None:
     torch.manual_seed(3)
     kv = random_layer(20, 16, 32, 16, torch.float32)
     batch = random_decode(Mode.VERIFY, 4, 4, [40, 17], 16, 20)
-    assert TritonBackend().verify_buffer(2, 4, DEVICE) is None
+    assert TritonBackend().tree_mask_buffer(2, 4, DEVICE) is None
     q = random_rows(8, 4, 48, torch.float32)
     prepared = TritonBackend().prepare(batch)
     prepared.plan(q, kv, ScoreRule(SCALE))
