@@ -238,7 +238,9 @@ _FILES_PER_CONNECTION = 2  # per connection: to the client and to the ingress
 _OTHER_FILES = 64  # other open files of HAProxy (2.8), besides four per thread
 _THREADS = 4  # Serve's default
 NUM_PORTS = 4  # ports for `write_script`
-PID, STAND_IN, LAST = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
+# Files beside Serve's configuration: pids of Serve's HAProxy and of the replacement that `aerie.deploy.serve.watches`
+# starts, and the last configuration with routes.
+SERVES_PID, REPLACEMENT_PID, LAST_CONFIG = "aerie.pid", "aerie-stand-in.pid", "aerie-last.cfg"
 ENDING = "aerie-ending"  # a file beside the script; once it exists, requests do not wait for a next ingress
 _ROOT = Path(__file__).absolute().parents[2]  # the folder of the package `aerie`, also where `deploy` is a link
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from aerie.deploy.haproxy import run; run(*sys.argv[2:])"
@@ -331,19 +333,24 @@ def run(binary: str, ports: str, *arguments: str) -> None:
 
 
 def _become_haproxy(binary: str, ports: Sequence[int], arguments: list[str]) -> None:
-    """Rewrite the configuration that `arguments` name, and exec HAProxy, which takes over from those that run."""
+    """Rewrite the configuration that `arguments` name, and exec HAProxy, which takes the port over from the HAProxies
+    that run.
+
+    binary, arguments: of HAProxy, as Serve calls it. ports: see `rewritten`.
+    """
     path = Path(arguments[arguments.index("-f") + 1])
     folder = path.parent
-    last = folder / LAST
     write_error_files(folder)
-    before = last.read_text() if last.exists() and not (folder.parent / ENDING).exists() else None
-    config = rewritten(path.read_text(), folder, before, ports)
+    last_path, is_ending = folder / LAST_CONFIG, (folder.parent / ENDING).exists()
+    # At the server's end, requests get Serve's configuration without routes, and are refused at once.
+    last = last_path.read_text() if last_path.exists() and not is_ending else None
+    config = rewritten(path.read_text(), folder, last, ports)
     path.write_text(config)
     if has_routes(config):
-        _replace(last, config)
-    pids = (living(folder / name) for name in (PID, STAND_IN))
+        _replace(last_path, config)
+    pids = (living(folder / name) for name in (SERVES_PID, REPLACEMENT_PID))
     predecessors = [pid for pid in pids if pid is not None]
-    _replace(folder / PID, str(os.getpid()))
+    _replace(folder / SERVES_PID, str(os.getpid()))  # `execv` keeps the pid
     # Serve's processes block SIGINT, and their children inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

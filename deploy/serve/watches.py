@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from aerie.deploy.haproxy import LAST, PID, STAND_IN, living
+from aerie.deploy.haproxy import LAST_CONFIG, REPLACEMENT_PID, SERVES_PID, living
 from aerie.deploy.processes.guard import FAULT, end_descendants, process_tree
 from aerie.deploy.processes.server_record import note, note_processes, sessions_of
 from aerie.deploy.serve.applications import Application, read_applications
@@ -66,11 +66,11 @@ class HaproxyWatch(Watch):
         self._process: subprocess.Popen[bytes] | None = None  # the replacement, running or ended
 
     def look(self) -> None:
-        for last in self._folder.glob(f"*/{LAST}"):
-            if living(last.with_name(PID)) is None and living(last.with_name(STAND_IN)) is None:
-                self._stand_in(last)
+        for last in self._folder.glob(f"*/{LAST_CONFIG}"):
+            if living(last.with_name(SERVES_PID)) is None and living(last.with_name(REPLACEMENT_PID)) is None:
+                self._replace(last)
 
-    def _stand_in(self, last: Path) -> None:
+    def _replace(self, last: Path) -> None:
         """Start a HAProxy with its own admin socket, because Serve checks its HAProxy through the usual one. The new
         path is no longer than the usual one: a socket's path has at most 97 characters."""
         config = last.with_name("aerie-stand-in.cfg")
@@ -79,7 +79,7 @@ class HaproxyWatch(Watch):
         if self._process is not None:
             self._process.wait()
         process = self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        last.with_name(STAND_IN).write_text(str(process.pid))
+        last.with_name(REPLACEMENT_PID).write_text(str(process.pid))
         try:
             process.wait(_STARTED_S)
         except subprocess.TimeoutExpired:
