@@ -165,7 +165,7 @@ class EdgeMiddleware:
             state[ARRIVED] = time.time_ns()
             self._open(scope, route)
             request_id.set(state["request_id"])
-            # The page's links are relative, and so need its path to end with a slash.
+            # "" is the web page without a final slash, which its relative links need.
             answer = self._app if route else RedirectResponse(scope["path"].rpartition("/")[2] + "/")
             await answer(scope, receive, send_with_id)
         except ApiError as error:

@@ -138,8 +138,12 @@ class Arguments:
 
 
 class CallObject:
-    """Reads one object {"name": ..., "arguments" or "parameters": {...}}, with keys in any order. It may be in the
-    value of a key "function"."""
+    """Reads one object {"name": ..., "arguments" or "parameters": {...}}, with keys in any order. The keys may be in an
+    object that is the value of a key "function".
+
+    The call is sent with its first arguments, when its name is known. From then on it is a call, even if the object
+    breaks off.
+    """
 
     def __init__(self, source: Source, parsed: Parsed) -> None:
         self._source = source
@@ -147,15 +151,16 @@ class CallObject:
         self._name: str | None = None
         self._early: list[str] = []  # arguments before the name
         self._arguments = Arguments(source, self._write)
-        self._is_open = False
+        self._is_sent = False
         self._has_others = False  # keys that no call has
         self.end = 0  # the position after what was understood
 
     def read(self) -> Reading[bool]:
         """Return whether it is a call. The source is at its opening brace."""
-        depth, is_whole = 1, True
+        depth = 1  # open braces: 2 within the value of "function"
+        is_valid = True  # all that was read so far may be a call
         self._source.skip()
-        while depth and is_whole:
+        while depth and is_valid:
             yield from self._source.run(_BETWEEN_KEYS)
             self.end = self._source.position
             character = yield from self._source.peek()
@@ -165,19 +170,20 @@ class CallObject:
                 continue
             key = yield from read_key(self._source)
             if key is None:  # braces are missing
-                is_whole = bool(character) and character not in (*QUOTES, "{", "[", ":")
+                # other characters end the call; these cannot follow one
+                is_valid = bool(character) and character not in (*QUOTES, "{", "[", ":")
                 break
             yield from self._source.run(SPACES)
-            is_whole = yield from self._source.take(":")
+            is_valid = yield from self._source.take(":")
             yield from self._source.run(SPACES)
-            if is_whole and json.loads(key) == "function" and (yield from self._source.take("{")):
+            if is_valid and json.loads(key) == "function" and (yield from self._source.take("{")):
                 depth += 1
-            elif is_whole:
-                is_whole = yield from self._member(json.loads(key))
+            elif is_valid:
+                is_valid = yield from self._member(json.loads(key))
         if not depth:
             self.end = self._source.position
-        self._parsed.is_cut = self._is_open and not self._arguments.is_complete and self._source.is_over
-        is_call = self._is_open or (is_whole and self._end())
+        self._parsed.is_cut = self._is_sent and not self._arguments.is_complete and self._source.is_over
+        is_call = self._is_sent or (is_valid and self._end())
         if is_call and self._arguments.rest:
             self._parsed.text(self._arguments.rest)
         return is_call
@@ -209,9 +215,9 @@ class CallObject:
         """Add text to the arguments, which begin the call once its name is known."""
         self._early.append(text)
         if self._name is not None:
-            if not self._is_open:
+            if not self._is_sent:
                 self._parsed.call(self._name)
-            self._is_open = True
+            self._is_sent = True
             self._parsed.arguments("".join(self._early))
             self._early = []
 
