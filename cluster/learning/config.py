@@ -17,11 +17,16 @@ class LearningConfig:
     key_share: most of them that are of one API key, if there are several.
     held_out: share of the texts that are never trained on; candidates are measured on them.
     min_texts: new texts between two candidates, and texts held out before the first.
+    recent_texts: newest texts. A candidate is trained on them and on as many older ones, and must be better on those of
+        them that are held out.
     max_length: tokens of a text; its end beyond them is left out.
     steps: training steps of a candidate.
     batch_tokens: tokens of a step.
     learning_rate: of AdamW.
-    min_gain: a candidate is published only if its acceptance length is better by this share, with 95 % confidence.
+    min_gain: a candidate is published only if its acceptance length on recent texts is better by this share, with 95 %
+        confidence.
+    max_loss: a candidate is not published if its acceptance length on older texts is worse by more than this share,
+        with 95 % confidence.
     canary_rounds: with several engines, rounds that a draft serves on the engine that trains before others get it.
     versions: published versions that are kept to go back to.
     folder: where their weights are written; "": in the engine's folder for its sockets, which goes with it. Clusters of
@@ -35,11 +40,13 @@ class LearningConfig:
     key_share: Annotated[float, Setting(gt=0, le=1)] = 0.5
     held_out: Annotated[float, Setting(gt=0, lt=1)] = 0.15
     min_texts: Annotated[int, Setting(ge=1)] = 16
+    recent_texts: Annotated[int, Setting(ge=8)] = 128
     max_length: Annotated[int, Setting(ge=64)] = 1024
     steps: Annotated[int, Setting(ge=1)] = 60
     batch_tokens: Annotated[int, Setting(ge=64)] = 1024
     learning_rate: Annotated[float, Setting(gt=0, le=1)] = 3e-4
     min_gain: Annotated[float, Setting(ge=0)] = 0.005
+    max_loss: Annotated[float, Setting(ge=0, le=1)] = 0.2
     canary_rounds: Annotated[int, Setting(ge=0)] = 2000
     versions: Annotated[int, Setting(ge=1)] = 5
     folder: str = ""

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,6 +22,13 @@ class Text(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.answer)
+
+
+class Parts(NamedTuple):
+    """Texts to train on, and those held out."""
+
+    train: list[Text]
+    held_out: list[Text]
 
 
 @dataclass
@@ -61,10 +69,14 @@ class Reservoir:
         while self.num_tokens > self.max_tokens:
             self._forget(range(len(self._texts) - 1))
 
-    def split(self) -> tuple[list[Text], list[Text]]:
-        """Return the texts to train on, and those held out."""
-        parts: tuple[list[Text], list[Text]] = ([], [])
-        for text in self._texts:
+    def split(self, num_recent: int) -> tuple[Parts, Parts]:
+        """Return the newest `num_recent` texts and the older ones."""
+        at = max(0, len(self._texts) - num_recent)
+        return self._parts(self._texts[at:]), self._parts(self._texts[:at])
+
+    def _parts(self, texts: Sequence[Text]) -> Parts:
+        parts = Parts([], [])
+        for text in texts:
             parts[is_held_out(text.prompt, self.held_out)].append(text)
         return parts
 

@@ -24,6 +24,8 @@ from aerie.speculative.training.losses import measure_acceptance
 from aerie.speculative.training.samples import Sample, collate, plan_steps
 
 _AVERAGE = 0.98  # of the moving average, per step
+_MAX_KNOWN_TEXTS = 1024  # texts whose rounds with the served weights are kept
+_WARMUP_STEPS = 10  # without them, AdamW's first steps move every weight by the whole rate
 _MAX_CHAIN_STEPS, _CHAIN_DECAY = 5, 0.8  # EAGLE-3's training-time test, arXiv 2503.01840
 _GAMMA, _MAX_ANCHORS = 4.0, 256  # of block heads, as `aerie train-draft` has them, with fewer blocks a step
 Pair = tuple[Sequence[int], Sequence[int]]  # a prompt and its answer
@@ -48,10 +50,16 @@ class HeadLearner:
 
     def reset(self, draft: Path) -> None:
         """Start again from the weights in a folder, which are served."""
-        self._served, self._vocabulary = self._load(draft)
+        self.compare_with(draft)
         self._head, self._average = copy.deepcopy(self._served), copy.deepcopy(self._served)
         self._optimizer = torch.optim.AdamW(self._head.parameters(), lr=self.rate, betas=(0.9, 0.95), weight_decay=0.0)
         self._since_reset = 0
+
+    def compare_with(self, draft: Path) -> None:
+        """Train on, and compare with the weights in a folder from now on, which are served."""
+        self._served, self._vocabulary = self._load(draft)
+        self._served_rounds = dict[Sample, tuple[int, int]]()
+        self._since_served = 0
 
     def train(self, texts: Sequence[Pair], num_steps: int) -> float:
         """Take steps over prompts and answers in random order, and return the mean loss."""
@@ -65,9 +73,12 @@ class HeadLearner:
             self._optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.rate * min(1.0, (self._since_reset + 1) / _WARMUP_STEPS)
             self._optimizer.step()
             self._num_steps += 1
             self._since_reset += 1
+            self._since_served += 1
             self._update_average()
             losses += float(loss.detach())
         return losses / len(plan)
@@ -76,8 +87,13 @@ class HeadLearner:
         """Return rounds and accepted tokens of each answer, with the served weights and with the trained ones. Greedy
         chains over the answers' own texts."""
         samples = [_sample(text) for text in texts]
-        served, trained = ([self._rounds(head, sample) for sample in samples] for head in (self._served, self._average))
-        return served, trained
+        for sample in samples:
+            if sample not in self._served_rounds:
+                self._served_rounds[sample] = self._rounds(self._served, sample)
+        served = [self._served_rounds[sample] for sample in samples]
+        while len(self._served_rounds) > _MAX_KNOWN_TEXTS:
+            self._served_rounds.pop(next(iter(self._served_rounds)))  # the oldest
+        return served, [self._rounds(self._average, sample) for sample in samples]
 
     def save(self, folder: Path) -> None:
         """Write the trained weights as a folder that the engine loads."""
@@ -91,7 +107,7 @@ class HeadLearner:
         return tally.num_rounds, sum(tally.accepted)
 
     def _update_average(self) -> None:
-        decay = min(_AVERAGE, (1 + self._since_reset) / (10 + self._since_reset))
+        decay = min(_AVERAGE, (1 + self._since_served) / (10 + self._since_served))
         with torch.no_grad():
             for average, current in zip(self._average.parameters(), self._head.parameters(), strict=True):
                 average.lerp_(current, 1 - decay)

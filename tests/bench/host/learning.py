@@ -222,8 +222,8 @@ def server_that_learns(folder: Path, priority: str) -> Iterator[RunningServer]:
         "num_draft_tokens": 4,
         "adaptive": False,
     }
-    args["learning"] = {"min_texts": 8, "held_out": 0.3, "steps": 30, "batch_tokens": 512, "learning_rate": 2e-3}
-    args["learning"]["priority"] = priority
+    args["learning"] = {"min_texts": 8, "recent_texts": 64, "held_out": 0.3, "steps": 30, "batch_tokens": 512}
+    args["learning"] |= {"learning_rate": 2e-3, "priority": priority}
     args["ingress"] = {"api_keys": [{"name": "bench", "key": KEY, "admin": True}]}
     with running("aerie.deploy.cli serve", content, ready_limit_s=300.0) as server:
         yield server

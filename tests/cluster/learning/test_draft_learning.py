@@ -15,9 +15,13 @@ class Scripted:
         self.rate, self.accepted = 1.0, 10
         self.trained: list[int] = []
         self.resets: list[str] = []
+        self.compared: list[str] = []
 
     def reset(self, draft: Path) -> None:
         self.resets.append(draft.name)
+
+    def compare_with(self, draft: Path) -> None:
+        self.compared.append(draft.name)
 
     def train(self, texts: Sequence[Pair], num_steps: int) -> float:
         self.trained.append(len(texts))
@@ -58,7 +62,7 @@ def test_only_a_better_candidate_has_files_and_few_are_kept(tmp_path: Path) -> N
         if number == 1:
             learning.serve(Path(candidate.folder))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft-1", "draft-3", "draft-4"], "1 is served"
-    assert learner.resets == ["draft-1"] and learner.rate == 1.0
+    assert learner.compared == ["draft-1"] and not learner.resets, "it trains on"
     learner, learning = learning_in(tmp_path)
     learner.accepted = 15
     add(learning, 0)

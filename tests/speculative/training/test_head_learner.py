@@ -60,3 +60,9 @@ def test_a_random_head_learns_and_is_published_beside_running_requests(
         learner.reset(tmp_path / "draft-1")
         served, trained = learner.rounds(pairs[32:])
         assert served == trained
+        learner.train(pairs[:32], 20)
+        _, trained = learner.rounds(pairs[32:])
+        learner.compare_with(draft)
+        compared = learner.rounds(pairs[32:])
+        assert compared[1] == trained, "it trains on"
+        assert gain_of(*compared).low > 0.05, "and is compared with other weights"
