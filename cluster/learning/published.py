@@ -12,7 +12,7 @@ import msgspec
 
 from aerie.cluster.learning.gate import Candidate
 from aerie.cluster.learning.reservoir import Text
-from aerie.cluster.learning.watch import MIN_ROUNDS, AcceptanceWatch
+from aerie.cluster.learning.watch import MIN_ROUNDS, TOLERANCE, AcceptanceWatch
 from aerie.cluster.transport.admin import DraftVersion
 from aerie.workers.scheduling.commands.command import CommandAnswer, Folder, LoadWeights, first_error
 from aerie.workers.scheduling.commands.command_queue import OnAnswered
@@ -198,13 +198,14 @@ class PublishedDrafts:
         return accepted / max(1, rounds)
 
     def _judge(self, trial: Trial, rounds: int, accepted: int) -> None:
-        """Add rounds of the draft before; once there are enough, load the other one again unless it was worse."""
+        """Add rounds of the draft before; once there are enough, load the other one again unless it was worse by more
+        than noise."""
         trial.num_rounds += rounds
         trial.num_accepted += accepted
         if trial.num_rounds < MIN_ROUNDS:
             return
         self._trial = None
-        if trial.num_accepted / trial.num_rounds > trial.length:
+        if trial.num_accepted / trial.num_rounds > trial.length + TOLERANCE * (1 + trial.length):
             self.num_rollbacks += 1
             return
 
