@@ -45,14 +45,19 @@ def test_acceptance_rises_answers_stay_and_an_administrator_goes_back(server: Se
     served = drafts(server)[-1]
     assert served["state"] == "served" and served["gain"] >= served["low"] > 0.005
     assert metric(server, "aerie:draft_version") >= 1 and metric(server, "aerie:dead_drafts") == 0
-    back = httpx.post(f"{server.url}/draft/rollback", json={"version": "0"}, headers=ROOT, timeout=30)
-    assert back.status_code == 200, back.text
-    assert [each["state"] for each in drafts(server) if each["version"] == "0"] == ["served"]
+    # a candidate of texts that were sent before may be published after the rollback; no further texts follow
+    while True:
+        assert time.monotonic() < deadline, "drafts are published without new texts"
+        back = httpx.post(f"{server.url}/draft/rollback", json={"version": "0"}, headers=ROOT, timeout=30)
+        assert back.status_code == 200, back.text
+        last, length = answers(server, 0, 16, {"x-aerie-no-learn": "1"})
+        assert last == frozen
+        if [each["version"] for each in drafts(server) if each["state"] == "served"] == ["0"]:
+            break
+    assert abs(length - before) < 0.02
     deadline = time.monotonic() + 10
     while metric(server, "aerie:draft_rollbacks") < 1:  # engines tell the ingress once in a while
         assert time.monotonic() < deadline
         time.sleep(0.2)
-    last, length = answers(server, 0, 16, {"x-aerie-no-learn": "1"})
-    assert last == frozen and abs(length - before) < 0.02
     refused = httpx.post(f"{server.url}/draft/rollback", json={"version": "99"}, headers=ROOT, timeout=30)
     assert refused.status_code == 409 and "must be one of 0" in refused.text
