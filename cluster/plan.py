@@ -69,6 +69,8 @@ class ReplicaPlan:
     identity: see `identity`.
     one_node: whether the whole application runs on one node.
     learning: how its draft learns; None: it does not.
+    busy_file: where its coordinator writes whether it has requests, see `aerie.cluster.learning.engine_busy`; "":
+        nowhere.
     """
 
     rank: RankPlan
@@ -77,6 +79,7 @@ class ReplicaPlan:
     one_node: bool
     identity: str
     learning: LearningConfig | None = None
+    busy_file: str = ""
 
 
 @dataclass(frozen=True)

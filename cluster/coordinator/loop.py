@@ -45,7 +45,7 @@ class CoordinatorSettings:
     step_timeout_s: a worker group that leaves a plan unanswered for longer is replaced.
     queue_timeout_s: time limit for a request's first step.
     identity: see `aerie.cluster.plan.identity`.
-    learning_draft: folder of the draft that learns; "": none does.
+    learning_draft, busy_file: draft and busy_file of `PublishedDrafts`; "": no draft learns.
     max_in_flight: plans sent before the first one's result is read; `PlanTiming` delays the last of them.
     """
 
@@ -58,6 +58,7 @@ class CoordinatorSettings:
     max_in_flight: int = 2
     identity: str = ""
     learning_draft: str = ""
+    busy_file: str = ""
 
 
 class CoordinatorLoop:
@@ -95,7 +96,7 @@ class CoordinatorLoop:
         self._canary = DraftCanary(scheduler)
         self.drafts: PublishedDrafts | None = None
         if settings.learning_draft:
-            self.drafts = PublishedDrafts(scheduler, settings.learning_draft, self.carry_out)
+            self.drafts = PublishedDrafts(scheduler, settings.learning_draft, self.carry_out, settings.busy_file)
         self._outputs: list[RequestOutput] = []
         self._expert_reads = ExpertReads(scheduler, self._outputs_ready)
         self._worker_group: WorkerLinks | None = None
@@ -122,6 +123,8 @@ class CoordinatorLoop:
         if now >= self._housekeeping_due_s:
             self._housekeeping_due_s = now + HOUSEKEEPING_S
             self._housekeep(now)
+        if self.drafts is not None:
+            self.drafts.show_load(is_busy=not self.streams.is_empty)
         self._send_plans()
         self._publish()
         if now >= self.streams.states.due_s:

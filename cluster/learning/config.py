@@ -11,7 +11,8 @@ class LearningConfig:
     """A draft that learns from the texts that its engine writes (docs/learning-draft.md). Off without this section.
 
     device: where it is trained.
-    priority: `idle`: in time that no other process of the machine wants; `normal`: beside them.
+    priority: `idle`: in time that no other process of the machine wants; `engine_idle`: in such time, and only while
+        the engine has no request; `normal`: beside all processes.
     threads: torch threads of the training.
     memory_tokens: tokens of texts that are kept, in memory only; older ones give way to newer ones.
     key_share: most of them that are of one API key, if there are several.
@@ -34,7 +35,7 @@ class LearningConfig:
     """
 
     device: Literal["cpu"] = "cpu"
-    priority: Literal["idle", "normal"] = "idle"
+    priority: Literal["idle", "engine_idle", "normal"] = "idle"
     threads: Annotated[int, Setting(ge=1)] = 1
     memory_tokens: Annotated[int, Setting(ge=1000, le=16_000_000)] = 2_000_000
     key_share: Annotated[float, Setting(gt=0, le=1)] = 0.5

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from aerie.cluster.learning.engine_busy import EngineBusy
 from aerie.cluster.learning.gate import Candidate
 from aerie.cluster.learning.reservoir import Text
 from aerie.cluster.learning.watch import MIN_ROUNDS, TOLERANCE, AcceptanceWatch
@@ -60,13 +61,21 @@ class PublishedDrafts:
 
     draft: folder of the configured one.
     load: carries out `LoadWeights`.
+    busy_file: where to write whether there are requests, see `EngineBusy`; "": nowhere.
     """
 
-    def __init__(self, scheduler: Scheduler, draft: str, load: Callable[[LoadWeights, OnAnswered], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        draft: str,
+        load: Callable[[LoadWeights, OnAnswered], None],
+        busy_file: str = "",
+    ) -> None:
         self.versions = [DraftVersion(ORIGINAL, draft)]
         self.num_candidates = self.num_rollbacks = self.num_texts = self._num_rounds = 0
         self.gain = 0.0  # of the newest candidate
         self._scheduler, self._load = scheduler, load
+        self._busy = EngineBusy(Path(busy_file)) if busy_file else None
         self._texts: deque[Text] = deque()
         self._num_waiting_tokens = 0
         self._snapshots: deque[list[int]] = deque(maxlen=_MAX_SNAPSHOTS)
@@ -89,6 +98,11 @@ class PublishedDrafts:
             "num_draft_rollbacks": self.num_rollbacks,
             "num_learned_texts": self.num_texts,
         }
+
+    def show_load(self, is_busy: bool) -> None:
+        """Tell a training with `priority: engine_idle` whether there are requests."""
+        if self._busy is not None:
+            self._busy.write(is_busy)
 
     def observe(self, outputs: Sequence[RequestOutput]) -> None:
         """Keep the texts of requests that have ended. Those with adapters, images or an objection are left out."""

@@ -8,6 +8,7 @@ error at once, without loading, and `aerie serve` ends.
 """
 
 import asyncio
+import dataclasses
 import math
 import os
 import time
@@ -117,9 +118,11 @@ class Engine:
         application = serve.get_replica_context().app_name
         transport = make_transport(plan.one_node, application)
         folder = transport.folder or str(private_folder())
+        waits = plan.learning is not None and plan.learning.priority == "engine_idle"
+        supervised = dataclasses.replace(plan, busy_file=f"{folder}/busy") if waits else plan
         self._limit_s = 2 * plan.engine.start_timeout_s
         self._supervisor = Supervisor(
-            WorkerGroupPlan(plan, self.worker, group, transport, folder, application),
+            WorkerGroupPlan(supervised, self.worker, group, transport, folder, application),
             engine_id=engine_id,
             name_prefix=coordinator_prefix(application),
             report=print_line,

@@ -14,6 +14,7 @@ import msgspec
 import ray
 
 from aerie.cluster.learning.draft_learning import DraftLearning
+from aerie.cluster.learning.engine_busy import EngineBusy
 from aerie.cluster.learning.gate import Candidate
 from aerie.cluster.learning.published import News
 from aerie.cluster.learning.replica_first import ReplicaFirst, leader
@@ -56,7 +57,7 @@ class DraftLearner:
     def _run(self, prefix: str, name: str) -> None:
         rank, config = self._plan.rank, self._plan.learning
         assert rank.speculative is not None and config is not None
-        if config.priority == "idle":
+        if config.priority != "normal":
             use_idle_time()
         load("torch:set_num_threads")(config.threads)
         first: ReplicaFirst | None = None
@@ -84,7 +85,9 @@ class DraftLearner:
         assert rank.speculative is not None and config is not None
         head, draft = rank.speculative, Path(rank.speculative.path)
         head_settings = head.method, config.learning_rate, config.batch_tokens, head.num_steps
-        learner = load(_LEARNER)(Path(rank.worker.model.path), draft, *head_settings)
+        busy_file = self._plan.busy_file
+        wait = EngineBusy(Path(busy_file)).wait_until_idle if busy_file else None
+        learner = load(_LEARNER)(Path(rank.worker.model.path), draft, *head_settings, wait)
         return DraftLearning(learner, config, draft, self._folder)
 
 

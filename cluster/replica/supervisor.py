@@ -80,6 +80,7 @@ class EagleCoordinator:
                 queue_timeout_s=engine.queue_timeout_s,
                 identity=self._plan.identity,
                 learning_draft=draft,
+                busy_file=self._plan.busy_file,
             ),
             on_worker_group_lost=lambda reason: self._report(self._worker_group_lost.put_nowait, reason),
             on_death=lambda reason: self._report(self._die, reason),

@@ -6,13 +6,16 @@ The moving average of the weights is what is measured and saved, because single 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from aerie.speculative.config import BLOCK_METHODS
 from aerie.speculative.training.block_kinds import load_block_head
@@ -21,7 +24,7 @@ from aerie.speculative.training.commands import load_model
 from aerie.speculative.training.draft import DraftVocabulary, TrainedDraft, Unrolling, write_checkpoint
 from aerie.speculative.training.eagle3 import Eagle3Head, load_draft, save_draft
 from aerie.speculative.training.losses import measure_acceptance
-from aerie.speculative.training.samples import Sample, collate, plan_steps
+from aerie.speculative.training.samples import Batch, Sample, collate, plan_steps
 
 _AVERAGE = 0.98  # of the moving average, per step
 _MAX_KNOWN_TEXTS = 1024  # texts whose rounds with the served weights are kept
@@ -35,12 +38,23 @@ class HeadLearner:
     """A head in training, beside the weights that are served.
 
     num_steps: depth to which an EAGLE-3 head drafts: it is trained and measured to that depth, at most 5.
+    wait: called before each operation of training and measuring, and returns when the operation may run; an operation
+        takes some milliseconds. None: they run at once.
     Raises `TrainingError` for a target or a draft that cannot be trained.
     """
 
-    def __init__(self, target: Path, draft: Path, method: str, rate: float, batch_tokens: int, num_steps: int) -> None:
+    def __init__(
+        self,
+        target: Path,
+        draft: Path,
+        method: str,
+        rate: float,
+        batch_tokens: int,
+        num_steps: int,
+        wait: Callable[[], None] | None = None,
+    ) -> None:
         assert method in ("eagle3", *BLOCK_METHODS), "the configuration was checked"
-        self._method, self._batch_tokens = method, batch_tokens
+        self._method, self._batch_tokens, self._wait = method, batch_tokens, wait
         self._chain_steps = min(num_steps, _MAX_CHAIN_STEPS)
         self._target = load_model(target, torch.device("cpu"), torch.float32).requires_grad_(False)
         self._config = json.loads((draft / "config.json").read_text(encoding="utf-8"))
@@ -66,22 +80,23 @@ class HeadLearner:
         samples = [_sample(text) for text in texts]
         lengths = [len(sample.tokens) for sample in samples]
         plan = plan_steps(lengths, self._batch_tokens, self._num_steps, epochs=1, steps=num_steps)
-        losses = 0.0
-        for batch in plan:
-            taken = collate([samples[index] for index in batch])
-            loss = self._head.batch_loss(self._head, self._target, self._vocabulary, taken, self._unrolling)
-            self._optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)
-            for group in self._optimizer.param_groups:
-                group["lr"] = self.rate * min(1.0, (self._since_reset + 1) / _WARMUP_STEPS)
-            self._optimizer.step()
-            self._num_steps += 1
-            self._since_reset += 1
-            self._since_served += 1
-            self._update_average()
-            losses += float(loss.detach())
-        return losses / len(plan)
+        with self._pauses():
+            losses = [self._step(collate([samples[index] for index in batch])) for batch in plan]
+        return sum(losses) / len(losses)
+
+    def _step(self, batch: Batch) -> float:
+        loss = self._head.batch_loss(self._head, self._target, self._vocabulary, batch, self._unrolling)
+        self._optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.rate * min(1.0, (self._since_reset + 1) / _WARMUP_STEPS)
+        self._optimizer.step()
+        self._num_steps += 1
+        self._since_reset += 1
+        self._since_served += 1
+        self._update_average()
+        return float(loss.detach())
 
     def rounds(self, texts: Sequence[Pair]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return rounds and accepted tokens of each answer, with the served weights and with the trained ones. Greedy
@@ -103,8 +118,12 @@ class HeadLearner:
             write_checkpoint(folder, self._config, dict(self._average.named_parameters()))
 
     def _rounds(self, head: TrainedDraft, sample: Sample) -> tuple[int, int]:
-        tally = measure_acceptance(head, self._target, self._vocabulary, [sample], self._depth, self._batch_tokens)
+        with self._pauses():
+            tally = measure_acceptance(head, self._target, self._vocabulary, [sample], self._depth, self._batch_tokens)
         return tally.num_rounds, sum(tally.accepted)
+
+    def _pauses(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._wait is None else _Pauses(self._wait)
 
     def _update_average(self) -> None:
         decay = min(_AVERAGE, (1 + self._since_served) / (10 + self._since_served))
@@ -126,6 +145,18 @@ class HeadLearner:
         if isinstance(self._head, BlockHead):
             return Unrolling(self._depth, math.exp(-1 / _GAMMA), _MAX_ANCHORS)
         return Unrolling(self._chain_steps, _CHAIN_DECAY)
+
+
+class _Pauses(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls `wait` before each operation, also those of a backward pass, which runs in the calling thread on a CPU."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._wait = wait
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._wait()
+        return func(*args, **(kwargs or {}))
 
 
 def _sample(text: Pair) -> Sample:

@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=int, default=6, help="of each phase")
     parser.add_argument("--rate", type=float, default=1.0, help="requests per second")
     parser.add_argument("--block", type=float, default=5.0, help="seconds; Ray ends a process that is stopped for 15")
-    parser.add_argument("--priority", choices=("idle", "normal"), default="idle", help="of the training")
+    parser.add_argument("--priority", choices=("idle", "engine_idle", "normal"), default="idle", help="of the training")
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: exit(143))
     with (

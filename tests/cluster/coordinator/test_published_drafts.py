@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from aerie.cluster.learning.engine_busy import EngineBusy
 from aerie.cluster.learning.gate import Candidate
 from aerie.cluster.learning.published import PublishedDrafts
 from aerie.cluster.transport.admin import InspectDrafts, RollBackDraft
@@ -168,3 +169,16 @@ def test_an_engine_whose_draft_does_not_learn_says_so(make_bed):
     bed = make_bed()
     assert "with the section `learning`" in bed.coordinator.administer(RollBackDraft("0")).error
     assert bed.coordinator.administer(InspectDrafts()).drafts == ()
+
+
+def test_the_learner_sees_whether_there_are_requests(make_bed, tmp_path):
+    path = tmp_path / "of an engine" / "busy"
+    bed = make_bed(delay_s=0.01, learning_draft=str(tmp_path), busy_file=str(path))
+    busy = EngineBusy(path)
+    bed.attach()
+    busy.wait_until_idle()
+    bed.generate("a", max_tokens=50)
+    until(busy.is_set)
+    bed.ingress.read_end("a")
+    until(lambda: not busy.is_set())
+    busy.wait_until_idle()

@@ -1,8 +1,10 @@
 """Heads that learn from the texts that an engine has written: acceptance rises, and texts stay."""
 
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from aerie.cluster.learning.gate import gain_of
 from aerie.speculative.build import local_engine
@@ -66,3 +68,19 @@ def test_a_random_head_learns_and_is_published_beside_running_requests(
         compared = learner.rounds(pairs[32:])
         assert compared[1] == trained, "it trains on"
         assert gain_of(*compared).low > 0.05, "and is compared with other weights"
+
+
+def test_training_waits_before_each_operation_and_comes_to_the_same_head(random_pair: Pair) -> None:
+    """Also in the backward pass: the wait is called more often than there are modules to run forwards."""
+    pairs = [(prompt, [3 + i % 5 for i in range(12)]) for prompt in PROMPTS[:8]]
+    waits = []
+    paused, other = (
+        HeadLearner(random_pair.target, random_pair.eagle3, "eagle3", 3e-3, 256, 3, wait)
+        for wait in (lambda: waits.append(threading.get_ident()), None)
+    )
+    paused.train(pairs, 1)
+    assert len(waits) > 500 and set(waits) == {threading.get_ident()}
+    before = len(waits)
+    assert paused.rounds(pairs)[1] and len(waits) > before + 100
+    other.train(pairs, 1)
+    assert all(map(torch.equal, paused._head.parameters(), other._head.parameters()))
