@@ -182,9 +182,9 @@ class ShapeChoice:
         self._step_time: StepTime | None = None
         self._num_requests = 0  # at the last evaluation
         # the last step, and the last with an evaluation and with a change of `_current`
-        self._step = self._evaluated = self._changed = 0
-        self._evaluations_ms = FIRST_EVALUATIONS_MS  # host time that evaluations may take now
-        self._lost = 0.0  # time lost since the current shape stopped being the best, in rounds
+        self._step = self._evaluated_step = self._changed_step = 0
+        self._budget_ms = FIRST_EVALUATIONS_MS  # host time that evaluations may take now
+        self._lost_rounds = 0.0  # time lost since the current shape stopped being the best, in rounds
         self._unlearnt_ms = 0.0  # time of rounds since the last recorded step
 
     def max_round_ms(self, num_requests: int) -> float:
@@ -236,44 +236,62 @@ class ShapeChoice:
         return shape
 
     def _is_evaluation_due(self, load: Load, step_time: StepTime) -> bool:
-        """Return whether to evaluate the shapes now. `EVENTS_MS` of the host's time is kept for steps after a
-        change of batch or copied text, or with a probe's results."""
+        """Return whether to evaluate the shapes in this step:
+
+        - With new costs: always.
+        - After a change of batch or copied text, or with a probe's results: if the budget is not overdrawn.
+        - While another shape seems better, and at the start: after `FIRST_RESULTS` steps.
+        - Else after `EVALUATE_EVERY` steps or more, which grow with the time since the last change of shape, unless
+          these steps paid for an evaluation.
+
+        The last two need a budget of `EVENTS_MS`, so that some is left for the second.
+        """
         if self.rates is None or step_time is not self._step_time:
             return True
-        round_ms = self.rates.ms[self._current]
+        gained_ms = self._add_to_budget(self.rates.ms[self._current])
+        if self._has_changed(load):
+            return self._budget_ms >= 0.0
+        if self._budget_ms < EVENTS_MS:
+            return False
+        num_steps = self._step - self._evaluated_step
+        if self._lost_rounds > 0.0 or self._step < EVALUATE_EVERY:
+            return num_steps >= FIRST_RESULTS
+        is_paid = num_steps * gained_ms >= EVALUATION_MS
+        is_late = 2 * num_steps >= self._evaluated_step - self._changed_step
+        return num_steps >= EVALUATE_EVERY and (is_paid or is_late)
+
+    def _add_to_budget(self, round_ms: float) -> float:
+        """Add a round's share to the time for evaluations, and return it."""
         idle_ms = 0.0 if self._shapes.eager else max(0.0, round_ms - BUSY_MS)
         gained_ms = round_ms * EVALUATING_SHARE + idle_ms * IDLE_SHARE
-        self._evaluations_ms += gained_ms
+        self._budget_ms += gained_ms
         if self._step > FIRST_STEPS:
-            self._evaluations_ms = min(self._evaluations_ms, EVALUATIONS_AHEAD_MS)
-        has_changed = (
+            self._budget_ms = min(self._budget_ms, EVALUATIONS_AHEAD_MS)
+        return gained_ms
+
+    def _has_changed(self, load: Load) -> bool:
+        """Return whether the last evaluation is out of date: the batch has changed by more than a quarter, a probe has
+        results, or requests copy more or less of their text."""
+        return (
             abs(len(load.slots) - self._num_requests) * 4 > self._num_requests
-            or self._evaluated < self._probes.results_step <= self._step
+            or self._evaluated_step < self._probes.results_step <= self._step
             or (self._shapes.model_free and self.acceptance.classes_changed(load.slots))
         )
-        if has_changed:
-            return self._evaluations_ms >= 0.0
-        num_steps, is_soon = self._step - self._evaluated, self._lost > 0.0 or self._step < EVALUATE_EVERY
-        if num_steps < (FIRST_RESULTS if is_soon else EVALUATE_EVERY) or self._evaluations_ms < EVENTS_MS:
-            return False
-        # later and later after a change of shape, unless the host has time
-        has_time = num_steps * gained_ms >= EVALUATION_MS
-        return is_soon or has_time or 2 * num_steps >= self._evaluated - self._changed
 
     def _evaluate(self, load: Load, step_time: StepTime) -> None:
         """Evaluate all shapes, and change the current one if that saves enough."""
-        self._evaluations_ms -= EVALUATION_MS
+        self._budget_ms -= EVALUATION_MS
         self._step_time = step_time
         self.rates = rates = Rates.of(load, self._current, self.acceptance, step_time, self._shapes)
         self.expected = {shape.name: rate for shape, rate in zip(self._shapes.shapes, rates.per_ms, strict=True)}
         best = rates.best_of(range(len(self._shapes)))
         # The change pays once the current shape has lost as much time as it costs. So noise causes no changes.
         saved = (rates.loss(self._current) - rates.loss(best)) / rates.ms[self._current]
-        num_steps = min(max(1, self._step - self._evaluated), EVALUATE_EVERY)
-        self._lost = max(0.0, self._lost + num_steps * (saved - CHANGE_ABOVE))
-        if self._lost * rates.ms[self._current] > rates.change_loss(self._current, best):
-            self._current, self._lost, self._changed = best, 0.0, self._step
-        self._num_requests, self._evaluated = len(load.slots), self._step
+        num_steps = min(max(1, self._step - self._evaluated_step), EVALUATE_EVERY)
+        self._lost_rounds = max(0.0, self._lost_rounds + num_steps * (saved - CHANGE_ABOVE))
+        if self._lost_rounds * rates.ms[self._current] > rates.change_loss(self._current, best):
+            self._current, self._lost_rounds, self._changed_step = best, 0.0, self._step
+        self._num_requests, self._evaluated_step = len(load.slots), self._step
 
     def _without_probe(self, load: Load, rates: Rates) -> tuple[int, Sequence[int]]:
         """Return the best of the shapes that this step may run, and these shapes. Mixed batches and rare sampling run
