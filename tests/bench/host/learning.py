@@ -1,8 +1,8 @@
 """A served draft that learns: tokens a round by minute of traffic, and what the training costs the running requests.
 
-    python -m tests.bench learning [--minutes 6] [--rate 1] [--block 5]
+    python -m tests.bench learning [--minutes 6] [--rate 1] [--block 5] [--priority idle]
 
-The embedded target with an EAGLE-3 head of random weights, chain of 3, and `learning` with `priority: idle`. Poisson
+The embedded target with an EAGLE-3 head of random weights, chain of 3, and `learning` with the given priority. Poisson
 arrivals of streamed answers: first word problems, then programs, which the head has not seen until then.
 
 Blocks of --block seconds take turns: in one the training runs, in the other its process is stopped (SIGSTOP), so that
@@ -45,7 +45,7 @@ from tests.support.prompts import held_out_prompts, tokenized
 
 KEY = "the-key-of-the-bench"
 HEADERS = {"authorization": f"Bearer {KEY}"}
-NUM_PROBES = 16
+NUM_PROBES = 8
 DRAWS = 2000
 LANGUAGES = ("Python", "C++", "Java", "JavaScript", "SQL", "Go", "Ruby", "C")
 PROGRAMS = (
