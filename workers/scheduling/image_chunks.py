@@ -2,7 +2,7 @@
 
 Without rounds, a step encodes the images of its chunks, whole. Beside rounds, an image is encoded before the step that
 has its first token, or in the same one: as many of the tower's layers a step as the step's limit leaves time for. A
-short text before it waits for it, because a step of its own would take longer than the text.
+short text before an image waits for it, because a step of its own would take longer than the text.
 """
 
 from collections.abc import Sequence as List
@@ -85,7 +85,7 @@ class ImageChunks:
                 continue
             if self._is_mixed:
                 return image.start - start if image.start > start + SHORT_TEXT else 0
-            if left < image.num_patches and (left < STEP_PATCHES or image.start > start):
+            if left < image.num_patches and (left < STEP_PATCHES or image.start > start + SHORT_TEXT):
                 return max(0, image.start - start)
             left -= image.num_patches
         return count

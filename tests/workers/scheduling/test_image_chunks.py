@@ -37,8 +37,10 @@ def test_a_step_encodes_few_images() -> None:
     assert 3 * SMALL.num_patches > STEP_PATCHES < LARGE.num_patches
     chunks.begin()
     assert chunks.room(three, 0, 2000, 4000) == THIRD.start, "the third one does not fit beside two"
-    assert chunks.room(large, 0, 2000, 4000) == LARGE.start, "text before a large one"
-    assert chunks.room(large, LARGE.start, 2000, 4000) == 2000, "alone, as it fits no step"
+    assert chunks.room(large, 0, 2000, 4000) == 2000, "a large one alone, as it fits no step, after a short text"
+    late = sequence_of(msgspec.structs.replace(LARGE, start=SHORT_TEXT + 1))
+    assert chunks.room(late, 0, 2000, 4000) == SHORT_TEXT + 1, "a longer text before a large one"
+    assert chunks.room(late, 1, 2000, 4000) == 2000
     chunks.take(three, 0, THIRD.start)
     assert chunks.room(large, LARGE.start, 2000, 4000) == 0 and chunks.room(three, THIRD.start, 50, 4000) == 0
     assert chunks.room(sequence_of(SMALL), 0, 100, 4000) == 100, "another request with an image of this plan"
