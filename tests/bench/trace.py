@@ -78,9 +78,10 @@ def by_kernel(events: list[dict[str, Any]]) -> list[tuple[str, list[float]]]:
 
 
 def kernel_lines(events: list[dict[str, Any]], steps: int, limit: int) -> list[str]:
-    """The `limit` longest of `by_kernel`, a line each: time and runs per step, time of a run, name."""
+    """The `limit` longest of `by_kernel`, a line each: time and runs per step, mean and longest time of a run, name."""
     return [
-        f"{sum(times) / steps:9.1f} us {len(times) / steps:7.1f} x {sum(times) / len(times):8.2f} us  {name[:110]}"
+        f"{sum(times) / steps:9.1f} us {len(times) / steps:7.1f} x {sum(times) / len(times):8.2f} us (at most "
+        f"{max(times):8.2f})  {name[:100]}"
         for name, times in by_kernel(events)[:limit]
     ]
 
