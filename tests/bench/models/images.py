@@ -8,7 +8,7 @@ of a request with such a picture, over the engine alone; the same beside other r
 and the median gap between these requests' tokens meanwhile, in parts between their rounds and whole. Needs a GPU for
 figures that mean anything; `--tiny` tries it on a CPU.
 
-With --profile, instead: kernels and calls of the CUDA runtime by name, of the tower and of the prompt of an encoded
+With --profile, also: kernels and calls of the CUDA runtime by name, of the tower and of the prompt of an encoded
 picture; milliseconds of the first token with a new picture and with an encoded one.
 """
 
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--sides", type=int, nargs="+", default=[224, 1024, 2048])
     parser.add_argument("--neighbours", type=int, default=8)
     parser.add_argument("--itl-target", default="auto")
-    parser.add_argument("--profile", action="store_true", help="kernels and calls by name, instead of the figures")
+    parser.add_argument("--profile", action="store_true", help="kernels and calls by name, too")
     parser.add_argument("--tiny", action="store_true", help="a tiny model of the family, on a CPU")
     arguments = parser.parse_args()
     if arguments.profile and arguments.tiny:
@@ -250,9 +250,7 @@ def main() -> None:
             tower = engine.executor._batches._tower
             assert isinstance(tower, VisionTower)
             pictures, costs = Pictures(source, vision, tower._sizes), engine.executor.costs
-            for side in sides if arguments.profile else ():
-                print_profile(engine, tower, pictures, side)
-            for side in () if arguments.profile else sides:
+            for side in sides:
                 timer = Timer(torch.device(source.device))
                 for _ in range(REPEATS):
                     image = pictures.image(side)
@@ -274,8 +272,8 @@ def main() -> None:
                     found_ms += [statistics.median(column) for column in zip(*found, strict=True)]
                 rows.append((side, image.num_patches, *(round(each, 2) for each in found_ms)))
                 print(*rows[-1], flush=True)
-    if arguments.profile:
-        return
+            for side in sides if arguments.profile else ():
+                print_profile(engine, tower, pictures, side)
     titles = ["side", "patches", "tower", "first token", "beside, in parts", "largest gap", "median gap"]
     titles += ["beside, whole", "largest gap", "median gap"]
     print(*table(titles, rows), sep="\n")
