@@ -113,11 +113,11 @@ def _qwen(image: Any, job: ImageJob, processor: Any) -> tuple[Values, tuple[int,
     """Return [patches, channels, pixels], and rows and columns of patches."""
     sizes = processor.size
     smallest, largest = (min(sizes[key], job.max_pixels) for key in ("shortest_edge", "longest_edge"))
-    output = processor(images=image, min_pixels=smallest, max_pixels=largest, **_RAW)
+    # one frame, because an image's frames are equal
+    output = processor(images=image, min_pixels=smallest, max_pixels=largest, temporal_patch_size=1, **_RAW)
     patches = np.asarray(output["pixel_values"])
     _, rows, columns = output["image_grid_thw"][0].tolist()
-    # [patches, channels, frames, pixels]: an image's frames are equal
-    return patches.reshape(len(patches), CHANNELS, processor.temporal_patch_size, -1)[:, :, 0], (rows, columns)
+    return patches.reshape(len(patches), CHANNELS, -1), (rows, columns)
 
 
 def _gemma3(image: Any, job: ImageJob, processor: Any) -> tuple[Values, tuple[int, int]]:
