@@ -24,7 +24,7 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from aerie.cluster.plan import ReplicaPlan, start_identity
 from aerie.cluster.replica.supervisor import CoordinatorLostError, GaveUpError, Supervisor
-from aerie.cluster.replica.worker_actor import Worker
+from aerie.cluster.replica.worker_actor import WorkerActor
 from aerie.cluster.replica.worker_group import StartRefusedError, WorkerGroupError, WorkerGroupPlan
 from aerie.cluster.start_log import READY, StartLog, print_line, use_logs
 from aerie.cluster.transport.discovery import coordinator_prefix, make_transport
@@ -107,7 +107,7 @@ def desired_replicas(context: ScalingContext) -> tuple[int, dict[str, Any]]:
 class Engine:
     """One replica. worker: class of its ranks' actors."""
 
-    worker: type[Worker] = Worker
+    worker: type[WorkerActor] = WorkerActor
 
     async def __init__(self, plan: ReplicaPlan) -> None:  # type: ignore[misc]
         StartLog("engine").done("replica began")

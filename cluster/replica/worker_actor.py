@@ -1,4 +1,4 @@
-"""`Worker`: the Ray actor of one tensor-parallel rank. Created by `aerie.cluster.replica.worker_group`.
+"""`WorkerActor`: the Ray actor of one tensor-parallel rank. Created by `aerie.cluster.replica.worker_group`.
 
 Actor calls only build the rank and start its loop; plans and results travel by ZeroMQ.
 """
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from aerie.cluster.assembly import RankBuilder
 
 
-class Worker:
+class WorkerActor:
     """One rank. Its methods are called in their order here; `run` returns at the end."""
 
     def __init__(self, plan: RankPlan, rank: int | None) -> None:

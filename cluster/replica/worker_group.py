@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from aerie.cluster.placement import WORKER_CPUS, RankLocation, order_ranks
 from aerie.cluster.plan import ReplicaPlan
-from aerie.cluster.replica.worker_actor import Worker
+from aerie.cluster.replica.worker_actor import WorkerActor
 from aerie.cluster.start_log import StartLog
 from aerie.cluster.transport.discovery import application_keys
 from aerie.cluster.transport.sockets import Transport
@@ -46,7 +46,7 @@ class WorkerGroupPlan:
     """
 
     replica: ReplicaPlan
-    worker: type[Worker]
+    worker: type[WorkerActor]
     group: PlacementGroup
     transport: Transport
     folder: str

@@ -33,7 +33,7 @@ GROUPS = (
     ("ray::ServeReplica:aerie:Ingress", "ingress"),
     ("ray::ServeReplica:aerie:Engine", "engine"),
     ("ray::EagleCoordinator", "coordinator"),
-    ("ray::Worker", "worker"),
+    ("ray::WorkerActor", "worker"),
     ("aerie.deploy.serve.check_process", "rank, check"),
     ("haproxy.cfg", "proxy"),
     ("ray::HAProxyManager", "proxy's manager"),

@@ -49,7 +49,7 @@ class ScriptedRank:
         return ScriptedExecutor(RoundShapes((PLAIN, TREE), default=1), self._scheduler.num_slots, 4096, delay_s=0.01)
 
 
-class Worker(worker_actor.Worker):
+class WorkerActor(worker_actor.WorkerActor):
     """Has the real class's name, by which its processes are found."""
 
     @staticmethod
@@ -62,10 +62,10 @@ class Worker(worker_actor.Worker):
 
 
 class ScriptedEngine(Engine):
-    worker = Worker
+    worker = WorkerActor
 
 
-class SlowWorker(Worker):
+class SlowWorker(WorkerActor):
     @staticmethod
     def rank_builder(plan: RankPlan, rank: int) -> ScriptedRank:
         time.sleep(10)

@@ -48,7 +48,7 @@ def _processes(server: ServeProcess, victim: str) -> list[psutil.Process]:
             ):
                 found.append(process)
     if victim == "rank" and not found:  # a later rank is its actor's own process
-        found = server.actors("Worker")
+        found = server.actors("WorkerActor")
     return found
 
 

@@ -134,7 +134,7 @@ def _assert_all_complete(outcomes: list[Outcome]) -> None:
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_worker_loses_no_token(server: Server, rank: int) -> None:
     """Until there are others, /health is bad and says that the engine recovers."""
-    workers = actor_pids("Worker")
+    workers = actor_pids("WorkerActor")
     assert len(workers) == 2
 
     def recovering() -> bool:
@@ -150,7 +150,7 @@ def test_killed_worker_loses_no_token(server: Server, rank: int) -> None:
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_stopped_worker_is_noticed_and_replaced(server: Server, rank: int) -> None:
     """Long before a step's time limit, and by its own name."""
-    pid = actor_pids("Worker")[rank]
+    pid = actor_pids("WorkerActor")[rank]
     outcomes, sent_s = _run_with_fault(server, [pid], signal.SIGSTOP, count=3)
     _assert_all_complete(outcomes)
     print(f"rank {rank} stopped at work: streams ended {max(o.ended_s for o in outcomes) - sent_s:.1f} s later")
@@ -160,7 +160,7 @@ def test_stopped_worker_is_noticed_and_replaced(server: Server, rank: int) -> No
 
 @pytest.mark.slow
 def test_stopped_worker_is_noticed_while_idle(server: Server) -> None:
-    pid = actor_pids("Worker")[1]
+    pid = actor_pids("WorkerActor")[1]
     os.kill(pid, signal.SIGSTOP)
     stopped_s = time.monotonic()
     answer = _until_unhealthy(server)
@@ -256,20 +256,20 @@ def strict(ray_port: int, folder: Path, server: Server) -> Iterator[Server]:
 
 @pytest.mark.slow  # `tests.cluster.coordinator.test_worker_loss` has it without processes
 def test_error_policy_ends_streams_within_five_seconds(strict: Server) -> None:
-    outcomes, sent_s = _run_with_fault(strict, actor_pids("Worker.run")[:1], signal.SIGKILL)
+    outcomes, sent_s = _run_with_fault(strict, actor_pids("WorkerActor.run")[:1], signal.SIGKILL)
     assert all(outcome.error for outcome in outcomes)
     assert max(outcome.ended_s for outcome in outcomes) - sent_s < 5
     strict.wait_healthy(RECOVERY_LIMIT_S)
 
 
 def test_spare_workers_take_the_place_of_the_dead(strict: Server) -> None:
-    ranks, spares = actor_pids("Worker.run"), _spares(2)
+    ranks, spares = actor_pids("WorkerActor.run"), _spares(2)
     os.kill(ranks[0], signal.SIGKILL)
-    _until(lambda: actor_pids("Worker.run") == spares)  # too soon for /health to be seen bad in between
+    _until(lambda: actor_pids("WorkerActor.run") == spares)  # too soon for /health to be seen bad in between
     ranks, spares = spares, _spares(2)  # others have come after them
     for pid in (*spares, ranks[0]):
         os.kill(pid, signal.SIGKILL)
-    _until(lambda: len(found := actor_pids("Worker.run")) == 2 and not set(found) & {*ranks, *spares})
+    _until(lambda: len(found := actor_pids("WorkerActor.run")) == 2 and not set(found) & {*ranks, *spares})
     strict.wait_healthy(RECOVERY_LIMIT_S)
 
 
@@ -278,7 +278,7 @@ def _spares(count: int) -> list[int]:
     pids: list[int] = []
 
     def found() -> bool:
-        pids[:] = sorted(set(actor_pids("Worker")) - set(actor_pids("Worker.run")))
+        pids[:] = sorted(set(actor_pids("WorkerActor")) - set(actor_pids("WorkerActor.run")))
         return len(pids) == count
 
     _until(found)

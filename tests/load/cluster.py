@@ -192,7 +192,7 @@ def _part(process: psutil.Process) -> str:
         return "raylet"
     if process.name().startswith(NAME):
         return "rank"
-    if line.startswith("ray::Worker") and not line.startswith("ray::Worker.run"):
+    if line.startswith("ray::WorkerActor") and not line.startswith("ray::WorkerActor.run"):
         return "spare"
     return next((name for marker, name in GROUPS if marker in line), "other")
 

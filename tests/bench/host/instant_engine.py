@@ -42,7 +42,7 @@ class InstantRank:
         return PacedExecutor(self._worker.scheduler.num_slots)
 
 
-class Worker(worker_actor.Worker):
+class WorkerActor(worker_actor.WorkerActor):
     """Has the real class's name, by which its processes are counted."""
 
     @staticmethod
@@ -51,4 +51,4 @@ class Worker(worker_actor.Worker):
 
 
 class InstantEngine(Engine):
-    worker = Worker
+    worker = WorkerActor

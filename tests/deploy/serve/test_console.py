@@ -24,7 +24,7 @@ began_s = time.time() - 2.0
 with Console(began_s, Path(sys.argv[1])) as console:
     print("Ray's INFO line")
     subprocess.run(["sh", "-c", "echo a child; echo a warning >&2"], check=True)
-    rank = StartLog("rank 0", began_s + 1.0, lambda line: console.receive("aerie| " + line, "(Worker pid=7) "))
+    rank = StartLog("rank 0", began_s + 1.0, lambda line: console.receive("aerie| " + line, "(WorkerActor pid=7) "))
     rank.done("target loaded")
     rank.progress("target loaded", 12.5, 140.0, "GB")
     StartLog("rank 1", began_s, lambda line: console.receive("aerie| " + line)).done("target loaded")
@@ -97,16 +97,16 @@ def test_rays_lines_come_to_the_console_without_its_colours(capfd: pytest.Captur
     try:
         with Console(time.time(), tmp_path / "log") as console:
             show_ray_lines(console)
-            dispatcher.emit({"lines": [MARK + "engine: restarting"], "pid": 5, "actor_name": "Worker", "ip": "x"})
-            dispatcher.emit({"lines": ["raw"], "pid": 5, "actor_name": "Worker", "ip": "x"})
+            dispatcher.emit({"lines": [MARK + "engine: restarting"], "pid": 5, "actor_name": "WorkerActor", "ip": "x"})
+            dispatcher.emit({"lines": ["raw"], "pid": 5, "actor_name": "WorkerActor", "ip": "x"})
             dispatcher.emit({"lines": ["Autoscaler status"], "pid": "autoscaler", "ip": "x"})
             console.end_server()
-            dispatcher.emit({"lines": [MARK + "rank 0 is lost"], "pid": 5, "actor_name": "Worker", "ip": "x"})
+            dispatcher.emit({"lines": [MARK + "rank 0 is lost"], "pid": 5, "actor_name": "WorkerActor", "ip": "x"})
     finally:
         dispatcher.handlers = former
     assert capfd.readouterr().out == "engine: restarting\n"
     logged = (tmp_path / "log").read_text()
-    assert "(Worker pid=5) raw\n" in logged and "rank 0 is lost" in logged and "Autoscaler" not in logged
+    assert "(WorkerActor pid=5) raw\n" in logged and "rank 0 is lost" in logged and "Autoscaler" not in logged
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux' /dev/full")

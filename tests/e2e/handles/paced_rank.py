@@ -85,7 +85,7 @@ class PacedRank(ScriptedRank):
         return PacedExecutor(self._scheduler.num_slots)
 
 
-class Worker(worker_actor.Worker):
+class WorkerActor(worker_actor.WorkerActor):
     """Has the real class's name, by which its processes are found."""
 
     @staticmethod
@@ -98,4 +98,4 @@ class Worker(worker_actor.Worker):
 
 
 class PacedEngine(Engine):
-    worker = Worker
+    worker = WorkerActor

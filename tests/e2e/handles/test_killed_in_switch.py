@@ -70,7 +70,7 @@ def update(server: Server, folder: Path) -> httpx.Response:
 
 def restarted_s(server: Server, since_s: float, former: int) -> float:
     """Wait for new ranks that answer, and return the seconds that it took."""
-    while actor_pids("Worker") in ([], [former]) or server.health()[0] != 200:
+    while actor_pids("WorkerActor") in ([], [former]) or server.health()[0] != 200:
         assert time.monotonic() < since_s + LIMIT_S, server.health()
         time.sleep(0.1)
     return time.monotonic() - since_s
@@ -83,7 +83,7 @@ def test_texts_and_versions_are_those_of_the_last_whole_update(server: Server, f
     assert all(one != other for one, other in zip(first, second, strict=True))
     assert update(server, folder / "target").status_code == 200
 
-    (rank,) = actor_pids("Worker")
+    (rank,) = actor_pids("WorkerActor")
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(text, server, number) for number in range(3)]
         time.sleep(0.3)
@@ -98,7 +98,7 @@ def test_texts_and_versions_are_those_of_the_last_whole_update(server: Server, f
     assert [text(server, number) for number in range(3)] == [(tokens, ["2"]) for tokens in first]
 
     assert update(server, folder / "other").status_code == 200
-    (rank,) = actor_pids("Worker")
+    (rank,) = actor_pids("WorkerActor")
     os.kill(rank, signal.SIGKILL)
     took_s = restarted_s(server, time.monotonic(), rank)
     print(f"served again after {took_s:.1f} s")
