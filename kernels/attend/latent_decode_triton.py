@@ -133,7 +133,7 @@ def _attend_latent(
         q_odd, q_rotated_odd = load_queries(
             q_ptr + 1, row, head, live, q_row_stride, q_head_stride, W, R, UPCAST, UNIT, STEP
         )
-    shared_end = high
+    shared_end = high  # from here on, rows read tiles of their own paths
     if PATHS:
         shared_end = tl.minimum(high, prefix // BLOCK_N * BLOCK_N)
     for start in range(low, shared_end, BLOCK_N):
@@ -145,7 +145,7 @@ def _attend_latent(
         else:
             scores, latent = score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS)
         if start + BLOCK_N > prefix:
-            over = column - prefix
+            over = column - prefix  # column of the suffix, whose bit in a row's mask says whether the row sees it
             place = tl.expand_dims(tl.maximum(tl.minimum(over, 63), 0).to(tl.int64), 1 - TOKENS)
             seen = ((tl.expand_dims(bits, TOKENS) >> place) & 1) != 0
             seen = tl.expand_dims(over < 0, 1 - TOKENS) | (tl.expand_dims(over < suffix_len, 1 - TOKENS) & seen)

@@ -182,7 +182,16 @@ def merge_by_the_last(
     SLICE: tl.constexpr,
     FAN: tl.constexpr,
 ):
-    """Merge if this program is the last to store its partial result among its FAN items, or among all items."""
+    """Merge if this program is the last to store its partial result. Up to FAN items of a request are merged to `out`;
+    more items in two levels: the last program of each FAN items merges these in place of their first, and the last of
+    these programs merges the results to `out`.
+
+    ticket_ptr: counters of programs that are done, zero before and after: num_tickets of the first level, then those
+        of the second.
+    out: [BLOCK_M] addresses of the rows of the result.
+    partial, first, count: number of this program's partial, number of the request's first one, and how many it has.
+    m, live: rows of the tile, and whether they exist.
+    """
     # The barrier orders the stores of all threads before the release by one thread.
     tl.debug_barrier()
     leader = first + (partial - first) // FAN * FAN

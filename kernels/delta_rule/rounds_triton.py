@@ -237,6 +237,12 @@ def _commit_rows(
     DEPTH: tl.constexpr, DEPTH_PADDED: tl.constexpr, PENDING: tl.constexpr, PATH: tl.constexpr, C: tl.constexpr,
     R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Move one layer's accepted rows of a request from the pending to the committed rows. The last three tokens before
+    them become the convolution's history.
+
+    count_ptr: by slot, earlier committed rows, which the state includes by now. counts_ptr: [requests], new ones.
+    path_ptr: [requests, DEPTH], indices of the accepted rows.
+    """
     block, layer, request = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     slot = tl.load(slots_ptr + request)
     if slot != padding_slot:

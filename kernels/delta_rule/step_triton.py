@@ -119,6 +119,9 @@ def _delta_step(
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Compute one value head of one request with one new row. Arguments are those of
+    `aerie.kernels.delta_rule.rounds_triton._delta_round`.
+    """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     h, request = tl.program_id(0), tl.program_id(1).to(tl.int64)

@@ -26,6 +26,10 @@ def _convolve_blocks(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Convolve a block of channels of one row with the rows before it in its block of `rows` rows.
+
+    base_ptr: [TAPS, channels]. dynamic_ptr: each row's [TAPS, groups], added to the taps of GROUP channels each.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -83,6 +87,11 @@ def _score_candidates(
     RANK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Write the scores of one entry's n candidates at depth `row`: unary_ptr plus the product of the embeddings
+    [rank] of the previous token (before_ptr) and of the candidate (after_ptr), with the depth's factor projected_ptr.
+
+    unary_ptr, candidate_ptr: [requests, depths, n]; a request has `width` entries. previous_ptr: [entries].
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -56,6 +56,14 @@ def _follow(
     STATES: tl.constexpr,
     EDGES: tl.constexpr,
 ):
+    """Write the guide's state after each of a request's ROWS tokens.
+
+    block_ptr: [guides, block_stride] int32: width states at which nodes begin, then STATES forced tokens, STATES
+        default targets and STATES masks, then EDGES edges.
+    index_ptr: guide of each slot; negative: none.
+    above_ptr: with BEGIN, nodes [rows]; with LEVEL, states that parent_ptr [rows] selects; else states [rows].
+    FORCE: write a state's forced token, if it has one, in place of the row's.
+    """
     b = tl.program_id(0).to(tl.int64)
     guide = _guide_of(index_ptr, slot_ptr, b)
     base = block_ptr + tl.maximum(guide, 0) * block_stride
@@ -151,6 +159,11 @@ def _mask(
     STATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Set a block of a row's logits [size] to minus infinity where its guide's state forbids the token.
+
+    block_ptr .. index_ptr: as in `_follow`. state_ptr: [rows].
+    word_ptr: [masks, num_words] int32, a bit per token. id_ptr: target token ids of the columns.
+    """
     row = tl.program_id(0).to(tl.int64)
     state = tl.load(state_ptr + row)
     if state >= 0:
@@ -209,6 +222,13 @@ def _children(
     STATES: tl.constexpr,
     EDGES: tl.constexpr,
 ):
+    """Write the K children of a row, with the token that its guide's state forces before all others.
+
+    block_ptr .. index_ptr: as in `_follow`. state_ptr: [rows].
+    id_ptr, score_ptr: [rows, K] draft ids and log-probabilities. map_ptr: target ids, with HAS_MAP.
+    out_id_ptr, out_score_ptr: [rows, K], written.
+    UNLIKELY: added to the score of other tokens without an edge.
+    """
     row = tl.program_id(0).to(tl.int64)
     state = tl.load(state_ptr + row)
     guide = tl.maximum(_guide_of(index_ptr, slot_ptr, row // rows_per_request), 0)

@@ -106,6 +106,11 @@ def _quantize(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Write BLOCK columns of a row in FP8, with scales by group of columns (BY_GROUP) or by row.
+
+    x_ptr: [rows, SIZE]; with GATED gate and up columns [rows, 2 SIZE], of which silu(gate) * up is written.
+    row_step, group_step: strides of the scales.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -165,6 +170,11 @@ def _fp8_norm(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Norm one row and write it in FP8, with PLAIN also in x's dtype. With HAS_RESIDUAL x is added to the residual
+    first, in place.
+
+    row_step, group_step: strides of the scales. BY_GROUP: scales by group of columns; else by row.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE

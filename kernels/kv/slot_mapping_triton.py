@@ -49,6 +49,12 @@ def _map_prefill_rows(
     CHUNKS: tl.constexpr,
     HAS_STORE_FROM: tl.constexpr,
 ):
+    """Write the position and the token index in the pool of BLOCK rows of chunks; 0 for padding.
+
+    indptr_ptr: [num_chunks + 1] first rows. starts_ptr: [num_chunks] positions of first rows.
+    store_from_ptr: [num_chunks], rows at earlier positions write to page 0; with HAS_STORE_FROM.
+    CHUNKS: chunks that are compared at once.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     chunk = row * 0
     for low in range(0, num_chunks, CHUNKS):

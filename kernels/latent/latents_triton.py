@@ -176,6 +176,13 @@ def _expand_latents(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Multiply the latent rows of tokens by w_desc [N, LATENT], and copy their RoPE parts. Each program does every
+    num_programs-th tile.
+
+    token_ptr: token indices in the pool. end_ptr: its element num_chunks is the number of tokens.
+    kv_ptr: [tokens, N], written. k_pe_ptr: [tokens, ROTATED], written.
+    scale: of the pool's rows.
+    """
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tokens = tl.load(end_ptr + num_chunks)
     k, column = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, ROTATED)[None, :]

@@ -48,6 +48,8 @@ def _load_inputs(pointers, there, waits, INTERPRETED: tl.constexpr):
     """Load 16 bytes per lane; zeros unless `there`. Inline PTX, because Triton's pipelined loops would copy its own
     loads to shared memory; L1 serves all warps.
 
+    pointers, there: four adjacent int32 words per lane, with one mask. The assembly gets four elements at a time and
+        uses the first one's address and mask.
     waits: whether to wait for the previous kernel (`aerie.kernels.pdl`), equal in all lanes; None: do not wait.
         Here because pipelined loops would move a `gdc_wait` after the load.
     """
@@ -64,6 +66,7 @@ def _load_inputs(pointers, there, waits, INTERPRETED: tl.constexpr):
             @there ld.global.v4.b32 {$0, $1, $2, $3}, [$4];
             }""",
             "=&r,=&r,=&r,=&r,l,l,l,l,r,r,r,r,r,r,r,r",
+            # the sum has the shape of `pointers`
             [pointers, there.to(tl.int32), (pointers.to(tl.int64) * 0).to(tl.int32) + waits.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,

@@ -40,6 +40,14 @@ def _rope_store(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Rotate the queries of one KV head in one row, in place. Store the head's rotated key and its value to the pool.
+
+    cos_ptr, sin_ptr: [.., ROTATED / 2], selected by position_ptr [rows].
+    slot_ptr: [rows], token indices in the pool.
+    k_inverse_scale, v_inverse_scale: factors on what FP8 pools store.
+    GROUP: query heads per KV head. ROTATED: rotated numbers of a head, its first ones; the others of D stay.
+    STORES: false rotates queries only.
+    """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:
         # Waits before it triggers, which makes it a fence: see `aerie.kernels.pdl`.

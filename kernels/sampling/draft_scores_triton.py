@@ -48,7 +48,12 @@ def _count_bands(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the summary of one part of a filtered row: its largest scaled logit, and the tokens in each band."""
+    """Write the summary of one part of a filtered row: its largest scaled logit, and the number of its tokens in each
+    band, that is with each integer part of the scaled logit.
+
+    slot_ptr: [requests]; a request has `width` rows.
+    temperature_ptr .. int_stride: `Filters.arguments`.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row // width)
     if is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
@@ -153,6 +158,14 @@ def _perturb(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Write a block of a row's logits [size], divided by the temperature and with Gumbel noise; of a greedy request
+    they are copied. Tokens that its filters drop are DROPPED lower.
+
+    id_ptr: target token ids of the columns, which the noise depends on.
+    summary_ptr: [rows, parts, SUMMARY] of `_count_bands`, with FILTERED.
+    top_p_ptr .. int_stride: `Filters.arguments` without the temperature.
+    slot_ptr .. seed_stride: `Draws.arguments`; a request has `width` rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -83,7 +83,10 @@ def _peaks(
     peak_ptr,
     BLOCK: tl.constexpr,
 ):
-    """Find the largest logit of each part of filtered rows."""
+    """Find the largest logit of each part of filtered rows. A request of slot_ptr has `width` rows.
+
+    temperature_ptr .. int_stride: `Filters.arguments`.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row // width)
     if is_filtered(slot, temperature_ptr, top_p_ptr, min_p_ptr, float_stride, top_k_ptr, int_stride):
