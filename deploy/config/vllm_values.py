@@ -16,7 +16,7 @@ from aerie.workers.config import LoraConfig
 QUANTIZATION = "quantization_config.quant_method"
 OWN_TOKENIZER = "tokenizer"
 DOWNLOADS = "HF_HUB_CACHE"
-# For `settled` alone.
+# Options whose effect depends on others: `settled` replaces them by keys of the configuration.
 ENABLE_LORA = "enable_lora"
 SHARED_ATTENTION, ALGORITHM, TOTAL_TOKENS = "enable_dp_attention", "speculative_algorithm", "max_total_tokens"
 # Options that are parts of the object of --speculative-config.

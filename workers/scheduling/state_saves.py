@@ -215,15 +215,20 @@ class StateSaves:
     def _leave_answer(
         self, slot: int, row: int, tokens: npt.NDArray[np.int32], end: int, starts: tuple[int, int], salt: bytes
     ) -> None:
-        """Attach the answer's newest certain state up to position `end`; give its other rows back."""
+        """Attach the answer's newest certain state up to position `end`; give its other rows back. An answer has up to
+        two rows: `row`, where a round writes the state of `target`, and `former` with the state of `saved`. Without
+        `former`, `row` has the state of `saved` until that round.
+
+        starts: see `leave`.
+        """
         target, saved, former = int(self.target[slot]), int(self.saved[slot]), int(self.former[slot])
         is_written = target <= max(int(self.folded[slot]), starts[0])
-        held = {former: saved, row: target if is_written else 0}
+        certain = {former: saved, row: target if is_written else 0}  # position of each row's state; 0: it may be either
         if former < 0 and not is_written and starts[1] < target:  # no round can have overwritten the previous state
-            held[row] = saved
-        held = {row: position for row, position in held.items() if row >= 0}
-        newest = max((position for position in held.values() if position <= end), default=0)
-        for row, position in held.items():
+            certain[row] = saved
+        certain = {row: position for row, position in certain.items() if row >= 0}
+        newest = max((position for position in certain.values() if position <= end), default=0)
+        for row, position in certain.items():
             if 0 < position == newest:
                 self._cache.attach(tokens, position, row, SnapshotKind.ANSWER, salt)
             else:
