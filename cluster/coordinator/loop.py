@@ -123,10 +123,10 @@ class CoordinatorLoop:
         if now >= self._housekeeping_due_s:
             self._housekeeping_due_s = now + HOUSEKEEPING_S
             self._housekeep(now)
-        if self.drafts is not None:
-            self.drafts.show_load(is_busy=not self.streams.is_empty)
         self._send_plans()
         self._publish()
+        if self.drafts is not None:
+            self.drafts.show_load(is_busy=not self.streams.is_empty)
         if now >= self.streams.states.due_s:
             self._tell_state()
         if self._on_idle and self.streams.is_empty:
