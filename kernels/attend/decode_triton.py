@@ -178,6 +178,7 @@ def _attend_decode(
         leading, first_span = LEADS and partial == first, span_of(low, span)
         mean = tl.zeros([BLOCK_M, D], tl.float32)
         weight, largest = tl.zeros([BLOCK_M], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # A fixed plan's item has several spans, others one.
     for run in range(0, span_of(high - 1, span) + 1 - first_span if FIXED else 1):
         begin, end = low, high
         if FIXED:
@@ -204,7 +205,7 @@ def _attend_decode(
             if SOFT_CAP is not None:
                 scores = soft_capped(scores, factor)
             if not PATHS and start + BLOCK_N > prefix:
-                over = column - prefix
+                over = column - prefix  # column of the suffix: a node of the tree, which the row's mask shows or hides
                 if SPANS:
                     there = (over >= 0) & (over < suffix_len)
                     spans = mask_ptr + request * mask_request_stride + over * mask_row_stride
@@ -223,6 +224,7 @@ def _attend_decode(
                 top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
         if PAIRS:
             acc = both(acc, acc_odd, BLOCK_M, D)
+        # Store the span's or the item's result: to `out`, or as a partial result, which is merged at the end.
         part_row = ((partial + run) * COLUMNS + block) * PART_M + m
         if FIXED:
             if PATHS and end < span_end:  # the rows' paths continue this span

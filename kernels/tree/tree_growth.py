@@ -110,7 +110,7 @@ def best_tree(root: Tensor, candidates: Candidates, width: int, spans: bool | No
     best = torch.sort(candidates.scores, dim=1, descending=True, stable=True).indices[:, : width - 1]
     batch, node = root.shape[0], torch.arange(1, width, device=root.device)
     node_of = torch.zeros((batch, candidates.scores.shape[1] + 1), dtype=torch.int64, device=root.device)
-    node_of.scatter_(1, best + 1, node.expand(batch, -1))  # place[c + 1]: index of candidate c; place[0]: the root
+    node_of.scatter_(1, best + 1, node.expand(batch, -1))  # node_of[c + 1]: candidate c; node_of[0]: the root
     parents = node_of.gather(1, candidates.parents.gather(1, best) + 1)
     zero = torch.zeros_like(root).unsqueeze(1)
     parents = torch.cat((zero, parents), dim=1)

@@ -233,8 +233,9 @@ def _discard(text: str) -> None:
 
 
 def read_calls(source: Source, parsed: Parsed) -> Reading[int | None]:
-    """Read consecutive call objects, in a list, or separated by white space, "," or ";". Return None if there is one at
-    least, and only other text follows; else the position of what is in place of an object."""
+    """Read consecutive call objects, in a list, or separated by white space, "," or ";". Return None if only other text
+    follows at least one call. Else return the position from which the text is content: of an object that is no call, of
+    what follows a call with missing braces, or the start if there is no call."""
     start, has_calls, in_list = source.position, False, False
     while True:
         yield from source.run(_AFTER_CALLS if has_calls else _BETWEEN_CALLS)
@@ -249,7 +250,7 @@ def read_calls(source: Source, parsed: Parsed) -> Reading[int | None]:
         call = CallObject(source, parsed)
         if not (yield from call.read()):
             return start
-        if call.end != source.position:
+        if call.end != source.position:  # its braces are missing
             return call.end
         has_calls = True
 

@@ -31,7 +31,7 @@ from aerie.workers.distributed.ports import free_port
 from aerie.workers.distributed.weight_transfer.sender import WeightSender
 from aerie.workers.distributed.weight_transfer.wire import BUFFER_BYTES, Announced, as_bytes, broadcasts
 from aerie.workers.runner.local_engine import LocalEngine
-from aerie.workers.runner.transfer import room
+from aerie.workers.runner.transfer import receive_memory
 from aerie.workers.scheduling.commands.command import OpenTransfer, StartUpdate
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request
@@ -219,7 +219,7 @@ def main() -> None:
         tokens = 1500 if arguments.tiny else 9000
         spec = engine_spec(Path(folder), arguments.shape, arguments.batch, Setting(64, tokens), 1, True)
         for stage in arguments.stage:
-            room.SPARE_BYTES = 1 << 60 if stage == "host" else 2 << 30
+            receive_memory.SPARE_BYTES = 1 << 60 if stage == "host" else 2 << 30
             with local_engine(spec) as engine:
                 bench, stamps = Bench(engine, size, device, arguments.gpus), Stamps(engine)
                 sampling = SamplingParams(tokens, 0.0)

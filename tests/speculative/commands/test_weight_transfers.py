@@ -25,7 +25,7 @@ from aerie.workers.distributed.ports import free_port
 from aerie.workers.distributed.weight_transfer.group import TransferError
 from aerie.workers.distributed.weight_transfer.sender import WeightSender
 from aerie.workers.runner.local_engine import LocalEngine
-from aerie.workers.runner.transfer import room
+from aerie.workers.runner.transfer import receive_memory
 from aerie.workers.scheduling.commands.command import OpenTransfer, ReceiveWeights, SumWeights, first_error
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.plan import SamplingParams
@@ -68,8 +68,8 @@ def test_sent_weights_give_the_texts_of_an_engine_started_with_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if staged_on == "host":  # as on a device that is full, in pieces that end within rows
-        monkeypatch.setattr(room, "SPARE_BYTES", math.inf)
-        monkeypatch.setattr(room, "PIECE_BYTES", 1000)
+        monkeypatch.setattr(receive_memory, "SPARE_BYTES", math.inf)
+        monkeypatch.setattr(receive_memory, "PIECE_BYTES", 1000)
     with local_engine(started_with(pair, other, kind)) as engine:
         expected = answers_of(engine, pair.prompts[:3], "b")
     with local_engine(pair.spec(speculation(pair, kind), tensor_parallel=tensor_parallel)) as engine:

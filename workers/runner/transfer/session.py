@@ -20,7 +20,7 @@ from aerie.workers.distributed.weight_transfer.join import join
 from aerie.workers.distributed.weight_transfer.wire import Announced, announced, broadcasts, cut
 from aerie.workers.models.weights import CheckpointTensor
 from aerie.workers.runner.commands import CommandHandlers
-from aerie.workers.runner.transfer.room import Room
+from aerie.workers.runner.transfer.receive_memory import ReceiveMemory
 from aerie.workers.runner.transfer.staging import Staging
 from aerie.workers.runner.weight_update import Read, RunningModel
 from aerie.workers.scheduling.commands.command import (
@@ -76,7 +76,7 @@ class WeightTransfer:
 
     def __init__(self, models: Mapping[str, RunningModel], group: TPGroup, device: torch.device) -> None:
         self._models, self._tp_group, self._device = models, group, device
-        self._room = Room(device)
+        self._memory = ReceiveMemory(device)
         self._opened: OpenTransfer | None = None
         self._group: TransferGroup | None = None
         self._staging: Staging | None = None
@@ -137,8 +137,8 @@ class WeightTransfer:
             raise ValueError(f"a weight update of the {self._staging.model} is open; finish it first")
         if self._group is None:
             raise ValueError(self._error or "no trainer has called /init_weight_transfer_engine")
-        staging = Staging(work.model, self._models, self._room)
-        self._room.begin()
+        staging = Staging(work.model, self._models, self._memory)
+        self._memory.begin()
         self._staging, self._touched_s = staging, time.monotonic()
         return self._state(False)
 
@@ -156,7 +156,7 @@ class WeightTransfer:
 
         def fetch() -> TransferGroup:
             staging.check(tensors)
-            with self._room.own_stream():
+            with self._memory.own_stream():
                 for chunk in chunks:
                     num_bytes = sum(entry.num_bytes for entry in chunk)
                     buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from aerie.workers.distributed.weight_transfer.wire import Announced, as_bytes
 from aerie.workers.models.weights import CheckpointTensor
-from aerie.workers.runner.transfer.room import HostTensor, Room
+from aerie.workers.runner.transfer.receive_memory import HostTensor, ReceiveMemory
 from aerie.workers.runner.weight_update import RunningModel
 
 DRAFT_PREFIX = "draft."  # of a draft's tensors in a target's session, as NeMo-RL sends them
@@ -19,16 +19,16 @@ class Staging:
 
     model: that the session is of, "target" or "draft". A target's session also takes the draft's tensors: names that
         begin with "draft.", and names of an MTP module in the target's checkpoint.
-    room: where the tensors are; empty.
+    memory: where the tensors are; empty.
     Raises ValueError if the engine has no such model.
     """
 
-    def __init__(self, model: str, models: Mapping[str, RunningModel], room: Room) -> None:
+    def __init__(self, model: str, models: Mapping[str, RunningModel], memory: ReceiveMemory) -> None:
         if model not in models:
             raise ValueError(f"this engine has no {model} whose weights could be loaded")
         self.model = model
         self.num_bytes = 0
-        self._models, self._room = models, room
+        self._models, self._memory = models, memory
         self._tensors: dict[str, dict[str, Tensor | HostTensor]] = {}
         self._missing: dict[str, tuple[str, ...]] = {}
 
@@ -58,7 +58,7 @@ class Staging:
     def add(self, tensor: Announced, received: Tensor) -> None:
         """Store a tensor that has been checked. received: its bytes. Raises ValueError for NaN and infinity."""
         self.num_bytes += tensor.num_bytes
-        own = self._room.take(tensor.shape, tensor.dtype)
+        own = self._memory.take(tensor.shape, tensor.dtype)
         stored: Tensor | HostTensor
         if own is None:
             seen = received.clone().view(tensor.dtype).view(tensor.shape)  # a copy, since views need alignment
@@ -74,7 +74,7 @@ class Staging:
     def read(self, model: str) -> Iterable[CheckpointTensor]:
         """Yield a model's tensors, on the device if they fit."""
         for name, stored in self._tensors[model].items():
-            tensor = stored.on(self._room.device) if isinstance(stored, HostTensor) else stored
+            tensor = stored.on(self._memory.device) if isinstance(stored, HostTensor) else stored
             yield CheckpointTensor(name, tensor, _SOURCE)
 
     def missing(self, model: str) -> tuple[str, ...]:

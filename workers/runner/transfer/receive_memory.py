@@ -48,8 +48,8 @@ class HostTensor:
         return whole
 
 
-class Room:
-    """A rank's memory for one session after another.
+class ReceiveMemory:
+    """A rank's memory for the tensors that it receives, in one transfer session after another.
 
     device: of the running weights.
     """
@@ -79,6 +79,7 @@ class Room:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
         """Return uninitialised memory on the device, in `own_stream`; None if it has no room."""
         num_bytes = math.prod(shape) * dtype.itemsize
+        # torch keeps the memory of earlier sessions, which the driver therefore does not count as free
         if _free_bytes(self.device) + self._most - self._used <= num_bytes + SPARE_BYTES:
             return None
         self._used += num_bytes
