@@ -34,6 +34,8 @@ The rule:
     delta_round             triggers   tables and counts of slots,    kernels before the pass; the embedding, launched
                                        masks, prefix lengths          normally, is the fence
                                        the gates' weights             constant
+    delta_wide              triggers   as delta_round, and states     as delta_round. Launched normally if its replay is
+                                                                      the kernel just before
     delta_few_rows          triggers   as delta_round, and states     as delta_round
     delta_few_rows (CUDA)   triggers   as delta_step                  as delta_step
     delta_step              triggers   as delta_round, and states,    kernels before the pass; the embedding, launched

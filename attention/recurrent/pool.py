@@ -1,8 +1,8 @@
 """The recurrent states of one model on one rank, by slot, and `StateBatch`, the slots whose states the rows of a pass
 read and write."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,8 +10,16 @@ from torch import Tensor
 from aerie.attention.recurrent.layout import StateGroup
 from aerie.attention.recurrent.sizes import StateSizes
 from aerie.kernels.delta_rule.chunks import delta_rule_chunks
-from aerie.kernels.delta_rule.rounds import commit_rows, delta_rule_rounds
-from aerie.kernels.delta_rule.tables import ChunkTables, DeltaRows, DeltaState, DeltaWeights, LayerState, RoundTables
+from aerie.kernels.delta_rule.rounds import commit_rows, delta_rule_rounds, replay_rows
+from aerie.kernels.delta_rule.tables import (
+    AllWeights,
+    ChunkTables,
+    DeltaRows,
+    DeltaState,
+    DeltaWeights,
+    LayerState,
+    RoundTables,
+)
 from aerie.kernels.kv.batches import DecodeBatch, PrefillBatch
 
 
@@ -31,13 +39,16 @@ class StatePool:
         sizes: StateSizes,
         num_slots: int,
         device: torch.device,
+        weights: Mapping[int, DeltaWeights],
         saved_dtype: torch.dtype = torch.float32,
         deterministic: bool = False,
     ) -> None:
-        """saved_dtype: dtype of the states in snapshots.
+        """weights: by layer.
+        saved_dtype: dtype of the states in snapshots.
         deterministic: a row's result must depend on its path only (`RoundTables.fixed`)."""
         self.deterministic = deterministic
         self.groups = tuple(groups)
+        self._weights = tuple(AllWeights.of([weights[layer] for layer in group.layers]) for group in groups)
         self.saved_dtype = saved_dtype
         self.sizes = sizes
         self.device = device
@@ -106,6 +117,15 @@ class StatePool:
             for saved, own in ((state.saved_state, state.state), (state.saved_conv, state.conv)):
                 own.index_copy_(1, slots, saved.index_select(1, rows).to(own.dtype))
 
+    def replay(self, rounds: RoundTables) -> RoundTables:
+        """Replay the committed rows of a wide round in all layers, and return its tables for the layers. Other rounds
+        replay them in each layer."""
+        if not rounds.is_wide(self.sizes.path):
+            return rounds
+        for state, weights in zip(self.states, self._weights, strict=True):
+            replay_rows(state, weights, rounds)
+        return replace(rounds, replayed=True)
+
     def commit(self, slots: Tensor, path: Tensor, counts: Tensor) -> None:
         """Make the first counts [B] of the nodes path [B, D] int64 of each slot's last round its committed rows: see
         `commit_rows`."""
@@ -143,6 +163,10 @@ class StateBatch:
                 chunks.slots, chunks.qo_indptr, chunks.starts, saved_at, saved_row, pool.deterministic
             )
         return StateBatch(pool, 0 if decode is None else decode.num_rows, rounds, of_chunks)
+
+    def replay(self) -> "StateBatch":
+        """Return the batch for the layers; see `StatePool.replay`. Called once per pass, before its layers."""
+        return self if self.rounds is None else replace(self, rounds=self.pool.replay(self.rounds))
 
     def recur(self, layer: int, rows: DeltaRows, weights: DeltaWeights) -> Tensor:
         """Return the outputs [rows, value_heads * value_dim] of layer `layer` for all rows of the pass, and advance its

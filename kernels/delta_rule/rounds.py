@@ -1,6 +1,6 @@
 """The gated delta rule in a round: replays the committed rows, then computes each request's new rows
-(`delta_rule_rounds`). After the pass `commit_rows` makes the accepted rows of all layers the committed rows, which the
-next round replays."""
+(`delta_rule_rounds`). In wide rounds `replay_rows` replays the committed rows of all layers at once, before the layers.
+After the pass `commit_rows` makes the accepted rows of all layers the committed rows, which the next round replays."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from aerie.kernels.delta_rule.tables import (
     FEW_ROWS,
     HISTORY,
     KERNEL_LIMITS,
+    MAX_TILE_ROWS,
     TAPS,
+    AllWeights,
     DeltaRows,
     DeltaState,
     DeltaWeights,
@@ -24,8 +26,8 @@ from aerie.kernels.delta_rule.tables import (
 from aerie.kernels.operation import Implementation, on_gpu, operation
 
 
-def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) -> bool:
-    return fits_kernels(kept)
+def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
+    return fits_kernels(kept) and kept.committed.shape[1] + tables.mask.shape[1] <= MAX_TILE_ROWS
 
 
 def _is_fixed(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
@@ -34,6 +36,10 @@ def _is_fixed(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: 
 
 def _is_step(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
     return fits_kernels(kept) and tables.mask.shape[1] == 1
+
+
+def _is_wide(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
+    return fits_kernels(kept) and tables.is_wide(kept.committed.shape[1])
 
 
 def _are_few(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
@@ -63,6 +69,7 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Rou
     assert tables.prefix_len.is_contiguous()
     assert tables.snapshot_at.dtype == torch.int32 and tables.snapshot_entry.dtype == torch.int64
     assert kept.pending.is_contiguous() and kept.committed.is_contiguous() and kept.count.dtype == torch.int32
+    assert not tables.replayed or tables.is_wide(kept.committed.shape[1])
 
 
 @operation(
@@ -81,6 +88,13 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Rou
         f"R = 1; {KERNEL_LIMITS}",
     ),
     Implementation(
+        "triton, wide",
+        "aerie.kernels.delta_rule.wide_rounds_triton:delta_rule_rounds",
+        on_gpu,
+        _is_wide,
+        f"P + R > {MAX_TILE_ROWS}; {KERNEL_LIMITS}",
+    ),
+    Implementation(
         "cuda, few rows",
         "aerie.kernels.delta_rule.few_rows_cuda:delta_rule_rounds",
         lambda here: here.compiles_cuda,
@@ -94,7 +108,13 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Rou
         _are_few,
         f"R > 1; P + 2 R <= {FEW_ROWS}; dk = dv = 128; rows not float64",
     ),
-    Implementation("triton", "aerie.kernels.delta_rule.rounds_triton:delta_rule_rounds", on_gpu, _fits, KERNEL_LIMITS),
+    Implementation(
+        "triton",
+        "aerie.kernels.delta_rule.rounds_triton:delta_rule_rounds",
+        on_gpu,
+        _fits,
+        f"P + R <= {MAX_TILE_ROWS}; {KERNEL_LIMITS}",
+    ),
     contract=_check,
 )
 def delta_rule_rounds(
@@ -103,7 +123,8 @@ def delta_rule_rounds(
     """Compute the outputs of B requests of R rows each, and advance their states by the committed rows only.
 
     1. Replay: run the recurrence over a slot's `count` committed rows in float32, and write the new state. If it passes
-       `snapshot_at`, also write the state there to snapshot `snapshot_entry`, with the convolution's history.
+       `snapshot_at`, also write the state there to snapshot `snapshot_entry`, with the convolution's history. Not if
+       `tables.replayed`.
     2. New rows: each sees the replayed state, its ancestors and itself, as if the recurrence ran along its path. They
        do not change the state, and become the slot's pending rows.
 
@@ -117,7 +138,7 @@ def delta_rule_rounds(
     committed = kept.committed[tables.slots]
     seen = torch.cat((kept.conv[tables.slots], committed[..., : heads.channels]), 1)
 
-    state = _replay(weights, kept, tables, seen, committed, count)
+    state = kept.state[tables.slots] if tables.replayed else _replay(weights, kept, tables, seen, committed, count)
 
     request = torch.arange(batch, device=count.device).unsqueeze(1)
     before = seen[request, count.unsqueeze(1) + torch.arange(HISTORY, device=count.device)]
@@ -171,6 +192,42 @@ def nearest(ancestry: Tensor) -> Tensor:
     rows = torch.where(ancestry, HISTORY + column, -1)
     before = torch.arange(HISTORY, device=ancestry.device).expand(*rows.shape[:-1], HISTORY)
     return torch.cat((before, rows), -1).topk(TAPS, -1).values.flip(-1)
+
+
+def _fit_layers(kept: DeltaState, *_: object) -> bool:
+    return fits_kernels(kept.layer(0))
+
+
+def _check_replay(kept: DeltaState, weights: AllWeights, tables: RoundTables) -> None:
+    check_slots(tables.slots)
+    assert tables.slots.shape == tables.prefix_len.shape and tables.prefix_len.dtype == torch.int32
+    assert tables.prefix_len.is_contiguous() and weights.addresses.is_contiguous()
+    assert tables.snapshot_at.dtype == torch.int32 and tables.snapshot_entry.dtype == torch.int64
+    assert weights.addresses.shape == (kept.state.shape[0], 3) and weights.addresses.dtype == torch.int64
+    assert len(weights.layers) == kept.state.shape[0] and kept.count.dtype == torch.int32
+    assert kept.state.is_contiguous() and kept.conv.is_contiguous() and kept.committed.is_contiguous()
+    assert tables.is_wide(kept.committed.shape[2]) and not tables.replayed
+
+
+@operation(
+    Implementation(
+        "triton", "aerie.kernels.delta_rule.wide_rounds_triton:replay_rows", on_gpu, _fit_layers, KERNEL_LIMITS
+    ),
+    contract=_check_replay,
+)
+def replay_rows(kept: DeltaState, weights: AllWeights, tables: RoundTables) -> None:
+    """Carry out step 1 of `delta_rule_rounds` in all layers: replay the committed rows of the slots of a wide round.
+    Called once, before the layers, whose rounds then have `tables.replayed`. Counts, committed rows and `conv` do not
+    change until `commit_rows`.
+
+    kept     state and snapshots are written
+    """
+    count = kept.count[tables.slots].long()
+    for layer, own in enumerate(weights.layers):
+        of_layer = kept.layer(layer)
+        committed = of_layer.committed[tables.slots]
+        seen = torch.cat((of_layer.conv[tables.slots], committed[..., : kept.heads.channels]), 1)
+        _replay(own, of_layer, tables, seen, committed, count)
 
 
 def _check_commit(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:

@@ -1,13 +1,11 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""The kernel of `delta_rule_rounds`: one launch per layer, or two for wide rounds. A program computes one value head of
-one request, and reads and writes its state once. Programs of a launch are independent.
+"""The kernel of `delta_rule_rounds`: one launch per layer. A program computes one value head of one request, and reads
+and writes its state once. Programs are independent. Wide rounds: `wide_rounds_triton`.
 
 A program's tile has the slot's committed rows, then its new rows. A committed row sees earlier committed rows; a new
 row sees all committed rows, its ancestors and itself. One UT transform over the tile gives the outputs of the new rows,
-and what the committed rows add to the state. Products have float32 precision, so the state is that of the recurrence.
-
-A tile of more than MAX_TILE_ROWS rows would not fit in shared memory. Then one launch replays the committed rows, and a
-second one computes the new rows from the written state."""
+and what the committed rows add to the state. Products have float32 precision, so the state is that of the
+recurrence."""
 
 import triton
 import triton.language as tl
@@ -35,7 +33,7 @@ from aerie.kernels.pdl import pdl_wait
 
 
 @triton.jit
-def _convolved(column, own, oldest, older, newest, live, writes, weight_ptr, pending_ptr, C: tl.constexpr):
+def convolved_tile(column, own, oldest, older, newest, live, writes, weight_ptr, pending_ptr, C: tl.constexpr):
     """Return the convolved channels [n, d] of the tile, in the rows' dtype.
 
     column: [d].
@@ -65,7 +63,7 @@ def _delta_round(
     qkv_stride, z_stride, b_stride, a_stride, out_stride, scale_eps,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, R: tl.constexpr, SIGMOID: tl.constexpr,
-    REPLAYS: tl.constexpr, ANSWERS: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one value head of one request.
 
@@ -75,11 +73,9 @@ def _delta_round(
     WIDTH: new rows of a request. ROWS: of the tile. R: numbers of a row.
     HK, HV, DK, DV: heads and numbers of keys and values. PART: columns of the state at a time.
     SIGMOID: the gate of the output is a sigmoid; else SiLU.
-    REPLAYS: the tile has the committed rows. ANSWERS: it has the new rows.
     """
     KEYS: tl.constexpr = HK * DK
-    FIRST: tl.constexpr = PATH if REPLAYS else 0  # index of the first new row in the tile
-    USED: tl.constexpr = FIRST + (WIDTH if ANSWERS else 0)
+    USED: tl.constexpr = PATH + WIDTH
     C: tl.constexpr = 2 * KEYS + HV * DV
     h, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if PDL:
@@ -93,17 +89,15 @@ def _delta_round(
 
     # 1. Which rows each row sees.
     r, c = tl.arange(0, ROWS), tl.arange(0, ROWS)[None, :]
-    replayed = count if REPLAYS else 0
-    skipped = count - replayed
-    is_new = (r >= FIRST) & (r < USED)
-    live = is_new | (r < replayed)
-    mask = tl.load(mask_ptr + request * mask_stride + r - FIRST, mask=is_new, other=0)
-    among_new = (c >= FIRST) & (((mask[:, None] >> tl.maximum(c - FIRST, 0)) & 1) == 1)
-    sees = live[:, None] & ((c <= r[:, None]) & (c < replayed) | among_new)
+    is_new = (r >= PATH) & (r < USED)
+    live = is_new | (r < count)
+    mask = tl.load(mask_ptr + request * mask_stride + r - PATH, mask=is_new, other=0)
+    among_new = (c >= PATH) & (((mask[:, None] >> tl.maximum(c - PATH, 0)) & 1) == 1)
+    sees = live[:, None] & ((c <= r[:, None]) & (c < count) | among_new)
     above = sees & (c < r[:, None])
     newest, older, oldest = three_before(above, c)
     passed = tl.load(at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
-    due = REPLAYS & (passed >= 0) & (passed <= count)
+    due = (passed >= 0) & (passed <= count)
     entry = tl.load(entry_ptr + slot)
     a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_bias_ptr + h).to(tl.float32)
     if PDL:
@@ -112,12 +106,12 @@ def _delta_round(
     # 2. The tile's rows, and their products with each other.
     conv_ptr_of_slot, committed_ptr = conv_ptr + slot * (3 * C), committed_ptr + slot * (PATH * R)
     rows_ptr = qkv_ptr + request * WIDTH * qkv_stride
-    own = place(3 + r, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, FIRST, skipped)
-    newest = place(newest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, FIRST, skipped)
-    older = place(older, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, FIRST, skipped)
-    oldest = place(oldest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, FIRST, skipped)
-    row = request * WIDTH + r - FIRST
-    pending = pending_ptr + slot * (PENDING * R) + (r - FIRST) * R
+    own = place(3 + r, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    newest = place(newest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    older = place(older, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    oldest = place(oldest, conv_ptr_of_slot, committed_ptr, rows_ptr, qkv_stride, C, R, PATH)
+    row = request * WIDTH + r - PATH
+    pending = pending_ptr + slot * (PENDING * R) + (r - PATH) * R
     committed_gate = committed_ptr + r * R + C + h
     b = tl.load(tl.where(is_new, b_ptr + row * b_stride + h, committed_gate), mask=live, other=0.0)
     a = tl.load(tl.where(is_new, a_ptr + row * a_stride + h, committed_gate + HV), mask=live, other=0.0)
@@ -126,10 +120,8 @@ def _delta_round(
     g, beta = log_decay(a.to(tl.float32), a_log, dt_bias), sigmoid(b.to(tl.float32))
     key_head = h // (HV // HK)
     leads = is_new & (h == key_head * (HV // HK))  # one value head per key head stores the key head's channels
-    q = _convolved(key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C)
-    k = _convolved(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C)
-    if not REPLAYS:  # wide tiles: Triton's products of 64 bfloat16 rows are wrong on an H200
-        q, k = q.to(tl.float32), k.to(tl.float32)
+    q = convolved_tile(key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C)
+    k = convolved_tile(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C)
     k_scale = norm_factors(k)
     decay = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
     since = tl.minimum(decay[:, None] - decay[None, :], 0.0)  # as in `formulas.block`
@@ -139,15 +131,15 @@ def _delta_round(
     scores = dot(q, keys) * between
     inverse = inverse_of_unit_triangle(system, ROWS, USED, PRECISION)
     of_state = tl.exp(decay)[:, None]
-    all_decay = tl.sum(tl.where(r < replayed, g, 0.0), 0)
-    adds = tl.where(r < replayed, tl.exp(all_decay - decay) * k_scale, 0.0)[:, None]
+    all_decay = tl.sum(tl.where(r < count, g, 0.0), 0)
+    adds = tl.where(r < count, tl.exp(all_decay - decay) * k_scale, 0.0)[:, None]
 
     # 3. The state, some of its columns at a time.
     PARTS: tl.constexpr = DV // PART
     o = tl.zeros((ROWS, PARTS, PART), tl.float32)
     for part in range(PARTS):
         v_column = 2 * KEYS + h * DV + part * PART + e
-        v = _convolved(v_column, own, oldest, older, newest, live, is_new, weight_ptr, pending, C)
+        v = convolved_tile(v_column, own, oldest, older, newest, live, is_new, weight_ptr, pending, C)
         state = tl.load(own_state_ptr + of_part + part * PART)
         of_k, of_q = product_with_rows(k, q, state)
         wanted = beta[:, None] * (v.to(tl.float32) - of_state * k_scale[:, None] * of_k)
@@ -160,7 +152,7 @@ def _delta_round(
             kept = tl.exp(until) * state + exact_product(keys, some * added)
             tl.store(saved_state_ptr + entry * (HV * DK * DV) + of_part + part * PART, kept)
             keep_history(saved_conv_ptr + entry * (3 * C), passed, v_column, conv_ptr_of_slot, committed_ptr, C, R)
-        if replayed > 0:
+        if count > 0:
             state = tl.exp(all_decay) * state + exact_product(keys, adds * added)
             tl.store(own_state_ptr + of_part + part * PART, state)
     if due & (h == key_head * (HV // HK)):
@@ -169,32 +161,21 @@ def _delta_round(
             keep_history(saved_conv_ptr + entry * (3 * C), passed, column, conv_ptr_of_slot, committed_ptr, C, R)
 
     # 4. The gated norm.
-    if ANSWERS:
-        o = tl.reshape(o, (ROWS, DV)) * norm_factors(q)[:, None] * DK**-0.5
-        f = h * DV + tl.arange(0, DV)
-        z = tl.load(z_ptr + row[:, None] * z_stride + f[None, :], mask=is_new[:, None], other=0.0)
-        norm = tl.load(norm_ptr + tl.arange(0, DV)).to(tl.float32)
-        o *= tl.rsqrt(tl.sum(o * o, 1) / DV + scale_eps)[:, None] * norm[None, :] * gate(z.to(tl.float32), SIGMOID)
-        at = out_ptr + row[:, None] * out_stride + f[None, :]
-        tl.store(at, o.to(out_ptr.dtype.element_ty), mask=is_new[:, None])
+    o = tl.reshape(o, (ROWS, DV)) * norm_factors(q)[:, None] * DK**-0.5
+    f = h * DV + tl.arange(0, DV)
+    z = tl.load(z_ptr + row[:, None] * z_stride + f[None, :], mask=is_new[:, None], other=0.0)
+    norm = tl.load(norm_ptr + tl.arange(0, DV)).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / DV + scale_eps)[:, None] * norm[None, :] * gate(z.to(tl.float32), SIGMOID)
+    at = out_ptr + row[:, None] * out_stride + f[None, :]
+    tl.store(at, o.to(out_ptr.dtype.element_ty), mask=is_new[:, None])
 
 
 FEW_PROGRAMS = 512  # about four per multiprocessor
-# Limit for a tile with committed and new rows. With keys and values of 128 in float32, a tile of 64 rows needs 256 KB
-# of shared memory (227 exist), and 192 KB without committed rows (`tests.kernels.delta_rule.test_delta_compile`).
-MAX_TILE_ROWS = 32
 
 
 def round_rows(width: int, path: int) -> int:
     """Return the rows of a tile that has `width` new and `path` committed rows."""
     return max(16, int(triton.next_power_of_2(path + width)))
-
-
-def round_launches(width: int, path: int) -> tuple[tuple[int, bool, bool], ...]:
-    """Return the launches of a round: rows of the tile, whether it has committed rows, and whether it has new rows."""
-    if (rows := round_rows(width, path)) <= MAX_TILE_ROWS:
-        return ((rows, True, True),)
-    return (round_rows(0, path), True, False), (round_rows(width, 0), False, True)
 
 
 def round_tiles(rows: int, value_dim: int, programs: int) -> tuple[int, int]:
@@ -212,19 +193,17 @@ def delta_rule_rounds(
     """`aerie.kernels.delta_rule.rounds.delta_rule_rounds`."""
     heads, (batch, width) = kept.heads, tables.mask.shape
     path = kept.committed.shape[1]
-    for tile, replays, answers in round_launches(width, path):
-        part, warps = round_tiles(tile, heads.value_dim, heads.value_heads * batch)
-        _delta_round[(heads.value_heads, batch)](
-            rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
-            kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
-            tables.slots, tables.prefix_len, tables.mask, tables.snapshot_at, tables.snapshot_entry,
-            tables.mask.stride(0),
-            rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0), out.stride(0), weights.eps,
-            WIDTH=width, ROWS=tile, PENDING=kept.pending.shape[1], PATH=path, HK=heads.key_heads,
-            HV=heads.value_heads, DK=heads.key_dim, DV=heads.value_dim, PART=part, R=heads.row_size,
-            SIGMOID=weights.sigmoid, REPLAYS=replays, ANSWERS=answers, num_warps=warps, num_stages=1,
-            **pdl_wait(out.device),
-        )  # fmt: skip
+    tile = round_rows(width, path)
+    part, warps = round_tiles(tile, heads.value_dim, heads.value_heads * batch)
+    _delta_round[(heads.value_heads, batch)](
+        rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
+        kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
+        tables.slots, tables.prefix_len, tables.mask, tables.snapshot_at, tables.snapshot_entry, tables.mask.stride(0),
+        rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0), out.stride(0), weights.eps,
+        WIDTH=width, ROWS=tile, PENDING=kept.pending.shape[1], PATH=path, HK=heads.key_heads,
+        HV=heads.value_heads, DK=heads.key_dim, DV=heads.value_dim, PART=part, R=heads.row_size,
+        SIGMOID=weights.sigmoid, num_warps=warps, num_stages=1, **pdl_wait(out.device),
+    )  # fmt: skip
 
 
 BLOCK = 512  # numbers of a row per program

@@ -5,15 +5,19 @@ is a token's input of a layer's recurrence: its C channels, then b [Hv] and a [H
 `row_size`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from aerie.kernels.capability import MULTIPROCESSORS
+
 TAPS = 4  # taps of the convolution
 HISTORY = TAPS - 1  # earlier tokens that a token's convolution reads
 MAX_ROWS = 63  # maximum rows of a request in a round; masks are int64, not negative
 _ROW_ALIGNMENT = 16  # numbers; aligns rows for vector loads
+TICKETS = MULTIPROCESSORS  # programs share a head only where each has a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class LayerState:
     saved_state: Tensor
     saved_conv: Tensor
     count: Tensor
+    tickets: Tensor
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class DeltaState:
     saved_state: [L, N, Hv, dk, dv] float32 or bfloat16, snapshots of `state`.
     saved_conv:  [L, N, 3, C], of `conv`.
     count:     [S + 1] int32, committed rows of each slot, for all layers; always 0 for the padding slot.
+    tickets:   [TICKETS] int32, zero between launches: programs of a wide round that have finished their part of a head.
 
     Invariant between steps: `state` of slot s is that after seq_len[s] - count[s] tokens; the tokens after it are
     committed[:, s, :count[s]]. When a request enters a slot, the slot's count is 0.
@@ -83,6 +89,7 @@ class DeltaState:
     saved_state: Tensor
     saved_conv: Tensor
     count: Tensor
+    tickets: Tensor
 
     @staticmethod
     def zeros(
@@ -109,7 +116,8 @@ class DeltaState:
             name: torch.zeros((layers, *size), dtype=dtypes.get(name, dtype), device=device)
             for name, size in sizes.items()
         }
-        return DeltaState(heads, **tensors, count=torch.zeros(slots + 1, dtype=torch.int32, device=device))
+        count, tickets = (torch.zeros(size, dtype=torch.int32, device=device) for size in (slots + 1, TICKETS))
+        return DeltaState(heads, **tensors, count=count, tickets=tickets)
 
     @property
     def padding_slot(self) -> int:
@@ -118,13 +126,17 @@ class DeltaState:
     def layer(self, index: int) -> LayerState:
         """Return views of one layer."""
         names = ("state", "conv", "pending", "committed", "saved_state", "saved_conv")
-        return LayerState(self.heads, **{name: getattr(self, name)[index] for name in names}, count=self.count)
+        own = {name: getattr(self, name)[index] for name in names}
+        return LayerState(self.heads, **own, count=self.count, tickets=self.tickets)
 
 
 KERNEL_DIMS = (16, 32, 64, 128)  # dk and dv
 KERNEL_LIMITS = "dk and dv powers of 2 from 16 to 128; rows not float64"
 FEW_ROWS = 16  # rows of a tile (committed keys, new keys, queries): one tensor-core operand
 FEW_CUDA_ROWS = 24  # the same for the CUDA C++ kernel: 48 KB of shared memory
+# Limit for a tile with committed and new rows. With keys and values of 128 in float32, a tile of 64 rows needs 256 KB
+# of shared memory (227 exist), and 192 KB without committed rows (`tests.kernels.delta_rule.test_delta_compile`).
+MAX_TILE_ROWS = 32
 
 
 def fits_kernels(kept: LayerState) -> bool:
@@ -164,6 +176,23 @@ class DeltaWeights:
 
 
 @dataclass(frozen=True)
+class AllWeights:
+    """The weights of the L layers of a `DeltaState`.
+
+    addresses: [L, 3] int64, of each layer's conv, a_log and dt_bias.
+    """
+
+    layers: tuple[DeltaWeights, ...]
+    addresses: Tensor
+
+    @staticmethod
+    def of(layers: Sequence[DeltaWeights]) -> "AllWeights":
+        """Weights may change in place later, but not move."""
+        addresses = [[each.data_ptr() for each in (own.conv, own.a_log, own.dt_bias)] for own in layers]
+        return AllWeights(tuple(layers), torch.tensor(addresses, dtype=torch.int64, device=layers[0].conv.device))
+
+
+@dataclass(frozen=True)
 class DeltaRows:
     """Projections of N rows in the model's dtype, last stride 1; views of one GEMM's output, or separate tensors.
 
@@ -195,6 +224,7 @@ class RoundTables:
     snapshot_at:  [S + 1] int32, by slot: number of tokens after which the state is saved; -1 for none.
     snapshot_entry: [S + 1] int64, by slot: index of that snapshot.
     fixed:        a row's result must depend on its path only, bit for bit, in rounds and in chunks.
+    replayed:     `replay_rows` has replayed the committed rows in this pass; only if `is_wide`.
     """
 
     slots: Tensor
@@ -203,6 +233,13 @@ class RoundTables:
     snapshot_at: Tensor
     snapshot_entry: Tensor
     fixed: bool = False
+    replayed: bool = False
+
+    def is_wide(self, path: int) -> bool:
+        """Whether the rows and `path` committed ones exceed a tile, so that `replay_rows` may replay the committed rows
+        of all layers at once."""
+        width = self.mask.shape[1]
+        return not self.fixed and width > 1 and width + path > MAX_TILE_ROWS
 
 
 @dataclass(frozen=True)

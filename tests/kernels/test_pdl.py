@@ -54,7 +54,7 @@ from tests.kernels.attend.test_triton_compile import (  # noqa: E402
     path_constants,
     rope_constants,
 )
-from tests.kernels.delta_rule.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP
+from tests.kernels.delta_rule.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP, DELTA_WIDE
 from tests.kernels.lora.test_lora_compile import POINTERS as LORA  # noqa: E402
 from tests.kernels.lora.test_lora_compile import constants as lora_constants  # noqa: E402
 from tests.kernels.products.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
@@ -130,6 +130,11 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         False,
         {"slots_ptr", "count_ptr", "mask_ptr", "mask_stride", "prefix_ptr", "at_ptr", "entry_ptr"}
         | {"a_log_ptr", "dt_bias_ptr"},
+    ),
+    "delta_wide": (
+        *DELTA_WIDE,
+        False,
+        {"slots_ptr", "count_ptr", "mask_ptr", "mask_stride", "a_log_ptr", "dt_bias_ptr", "state_ptr"},
     ),
     "delta_few_rows": (
         *DELTA_FEW_ROWS,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from aerie.attention.config import CacheConfig
+from aerie.kernels.delta_rule import tables
 from aerie.kernels.delta_rule.formulas import advanced, convolved, gates, heads_of
 from aerie.kernels.delta_rule.tables import TAPS, LayerState
 from aerie.speculative.build import EngineSpec, local_engine
@@ -91,12 +92,17 @@ def plain(hybrid: Pair) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings of an engine. few_pages: too few for all requests, so that some are preempted."""
+    """Settings of an engine.
+
+    few_pages: too few for all requests, so that some are preempted.
+    wide: rounds of trees are wide, and replay all layers at once.
+    """
 
     draft: str
     page_size: int
     chunk: int
     few_pages: bool
+    wide: bool
     tensor_parallel: int = 1
 
     def spec(self, pair: Pair) -> EngineSpec:
@@ -123,7 +129,9 @@ def check_run(served: Served, setting: Setting, rng: Random, seen: Seen, count: 
     """Requests that end have the answers of plain decoding; now and then the state of each slot is the recurrence over
     its tokens."""
     steps = itertools.count(1)
-    with local_engine(setting.spec(served.pair)) as engine:
+    with pytest.MonkeyPatch.context() as patched, local_engine(setting.spec(served.pair)) as engine:
+        if setting.wide:
+            patched.setattr(tables, "MAX_TILE_ROWS", 8)
 
         def compare() -> None:
             if setting.tensor_parallel == 1 and next(steps) % 16 == 12:
@@ -141,7 +149,8 @@ def settings(seed: int, count: int, tensor_parallel: int = 1) -> Iterator[tuple[
     rng, pages, chunks = Random(seed), (4, 1, 16, 64, 2, 8, 32), (3, 16, 1, 64, 7)
     for i in range(seed, seed + count):
         draft, chunk = DRAFTS[i % len(DRAFTS)], chunks[i % len(chunks)]
-        setting = Setting(draft, pages[i % len(pages)], chunk, (i - seed) % 2 == 0, tensor_parallel)
+        few_pages, wide = (i - seed) % 2 == 0, (i - seed) % 3 < 2
+        setting = Setting(draft, pages[i % len(pages)], chunk, few_pages, wide, tensor_parallel)
         yield setting, Random(rng.random())
 
 

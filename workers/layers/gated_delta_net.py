@@ -29,6 +29,11 @@ def heads_of_rank(heads: DeltaHeads, tensor_parallel: int) -> DeltaHeads:
     )
 
 
+def recurrent_weights(model: nn.Module) -> dict[int, DeltaWeights]:
+    """Return the recurrences' weights by layer index in the state pool."""
+    return {each.layer: each.core.weights for each in model.modules() if isinstance(each, GatedDeltaNet)}
+
+
 class GatedDeltaNet(AttentionLayer):
     """layer: index in the state pool.
     heads: heads of the model; the attribute is this rank's.

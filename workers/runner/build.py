@@ -21,6 +21,7 @@ from aerie.workers.device import make_current, resolve_device
 from aerie.workers.distributed.tp_group import TPGroup, join_tp_group
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.layers.attention import kv_scales, warn_of_missing
+from aerie.workers.layers.gated_delta_net import recurrent_weights
 from aerie.workers.models.decoder import TargetModel
 from aerie.workers.models.loading import allocate_target, load_target, weight_names
 from aerie.workers.quantization.kv_scheme import kv_dtype
@@ -223,7 +224,7 @@ def load_parts(
     )
     recurrent = engine.target.state_groups(group.size, engine.dtype)
     with must_fit(f"the states of {layout.scheduler.num_slots} requests", "lower scheduler.max_running"):
-        sizes = layout.state_sizes, layout.scheduler.num_slots, device
+        sizes = layout.state_sizes, layout.scheduler.num_slots, device, recurrent_weights(model)
         states = StatePool(recurrent, *sizes, saved_dtype(layout.cache), deterministic) if recurrent else None
     names = weight_names(engine.target, name)
     adapters = None

@@ -69,7 +69,7 @@ class TargetRunner(ModelRunner[TargetModel]):
         if adapted:
             context = replace(context, adapted=True)
         if self.states is not None:
-            context = replace(context, states=StateBatch.of(self.states, decode, chunks))
+            context = replace(context, states=StateBatch.of(self.states, decode, chunks).replay())
         if chunks is None or every_row:
             return self._run(ids, context)
         ends = context.num_decode_rows + chunks.last_row_indices

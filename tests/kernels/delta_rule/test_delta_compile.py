@@ -10,8 +10,15 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
 from aerie.kernels.capability import MULTIPROCESSORS  # noqa: E402
-from aerie.kernels.delta_rule import chunks_triton, few_rows_triton, recurrence_triton, rounds_triton, step_triton
-from aerie.kernels.delta_rule.tables import FEW_ROWS, MAX_ROWS, DeltaHeads  # noqa: E402
+from aerie.kernels.delta_rule import (  # noqa: E402
+    chunks_triton,
+    few_rows_triton,
+    recurrence_triton,
+    rounds_triton,
+    step_triton,
+    wide_rounds_triton,
+)
+from aerie.kernels.delta_rule.tables import FEW_ROWS, MAX_ROWS, MAX_TILE_ROWS, DeltaHeads  # noqa: E402
 from tests.kernels.attend.test_triton_compile import SHARED_PER_SM, built, compiled, shared_bytes  # noqa: E402
 from tests.kernels.ops.delta_rule_cases import PATH, QWEN, SMALL  # noqa: E402
 
@@ -34,14 +41,25 @@ def round_constants(width: int, path: int, programs: int = 48, heads: DeltaHeads
     return sizes | {
         "PART": rounds_triton.round_tiles(tile, heads.value_dim, programs)[0],
         "SIGMOID": False,
-        "REPLAYS": True,
-        "ANSWERS": True,
         "PDL": True,
     }
 
 
 DELTA_ROUND = (rounds_triton._delta_round, POINTERS, round_constants(4, 4))
-_OF_TILES = ("WIDTH", "ROWS", "PART", "REPLAYS", "ANSWERS")
+_OF_TILES = ("WIDTH", "ROWS", "PART")
+
+
+def wide_constants(width: int, path: int, programs: int = 48, heads: DeltaHeads = HEADS) -> dict[str, Any]:
+    splits, part, _ = wide_rounds_triton.wide_tiles(width, heads.value_dim, programs)
+    own = {"ROWS": rounds_triton.round_rows(width, 0), "SPLITS": splits, "PART": part}
+    return round_constants(width, path, heads=heads) | own
+
+
+DELTA_WIDE = (
+    wide_rounds_triton._delta_wide,
+    POINTERS | {"o_ptr": "fp32", "addresses_ptr": "i64"},
+    wide_constants(32, 8),
+)
 DELTA_STEP = (
     step_triton._delta_step,
     POINTERS,
@@ -52,8 +70,7 @@ DELTA_STEP = (
 def few_row_constants(programs: int) -> dict[str, Any]:
     """For 4 rows after at most 4."""
     tiles = few_rows_triton.few_row_tiles(HEADS.value_dim, programs)
-    constants = round_constants(4, 4) | {"ROWS": FEW_ROWS, "PART": tiles.part, "EARLY": tiles.early}
-    return {name: value for name, value in constants.items() if name not in ("REPLAYS", "ANSWERS")}
+    return round_constants(4, 4) | {"ROWS": FEW_ROWS, "PART": tiles.part, "EARLY": tiles.early}
 
 
 DELTA_FEW_ROWS = (few_rows_triton._delta_few_rows, POINTERS, few_row_constants(48))  # reads the most early
@@ -86,34 +103,56 @@ def test_rounds_fit_hopper(width: int, path: int, programs: int, tmp_path: Path)
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # the state's
 
 
-Launch = tuple[int, bool, bool]
+@pytest.mark.parametrize("programs", [48, pytest.param(768, marks=pytest.mark.slow)])
+def test_wide_rounds_fit_hopper(programs: int, tmp_path: Path) -> None:
+    kernel, pointers, _ = DELTA_WIDE
+    _, _, warps = wide_rounds_triton.wide_tiles(32, HEADS.value_dim, programs)
+    spills, shared, ptx = compiled(kernel, tmp_path, pointers, wide_constants(32, 8, programs), warps, 1)
+    assert spills <= (64 if programs == 48 else 256)
+    assert 2 * shared <= SHARED_PER_SM
+    assert "ld.global.v4.b32" in ptx  # the state's
 
 
-def widest(path: int) -> dict[Launch, int]:
-    """The kinds of launch of rounds of 1 to MAX_ROWS rows, and the widest round of each. Equal launches differ in
-    numbers alone, not in the shapes of their tiles."""
-    return {
-        launch: width
-        for width in range(1, MAX_ROWS + 1)
-        for launch in rounds_triton.round_launches(width, min(path, width))
-    }
+def test_the_replay_fits_hopper(tmp_path: Path) -> None:
+    """Three programs on a multiprocessor, so that enough loads are under way."""
+    kernel, warps = wide_rounds_triton._replay, wide_rounds_triton.REPLAY_WARPS
+    own = {"PART": wide_rounds_triton.REPLAY_PART, "weight_ptr": None, "a_log_ptr": None, "dt_bias_ptr": None}
+    constants = {name: value for name, value in round_constants(32, 8).items() if name in kernel.arg_names} | own
+    registers = REGISTERS_PER_SM // (3 * 32 * warps) // 8 * 8
+    spills, shared, ptx = compiled(kernel, tmp_path, DELTA_WIDE[1], constants, warps, 1, maxnreg=registers)
+    assert spills == 0
+    assert 3 * shared <= SHARED_PER_SM
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx  # the state's
 
 
-def shared_of(launch: Launch, width: int, path: int, heads: DeltaHeads, itemsize: int) -> int:
-    rows, replays, answers = launch
-    part, warps = rounds_triton.round_tiles(rows, heads.value_dim, heads.value_heads)
-    own = {"ROWS": rows, "PART": part, "REPLAYS": replays, "ANSWERS": answers}
-    pointers = POINTERS if itemsize == 2 else {name: "fp32" if of == "bf16" else of for name, of in POINTERS.items()}
-    constants = round_constants(width, min(path, width), heads=heads) | own
-    return shared_bytes(rounds_triton._delta_round, pointers, constants, warps, 1)
+def widest(path: int) -> dict[tuple[int, bool], int]:
+    """The tiles of rounds of 2 to MAX_ROWS rows, and whether the round is wide, and the widest round of each. Equal
+    tiles differ in numbers alone, not in shapes."""
+    found = {}
+    for width in range(2, MAX_ROWS + 1):
+        is_wide = width + min(path, width) > MAX_TILE_ROWS
+        found[rounds_triton.round_rows(width, 0 if is_wide else min(path, width)), is_wide] = width
+    return found
+
+
+def shared_of(rows: int, is_wide: bool, width: int, path: int, heads: DeltaHeads, itemsize: int) -> int:
+    path, programs = min(path, width), heads.value_heads
+    if is_wide:
+        kernel, of_tile = wide_rounds_triton._delta_wide, wide_constants(width, path, programs, heads)
+        warps = wide_rounds_triton.wide_tiles(width, heads.value_dim, programs)[2]
+    else:
+        kernel = rounds_triton._delta_round
+        part, warps = rounds_triton.round_tiles(rows, heads.value_dim, programs)
+        of_tile = round_constants(width, path, heads=heads) | {"PART": part}
+    pointers = DELTA_WIDE[1]
+    if itemsize == 4:
+        pointers = {name: "fp32" if of == "bf16" else of for name, of in pointers.items()}
+    return shared_bytes(kernel, pointers, of_tile, warps, 1)
 
 
 def test_the_widest_round_has_its_shared_memory() -> None:
     """A tile of its 126 rows takes 288 KB."""
-    first, second = rounds_triton.round_launches(MAX_ROWS, MAX_ROWS)
-    assert first == (64, True, False) and second == (64, False, True)
-    for launch in (first, second):
-        assert shared_of(launch, MAX_ROWS, MAX_ROWS, QWEN, 2) <= SHARED_PER_SM
+    assert shared_of(64, True, MAX_ROWS, MAX_ROWS, QWEN, 2) <= SHARED_PER_SM
 
 
 @pytest.mark.slow
@@ -121,8 +160,8 @@ def test_the_widest_round_has_its_shared_memory() -> None:
 @pytest.mark.parametrize("heads", [QWEN, SMALL], ids=["128x128", "16x16"])
 @pytest.mark.parametrize("path", [PATH, MAX_ROWS])
 def test_rounds_of_every_width_have_their_shared_memory(path: int, heads: DeltaHeads, itemsize: int) -> None:
-    for launch, width in widest(path).items():
-        assert shared_of(launch, width, path, heads, itemsize) <= SHARED_PER_SM, (launch, width)
+    for (rows, is_wide), width in widest(path).items():
+        assert shared_of(rows, is_wide, width, path, heads, itemsize) <= SHARED_PER_SM, (rows, is_wide, width)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels need triton, which is not installed here")
 
-from aerie.kernels.delta_rule import chunks_triton, rounds_triton  # noqa: E402
+from aerie.kernels.delta_rule import chunks_triton, tables  # noqa: E402
 from aerie.kernels.delta_rule.chunks import delta_rule_chunks, scratch_bytes  # noqa: E402
 from aerie.kernels.delta_rule.rounds import delta_rule_rounds  # noqa: E402
 from aerie.kernels.delta_rule.tables import DeltaHeads, DeltaRows, RoundTables  # noqa: E402
@@ -32,14 +32,18 @@ def _kernels() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("most_rows", slow(8, 64) if INTERPRETED else [8, 64], ids=["two launches", "one launch"])
+WAYS = {"one launch": (64, False), "two launches": (8, False), "replayed before the layers": (8, True)}
+
+
+@pytest.mark.parametrize("way", slow(*WAYS) if INTERPRETED else WAYS)
 @pytest.mark.parametrize("seed", range(1 if INTERPRETED else 20))
-def test_lives_of_slots_are_the_recurrence(seed: int, most_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, within 2e-4 of the largest number: the last norm enlarges small outputs' rounding by up to 100.
-    most_rows: of a tile with committed and new rows; with more, rounds take two launches."""
-    monkeypatch.setattr(rounds_triton, "MAX_TILE_ROWS", most_rows)
+def test_lives_of_slots_are_the_recurrence(seed: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, within 2e-4 of the largest number: the last norm enlarges small outputs' rounding by up to 100. More
+    rows than fit in a tile take two launches, of which the first may replay all layers."""
+    most_rows, ahead = WAYS[way]
+    monkeypatch.setattr(tables, "MAX_TILE_ROWS", most_rows)
     rng = random.Random(seed)
-    lives = DeltaLives(HEADS, torch.float32, rng, 2e-4, DEVICE)
+    lives = DeltaLives(HEADS, torch.float32, rng, 2e-4, DEVICE, ahead=ahead)
     lives.run_chunks([(0, 70 if not INTERPRETED else 66), (1, 2)], 3)
     lives.run_chunks([(0, 0), (1, 65 if not INTERPRETED else 5)])
     for width in (5, 1, 8):
@@ -50,10 +54,10 @@ def test_lives_of_slots_are_the_recurrence(seed: int, most_rows: int, monkeypatc
 
 
 def _run_alone(arguments: tuple[Any, ...], request: int, width: int) -> Tensor:
-    rows, weights, kept, tables, out = arguments
+    rows, weights, kept, together, out = arguments
     one, mine = slice(request, request + 1), slice(request * width, (request + 1) * width)
     alone = RoundTables(
-        tables.slots[one], tables.prefix_len[one], tables.mask[one], tables.snapshot_at, tables.snapshot_entry
+        together.slots[one], together.prefix_len[one], together.mask[one], together.snapshot_at, together.snapshot_entry
     )
     delta_rule_rounds(rows.part(mine.start, mine.stop), weights, kept, alone, out[mine])
     return out[mine]
@@ -97,28 +101,28 @@ def test_a_start_compiles_chunks_for_any_number_of_them(monkeypatch: pytest.Monk
     kernels = {name: Recorded() for name in ("_convolve", "_solve", "_advance", "_finish")}
     for name, kernel in kernels.items():
         monkeypatch.setattr(chunks_triton, name, kernel)
-    rows, weights, kept, tables, out = chunk_arguments(SMALL, ((0, 3, 0),), 0, torch.bfloat16)(DEVICE)
+    rows, weights, kept, one, out = chunk_arguments(SMALL, ((0, 3, 0),), 0, torch.bfloat16)(DEVICE)
     for counts, variants in ((range(1, 9), 1), (range(9, 65), 2)):
         for count in counts:
-            chunks = replace(tables, slots=torch.zeros(count, dtype=torch.int64, device=DEVICE))
+            chunks = replace(one, slots=torch.zeros(count, dtype=torch.int64, device=DEVICE))
             chunks_triton.delta_rule_chunks(rows, weights, kept, chunks, out)
         assert [len(kernel.seen) for kernel in kernels.values()] == [variants] * 4
 
 
 def test_a_chunk_is_the_same_beside_others() -> None:
     chunks = RAGGED[0]
-    rows, weights, kept, tables, out = chunk_arguments(HEADS, chunks, 3, torch.bfloat16)(DEVICE)
-    delta_rule_chunks(rows, weights, kept, tables, out)
+    rows, weights, kept, all_chunks, out = chunk_arguments(HEADS, chunks, 3, torch.bfloat16)(DEVICE)
+    delta_rule_chunks(rows, weights, kept, all_chunks, out)
     other, _, kept_alone, _, out_alone = chunk_arguments(HEADS, chunks, 3, torch.bfloat16)(DEVICE)
     first, last = 2, 3
-    begin = int(tables.qo_indptr[first])
+    begin = int(all_chunks.qo_indptr[first])
     alone = replace(
-        tables,
-        slots=tables.slots[first:last],
-        qo_indptr=tables.qo_indptr[first : last + 1] - begin,
-        starts=tables.starts[first:last],
-        snapshot_at=tables.snapshot_at[first:last],
-        snapshot_entry=tables.snapshot_entry[first:last],
+        all_chunks,
+        slots=all_chunks.slots[first:last],
+        qo_indptr=all_chunks.qo_indptr[first : last + 1] - begin,
+        starts=all_chunks.starts[first:last],
+        snapshot_at=all_chunks.snapshot_at[first:last],
+        snapshot_entry=all_chunks.snapshot_entry[first:last],
     )
     mine: DeltaRows = other.part(begin, other.qkv.shape[0])
     delta_rule_chunks(mine, weights, kept_alone, alone, out_alone[begin:])

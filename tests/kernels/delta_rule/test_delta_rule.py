@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from aerie.kernels.delta_rule import tables
 from aerie.kernels.delta_rule.chunks import stops
 from aerie.kernels.delta_rule.formulas import advanced, block
 from aerie.kernels.delta_rule.tables import DeltaHeads
@@ -72,9 +73,17 @@ def test_a_snapshot_ends_a_block(count: int, border: int, expected: list[int]) -
 @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 1 << 30), heads=st.sampled_from([SMALL, DeltaHeads(1, 3, 8, 4), DeltaHeads(2, 2, 4, 8)]))
 def test_random_lives_are_the_recurrence(seed: int, heads: DeltaHeads) -> None:
-    """In float64, within 1e-10 of the largest number: chunks with snapshots, rounds of trees, any accepted path."""
+    """In float64, within 1e-10 of the largest number: chunks with snapshots, rounds of trees, any accepted path. Rounds
+    of three rows or more replay before the layers."""
     rng = random.Random(seed)
-    lives = DeltaLives(heads, torch.float64, rng, 1e-10)
+    lives = DeltaLives(heads, torch.float64, rng, 1e-10, ahead=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(tables, "MAX_TILE_ROWS", lives.path + 2)
+        live(lives, rng)
+
+
+def live(lives: DeltaLives, rng: random.Random) -> None:
+    """Six steps of prompts and rounds, and a last round."""
     for _ in range(6):
         if len(lives.lives) < 2 or rng.random() < 0.3:
             slots = rng.sample(range(lives.slots), 2)

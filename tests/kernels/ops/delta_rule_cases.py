@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from aerie.kernels.delta_rule.chunks import delta_rule_chunks
-from aerie.kernels.delta_rule.rounds import commit_rows, delta_rule_rounds
-from aerie.kernels.delta_rule.tables import ChunkTables, DeltaHeads, DeltaState, RoundTables
+from aerie.kernels.delta_rule.rounds import commit_rows, delta_rule_rounds, replay_rows
+from aerie.kernels.delta_rule.tables import AllWeights, ChunkTables, DeltaHeads, DeltaState, RoundTables
 from tests.kernels.ops.case import TYPES, Case
 from tests.support.kernels.delta_rule import RandomTree, random_rows, random_weights
 
 SLOTS, PATH = 4, 5
+COUNTS = [PATH, 0, 1, 3]  # committed rows of the slots
 SMALL = DeltaHeads(1, 2, 16, 16)
 GROUPS = (SMALL, DeltaHeads(2, 2, 16, 32), DeltaHeads(1, 3, 32, 16))
 QWEN = DeltaHeads(1, 3, 128, 128)
@@ -56,9 +57,10 @@ def round_arguments(
     dtype: torch.dtype,
     saved_dtype: torch.dtype = torch.float32,
     fixed: bool = False,
+    replayed: bool = False,
 ) -> Arguments:
     """counts of 0, 1, and a whole path; a snapshot before, amid and after the replayed rows."""
-    counts = [PATH, 0, 1, 3]
+    counts = COUNTS
 
     def arguments(device: torch.device) -> tuple[Any, ...]:
         rng = random.Random(width)
@@ -73,11 +75,23 @@ def round_arguments(
             at.to(device),
             entries.to(device),
             fixed,
+            replayed,
         )
         rows = random_rows(heads, len(batch) * width, dtype, device, width)
         kept = _kept(heads, width, counts, dtype, device, saved_dtype)
         out = _out(len(batch) * width, heads, dtype, device)
         return rows, random_weights(heads, dtype, device), kept.layer(1), tables, out
+
+    return arguments
+
+
+def replay_arguments(
+    heads: DeltaHeads, batch: tuple[int, ...], dtype: torch.dtype, saved_dtype: torch.dtype = torch.float32
+) -> Arguments:
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        of_round = round_arguments(heads, batch, 30, dtype, saved_dtype)(device)
+        weights = [random_weights(heads, dtype, device, seed) for seed in range(2)]
+        return _kept(heads, 30, COUNTS, dtype, device, saved_dtype), AllWeights.of(weights), of_round[3]
 
     return arguments
 
@@ -111,7 +125,7 @@ def chunk_arguments(
 
 
 def _commit(device: torch.device) -> tuple[Any, ...]:
-    kept = _kept(SMALL, 7, [PATH, 0, 1, 3], torch.bfloat16, device)
+    kept = _kept(SMALL, 7, COUNTS, torch.bfloat16, device)
     path = torch.tensor([[0, 2, 6], [0, 1, 0], [0, 0, 0], [0, 0, 0]], device=device)
     counts = torch.tensor([3, 2, 0, 1], dtype=torch.int32, device=device)
     return kept, torch.tensor([2, 0, 3, SLOTS], device=device), path, counts
@@ -136,8 +150,26 @@ CASES = (
             *((heads, torch.float32, BATCHES[1], 8, heads is GROUPS[1]) for heads in GROUPS[1:]),
             *((QWEN, torch.float32, BATCHES[0], width, False) for width in (3, 8)),  # few rows, several parts
             *((QWEN, torch.bfloat16, BATCHES[1], width, True) for width in (2, 3, 8, 9)),  # few rows in CUDA C++
-            *((SMALL, dtype, BATCHES[1], width, True) for dtype in TYPES for width in (16, 17, 60)),
+            *((SMALL, dtype, BATCHES[1], width, True) for dtype in TYPES for width in (16, 17, 32, 60)),
             *((QWEN, dtype, batch, width, True) for dtype in TYPES for batch in BATCHES for width in (1, 4, 16, 60)),
+        )
+    ),
+    *(
+        Case(delta_rule_rounds, f"replayed-{len(batch)}-{width}-{_name(heads, dtype)}",
+             round_arguments(heads, batch, width, dtype, replayed=True), (2, 4), tolerance=TOLERANCES[dtype], slow=slow)
+        for heads, dtype, batch, width, slow in (
+            (SMALL, torch.float32, BATCHES[1], 28, False),
+            (GROUPS[1], torch.bfloat16, BATCHES[1], 32, False),  # two programs per head
+            *((QWEN, dtype, batch, width, True) for dtype in TYPES for batch in BATCHES for width in (28, 32, 60)),
+        )
+    ),
+    *(
+        Case(replay_rows, f"{len(batch)}-{_name(heads, dtype)}-saved-{str(saved)[6:]}",
+             replay_arguments(heads, batch, dtype, saved), (0,), tolerance=TOLERANCES[dtype], slow=slow)
+        for heads, dtype, saved, batch, slow in (
+            (SMALL, torch.float32, torch.float32, BATCHES[1], False),
+            (GROUPS[2], torch.bfloat16, torch.bfloat16, BATCHES[1], False),
+            *((QWEN, dtype, torch.float32, BATCHES[1], True) for dtype in TYPES),
         )
     ),
     *(

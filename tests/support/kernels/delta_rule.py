@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from aerie.kernels.delta_rule.chunks import delta_rule_chunks
-from aerie.kernels.delta_rule.rounds import commit_rows, delta_rule_rounds
+from aerie.kernels.delta_rule.rounds import commit_rows, delta_rule_rounds, replay_rows
 from aerie.kernels.delta_rule.tables import (
+    AllWeights,
     ChunkTables,
     DeltaHeads,
     DeltaRows,
@@ -126,7 +127,10 @@ class RandomTree:
 @dataclass
 class DeltaLives:
     """`slots` slots of two layers, of which the second one is watched. Errors are relative to the largest number of
-    what is compared."""
+    what is compared.
+
+    ahead: wide rounds replay the committed rows of both layers before they compute their own.
+    """
 
     heads: DeltaHeads
     dtype: torch.dtype
@@ -137,6 +141,7 @@ class DeltaLives:
     snapshots: int = 2
     width: int = 8
     path: int = 4
+    ahead: bool = False
     lives: dict[int, Literal] = field(default_factory=dict)
     length: dict[int, int] = field(default_factory=dict)
     replayed: dict[int, list[Literal]] = field(default_factory=dict)  # before and after each committed row
@@ -213,6 +218,9 @@ class DeltaLives:
             at.int().to(self.device),
             entries.to(self.device),
         )
+        if self.ahead and tables.is_wide(self.path):
+            replay_rows(self.kept, AllWeights.of([self.weights] * 2), tables)
+            tables = replace(tables, replayed=True)
         delta_rule_rounds(rows, self.weights, self.layer, tables, out)
         assert out.isfinite().all()
         if slots and (back := self.length[slots[0]] - int(at[slots[0]])) < len(self.replayed[slots[0]]):

@@ -97,6 +97,7 @@ LIMITS: dict[tuple[str, str], Callable[[Sequence[Any]], Changes]] = {
     ("delta_rule_rounds", "as many rows as are pending at most"): lambda given: {
         2: replace(given[2], pending=given[2].pending[:, :0])
     },
+    ("delta_rule_rounds", "replayed only if wide"): lambda given: {3: replace(given[3], replayed=True)},
     ("expand_latents", "inputs a multiple of 16"): lambda given: {
         0: given[0][..., :17].contiguous(),
         3: given[3][:, :1].contiguous(),
@@ -116,6 +117,9 @@ LIMITS: dict[tuple[str, str], Callable[[Sequence[Any]], Changes]] = {
     ("quantize_rows", "16 or 32 bits"): lambda given: {0: given[0].double()},
     ("quantize_rows", "an even number of gated columns"): lambda given: {0: given[0][:, 1:], 3: True},
     ("read_trees", "width within the tree"): lambda given: {2: given[0].tokens.shape[1] + 1},
+    ("replay_rows", "once in a pass"): lambda given: {2: replace(given[2], replayed=True)},
+    ("replay_rows", "a wide round"): lambda given: {2: replace(given[2], mask=given[2].mask[:, :4])},
+    ("replay_rows", "the weights of all layers"): lambda given: {1: replace(given[1], layers=given[1].layers[:1])},
     ("rope", "at most a head's dimensions"): lambda given: {
         1: replace(given[1], cos=repeated(given[1].cos, 2), sin=repeated(given[1].sin, 2))
     },
