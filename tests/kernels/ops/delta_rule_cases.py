@@ -19,6 +19,7 @@ COUNTS = [PATH, 0, 1, 3]  # committed rows of the slots
 SMALL = DeltaHeads(1, 2, 16, 16)
 GROUPS = (SMALL, DeltaHeads(2, 2, 16, 32), DeltaHeads(1, 3, 32, 16))
 QWEN = DeltaHeads(1, 3, 128, 128)
+MANY = DeltaHeads(8, 24, 128, 128)  # no two programs per head with BATCHES[1]
 Arguments = Callable[[torch.device], tuple[Any, ...]]
 
 
@@ -161,6 +162,7 @@ CASES = (
             (SMALL, torch.float32, BATCHES[1], 28, False),
             (GROUPS[1], torch.bfloat16, BATCHES[1], 32, False),  # two programs per head
             *((QWEN, dtype, batch, width, True) for dtype in TYPES for batch in BATCHES for width in (28, 32, 60)),
+            *((MANY, dtype, BATCHES[1], 32, True) for dtype in TYPES),
         )
     ),
     *(
