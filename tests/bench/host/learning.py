@@ -170,11 +170,13 @@ class Bench:
         arrivals = [Arrival(float(due), tuple(prompt), 96) for due, prompt in zip(due_s, prompts, strict=True)]
         target = Target(self._server.url, self._model, {"ignore_eos": False, "temperature": 0.7}, KEY)
         minutes: list[dict[str, float]] = []
-        tasks = [asyncio.create_task(self._take_turns()), asyncio.create_task(self._watch(minutes))]
+        has_ended = asyncio.Event()
+        turns, watch = asyncio.create_task(self._take_turns()), asyncio.create_task(self._watch(minutes, has_ended))
         answers, begin_s = await run_rate(target, arrivals, 60.0)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        has_ended.set()
+        turns.cancel()
+        await asyncio.gather(turns, return_exceptions=True)
+        await watch
         self._learner.resume()
         blocks = Blocks(arguments.block)
         blocks.add(answers, begin_s)
@@ -196,14 +198,16 @@ class Bench:
             self._learner.send_signal(signal.SIGCONT if block % 2 else signal.SIGSTOP)
             await asyncio.sleep(begin_s + (block + 1) * self._arguments.block - time.perf_counter())
 
-    async def _watch(self, minutes: list[dict[str, float]]) -> None:
-        """Add the figures of each minute."""
+    async def _watch(self, minutes: list[dict[str, float]], has_ended: asyncio.Event) -> None:
+        """Add the figures of each minute, and of what is left of the last."""
         before = await asyncio.to_thread(self.counts)
-        while True:
-            await asyncio.sleep(60)
+        while not has_ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(has_ended.wait(), 60)
             now = await asyncio.to_thread(self.counts)
             rounds, accepted, _, cpu_s = now - before
-            minutes.append({"length": 1 + accepted / max(1, rounds), "version": now[2], "learner_cpu_s": cpu_s})
+            figures = {"length": 1 + accepted / max(1, rounds), "rounds": rounds}
+            minutes.append(figures | {"version": now[2], "learner_cpu_s": cpu_s})
             print(f"minute {len(minutes)}: {json.dumps(minutes[-1])}", flush=True)
             before = now
 

@@ -1,9 +1,12 @@
 """The arithmetic of `tests.bench.host.learning`: which gaps belong to which blocks, and their ratio."""
 
+import asyncio
+
+import numpy as np
 import pytest
 
 from aerie.deploy.bench.stream_client import Answered
-from tests.bench.host.learning import Blocks, programs, word_problems
+from tests.bench.host.learning import Bench, Blocks, programs, word_problems
 
 
 def test_gaps_count_in_the_block_in_which_they_end_and_pairs_are_compared() -> None:
@@ -21,3 +24,19 @@ def test_gaps_count_in_the_block_in_which_they_end_and_pairs_are_compared() -> N
 def test_prompts_of_a_phase_differ_and_depend_on_the_seed_alone() -> None:
     for texts in (programs, word_problems):
         assert len(set(texts(60, 1))) > 50 and texts(9, 1) == texts(9, 1) != texts(9, 2)
+
+
+def test_a_phase_that_ends_within_a_minute_has_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([np.array([10.0, 5.0, 1.0, 2.0]), np.array([30.0, 15.0, 2.0, 5.0])])
+    bench = object.__new__(Bench)
+    monkeypatch.setattr(bench, "counts", lambda: next(seen))
+
+    async def phase() -> list[dict[str, float]]:
+        minutes, has_ended = list[dict[str, float]](), asyncio.Event()
+        watch = asyncio.create_task(bench._watch(minutes, has_ended))
+        await asyncio.sleep(0.05)
+        has_ended.set()
+        await watch
+        return minutes
+
+    assert asyncio.run(phase()) == [{"length": 1.5, "rounds": 20, "version": 2, "learner_cpu_s": 3}]
