@@ -25,7 +25,7 @@ from aerie.kernels.attend import (  # noqa: E402
 from aerie.kernels.attend.fixed import fixed_prefill_triton, path_triton  # noqa: E402
 from aerie.kernels.kv import slot_mapping_triton  # noqa: E402
 from aerie.kernels.kv.stored_values import WEIGHT_UNIT  # noqa: E402
-from aerie.kernels.rope import rope_store_normed_triton, rope_store_triton  # noqa: E402
+from aerie.kernels.rope import rope_store_normed_triton, rope_store_triton, rotate_heads_triton  # noqa: E402
 from tests.support.kernels.cuobjdump import dumped  # noqa: E402
 from tests.support.slow import covering, slow  # noqa: E402
 
@@ -595,6 +595,10 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
     queries = {"GROUP": 1, "GROUP_PADDED": 1, "D": 512, "ROTATED": 512, "STORES": False}
     for partly in ({}, {"GROUP": 6, "GROUP_PADDED": 8, "D": 256, "ROTATED": 64}, queries):
         assert compiled(rope_store_triton._rope_store, tmp_path, ROPE, constants | partly, 1, 1)[0] == 0
+    for half in (36, 40):  # of vision towers
+        constants = {"HALF": half, "HALF_PADDED": 64, "ROWS": 16, "HEADS": 8}
+        pointers = {"x_ptr": "bf16", "cos_ptr": "fp32", "sin_ptr": "fp32"}
+        assert compiled(rotate_heads_triton._rotate_heads, tmp_path, pointers, constants, 4, 1)[0] == 0
 
 
 @pytest.mark.parametrize(

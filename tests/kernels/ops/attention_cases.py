@@ -13,7 +13,8 @@ from aerie.kernels.kv.slot_mapping import map_decode_rows, map_prefill_rows, mov
 from aerie.kernels.kv.stored_values import FP8
 from aerie.kernels.norm.head_norms import HeadNorms
 from aerie.kernels.rope.rope_store import Angles, rope, rope_store
-from tests.kernels.ops.case import Case
+from aerie.kernels.rope.rotate_heads import rotate_heads
+from tests.kernels.ops.case import TYPES, Case
 
 Arguments = Callable[[torch.device], tuple[Any, ...]]
 LAYERS, PAGES = 2, 24
@@ -149,6 +150,17 @@ def _queries(heads: int, head_dim: int, rotated: int, dtype: torch.dtype, norms:
     return arguments
 
 
+def _heads_and_angles(rows: int, heads: int, head_dim: int, dtype: torch.dtype) -> Arguments:
+    """Queries and keys beside values, and angles beside others."""
+
+    def arguments(device: torch.device) -> tuple[Any, ...]:
+        angles = 6 * _numbers(rows, head_dim)
+        cos, sin = (each.to(device)[:, : head_dim // 2] for each in (angles.cos(), angles.sin()))
+        return _numbers(rows, heads + 3, head_dim, dtype=dtype).to(device)[:, :heads], cos, sin
+
+    return arguments
+
+
 NORMED = (
     (4, 128, 128, torch.bfloat16, None, _Norms(torch.bfloat16), 7),
     (8, 256, 64, torch.float16, None, _Norms(torch.float32, gated=True), 7),
@@ -269,5 +281,16 @@ CASES = (
             (4, 128, 128, torch.float16),
             (6, 256, 64, torch.bfloat16),
         )
+    ),
+    *(
+        Case(
+            rotate_heads,
+            f"rows-{rows}-heads-{heads}-head_dim-{head_dim}-{dtype}",
+            _heads_and_angles(rows, heads, head_dim, dtype),
+            written=(0,),
+            seen=lambda given, _: given[0],
+        )
+        for rows, heads, head_dim in ((1, 2, 8), (19, 32, 80), (33, 11, 72), (16, 8, 64), (0, 4, 16))
+        for dtype in TYPES
     ),
 )
