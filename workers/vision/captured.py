@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.to_device import pinned
 from aerie.workers.device import no_garbage_collection
 from aerie.workers.vision.config import CHANNELS
 from aerie.workers.vision.encoders import Grid, ImageEncoder
@@ -114,7 +115,7 @@ class CapturedForward:
         size.pixels[: len(pixels)].copy_(pixels)
         size.pixels[len(pixels) :].zero_()
         for name, tensor in layout.items():
-            size.layout[name].copy_(tensor, non_blocking=True)
+            size.layout[name].copy_(pinned(tensor, pixels.device), non_blocking=True)
         return _Pass(size, num_tokens)
 
 

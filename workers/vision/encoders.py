@@ -1,4 +1,5 @@
-"""`ImageEncoder`: a family's vision tower, which is transformers' own modules, from pixels to embeddings."""
+"""`ImageEncoder`: a family's vision tower, which is transformers' own modules or `fused` ones in their place, from
+pixels to embeddings."""
 
 import importlib
 from abc import abstractmethod
@@ -9,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from aerie.kernels.capability import Capability
+from aerie.workers.vision import fused
 from aerie.workers.vision.config import CHANNELS, Kind, VisionConfig
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 _WINDOW = 112  # pixels of Qwen2.5-VL's windows, if config.json does not say
 _LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"}
-_SPANS = "aerie_flash_spans"  # transformers passes bounds of spans to functions with "flash" in their name
 
 
 class ImageEncoder(nn.Module):
@@ -53,6 +54,9 @@ class ImageEncoder(nn.Module):
         """
         raise NotImplementedError
 
+    def fuse(self) -> None:
+        """Replace modules by faster ones, after the weights are loaded. Parameters get other names and sizes."""
+
     def own_name(self, name: str) -> str | None:
         """Return the parameter for a checkpoint's tensor; None for a tensor of another module."""
         name = name.removeprefix("model.")
@@ -72,14 +76,15 @@ class QwenEncoder(ImageEncoder):
         self.tower = _built(config, config.family.config, config.family.tower)
         self.tower.patch_embed = _PatchEmbedding(self.tower.patch_embed.proj)
         self._vision_utils = _vision_utils()
-        weight = next(self.tower.parameters())
-        if Capability.of(weight.device).has_streams and weight.dtype.itemsize == 2 and self._vision_utils is not None:
-            self.use_spans()
+        self._in_one_launch = False
 
-    def use_spans(self) -> None:
-        """Attend in one launch a layer, instead of one a window. Needs a GPU and 16 bits."""
-        importlib.import_module("transformers").AttentionInterface.register(_SPANS, attend_spans)
-        self.tower.config._attn_implementation = _SPANS
+    def fuse(self, in_one_launch: bool | None = None) -> None:
+        """in_one_launch: see `fused.SpanAttention`; None: wherever it can be."""
+        weight = next(self.tower.parameters())
+        if in_one_launch is None:
+            in_one_launch = Capability.of(weight.device).has_streams and weight.dtype.itemsize == 2
+        self._in_one_launch = in_one_launch and self._vision_utils is not None
+        fused.fuse(self.tower, self._in_one_launch)
 
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         device = pixels.device
@@ -101,10 +106,6 @@ class QwenEncoder(ImageEncoder):
     def blocks(self) -> nn.ModuleList:
         blocks: nn.ModuleList = self.tower.blocks
         return blocks
-
-    @property
-    def _in_one_launch(self) -> bool:
-        return bool(self.tower.config._attn_implementation == _SPANS)
 
     @property
     def _window(self) -> int | None:
@@ -153,15 +154,21 @@ class QwenEncoder(ImageEncoder):
             bounds = spans["cu_window_seqlens"]
             more = torch.arange(num_patches, size, self._longest_window, dtype=torch.int32, device="cpu")[1:]
             bounds = torch.cat((bounds, more))
-            spans["cu_window_seqlens"] = nn.functional.pad(bounds, (0, size // unit + 2 - len(bounds)), value=size)
+            # a thin image has the most windows: tokens / side + 1
+            num_bounds = size // unit // self._window_side + 4
+            spans["cu_window_seqlens"] = nn.functional.pad(bounds, (0, num_bounds - len(bounds)), value=size)
         return layout | spans
+
+    @property
+    def _window_side(self) -> int:
+        """Tokens of a whole window's side."""
+        assert self._window is not None
+        return self._window // self._config.merge_size // self._config.patch_size
 
     @property
     def _longest_window(self) -> int:
         """Patches of a whole window."""
-        assert self._window is not None
-        merged = self._config.merge_size
-        return (self._window // merged // self._config.patch_size) ** 2 * merged**2
+        return (self._window_side * self._config.merge_size) ** 2
 
     def forward_padded(self, pixels: Tensor, layout: Mapping[str, Tensor]) -> Tensor:
         layout_inputs: dict[str, Any] = {**layout, "max_seqlen": pixels.shape[0]}
@@ -181,30 +188,6 @@ class _PatchEmbedding(nn.Module):
     def forward(self, patches: Tensor) -> Tensor:
         """patches: [patches, channels * frames * pixels]."""
         return nn.functional.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
-
-
-def attend_spans(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: None,
-    *,
-    cu_seq_lens_q: Tensor,
-    max_length_q: int,
-    **_: object,
-) -> tuple[Tensor, None]:
-    """Attend within spans of rows, with an interface of transformers' `AttentionInterface`.
-
-    query, key, value: [1, heads, rows, dim], 16 bits, on a GPU. cu_seq_lens_q: int32 [spans + 1], there too. Returns
-    [1, rows, heads, dim].
-    """
-    from torch.nn.attention.varlen import varlen_attn  # imports Triton (torch 2.13), which a CPU does without
-
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-    assert isinstance(out, Tensor)
-    return out.unsqueeze(0), None
 
 
 class Gemma3Encoder(ImageEncoder):

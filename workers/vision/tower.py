@@ -1,13 +1,15 @@
 """`VisionTower`: the vision tower of a rank, which computes the embeddings of images.
 
-It is transformers' own module with the checkpoint's weights, whole on every rank. It runs before the pass of the step
-that needs the first token of an image: as CUDA graphs up to a size (`captured`), or eagerly.
+It is transformers' own module with the checkpoint's weights and fused parts (`fused`), whole on every rank. It runs
+before the pass of the step that needs the first token of an image: as CUDA graphs up to a size (`captured`), or
+eagerly.
 """
 
 import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,6 +53,7 @@ def image_sizes(config: VisionConfig, target: ModelConfig, dtype: torch.dtype) -
     largest = config.max_patches // config.merge_size**2 * row_bytes
     with torch.device("meta"):
         tower = build_encoder(config)
+        tower.fuse()
     weights = sum(parameter.numel() for parameter in tower.parameters()) * dtype.itemsize
     return ImageSizes(
         merge_size=config.merge_size,
@@ -86,6 +89,7 @@ class VisionTower:
         self._config = config
         self._sizes = sizes
         self._device = device
+        self._has_streams = Capability.of(device).has_streams
         self._encoder = _loaded(config, source, dtype, device)
         processor = load_processor(source.path) if source.load_format != "dummy" else None
         self._scale, self._mean, self._std = _constants(processor, device)
@@ -153,8 +157,9 @@ class VisionTower:
 
     def _pixels(self, image: Image) -> Tensor:
         """Return [patches, channels, pixels of a patch] float32, normalised."""
-        values = torch.frombuffer(bytearray(image.data), dtype=torch.uint8).to(self._device)
-        pixels = values.view(image.num_patches, CHANNELS, -1).float()
+        values = torch.empty(len(image.data), dtype=torch.uint8, device="cpu", pin_memory=self._has_streams)
+        values.numpy()[:] = np.frombuffer(image.data, np.uint8)
+        pixels = values.to(self._device, non_blocking=True).view(image.num_patches, CHANNELS, -1).float()
         return pixels.mul_(self._scale).sub_(self._mean).div_(self._std)
 
     def clear(self) -> None:
@@ -209,6 +214,12 @@ class VisionTower:
 
 
 def _loaded(config: VisionConfig, source: ModelSource, dtype: torch.dtype, device: torch.device) -> ImageEncoder:
+    encoder = _with_weights(config, source, dtype, device)
+    encoder.fuse()
+    return encoder.eval()
+
+
+def _with_weights(config: VisionConfig, source: ModelSource, dtype: torch.dtype, device: torch.device) -> ImageEncoder:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -224,10 +235,10 @@ def _loaded(config: VisionConfig, source: ModelSource, dtype: torch.dtype, devic
             for name, buffer in encoder.named_buffers():
                 if name.endswith(("std_bias", "std_scale")):  # allocated without values
                     buffer.fill_(1.0)
-        return encoder.eval()
+        return encoder
     named = ((encoder.own_name(name), tensor) for name, tensor, _ in checkpoint_tensors(source.path))
     _fill(encoder, ((name, tensor) for name, tensor in named if name is not None), f"model {source.path}")
-    return encoder.eval()
+    return encoder
 
 
 def _fill(module: ImageEncoder, tensors: Iterable[tuple[str, Tensor]], name: str) -> None:
