@@ -110,7 +110,10 @@ class RowInputs:
         positions.
     image_rows: [m] int64, rows of images, counted from the first chunk row; None for none.
     image_values: [m, n * hidden_size], their embeddings, then what is added to the residual stream after the first
-        n - 1 layers (DeepStack); None without `image_rows`.
+        n - 1 layers (DeepStack); None without images.
+    image_mask: [rows of the chunks] bool, whether a row is an image's, instead of `image_rows`: then `image_values` has
+        a row for each chunk row, arbitrary for others. Its shape does not depend on the images, so that a captured
+        step can read it.
     reach: [rows of the chunks] int32, the last position that each row sees in layers whose `ScoreRule` is
         `within_images`: its own, or that of its image's last row, which is in the same chunk. None: its own.
     """
@@ -121,6 +124,12 @@ class RowInputs:
     image_rows: Tensor | None = None
     image_values: Tensor | None = None
     reach: Tensor | None = None
+    image_mask: Tensor | None = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether captured steps of models with M-RoPE have such inputs."""
+        return self.rows is None and self.reach is None
 
 
 @dataclass(frozen=True)

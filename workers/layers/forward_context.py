@@ -87,18 +87,23 @@ class ForwardContext:
             x = x.index_copy(0, first + inputs.rows, inputs.embeddings.to(x.dtype))
         if inputs is not None and inputs.image_rows is not None and inputs.image_values is not None:
             x = x.index_copy(0, first + inputs.image_rows, inputs.image_values[:, : x.shape[1]].to(x.dtype))
+        if inputs is not None and inputs.image_mask is not None and inputs.image_values is not None:
+            mask, values = inputs.image_mask.unsqueeze(1), inputs.image_values[:, : x.shape[1]].to(x.dtype)
+            x = torch.cat((x[:first], torch.where(mask, values, x[first:])))
         return x
 
     def deepened(self, layer: int, x: Tensor) -> Tensor:
         """Return x [rows, hidden_size], the residual stream after a layer, with what images add to it there; x itself
         if none does."""
         inputs, begin = self.inputs, (layer + 1) * x.shape[1]
-        if inputs is None or inputs.image_rows is None or inputs.image_values is None:
+        if inputs is None or inputs.image_values is None or begin >= inputs.image_values.shape[1]:
             return x
-        if begin >= inputs.image_values.shape[1]:
-            return x
-        added = inputs.image_values[:, begin : begin + x.shape[1]].to(x.dtype)
-        return x.index_add(0, self._first_chunk_row + inputs.image_rows, added)
+        added, first = inputs.image_values[:, begin : begin + x.shape[1]].to(x.dtype), self._first_chunk_row
+        if inputs.image_mask is not None:
+            added = torch.where(inputs.image_mask.unsqueeze(1), added, 0)
+            return torch.cat((x[:first], x[first:] + added))
+        assert inputs.image_rows is not None
+        return x.index_add(0, first + inputs.image_rows, added)
 
     @property
     def _first_chunk_row(self) -> int:

@@ -81,8 +81,9 @@ class StepBatch:
     @property
     def is_eager(self) -> bool:
         """Whether no captured step can run it: captured steps compute only the last row of each chunk in the last
-        layer, and embed all ids; those of models without M-RoPE have KV positions as rotary positions."""
-        has_inputs = self.chunks is not None and self.chunks.batch.inputs is not None
+        layer, and embed all ids but images'; those of models without M-RoPE have KV positions as rotary positions."""
+        inputs = None if self.chunks is None else self.chunks.batch.inputs
+        has_inputs = inputs is not None and not (self.shift_is_captured and inputs.is_captured)
         is_shifted = self.is_shifted and not self.shift_is_captured
         return self.prompt_targets is not None or has_inputs or is_shifted
 

@@ -117,7 +117,7 @@ def build_rank(
     graphed, first = None, frozenset[GraphKey]()
     if rounds_are_graphs(worker, here, cpu_length_readers(backends, others), rank):
         with_chunks = chunks_on_device(backends, others)
-        graphed = graphed_strategy(strategy, parts.slots, parts.layout, CudaRecorder(), with_chunks)
+        graphed = graphed_strategy(strategy, parts.slots, parts.layout, CudaRecorder(), with_chunks, parts.tower)
         first = first_graphs(graphed, parts.layout, worker.cache.page_size, device)
         launch = () if parts.adapters is None else (parts.adapters.launch_kernels,)
         phases.done(compile_ahead(graphed, first, group, compilers, *launch))

@@ -20,11 +20,14 @@ def in_order(plan: StepPlan) -> list[Chunk]:
     return sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
 
 
-def chunk_columns(plan: StepPlan, has_states: bool = False, within_images: bool = False) -> dict[str, npt.NDArray[Any]]:
+def chunk_columns(
+    plan: StepPlan, has_states: bool = False, within_images: bool = False, num_axes: int = 1
+) -> dict[str, npt.NDArray[Any]]:
     """Return the arrays that `prompt_chunks` and `prompt_targets` need on the device.
 
     has_states: see `prompt_chunks`.
     within_images: whether a layer's rule is `ScoreRule.within_images`.
+    num_axes: rotary positions of a row, given for all rows if several.
     """
     chunks = in_order(plan)
     ids = [unpack_i32(chunk.tokens) for chunk in chunks]
@@ -33,7 +36,7 @@ def chunk_columns(plan: StepPlan, has_states: bool = False, within_images: bool 
     num_finals = sum(chunk.next_token < 0 for chunk in chunks)
     return (
         _target_columns(chunks, ids)
-        | _input_columns(chunks, counts)
+        | _input_columns(chunks, counts, num_axes)
         | (_reach_columns(chunks, counts) if within_images else {})
         | (_state_columns(plan, chunks) if has_states else {})
         | {
@@ -84,14 +87,16 @@ def prompt_chunks(
     )
 
 
-def _input_columns(chunks: list[Chunk], counts: npt.NDArray[np.int32]) -> dict[str, npt.NDArray[Any]]:
-    """Return the arrays that `_inputs` needs; empty unless a chunk has inputs. counts: each chunk's number of rows."""
+def _input_columns(chunks: list[Chunk], counts: npt.NDArray[np.int32], num_axes: int) -> dict[str, npt.NDArray[Any]]:
+    """Return the arrays that `_inputs` needs; empty unless a chunk has inputs or rows have several positions. counts:
+    each chunk's number of rows."""
     columns: dict[str, npt.NDArray[Any]] = {}
-    if all(chunk.inputs is None for chunk in chunks):
+    if num_axes == 1 and all(chunk.inputs is None for chunk in chunks):
         return columns
     rows, image_rows, embeddings, positions, first = [], [], [], [], 0
     inputs = [PromptInputs() if chunk.inputs is None else chunk.inputs for chunk in chunks]
-    num_axes = max(part.num_axes for part in inputs)
+    has_positions = num_axes > 1 or any(part.positions for part in inputs)
+    num_axes = max(num_axes, *(part.num_axes for part in inputs))
     for chunk, chunk_inputs, count in zip(chunks, inputs, counts.tolist(), strict=True):
         before = first - chunk.start
         for part in chunk_inputs.embeddings:
@@ -106,7 +111,7 @@ def _input_columns(chunks: list[Chunk], counts: npt.NDArray[np.int32]) -> dict[s
         columns |= {"embedded rows": np.concatenate(rows), "embeddings": np.concatenate(embeddings)}
     if image_rows:
         columns["image rows"] = np.concatenate(image_rows)
-    if any(part.positions for part in inputs):
+    if has_positions:
         whole = np.concatenate(positions, axis=1).astype(np.int64)
         columns["chunk positions"] = whole[0] if num_axes == 1 else whole
     return columns

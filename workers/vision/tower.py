@@ -139,6 +139,11 @@ class VisionTower:
         self._remember(image, self.encode(image) if is_new else None)
         return self._embeddings[image.digest][image.first_row : image.first_row + image.num_rows]
 
+    def row_buffer(self, num_rows: int) -> Tensor:
+        """Return zeros for `rows` of so many tokens."""
+        parameter = next(self._encoder.parameters())
+        return torch.zeros((num_rows, self._config.row_values), dtype=parameter.dtype, device=self._device)
+
     @torch.inference_mode()
     def encode(self, image: Image) -> Tensor:
         """Return the rows of all tokens of an image."""

@@ -275,7 +275,12 @@ class Rank:
         for _, plan in warm_up.largest_steps(layout):
             warm_up.run(worker, plan)
         worker._strategy = graphed = warm_up.graphed_strategy(
-            worker._strategy, slots, layout, Recorder(), with_chunks=not self.deterministic
+            worker._strategy,
+            slots,
+            layout,
+            Recorder(),
+            with_chunks=not self.deterministic,
+            tower=worker._batches._tower,
         )
         first = warm_up.first_graphs(graphed, layout, self.page_size, gpu)
         roomy, timer = layout.with_pages(MANY_PAGES), Timer(torch.device("cpu"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from aerie.attention.config import CacheConfig
-from aerie.speculative.build import EngineSpec, local_engine
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.distributed.tp_group import SOLO
@@ -18,6 +18,7 @@ from aerie.workers.models.loading import read_target_config
 from aerie.workers.prompt_inputs import Image
 from aerie.workers.runner import layout
 from aerie.workers.runner.batch import StepBatch
+from aerie.workers.runner.costs.cost_probe import probe_costs
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.plan import SamplingParams, StepPlan
@@ -136,13 +137,38 @@ def test_an_own_mtp_module_changes_no_token(tmp_path: Path, method: Any) -> None
             assert [request.output for request in requests] == expected
 
 
-@pytest.mark.parametrize("shape", [None, TREE])
-def test_rounds_after_images_are_captured(tmp_path: Path, shape: tuple[int, int, int] | None) -> None:
-    """Only steps with images, or with positions in their prompt chunks, run eagerly: the rounds of all requests are
-    replays, whose slots have different distances of positions."""
+def graphed(worker: Worker, recorder: LazyRecorder) -> tuple[GraphedDecoding, list[StepBatch]]:
+    """Return the worker's strategy in graphs, all captured, and a list of the batches that it runs without one."""
+    tower, has_states = worker._batches._tower, worker._batches._states is not None
+    assert tower is not None
+    values = tower.row_buffer(TOKENS[-1]).fill_(torch.nan)
+    graphs = GraphedDecoding(
+        worker._strategy, worker._slots, (1, 2, 4), 256, recorder, TOKENS, has_states=has_states, image_values=values
+    )
+    with torch.inference_mode():
+        graphs.capture(GraphCapture(limit_s=1e9), SOLO)
+    eager, step = list[StepBatch](), graphs.step
+
+    def noted(batch: StepBatch, fill: Any = None) -> Any:
+        before = recorder.num_replays
+        out = step(batch, fill)
+        if recorder.num_replays == before:
+            eager.append(batch)
+        return out
+
+    graphs.step = noted  # type: ignore[method-assign]
+    return graphs, eager
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("qwen2_5_vl", None), ("qwen3_vl", TREE), *slow(("qwen3_5", None), ("qwen2_5_vl", TREE))]
+)
+def test_steps_with_images_are_captured(tmp_path: Path, kind: str, shape: tuple[int, int, int] | None) -> None:
+    """Every step is a replay: of rounds, whose slots have different distances of positions, and of prompt chunks with
+    and without images, beside rounds or alone."""
     torch.set_num_threads(1)
     target = tmp_path / "target"
-    model = make_image_model(target, "qwen2_5_vl")
+    model = make_image_model(target, kind)
     of = ImagePrompts(target)
     expected = [of.by_transformers(model, parts, NUM_TOKENS) for parts in prompts()]
     speculative = None
@@ -152,27 +178,30 @@ def test_rounds_after_images_are_captured(tmp_path: Path, shape: tuple[int, int,
     with local_engine(EngineSpec(worker_of(target), speculative)) as engine:
         worker, recorder = engine.executor, LazyRecorder()
         assert isinstance(worker, Worker)
-        eager = list[StepBatch]()
-        graphs = GraphedDecoding(worker._strategy, worker._slots, (1, 2, 4), 256, recorder, TOKENS)
-        with torch.inference_mode():
-            graphs.capture(GraphCapture(limit_s=1e9), SOLO)
-        step = graphs.step
-
-        def noted(batch: StepBatch, fill: Any = None) -> Any:
-            before = recorder.num_replays
-            out = step(batch, fill)
-            if recorder.num_replays == before:
-                eager.append(batch)
-            return out
-
-        graphs.step = noted  # type: ignore[method-assign]
+        graphs, eager = graphed(worker, recorder)
         worker._strategy = graphs
         for turn in range(2):
             requests = requests_of(target, prompts(), turn)
             engine.run(requests, 4)
             assert [request.output for request in requests] == expected
-        assert eager and all(each.chunks is not None for each in eager)
-        assert recorder.num_replays > 20
+        assert not eager and recorder.num_replays > 20
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", *slow("qwen3_5")])
+def test_all_measured_steps_are_captured(tmp_path: Path, kind: str) -> None:
+    """Those with prompt chunks, too, whose rows have three positions."""
+    torch.set_num_threads(1)
+    make_image_model(tmp_path, kind)
+    spec = EngineSpec(worker_of(tmp_path))
+    with local_engine(spec) as engine:
+        worker, recorder = engine.executor, LazyRecorder()
+        assert isinstance(worker, Worker)
+        graphs, eager = graphed(worker, recorder)
+        with torch.inference_mode():
+            costs = probe_costs(
+                graphs, worker._slots, SOLO, plan_engine(spec).layout, 4, graphs.token_buckets, worker._batches._states
+            )
+        assert not eager and costs.chunk_ms
 
 
 @pytest.mark.parametrize("cache_bytes", [1 << 28, 10_000])

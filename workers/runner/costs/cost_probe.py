@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from aerie.attention.recurrent.pool import StatePool
-from aerie.kernels.kv.batches import PrefillBatch
+from aerie.kernels.kv.batches import PrefillBatch, RowInputs
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.batch import PromptChunks, StepBatch
@@ -106,7 +106,18 @@ class CostProbe:
             longest += min(point.chunk_tokens, self.layout.max_model_len)
         shape = point.shape if point.num_requests else 0
         longest += self.layout.shapes.max_kv_tokens
-        return StepBatch(running, shape, point.shape, drafting, longest, chunks, _NEEDS)
+        shifts = self.slots.always_shifts
+        return StepBatch(
+            running,
+            shape,
+            point.shape,
+            drafting,
+            longest,
+            chunks,
+            _NEEDS,
+            is_shifted=shifts,
+            shift_is_captured=shifts,
+        )
 
     def _chunks(self, num_tokens: int, context: int) -> PromptChunks:
         """Return `num_tokens` prompt tokens after `context` others, in as few chunks as possible. The first chunk ends
@@ -122,8 +133,12 @@ class CostProbe:
         batch = PrefillBatch.from_lists(
             [context] * len(counts), counts, page_table.expand(len(counts), -1).contiguous()
         )
+        inputs = None
+        if slots.always_shifts:
+            positions = torch.cat([torch.arange(context, context + count, device=slots.device) for count in counts])
+            inputs = RowInputs(None, None, positions.expand(3, -1))
         return PromptChunks(
-            batch=replace(batch, slots=padding.expand(len(counts)).contiguous()),
+            batch=replace(batch, slots=padding.expand(len(counts)).contiguous(), inputs=inputs),
             ids=torch.arange(num_tokens, dtype=torch.int64, device=slots.device) % slots.vocab_size,
             next_ids=next_ids,
             final_slots=padding,

@@ -7,7 +7,8 @@ larger graph. A step runs eagerly if there is no larger graph, and in these case
 
 - more prompt tokens or chunks than any graph has;
 - mixed batches with penalties or log-probabilities;
-- chunks with log-probabilities of the prompt, or with inputs beside tokens (images, embeddings);
+- chunks with log-probabilities of the prompt, or with inputs beside tokens (embeddings; images in models without
+  M-RoPE);
 - rounds with rotary positions of their own in a model without M-RoPE;
 - drafts of another tree shape than the graph's (`GraphKeys.of`);
 - graphs that would exceed the memory limit of `aerie.workers.config.GraphCapture`.
@@ -66,7 +67,7 @@ class GraphedDecoding:
 
     buckets, tokens, expands: as in `GraphKeys`.
     max_kv_len: maximum KV length of a request, including the writes of its rounds in flight.
-    has_states, has_row_index: as in `aerie.workers.runner.graphs.graph_inputs.ChunkInput`.
+    has_states, has_row_index, image_values: as in `aerie.workers.runner.graphs.graph_inputs.ChunkInput`.
     report: the captures of the start.
     """
 
@@ -81,12 +82,14 @@ class GraphedDecoding:
         expands: bool = False,
         has_states: bool = False,
         has_row_index: bool = False,
+        image_values: Tensor | None = None,
     ) -> None:
         self._inner = inner
         self._slots = slots
         self._keys = GraphKeys(inner.shapes, buckets, tokens, expands, has_row_index)
         self._recorder = recorder
-        self._step_capture = StepCapture(inner, slots, max_kv_len, recorder, has_states, has_row_index)
+        self._step_capture = StepCapture(inner, slots, max_kv_len, recorder, has_states, has_row_index, image_values)
+        self._has_inputs = image_values is not None
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._fallbacks: dict[GraphKey, GraphKey | None] = {}  # graph to use for a missing one; None: run eagerly
         self._queue = CaptureQueue((), (), GraphCapture())
@@ -210,7 +213,8 @@ class GraphedDecoding:
         return cost
 
     def step(self, batch: StepBatch, fill_masks: FillMasks | None = None) -> StepTensors:
-        key = self._keys.of(batch)
+        has_inputs = batch.chunks is not None and batch.chunks.batch.inputs is not None
+        key = self._keys.of(batch) if self._has_inputs or not has_inputs else None
         captured = self._graph_for(key) if key is not None else None
         if captured is None:
             return self._inner.step(batch, fill_masks)

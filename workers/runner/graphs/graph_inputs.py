@@ -6,7 +6,7 @@ Unused entries are padding: the padding slot, chunks without rows on the dummy p
 import torch
 from torch import Tensor
 
-from aerie.kernels.kv.batches import PrefillBatch
+from aerie.kernels.kv.batches import PrefillBatch, RowInputs
 from aerie.workers.runner.batch import PromptChunks, StepBatch
 from aerie.workers.sampling import SamplingNeeds
 from aerie.workers.slots import SlotTable
@@ -37,6 +37,8 @@ class ChunkInput:
     seen_limit: see `PrefillBatch`.
     has_states: whether the model has recurrent layers.
     has_row_index: whether layers ask for their rows' slots (`aerie.workers.layers.forward_context.RowIndex`).
+    image_values: [num_rows or more, values] for rows of images, in memory that all steps share; None in models whose
+        captured steps have no images. With images, rows have three positions (M-RoPE).
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ChunkInput:
         slots: SlotTable,
         has_states: bool = False,
         has_row_index: bool = False,
+        image_values: Tensor | None = None,
     ) -> None:
         device, count = slots.device, MAX_CHUNKS
 
@@ -63,6 +66,10 @@ class ChunkInput:
         self._store_from, self._saved_at, self._saved_row = (
             zeros(dtype, count) if has_states else None for dtype in (torch.int32, torch.int32, torch.int64)
         )
+        self._inputs: RowInputs | None = None
+        if image_values is not None:
+            mask, positions = zeros(torch.bool, num_rows), zeros(torch.int64, 3, num_rows)
+            self._inputs = RowInputs(None, None, positions, image_values=image_values[:num_rows], image_mask=mask)
         self._final_slots = SlotInput(count, slots.padding_slot, device)
         self._final_lengths = zeros(torch.int32, count)
 
@@ -80,6 +87,7 @@ class ChunkInput:
             slots=None if self._slots is None else self._slots.tensor,
             saved_at=self._saved_at,
             saved_row=self._saved_row,
+            inputs=self._inputs,
         )
         return PromptChunks(
             batch=batch,
@@ -107,8 +115,21 @@ class ChunkInput:
             self._slots.fill(batch.slots)
         if self._store_from is not None:
             self._fill_states(batch)
+        if self._inputs is not None:
+            self._fill_inputs(self._inputs, batch)
         self._final_lengths[:num_finals] = chunks.final_lengths
         self._final_lengths[num_finals:] = 0
+
+    def _fill_inputs(self, own: RowInputs, batch: PrefillBatch) -> None:
+        """Padding rows keep positions of earlier steps."""
+        given = batch.inputs
+        assert given is not None and given.positions is not None, "rows of models with M-RoPE have positions"
+        assert own.positions is not None and own.image_mask is not None and own.image_values is not None
+        own.positions[:, : batch.num_rows] = given.positions
+        own.image_mask.zero_()
+        if given.image_rows is not None and given.image_values is not None:
+            own.image_mask.index_fill_(0, given.image_rows, True)
+            own.image_values.index_copy_(0, given.image_rows, given.image_values)
 
     def _fill_states(self, batch: PrefillBatch) -> None:
         inputs = (self._store_from, 0), (self._saved_at, -1), (self._saved_row, 0)
@@ -123,7 +144,7 @@ class StepInput:
     """Inputs of a captured step: rounds and, unless `num_rows` is 0, prompt chunks.
 
     bucket: rounds, including padding.
-    num_rows, seen_limit, has_states, has_row_index: as in `ChunkInput`.
+    num_rows, seen_limit, has_states, has_row_index, image_values: as in `ChunkInput`.
     """
 
     def __init__(
@@ -134,9 +155,11 @@ class StepInput:
         slots: SlotTable,
         has_states: bool = False,
         has_row_index: bool = False,
+        image_values: Tensor | None = None,
     ) -> None:
         self._bucket = bucket
-        self._chunks = ChunkInput(num_rows, seen_limit, slots, has_states, has_row_index) if num_rows else None
+        per_chunk = has_states, has_row_index, image_values
+        self._chunks = ChunkInput(num_rows, seen_limit, slots, *per_chunk) if num_rows else None
         self._padding_slot = slots.padding_slot
         self._always_shifts = slots.always_shifts
         self._slots = SlotInput(bucket, slots.padding_slot, slots.device)

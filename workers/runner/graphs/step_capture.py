@@ -165,7 +165,7 @@ class StepCapture:
     """Captures steps of the strategy `inner`.
 
     max_kv_len: maximum KV length of a request, including the writes of its rounds in flight.
-    has_states, has_row_index: as in `ChunkInput`.
+    has_states, has_row_index, image_values: as in `ChunkInput`.
     """
 
     def __init__(
@@ -176,12 +176,13 @@ class StepCapture:
         recorder: Recorder,
         has_states: bool = False,
         has_row_index: bool = False,
+        image_values: Tensor | None = None,
     ) -> None:
         self._inner = inner
         self._slots = slots
         self._max_kv_len = max_kv_len
         self._recorder = recorder
-        self._per_chunk = has_states, has_row_index
+        self._per_chunk = has_states, has_row_index, image_values
         self._kinds_run: set[GraphKey] = set()
         self._shared: dict[tuple[str, torch.dtype], Tensor] = {}
         self._outgrown: list[Tensor] = []  # smaller buffers that earlier graphs still use

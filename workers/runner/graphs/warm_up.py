@@ -25,6 +25,7 @@ from aerie.workers.runner.worker import Worker
 from aerie.workers.sampling import MAX_LOGPROBS
 from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepPlan, pack_i32
 from aerie.workers.slots import SlotTable
+from aerie.workers.vision.tower import VisionTower
 
 WARM_UP_TOKENS = 16
 
@@ -152,11 +153,21 @@ def rounds_are_graphs(worker: WorkerConfig, device: Capability, host_readers: st
 
 
 def graphed_strategy(
-    strategy: CuttableStrategy, slots: SlotTable, layout: EngineLayout, recorder: Recorder, with_chunks: bool = True
+    strategy: CuttableStrategy,
+    slots: SlotTable,
+    layout: EngineLayout,
+    recorder: Recorder,
+    with_chunks: bool = True,
+    tower: VisionTower | None = None,
 ) -> GraphedDecoding:
-    """Wrap the strategy in graphs, without capturing any. with_chunks: also capture steps with prompt tokens."""
+    """Wrap the strategy in graphs, without capturing any.
+
+    with_chunks: also capture steps with prompt tokens.
+    tower: encodes images; None in engines that take none.
+    """
     buckets = bucket_sizes(layout.scheduler.num_slots)
     tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
+    takes_images = tower is not None and slots.always_shifts and bool(tokens)
     return GraphedDecoding(
         strategy,
         slots,
@@ -167,6 +178,7 @@ def graphed_strategy(
         layout.has_latent_rows,
         bool(layout.bytes_per_state),
         layout.lora is not None,
+        tower.row_buffer(tokens[-1]) if takes_images and tower is not None else None,
     )
 
 
