@@ -57,14 +57,22 @@ class CapturedForward:
     """One pass at a time may be paused. All sizes share memory, so it runs to its end before another one starts."""
 
     def __init__(
-        self, encoder: ImageEncoder, max_patches: int, patch_pixels: int, device: torch.device, record: Record
+        self,
+        encoder: ImageEncoder,
+        max_patches: int,
+        patch_pixels: int,
+        device: torch.device,
+        record: Record,
+        fixed: bool = False,
     ) -> None:
-        """patch_pixels: of a channel. record: `record_parts`, or a stand-in."""
+        """patch_pixels: of a channel. record: `record_parts`, or a stand-in. fixed: whether all images have
+        `max_patches`."""
         self._encoder = encoder
         self._sizes: dict[int, _Size] = {}
         self._paused: _Pass | None = None
         square = 1, 2 * encoder.merge_size, 2 * encoder.merge_size  # of any grid the layout has these shapes
-        for size in sorted((size for size in SIZES if size <= max_patches), reverse=True):  # the largest allocates
+        sizes = [max_patches] if fixed else [size for size in SIZES if size <= max_patches]
+        for size in sorted(sizes, reverse=True):  # the largest allocates
             layout = encoder.padded(square, size)
             if layout is None:
                 return

@@ -2,6 +2,7 @@
 pixels to embeddings."""
 
 import importlib
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -218,6 +219,13 @@ class Gemma3Encoder(ImageEncoder):
         hidden = self.tower(pixel_values=whole.to(self.projector.mm_input_projection_weight.dtype)).last_hidden_state
         out: Tensor = self.projector(hidden)[0]
         return out
+
+    def padded(self, grid: Grid, size: int) -> dict[str, Tensor]:
+        return {}
+
+    def forward_padded(self, pixels: Tensor, layout: Mapping[str, Tensor]) -> Tensor:
+        side = math.isqrt(pixels.shape[0])
+        return self.forward(pixels, (1, side, side))
 
     @property
     def blocks(self) -> nn.ModuleList:

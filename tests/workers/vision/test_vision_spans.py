@@ -123,3 +123,20 @@ def test_a_thin_image_has_as_many_windows_as_the_layout_holds(case: Case) -> Non
         whole = case.encoder.padded((1, 10, 8), 80)
         assert whole is not None and {k: v.shape for k, v in layout.items()} == {k: v.shape for k, v in whole.items()}
         assert all(int(v[-1]) == 80 and bool((v.diff() >= 0).all()) for k, v in layout.items() if k.startswith("cu_"))
+
+
+def test_passes_of_images_of_one_size_have_the_same_embeddings(tmp_path: Path) -> None:
+    """Gemma 3's, without padding."""
+    make_image_model(tmp_path, "gemma3")
+    config = vision_of(ModelSource(path=str(tmp_path)))
+    assert config is not None and config.fixed
+    encoder, side = build_encoder(config).eval(), int(config.max_patches**0.5)
+    pixels = torch.randn(config.max_patches, 3, config.patch_size**2)
+    with torch.inference_mode():
+        passes = CapturedForward(
+            encoder, config.max_patches, config.patch_size**2, torch.device("cpu"), _stand_in, fixed=True
+        )
+        expected = encoder(pixels, (1, side, side))
+        passes.start(pixels, (1, side, side), len(expected))
+        assert passes.advance(1) is None
+        torch.testing.assert_close(passes.advance(0), expected, rtol=1e-5, atol=1e-5)
