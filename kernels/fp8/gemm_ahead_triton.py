@@ -10,7 +10,8 @@ one row, and 129 instead of 142 for eight (H200, `e35b429`).
 Loads before the wait complete one after another, so they are few and large. Scales per 128 columns need one sum per
 group. The tensor core multiplies at least 16 operand columns, of which one row would use only one. So x gets one
 operand column per row and group, with zeros outside that group, and one product returns the sums of many groups.
-Results equal those of `fp8_gemm` up to the order of sums.
+Zeros leave the tensor core's sum bitwise unchanged, so a group's sum is that of `fp8_gemm`. Results equal those of
+`fp8_gemm` up to the order of groups; IN_ORDER also adds the groups as it does.
 """
 
 import triton
@@ -19,10 +20,18 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aerie.kernels.fp8.rows import GROUP, Fp8Rows
-from aerie.kernels.fp8.tiles import SCALE_ROWS, Fp8AheadTiles, Fp8Matrix
+from aerie.kernels.fp8.tiles import SCALE_ROWS, Fp8AheadTiles, Fp8Matrix, Fp8SumOrder
 from aerie.kernels.gemm.splits_triton import comes_last, sum_of_splits
 from aerie.kernels.gemm.workspace import Workspace
 from aerie.kernels.pdl import pdl_wait
+
+
+@triton.jit
+def _add_group(acc, part, x_scale_ptrs, w_scale_ptr, live, AT: tl.constexpr):
+    """Add column AT of part [BLOCK_N, groups, ROWS], scaled, to acc [BLOCK_N, ROWS]."""
+    is_own = (tl.arange(0, part.shape[1]) == AT)[None, :, None]
+    x_scale = tl.load(x_scale_ptrs, mask=live, other=0.0)
+    return acc + tl.sum(tl.where(is_own, part, 0.0), 1) * (tl.load(w_scale_ptr) * x_scale)[None, :]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -44,6 +53,8 @@ def _fp8_gemm_ahead(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     SPAN: tl.constexpr,
+    LAST: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     APART: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
@@ -53,6 +64,7 @@ def _fp8_gemm_ahead(
     part_ptr: sums of the splits, which the last program of a tile adds.
     N: outputs. GROUPS: groups of SIZE columns in K. ROWS: `rows`, padded to a power of two.
     SIZE: columns that share a scale. SPAN: groups of a program. TOGETHER: groups per load and per product.
+    IN_ORDER: add a program's groups one after another, the first LAST groups last.
     APART: store each split's sums to out_ptr, [SPLITS, rows, N]; else their total.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -68,16 +80,29 @@ def _fp8_gemm_ahead(
     own = (k // SIZE)[None, :] == group_offset[:, None]
     if PDL:
         tl.extra.cuda.gdc_wait()
+    parts = ()
     acc = tl.zeros([BLOCK_N, TOGETHER * ROWS], tl.float32)
     for start in tl.static_range(0, SPAN, TOGETHER):
         group = first + start
         x = x_ptr + row.to(tl.int64)[:, None] * (GROUPS * SIZE) + group * SIZE + k[None, :]
         inputs = tl.load(x, mask=own & live[:, None], other=0.0)
-        scale = tl.load(x_scales_ptr + row * GROUPS + group + group_offset, mask=live, other=0.0)
-        scale *= tl.load(w_scales_ptr + tile * GROUPS + group + group_offset)
-        acc += tl.dot(w_ahead[start // TOGETHER], tl.trans(inputs)) * scale[None, :]
-    acc = tl.sum(tl.reshape(acc, [BLOCK_N, TOGETHER, ROWS]), 1)
+        part = tl.dot(w_ahead[start // TOGETHER], tl.trans(inputs))
+        if IN_ORDER:
+            parts = parts + (tl.reshape(part, [BLOCK_N, TOGETHER, ROWS]),)
+        else:
+            scale = tl.load(x_scales_ptr + row * GROUPS + group + group_offset, mask=live, other=0.0)
+            scale *= tl.load(w_scales_ptr + tile * GROUPS + group + group_offset)
+            acc += part * scale[None, :]
     n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
+    if IN_ORDER:
+        acc = tl.zeros([BLOCK_N, ROWS], tl.float32)
+        x_scales, w_scales = x_scales_ptr + m * GROUPS + first, w_scales_ptr + tile * GROUPS + first
+        for at in tl.static_range(LAST, SPAN):
+            acc = _add_group(acc, parts[at // TOGETHER], x_scales + at, w_scales + at, m < rows, at % TOGETHER)
+        for at in tl.static_range(LAST):
+            acc = _add_group(acc, parts[at // TOGETHER], x_scales + at, w_scales + at, m < rows, at % TOGETHER)
+    else:
+        acc = tl.sum(tl.reshape(acc, [BLOCK_N, TOGETHER, ROWS]), 1)
     there = (m < rows)[None, :]
     if APART:
         out_ptr += split.to(tl.int64) * rows * N
@@ -95,7 +120,13 @@ def _fp8_gemm_ahead(
 
 
 def fp8_gemm_ahead(
-    x: Fp8Rows, weight: Fp8Matrix, bias: Tensor | None, workspace: Workspace, tiles: Fp8AheadTiles, out: Tensor
+    x: Fp8Rows,
+    weight: Fp8Matrix,
+    bias: Tensor | None,
+    workspace: Workspace,
+    tiles: Fp8AheadTiles,
+    out: Tensor,
+    order: Fp8SumOrder | None = None,
 ) -> None:
     """Write x W^T + b to `out`, or the partial sums of each split.
 
@@ -103,10 +134,12 @@ def fp8_gemm_ahead(
     tiles: from `fp8_ahead_tiles` for at least as many rows.
     workspace: at least `fp8_workspace_size` for this shape.
     out: [rows, N] of 16 or 32 bits, contiguous; or float32 [splits, rows, N] without bias.
+    order: of additions, with the tiles' splits; None: any.
 
     Reference: `torch.nn.functional.linear` of the dequantised operands.
     """
     (rows, n), k, apart = out.shape[-2:], weight.values.shape[1], out.dim() == 3
+    assert order is None or order.splits == tiles.splits
     assert not apart or (out.shape[0] == tiles.splits and bias is None)
     assert weight.by_group and rows <= tiles.rows and weight.values.shape[0] == n and out.is_contiguous()
     assert x.values.shape == (rows, k) and x.values.is_contiguous() and x.scales.is_contiguous()
@@ -130,6 +163,8 @@ def fp8_gemm_ahead(
         BLOCK_N=SCALE_ROWS,
         SPLITS=tiles.splits,
         SPAN=tiles.span(k),
+        LAST=0 if order is None else order.last,
+        IN_ORDER=order is not None,
         APART=apart,
         HAS_BIAS=bias is not None,
         num_warps=4,

@@ -7,7 +7,7 @@ holds the scales of few rows. 2112 x 7168 with 256 rows takes 15.7 us (H200, `30
 scaling of sums."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import triton
@@ -25,13 +25,16 @@ from aerie.kernels.fp8.tiles import (
     MIN_WIDE_ROWS,
     Fp8AheadTiles,
     Fp8Matrix,
+    Fp8SumOrder,
     Fp8WideTiles,
     fp8_ahead_tiles,
     fp8_gated_tiles,
     fp8_gemm_tiles,
+    fp8_ordered_ahead_tiles,
     fp8_ordered_gated_tiles,
     fp8_ordered_tiles,
     fp8_ordered_wide_tiles,
+    fp8_sum_order,
     fp8_wide_tiles,
     rounding_columns,
 )
@@ -250,6 +253,11 @@ class TritonFp8Product(Fp8Product):
     def inputs(self) -> Fp8Inputs:
         return Fp8Inputs(self.weight.by_group, MAX_ROWS)
 
+    @cached_property
+    def _order(self) -> Fp8SumOrder | None:
+        n, k = self.weight.values.shape
+        return fp8_sum_order(n, k, self.weight.by_group) if self.deterministic else None
+
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         weight = self.weight
         values = x if isinstance(x, Tensor) else x.values
@@ -276,13 +284,18 @@ class TritonFp8Product(Fp8Product):
 
     def _multiply_in_order(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor, is_wide: bool) -> Tensor:
         """Multiply so that a row's bits do not depend on the number of rows."""
-        rows, shape = out.shape[0], self.weight.values.shape
-        tiles = None if is_wide else fp8_ordered_tiles(rows, *shape)
+        weight, rows = self.weight, out.shape[0]
+        (n, k), by_group = weight.values.shape, weight.by_group
+        tiles = None if is_wide else fp8_ordered_tiles(rows, n, k, by_group)
         if tiles is None:
-            wide = fp8_ordered_wide_tiles(rows, *shape)
-            return fp8_gemm_wide(self._rounded(x), self.weight, bias, self.workspace, wide, out)
-        rounds = isinstance(x, Tensor) and rows == 1 and rounding_columns(self.weight, tiles) > 0
-        fp8_gemm(x if rounds else self._rounded(x), self.weight, bias, self.workspace, tiles, out)
+            wide = fp8_ordered_wide_tiles(rows, n, k, by_group)
+            return fp8_gemm_wide(self._rounded(x), weight, bias, self.workspace, wide, out)
+        rounds = isinstance(x, Tensor) and rows == 1 and rounding_columns(weight, tiles) > 0
+        ahead = None if rounds else self._ahead_tiles(rows)
+        if ahead is not None:
+            fp8_gemm_ahead(self._rounded(x), weight, bias, self.workspace, ahead, out, self._order)
+        else:
+            fp8_gemm(x if rounds else self._rounded(x), weight, bias, self.workspace, tiles, out)
         return out
 
     def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
@@ -291,14 +304,15 @@ class TritonFp8Product(Fp8Product):
         if tiles is None or tiles.splits == 1:
             return None
         out = torch.empty((tiles.splits, rows, values.shape[0]), dtype=torch.float32, device=values.device)
-        fp8_gemm_ahead(self._rounded(x), self.weight, None, self.workspace, tiles, out)
+        fp8_gemm_ahead(self._rounded(x), self.weight, None, self.workspace, tiles, out, self._order)
         return out
 
     def _ahead_tiles(self, rows: int) -> Fp8AheadTiles | None:
         """Return tiles of the kernel that reads all of W before the wait; None if W does not fit."""
-        if self.deterministic or not self.weight.by_group:
+        if not self.weight.by_group:
             return None
-        return fp8_ahead_tiles(rows, *self.weight.values.shape)
+        choose = fp8_ordered_ahead_tiles if self.deterministic else fp8_ahead_tiles
+        return choose(rows, *self.weight.values.shape)
 
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
         """Use a fused kernel with FP8 output if it fits, else one with 16-bit output, else two launches.
@@ -307,7 +321,9 @@ class TritonFp8Product(Fp8Product):
         """
         (n, k), rows = self.weight.values.shape, (x if isinstance(x, Tensor) else x.values).shape[0]
         out: Tensor | Fp8Rows
-        choose_tiles = fp8_ordered_gated_tiles if self.deterministic else fp8_gated_tiles
+        choose_tiles = fp8_gated_tiles
+        if self.deterministic:
+            choose_tiles = partial(fp8_ordered_gated_tiles, by_group=self.weight.by_group)
         can_write_fp8 = wanted is not None and wanted.by_group
         tiles = choose_tiles(rows, n, k, for_fp8=True) if can_write_fp8 else None
         if tiles is not None:

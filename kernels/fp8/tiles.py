@@ -69,6 +69,18 @@ class Fp8AheadTiles:
 
 
 @dataclass(frozen=True)
+class Fp8SumOrder:
+    """The order of additions of a weight's products in deterministic engines, for any number of rows.
+
+    splits: slices of K. Each is summed apart, one group after another; the sums are added in order of slices.
+    last: groups at the start of a slice that are multiplied last.
+    """
+
+    splits: int
+    last: int
+
+
+@dataclass(frozen=True)
 class Fp8WideTiles:
     """Tiles for many rows: `block_m` rows by `block_n` rows of W per program.
 
@@ -199,34 +211,51 @@ def fp8_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
     return _split(narrow, rows, n, k, MULTIPROCESSORS) if rows <= 512 or fewer_waves else wide
 
 
-def fp8_ordered_tiles(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
-    """Return tiles for up to MAX_ROWS rows that add as those for one row do: the order of additions of the weight's
-    products in deterministic engines. None for more rows."""
-    tiles, order = fp8_gemm_tiles(rows, n, k), fp8_gemm_tiles(1, n, k)
-    assert order is not None, "k is a multiple of GROUP"
-    return None if tiles is None else replace(tiles, splits=order.splits, last=0 if tiles.ahead else order.ahead)
+def fp8_sum_order(n: int, k: int, by_group: bool) -> Fp8SumOrder:
+    """Return the order of additions of a weight's products in deterministic engines: that of its fastest tiles for one
+    row."""
+    tiles, ahead = fp8_gemm_tiles(1, n, k), fp8_ahead_tiles(1, n, k) if by_group else None
+    assert tiles is not None, "k is a multiple of GROUP"
+    splits = tiles.splits if ahead is None else ahead.splits
+    return Fp8SumOrder(splits, _ahead(tiles.block_m, tiles.block_n, k // GROUP // splits))
 
 
-def fp8_ordered_gated_tiles(rows: int, n: int, k: int, for_fp8: bool) -> Fp8GemmTiles | None:
-    """Return `fp8_gated_tiles` that add in the order of `fp8_ordered_tiles`, for the same weight."""
-    tiles, order = fp8_gated_tiles(rows, n, k, for_fp8), fp8_gemm_tiles(1, n, k)
-    assert order is not None, "k is a multiple of GROUP"
-    if tiles is None or tiles.ahead == order.ahead:
-        return tiles
-    return replace(tiles, ahead=0, last=order.ahead)
+def fp8_ordered_ahead_tiles(rows: int, n: int, k: int) -> Fp8AheadTiles | None:
+    """Return `fp8_ahead_tiles` that add in the order of `fp8_sum_order`; None if there are none."""
+    tiles = fp8_ahead_tiles(rows, n, k)
+    return tiles if tiles is not None and tiles.splits == fp8_sum_order(n, k, True).splits else None
 
 
-def fp8_ordered_wide_tiles(rows: int, n: int, k: int) -> Fp8WideTiles:
-    """Return tiles for many rows that add in the order of `fp8_ordered_tiles`. If tiles do not fill half of the device,
+def fp8_ordered_tiles(rows: int, n: int, k: int, by_group: bool) -> Fp8GemmTiles | None:
+    """Return tiles for up to MAX_ROWS rows that add in the order of `fp8_sum_order`. None for more rows."""
+    tiles, order = fp8_gemm_tiles(rows, n, k), fp8_sum_order(n, k, by_group)
+    if tiles is None:
+        return None
+    stages = tiles.stages
+    if order.splits > tiles.splits and order.splits * cdiv(n, tiles.block_n) > MULTIPROCESSORS:
+        stages = min(stages, _stages_alone(tiles.block_m + tiles.block_n) - 2)  # two programs per multiprocessor
+    ahead, last = (order.last, 0) if tiles.block_m == 16 else (0, order.last)
+    return replace(tiles, splits=order.splits, ahead=ahead, last=last, stages=stages)
+
+
+def fp8_ordered_gated_tiles(rows: int, n: int, k: int, for_fp8: bool, by_group: bool) -> Fp8GemmTiles | None:
+    """Return `fp8_gated_tiles` that add in the order of `fp8_sum_order`, for the same weight."""
+    tiles, order = fp8_gated_tiles(rows, n, k, for_fp8), fp8_sum_order(n, k, by_group)
+    if tiles is None or order.splits > 1:
+        return None
+    return tiles if tiles.ahead == order.last else replace(tiles, ahead=0, last=order.last)
+
+
+def fp8_ordered_wide_tiles(rows: int, n: int, k: int, by_group: bool) -> Fp8WideTiles:
+    """Return tiles for many rows that add in the order of `fp8_sum_order`. If tiles do not fill half of the device,
     slices of K have programs of their own; else a program sums them one after another."""
-    order = fp8_gemm_tiles(1, n, k)
-    assert order is not None, "k is a multiple of GROUP"
+    order = fp8_sum_order(n, k, by_group)
     small, narrow, wide = WIDE_TILES
     tiles = small if small.count(rows, n) <= MULTIPROCESSORS else narrow if narrow.count(rows, n) <= 512 else wide
     if order.splits * tiles.count(rows, n) <= MULTIPROCESSORS:
-        return replace(tiles, splits=order.splits, last=order.ahead)
+        return replace(tiles, splits=order.splits, last=order.last)
     # a third sum of 128 x 128 numbers would not fit in registers
-    return replace(narrow if order.splits > 1 else tiles, slices=order.splits, last=order.ahead)
+    return replace(narrow if order.splits > 1 else tiles, slices=order.splits, last=order.last)
 
 
 def _split(tiles: Fp8WideTiles, rows: int, n: int, k: int, programs: int) -> Fp8WideTiles:
@@ -261,9 +290,9 @@ def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     # of `_split` and `fp8_ordered_wide_tiles`, for any number of rows
     needed = [(MULTIPROCESSORS * 128 * 128, MULTIPROCESSORS)]
     for n, k in shapes:
-        few = [tiles(rows, n, k) for tiles in (fp8_gemm_tiles, _ordered_if_fits) for rows in (16, 32, 64, MAX_ROWS)]
+        few = [tiles for rows in (16, 32, 64, MAX_ROWS) for tiles in _few_row_tiles(rows, n, k)]
         fewest = [fp8_ahead_tiles(rows, n, k) for rows in (1, 2, 4, MAX_AHEAD_ROWS)]
-        sums = [(tiles.splits, tiles.block_n, tiles.block_m) for tiles in few if tiles is not None]
+        sums = [(tiles.splits, tiles.block_n, tiles.block_m) for tiles in few]
         sums += [(tiles.splits, SCALE_ROWS, tiles.rows) for tiles in fewest if tiles is not None]
         for splits, block_n, rows in sums:
             if splits > 1:
@@ -272,5 +301,9 @@ def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return largest(needed)
 
 
-def _ordered_if_fits(rows: int, n: int, k: int) -> Fp8GemmTiles | None:
-    return None if k % GROUP else fp8_ordered_tiles(rows, n, k)
+def _few_row_tiles(rows: int, n: int, k: int) -> list[Fp8GemmTiles]:
+    """Return the tiles for `rows` rows of engines of either kind."""
+    if k % GROUP:
+        return []
+    found = [fp8_gemm_tiles(rows, n, k), *(fp8_ordered_tiles(rows, n, k, by_group) for by_group in (True, False))]
+    return [tiles for tiles in found if tiles is not None]

@@ -21,9 +21,11 @@ from aerie.kernels.fp8.tiles import (  # noqa: E402
     fp8_ahead_tiles,
     fp8_gated_tiles,
     fp8_gemm_tiles,
+    fp8_ordered_ahead_tiles,
     fp8_ordered_gated_tiles,
     fp8_ordered_tiles,
     fp8_ordered_wide_tiles,
+    fp8_sum_order,
     fp8_wide_tiles,
     fp8_workspace_size,
 )
@@ -207,21 +209,50 @@ def test_a_deterministic_row_has_the_same_bits_for_every_number_of_rows(n: int, 
                 assert torch.equal(found.scales, rounded.scales[:rows]), rows
 
 
-def test_tiles_for_every_number_of_rows_add_in_one_order() -> None:
-    for n, k in (*ORDERED, (7168, 2048), (2112, 7168), (28672, 4096), (4096, 14336)):
-        order = fp8_gemm_tiles(1, n, k)
-        assert order is not None
+@pytest.mark.parametrize("by_group", [True, False], ids=["block", "channel"])
+def test_tiles_for_every_number_of_rows_add_in_one_order(by_group: bool) -> None:
+    for n, k in (*ORDERED, (7168, 2048), (2112, 7168), (28672, 4096), (4096, 14336), (16384, 1536)):
+        order = fp8_sum_order(n, k, by_group)
         for rows in (1, 16, 17, 32, 64, 65, 128):
-            tiles = fp8_ordered_tiles(rows, n, k)
-            assert tiles is not None and (tiles.splits, tiles.last or tiles.ahead) == (order.splits, order.ahead)
-            gated = fp8_ordered_gated_tiles(rows, n, k, rows % 2 == 0)
-            assert gated is None or (gated.splits, gated.last or gated.ahead) == (order.splits, order.ahead)
+            tiles = fp8_ordered_tiles(rows, n, k, by_group)
+            assert tiles is not None and (tiles.splits, tiles.last or tiles.ahead) == (order.splits, order.last)
+            gated = fp8_ordered_gated_tiles(rows, n, k, rows % 2 == 0, by_group)
+            assert gated is None or (gated.splits, gated.last or gated.ahead) == (order.splits, order.last)
+        for rows in (1, 2, 4, 8):
+            ahead = fp8_ordered_ahead_tiles(rows, n, k)
+            assert ahead is None or ahead.splits == fp8_sum_order(n, k, True).splits
         for rows in (65, 129, 512, 8192):
-            wide = fp8_ordered_wide_tiles(rows, n, k)
-            assert (wide.splits * wide.slices, wide.last) == (order.splits, order.ahead)
+            wide = fp8_ordered_wide_tiles(rows, n, k, by_group)
+            assert (wide.splits * wide.slices, wide.last) == (order.splits, order.last)
             cells, tickets = fp8_workspace_size([(n, k)])
             count = wide.count(rows, n)
             assert wide.splits == 1 or (count <= tickets and count * wide.splits * wide.block_m * wide.block_n <= cells)
+
+
+def test_deterministic_engines_read_weights_ahead_that_others_read_ahead() -> None:
+    """Matrices of DeepSeek-V3 on one of eight ranks."""
+    for n, k in ((2112, 7168), (3072, 1536), (7168, 2048)):
+        for rows in (1, 2, 4, 8):
+            assert fp8_ordered_ahead_tiles(rows, n, k) == fp8_ahead_tiles(rows, n, k) is not None
+
+
+@pytest.mark.parametrize("n,k", [(2112, 7168), (130, 1792)])
+def test_parts_read_ahead_add_to_the_bits_of_many_rows(n: int, k: int) -> None:
+    if INTERPRETED and n > 200:
+        pytest.skip("too large for the interpreter")
+    weight, _ = weight_of(n, k, True, torch.Generator().manual_seed(8))
+    product = TritonFp8Product(weight, workspace_of([(n, k)]), True, OUT)
+    x = rows_of(200, k, torch.Generator().manual_seed(9))
+    whole = product.multiply(x, None)
+    for rows in (1, 2, 5, 8):
+        parts = product.multiply_apart(x[:rows])
+        assert parts is not None
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        assert torch.equal(total.to(OUT), whole[:rows]), rows
+        rounded = quantize_rows(x[:rows], True)
+        assert torch.equal(product.multiply(rounded, None), whole[:rows]), rows
 
 
 def test_a_rows_scale_is_its_own() -> None:

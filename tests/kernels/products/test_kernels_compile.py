@@ -298,17 +298,15 @@ def test_product_of_many_fp8_rows_fits_hopper(rows: int, n: int, k: int, by_grou
 @pytest.mark.parametrize("by_group", [True, False])
 def test_ordered_product_of_fp8_rows_fits_hopper(rows: int, n: int, k: int, by_group: bool, tmp_path: Path) -> None:
     """Groups that are multiplied last, and slices that a program sums one after another."""
-    order, constants = fp8_tiles.fp8_gemm_tiles(1, n, k), {"N": n, "GROUPS": k // 128, "BY_GROUP": by_group}
-    assert order is not None
-    constants |= {"HAS_BIAS": False, "PDL": True}
+    constants = {"N": n, "GROUPS": k // 128, "BY_GROUP": by_group, "HAS_BIAS": False, "PDL": True}
     if rows > 64:
-        wide = fp8_tiles.fp8_ordered_wide_tiles(rows, n, k)
+        wide = fp8_tiles.fp8_ordered_wide_tiles(rows, n, k, by_group)
         constants |= {"BLOCK_M": wide.block_m, "BLOCK_N": wide.block_n, "SPLITS": wide.splits, "SLICES": wide.slices}
         constants |= {"LAST": wide.last, "TOGETHER": 8}
         blocks = {"x_desc": (wide.block_m, 128), "w_desc": (wide.block_n, 128)}
         check_fp8(fp8_gemm_wide._fp8_gemm_wide, tmp_path, constants, wide.warps, wide.stages, blocks, {})
         return
-    tiles = fp8_tiles.fp8_ordered_tiles(rows, n, k)
+    tiles = fp8_tiles.fp8_ordered_tiles(rows, n, k, by_group)
     assert tiles is not None and tiles.last > 0
     constants |= {"BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "SPLITS": tiles.splits, "SPAN": tiles.span(k)}
     constants |= {"AHEAD": 0, "LAST": tiles.last, "COLUMNS": 0, "GATED": False, "RESULT": fp8_gemm.tl.bfloat16}
@@ -327,7 +325,10 @@ def test_ordered_product_of_fp8_rows_fits_hopper(rows: int, n: int, k: int, by_g
         *slow(*((rows, 7168, 2048) for rows in (1, 2, 4, 8)), *((rows, 7168, 2304) for rows in (1, 2, 4))),
     ],
 )
-def test_a_product_that_reads_its_weight_ahead_fits_hopper(rows: int, n: int, k: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_product_that_reads_its_weight_ahead_fits_hopper(
+    rows: int, n: int, k: int, in_order: bool, tmp_path: Path
+) -> None:
     """All of W is on its way before the wait, and goes from shared memory to the matrix unit."""
     tiles = fp8_tiles.fp8_ahead_tiles(rows, n, k)
     assert tiles is not None
@@ -340,6 +341,8 @@ def test_a_product_that_reads_its_weight_ahead_fits_hopper(rows: int, n: int, k:
         "BLOCK_N": 64,
         "SPLITS": tiles.splits,
         "SPAN": tiles.span(k),
+        "LAST": fp8_tiles.fp8_sum_order(n, k, True).last if in_order else 0,
+        "IN_ORDER": in_order,
         "APART": tiles.splits > 1,
         "HAS_BIAS": False,
         "PDL": True,
