@@ -60,8 +60,8 @@ def deterministic() -> "TritonBackend":
 class TritonBackend(AttentionBackend):
     """Our Triton kernels.
 
-    span: base size of spans in tokens (see the head of this module), a multiple of FIXED_TILES.block_n. None: split for
-        speed.
+    span: base size of spans in tokens (see the head of this module), a multiple of FIXED_TILES.block_n; of latent rows
+        half of it. None: split for speed.
     """
 
     name = "triton"
@@ -169,7 +169,7 @@ def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -
 def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend, page_size: int) -> DecodePlan:
     """Return the plan of a backend with a span: a row's result does not depend on other requests. Launches one small
     kernel, for trees two."""
-    device, span, tiles = batch.prefix_len.device, backend.span, shape.fixed_tiles(batch.rows)
+    device, span, tiles = batch.prefix_len.device, shape.span(backend.span), shape.fixed_tiles(batch.rows)
     assert span is not None
     partials = max_spans(batch.suffix_len, span, batch.max_kv_len, batch.window)
     columns = shape.columns(batch.rows, tiles)
@@ -213,8 +213,10 @@ class _PreparedPrefill(Prepared):
         return is_new
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
-        tiles, tile_list = self._plan(LayerShape.of(q, kv))
-        return attend_chunks(q, kv, self.batch.through(rule.window), tile_list, tiles, rule, sinks, self.span)
+        shape = LayerShape.of(q, kv)
+        tiles, tile_list = self._plan(shape)
+        span = shape.span(self.span)
+        return attend_chunks(q, kv, self.batch.through(rule.window), tile_list, tiles, rule, sinks, span)
 
     def _plan(self, shape: LayerShape) -> tuple[PrefillTiles, Tensor]:
         if shape not in self.plans:

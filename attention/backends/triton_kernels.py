@@ -9,6 +9,7 @@ from torch import Tensor
 from aerie.attention.limits import triton_head_dim_refusal, triton_latent_refusal
 from aerie.kernels.attend.decode_plan_triton import (
     FIXED_LATENT_TILES,
+    FIXED_LATENT_TILES_OF_FEW,
     DecodePlan,
     DecodeTiles,
     decode_tiles,
@@ -78,7 +79,8 @@ class LayerShape:
     def fixed_tiles(self, rows: int) -> DecodeTiles:
         """Return the tiles of a round whose plan is fixed. rows: rows per request."""
         if self.rotated is not None:
-            return FIXED_LATENT_TILES
+            few = rows * self.group <= FIXED_LATENT_TILES_OF_FEW.block_m and self.kv_itemsize > 1 and not INTERPRETED
+            return FIXED_LATENT_TILES_OF_FEW if few else FIXED_LATENT_TILES
         if self.dim > 256:
             return WIDE_FIXED_TILES
         return FIXED_TILES_OF_FEW if rows * self.group <= FIXED_TILES_OF_FEW.block_m else FIXED_TILES
@@ -86,10 +88,10 @@ class LayerShape:
     @property
     def fixed_prefill_tiles(self) -> PrefillTiles:
         """Tiles of prompt chunks with the columns of `fixed_tiles`."""
-        tiles, group = self.fixed_tiles(1), self.group
-        block_n = tiles.block_n
         if self.rotated is not None:
-            return PrefillTiles(tiles.block_m, block_n, tiles.warps, tiles.stages)
+            tiles = FIXED_LATENT_TILES
+            return PrefillTiles(tiles.block_m, tiles.block_n, tiles.warps, tiles.stages)
+        block_n, group = self.fixed_tiles(1).block_n, self.group
         if INTERPRETED:
             return PrefillTiles(max(16, triton.next_power_of_2(group)), block_n, 1, 1)
         if self.dim <= 128:
@@ -105,6 +107,11 @@ class LayerShape:
     def rows_of_prefill_tile(self, tiles: PrefillTiles) -> int:
         together = self.group if self.rotated is None else heads_of_tile(self.num_heads, tiles)
         return tiles.block_m // together
+
+    def span(self, base: int | None) -> int | None:
+        """Return the base size of spans in tokens. base: of K/V heads; None: without spans. Of latent rows there is one
+        program for all heads, so shorter spans give more programs."""
+        return base if base is None or self.rotated is None else base // 2
 
     def columns(self, rows: int, tiles: DecodeTiles) -> int:
         """Return the number of programs that share an item, for requests of `rows` rows."""

@@ -42,7 +42,9 @@ class DecodeTiles:
         return min(head_dim, max(16, 64 * 32 * self.warps // (FAN * self.block_m)))
 
 
-FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)  # for `fixed` plans over latent rows
+# For `fixed` plans over latent rows. Both kinds give a row the same bits.
+FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)
+FIXED_LATENT_TILES_OF_FEW = DecodeTiles(16, 32, 4, 4, 1, 0)
 
 
 def decode_tiles(

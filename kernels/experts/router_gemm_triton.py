@@ -30,6 +30,14 @@ def router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
     return SkinnyGemmTiles(block_m, _BLOCK_N, block_k, splits, ahead, stages=4, warps=4)
 
 
+def ordered_router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
+    """Return tiles that add in one order for any number of rows: that of FIXED_ROWS."""
+    tiles, few = router_tiles(FIXED_ROWS, n, k), router_tiles(rows, n, k)
+    if rows <= 16 and few.splits == tiles.splits and few.block_k == few.span(k) == tiles.span(k):
+        return few  # one step, in the order of columns
+    return replace(tiles, block_m=min(FIXED_ROWS, max(16, triton.next_power_of_2(rows))))
+
+
 def router_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace | None, deterministic: bool
 ) -> Tensor:
@@ -39,8 +47,6 @@ def router_gemm(
     if rows > _MAX_ROWS and not deterministic:
         logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
         return logits if bias is None else logits.add_(bias)
-    tiles = router_tiles(FIXED_ROWS if deterministic else rows, *weight.shape)
-    if deterministic:  # tiles with fewer rows add in the same order
-        tiles = replace(tiles, block_m=min(FIXED_ROWS, max(16, triton.next_power_of_2(rows))))
+    tiles = ordered_router_tiles(rows, *weight.shape) if deterministic else router_tiles(rows, *weight.shape)
     out = torch.empty((tiles.splits, rows, n), dtype=torch.float32, device=x.device)
     return skinny_gemm(x, weight, bias, workspace, tiles, out)

@@ -65,9 +65,7 @@ def _check_latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together:
         "triton",
         "aerie.kernels.latent.head_products_triton:latent_values",
         on_gpu,
-        serves=lambda x, weight, key_dim, rows_together, fixed: (
-            not fixed and not rows_together and fits_values(x.shape[0], weight)
-        ),
+        serves=lambda x, weight, key_dim, rows_together, fixed: not rows_together and fits_values(x.shape[0], weight),
         limits=f"up to {MAX_ROWS} rows, 16 bits, a latent that is a power of two",
     ),
     Implementation("triton", "aerie.kernels.latent.head_products_triton:rounded_values", on_gpu),

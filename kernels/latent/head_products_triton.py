@@ -22,7 +22,6 @@ from aerie.kernels.rope.rope_store import Angles
 FEW_ROWS = 16  # maximum rows for narrower tiles, which give more programs
 BATCH_ROWS = 512  # maximum rows (of verified batches) for tiles of 64 rows, which give more programs
 MAX_BYTES_AHEAD = 128 << 10  # bytes of a weight read before the wait, in registers, then in shared memory
-FIXED_ROWS = 64  # with `fixed`, fewer rows use the tiles of this number
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -173,7 +172,7 @@ def head_products(
     values = out if isinstance(out, Tensor) else out.values.view(rows, heads, out_features)
     choose = product_blocks if scales is None else rounded_blocks
     # Tiles add the products of an element in the same order, whatever their size (H200).
-    blocks = choose(max(rows, FIXED_ROWS) if fixed else rows, in_features, x.itemsize)
+    blocks = choose(rows, in_features, x.itemsize)
     _head_products[(triton.cdiv(out_features, blocks.n) + (rotated > 0), heads, triton.cdiv(rows, blocks.m))](
         x,
         weight,
@@ -251,11 +250,10 @@ def _latent_values(
 
 
 def latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool = False, fixed: bool = False) -> Fp8Rows:
-    """`aerie.kernels.latent.head_products.latent_values`."""
+    """`aerie.kernels.latent.head_products.latent_values`. fixed: results have the bits of `rounded_values`."""
     rows, heads, latent = x.shape
     step = key_dim + GROUP
-    assert not rows_together and not fixed
-    assert fits_values(rows, weight)
+    assert not rows_together and fits_values(rows, weight)
     out = Fp8Rows.empty(rows, heads * GROUP, True, False, x.device)
     _latent_values[(heads,)](
         TensorDescriptor.from_tensor(weight, [GROUP, latent]),
@@ -271,6 +269,7 @@ def latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool =
         INTERPRETED=INTERPRETED,
         num_warps=8,
         num_stages=1,
+        enable_fp_fusion=not fixed,
         **pdl_wait(x.device),
     )
     return out

@@ -28,6 +28,7 @@ from aerie.kernels.kv.batches import (  # noqa: E402
 )
 from aerie.kernels.latent import head_products_triton as head_kernels  # noqa: E402
 from aerie.kernels.latent import latents_triton as layer_kernels  # noqa: E402
+from aerie.kernels.latent.head_products import latent_values  # noqa: E402
 from aerie.kernels.latent.latents import normed_latents  # noqa: E402
 from aerie.kernels.latent.latents_triton import expand_latents  # noqa: E402
 from aerie.kernels.rope.rope_store import Angles, rotate_pairs  # noqa: E402
@@ -309,6 +310,18 @@ def test_products_in_fixed_tiles_depend_on_their_row_alone(kind: str) -> None:
     whole = products(0, count)
     for first, rows in ((7, 1), (3, 16), (20, 40), (100, 130), (300, 600)):
         assert torch.equal(products(first, rows), whole[first : first + rows])
+
+
+@pytest.mark.gpu
+def test_fixed_values_of_few_rows_have_the_bits_of_many() -> None:
+    """The kernel that reads a head's matrix ahead, and the others."""
+    weight = torch.randn((16 * 256, 512), device=DEVICE).to(torch.bfloat16)
+    x = torch.randn((600, 16, 512), device=DEVICE).to(torch.bfloat16)
+    whole = latent_values(x, weight, 128, False, True)
+    for first, rows in ((7, 1), (3, 4), (40, 16), (100, 17), (200, 300)):
+        found = latent_values(x[first : first + rows], weight, 128, False, True)
+        assert torch.equal(found.values.view(torch.uint8), whole.values[first : first + rows].view(torch.uint8))
+        assert torch.equal(found.scales, whole.scales[first : first + rows])
 
 
 def random_attention(q_rank: int | None) -> LatentAttention:

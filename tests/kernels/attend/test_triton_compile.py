@@ -498,10 +498,12 @@ def test_chunk_attention_in_fixed_spans_fits_hopper(
 
 
 @pytest.mark.parametrize("paths", [False, True])
-def test_latent_attention_in_fixed_spans_adds_no_floats_in_an_order_of_the_compilers(paths: bool) -> None:
+@pytest.mark.parametrize("rows", [1, 4])
+def test_latent_attention_in_fixed_spans_adds_no_floats_in_an_order_of_the_compilers(rows: int, paths: bool) -> None:
     """Which may be another one in each loop: two groups of warps share the tokens of one, and have all of the next."""
-    tiles = decode_plan_triton.FIXED_LATENT_TILES
-    constants = latent_constants(4, 16, 16, tiles) | {"APART": True, "PATHS": paths, "FIXED": True}
+    tiles = LayerShape(16, 1, 512, 64, 2, 2).fixed_tiles(rows)
+    assert tiles.block_m == 16 * rows
+    constants = latent_constants(rows, 16, 16, tiles) | {"APART": True, "PATHS": paths, "FIXED": True}
     made = built(
         latent_decode_triton._attend_latent,
         LATENT_POINTERS,

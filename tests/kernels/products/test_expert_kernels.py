@@ -21,7 +21,7 @@ from aerie.kernels.experts.order_triton import block_of_program, max_blocks, ord
 from aerie.kernels.experts.route import MAX_LISTED, NO_EXPERT, Routed, RouterLogits, Routing, TokenSlots  # noqa: E402  # noqa: E402
 from aerie.kernels.experts.route import route as route_in_torch  # noqa: E402
 from aerie.kernels.experts.route_triton import route  # noqa: E402
-from aerie.kernels.experts.router_gemm_triton import router_gemm, router_tiles  # noqa: E402
+from aerie.kernels.experts.router_gemm_triton import ordered_router_tiles, router_gemm, router_tiles  # noqa: E402
 from aerie.kernels.experts.weights import (  # noqa: E402
     ExpertTiles,
     ExpertWeights,
@@ -118,6 +118,20 @@ def test_a_routers_parts_are_added_up_in_their_order(deterministic: bool, size: 
     if deterministic:
         alone = router_gemm(x[1:2], weight, added, Workspace.allocate(1, 1, DEVICE), deterministic)
         assert torch.equal(alone[:, 0], parts[:, 1])
+
+
+@pytest.mark.parametrize("size", [512, 2048])
+def test_a_deterministic_router_reads_ahead_if_that_keeps_the_order(size: int) -> None:
+    """2,048 columns are split into as many parts for 64 rows as for few."""
+    count, generator = 20 if INTERPRETED else 600, torch.Generator().manual_seed(6)
+    x = torch.randn(count, size, generator=generator).to(DEVICE, HALF)
+    weight = (torch.randn(12, size, generator=generator) / size**0.5).to(DEVICE, HALF)
+    if INTERPRETED:  # where numpy adds in an order of its own
+        x, weight = x.round(), (weight * size**0.5).round()
+    parts = router_gemm(x, weight, None, Workspace.allocate(1, 1, DEVICE), True)
+    assert ordered_router_tiles(1, 12, size).ahead == (size == 2048) and not ordered_router_tiles(17, 12, size).ahead
+    for rows in (1, 16, 17):
+        assert torch.equal(router_gemm(x[:rows], weight, None, Workspace.allocate(1, 1, DEVICE), True), parts[:, :rows])
 
 
 def test_a_router_of_few_rows_reads_all_of_its_weight_ahead() -> None:
