@@ -81,6 +81,9 @@ The rule:
                                        the first columns of W         constant
     down_of_one_row         triggers   the list of experts            the same
                                        W and its scales               constant
+    gate_up_of_ordered_row  waits      nothing                        (is a fence)
+    down_of_ordered_row     triggers   the row's experts and weights  route; gate_up_of_ordered_row is the fence
+                                       W and its scales               constant
     gate_up_of_short_blocks triggers   nothing
     down_of_short_blocks    triggers   nothing
     gate_up_of_tall_blocks  triggers   nothing

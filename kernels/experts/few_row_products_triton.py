@@ -24,6 +24,7 @@ def gate_up_of_few_rows(
     used_ptr,
     part_ptr,
     ticket_ptr,
+    pair_ptr,
     rows,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
@@ -45,6 +46,8 @@ def gate_up_of_few_rows(
     chosen_ptr, weight_ptr: experts and weights of each row, SLOTS, padded to SLOTS_PADDED. used_ptr: used experts, then
         -1.
     part_ptr: sums of the splits, which the last program of a tile adds.
+    pair_ptr: None, or for `down_of_short_blocks`: gets the pairs of each expert's rows, and then activations are stored
+        without weights.
     SIZE, WIDTH: numbers of x, and of the activation. STEP: columns of x per product. SPAN: products of a program.
     IN_FP8: x and weights are FP8; BY_GROUP: with scales per group; else per row and per output.
     """
@@ -100,6 +103,10 @@ def gate_up_of_few_rows(
     asked = tl.load(chosen_ptr + pair, mask=(m < rows)[:, None] & (slot < SLOTS)[None, :], other=-1) == expert
     share = tl.sum(tl.load(weight_ptr + pair, mask=asked, other=0.0), 1)
     anybody = tl.max(asked.to(tl.int32), 1) > 0
+    if pair_ptr is not None:
+        share = tl.full([BLOCK_M], 1.0, tl.float32)
+        if block == 0:
+            tl.store(pair_ptr + tile * BLOCK_M + m, tl.max(tl.where(asked, pair, -1), 1))
     hidden = tl.where(anybody[None, :], gate / (1.0 + tl.exp(-gate)) * up, 0.0)
     at = (tile * BLOCK_M + m).to(tl.int64)
     if IN_FP8:

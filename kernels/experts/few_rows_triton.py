@@ -7,7 +7,7 @@ row's inner activations are zero in experts that it does not use. A down-project
 and loops over the experts; the sum over experts stays in float32 registers.
 
 Results are reproducible, but a row's last bits depend on the other rows, because the set of used experts determines how
-sums are split. `many_rows_triton` avoids that. FP8 activations have one scale per row and program.
+sums are split. `aerie.kernels.experts.ordered` avoids that. FP8 activations have one scale per row and program.
 """
 
 import torch
@@ -72,6 +72,7 @@ def inner_rows(
         routed.used,
         workspace.part,
         workspace.tickets,
+        None,
         rows,
         WIDTH=width,
         SIZE=size,

@@ -9,6 +9,7 @@ from torch import Tensor
 from aerie.kernels.experts.few_rows_triton import few_row_experts
 from aerie.kernels.experts.fused import FusedExperts
 from aerie.kernels.experts.many_rows_triton import many_row_experts, many_row_tiles
+from aerie.kernels.experts.ordered.ordered_rows_triton import fits_ordered_rows, ordered_row_experts
 from aerie.kernels.experts.route import RouterLogits
 from aerie.kernels.experts.route_triton import route
 from aerie.kernels.experts.weights import ExpertWeights, few_row_tiles
@@ -37,8 +38,11 @@ class TritonExperts(FusedExperts):
         rows = router.values.shape[-2]
         if out is None:
             out = torch.empty((rows, weights.size), dtype=self.dtype, device=router.values.device)
-        routed = route(router, weights.num_shared, self.workspace.tickets, not self.deterministic, weights.held)
+        lists = not self.deterministic or fits_ordered_rows(weights)
+        routed = route(router, weights.num_shared, self.workspace.tickets, lists, weights.held, self.deterministic)
         slots = routed.chosen.shape[1]
+        if routed.used is not None and self.deterministic:
+            return ordered_row_experts(x, routed, weights, self.workspace, out)
         if routed.used is not None:
             tiles = few_row_tiles(rows, weights.sizes(slots))
             return few_row_experts(x, routed, weights, self.workspace, tiles, out)

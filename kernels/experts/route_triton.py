@@ -101,16 +101,21 @@ def _route(
 
 
 def route(
-    router: RouterLogits, num_shared: int, tickets: Tensor, list_used: bool = True, held: Span | None = None
+    router: RouterLogits,
+    num_shared: int,
+    tickets: Tensor,
+    list_used: bool = True,
+    held: Span | None = None,
+    fixed: bool = False,
 ) -> Routed:
     """Choose the experts of each row; ties go to the lowest index.
 
     num_shared: shared experts, which every row uses.
     tickets: int32, one per expert of this rank, zero between launches. Becomes `Routed.count`, which the experts' first
         GEMM or `Routed.reset_count` zeroes.
-    list_used: list the used experts of up to MAX_LISTED rows. If false, rows are always counted, and a row's result
-        depends on that row alone.
+    list_used: list the used experts of up to MAX_LISTED rows. If false, rows are always counted.
     held: the routed experts on this rank; None: all.
+    fixed: a row's weights must not depend on the number of rows.
 
     Reference: `aerie.kernels.experts.route.route`.
     """
@@ -158,7 +163,7 @@ def route(
         LIST=listed,
         ROWS_PADDED=triton.next_power_of_2(rows) if listed else 1,
         BINS=triton.next_power_of_2(held.size + num_shared + 1),
-        num_warps=4 if listed and rows > 8 else 1,
+        num_warps=4 if listed and rows > 8 and not fixed else 1,  # sums over experts depend on it
         **pdl_wait(logits.device),
     )
     return Routed(chosen, weight, used, num_used, rank, count)

@@ -14,6 +14,7 @@ from aerie.kernels.kv.stored_values import FP8
 from aerie.kernels.span import Span
 
 WIDTH_STEP = 8  # divisor of an expert's width; a tensor map's rows are multiples of 16 bytes
+ORDERED_BLOCK = 64  # columns of inner activations per program, and per scale, in deterministic engines
 MAX_FEW_ROWS = MAX_LISTED  # 16: the smallest tile of a tensor core
 
 
@@ -188,7 +189,7 @@ def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
         down_splits *= 2
     gate_up, down = ProductTiles(128, splits, stages=4, warps=8), ProductTiles(128, down_splits, stages=4, warps=4)
     most, in_fp8 = sizes.max_used(1), sizes.step == 128
-    if rows == 1 and _fits_one_load(sizes):
+    if rows == 1 and fits_one_load(sizes.width):
         down = ProductTiles(sizes.step, most, stages=1, warps=8 if in_fp8 else 4, ahead=True)
         if not in_fp8 and steps % 2 == 0 and 4 * programs <= 1.25 * MULTIPROCESSORS:
             gate_up = ProductTiles(64, 2, stages=4, warps=4)
@@ -197,15 +198,18 @@ def few_row_tiles(rows: int, sizes: ExpertSizes) -> ExpertTiles:
     return ExpertTiles(MAX_FEW_ROWS, gate_up, down)
 
 
-def _fits_one_load(sizes: ExpertSizes) -> bool:
-    """Whether one tile of a down projection holds all inner columns (64 KB), as `down_of_one_row` needs."""
-    return sizes.width & (sizes.width - 1) == 0 and sizes.width <= 512
+def fits_one_load(width: int) -> bool:
+    """Whether one tile of a down projection holds all inner columns (64 KB), as kernels of one row need."""
+    return width & (width - 1) == 0 and width <= 512
 
 
 def workspace_size(sizes: ExpertSizes) -> tuple[int, int]:
-    """Return float32 cells and tickets of a `Workspace` for the routing and all `few_row_tiles`."""
+    """Return float32 cells and tickets of a `Workspace` for the routing, all `few_row_tiles`, and
+    `aerie.kernels.experts.ordered.ordered_rows_triton`."""
     per_rows = [partial_sizes(rows, sizes, few_row_tiles(rows, sizes)) for rows in range(1, MAX_FEW_ROWS + 1)]
-    return largest([(0, sizes.num_routed + sizes.num_shared), *per_rows])
+    most = sizes.max_used(1)
+    ordered = (most * max(2 * sizes.width, sizes.size), max(most * sizes.width // ORDERED_BLOCK, sizes.size // 128))
+    return largest([(0, sizes.num_routed + sizes.num_shared), ordered, *per_rows])
 
 
 def partial_sizes(rows: int, sizes: ExpertSizes, tiles: ExpertTiles) -> tuple[int, int]:

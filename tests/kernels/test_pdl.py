@@ -280,6 +280,8 @@ ELSEWHERE = {
         "gate_up_of_few_rows",
         "down_of_few_rows",
         "down_of_one_row",
+        "gate_up_of_ordered_row",
+        "down_of_ordered_row",
         "gate_up_of_short_blocks",
         "down_of_short_blocks",
         "gate_up_of_tall_blocks",

@@ -10,19 +10,22 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
+from aerie.kernels.experts.fused import fused_workspace_size  # noqa: E402
 from aerie.kernels.experts.fused_triton import TritonExperts  # noqa: E402
 from aerie.kernels.experts.gated import GELU_TANH, GPT_OSS, SWIGLU, GatedActivation  # noqa: E402
 from aerie.kernels.experts.grouped import experts_one_by_one  # noqa: E402
 from aerie.kernels.experts.many_rows_triton import many_row_tiles  # noqa: E402
-from aerie.kernels.experts.route import RouterLogits, Routing  # noqa: E402
-from aerie.kernels.experts.weights import ExpertWeights, workspace_size  # noqa: E402
+from aerie.kernels.experts.route import RouterLogits, Routing, TokenSlots  # noqa: E402
+from aerie.kernels.experts.weights import ExpertWeights  # noqa: E402
 from aerie.kernels.fp8.rows import Fp8Rows  # noqa: E402
+from aerie.kernels.fp8.rows_triton import quantize_rows  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from aerie.kernels.kv.stored_values import FP8  # noqa: E402
 from aerie.kernels.packed import experts_triton  # noqa: E402
 from aerie.kernels.packed.expert_tiles import packed_expert_workspace  # noqa: E402
 from aerie.kernels.packed.experts import PackedExpertWeights, raised  # noqa: E402
 from aerie.kernels.packed.weight import PackedWeight, pack  # noqa: E402
+from aerie.kernels.span import Span  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
 pytestmark = MARKS
@@ -47,13 +50,13 @@ def terms(k: int, step: int) -> Tensor:
     return torch.zeros(k).index_put((place,), TERMS[place // step % 5])
 
 
-def logits_of(rows: int) -> Tensor:
-    return torch.randn(rows, EXPERTS, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+def logits_of(rows: int, experts: int = EXPERTS) -> Tensor:
+    return torch.randn(rows, experts, generator=torch.Generator().manual_seed(3)).to(DEVICE)
 
 
-def router_of(rows: int) -> RouterLogits:
-    last = logits_of(max(ROWS))[-rows:].contiguous()
-    return RouterLogits(last, None, Routing(EXPERTS, SLOTS, normalise=True))
+def router_of(rows: int, experts: int = EXPERTS) -> RouterLogits:
+    last = logits_of(max(ROWS), experts)[-rows:].contiguous()
+    return RouterLogits(last, None, Routing(experts, SLOTS, normalise=True))
 
 
 def steep(
@@ -77,12 +80,14 @@ def steep(
 
 
 def products_of(x: Tensor | Fp8Rows, weights: ExpertWeights, deterministic: bool = True) -> Products:
-    cells, tickets = workspace_size(weights.sizes(SLOTS)) if not deterministic else (1, EXPERTS)
+    held = weights.held or Span.whole(EXPERTS)
+    total = held.total
+    cells, tickets = fused_workspace_size(held, 0, SLOTS, weights.size, weights.width)
     experts = TritonExperts(weights, Workspace.allocate(cells, tickets, DEVICE), deterministic, HALF)
 
     def products(rows: int) -> Tensor:
         mine = Fp8Rows(x.values[-rows:], x.scales[-rows:]) if isinstance(x, Fp8Rows) else x[-rows:]
-        return experts.multiply(mine, router_of(rows), None)
+        return experts.multiply(mine, router_of(rows, total), None)
 
     return products
 
@@ -132,9 +137,10 @@ def test_results_are_those_of_torch(size: int, width: int, activation: GatedActi
         assert float((found - expected).norm() / expected.norm()) < (6e-3 if not INTERPRETED else 1e-3)
 
 
-def test_rows_of_fp8_have_the_same_bits_for_every_number_of_rows() -> None:
-    """Groups of 128 inputs, whose scales are the terms."""
-    size, width = (640, 128) if INTERPRETED else (7168, 256)
+@pytest.mark.parametrize("size,width", [(640, 128), (1024, 256)] if INTERPRETED else [(7168, 256)])
+@pytest.mark.parametrize("held", [None, Span(0, EXPERTS, EXPERTS + 3)], ids=["all", "some"])
+def test_rows_of_fp8_have_the_same_bits_for_every_number_of_rows(size: int, width: int, held: Span | None) -> None:
+    """Groups of 128 inputs, whose scales are the terms. held: other ranks have experts that rows choose."""
     generator = torch.Generator().manual_seed(2)
     factors = terms(size // 128, 1).repeat(max(ROWS), 1) * (1 + torch.arange(max(ROWS)) % 3)[:, None]
     values = torch.zeros(max(ROWS), size)
@@ -148,8 +154,45 @@ def test_rows_of_fp8_have_the_same_bits_for_every_number_of_rows() -> None:
     gate_up[:, width:, 0], scales[:, width // 64 :] = 1.0, 2.0**-12
     down = torch.randint(-3, 4, (EXPERTS, size, width), generator=generator)
     down_scales = 0.5 + torch.rand(EXPERTS, size // 64, width // 128, generator=generator)
-    weights = ExpertWeights(gate_up.to(DEVICE, FP8), down.to(DEVICE, FP8), scales.to(DEVICE), down_scales.to(DEVICE))
-    assert differing(products_of(x, weights)) == []
+    matrices = (gate_up.to(DEVICE, FP8), down.to(DEVICE, FP8), scales.to(DEVICE), down_scales.to(DEVICE))
+    assert differing(products_of(x, ExpertWeights(*matrices, held=held))) == []
+
+
+@pytest.mark.parametrize("num_shared", [0, 1])
+def test_a_row_of_fp8_has_the_bits_that_it_has_beside_others(num_shared: int) -> None:
+    """Random numbers, rows alone and in the tiles of few and many rows; and padding rows are zeros."""
+    size, width, count = (1024, 128, 40) if INTERPRETED else (7168, 256, 700)
+    generator = torch.Generator().manual_seed(5)
+
+    def matrix(n: int, k: int) -> tuple[Tensor, Tensor]:
+        values = torch.randn(EXPERTS + num_shared, n, k, generator=generator).mul(30)
+        if INTERPRETED:  # where numpy adds in an order of its own
+            values = values.clamp(-3, 3).round()
+        scales = torch.rand(EXPERTS + num_shared, n // 64, k // 128, generator=generator) * 1e-3 + 1e-4
+        return values.to(DEVICE, FP8), scales.to(DEVICE)
+
+    (gate_up, gate_up_scales), (down, down_scales) = matrix(2 * width, size), matrix(size, width)
+    weights = ExpertWeights(gate_up, down, gate_up_scales, down_scales, num_shared)
+    x = torch.randn(count, size, generator=generator)
+    rows_in = quantize_rows((x.round() if INTERPRETED else x).to(DEVICE, HALF), True)
+    logits = torch.randn(count, EXPERTS, generator=generator).to(DEVICE)
+    slots = torch.ones(count, dtype=torch.int64, device=DEVICE)
+    slots[7] = 0
+    cells = fused_workspace_size(Span.whole(EXPERTS), num_shared, SLOTS, size, width)
+    experts = TritonExperts(weights, Workspace.allocate(*cells, DEVICE), True, HALF)
+
+    def products(first: int, rows: int) -> Tensor:
+        mine = Fp8Rows(rows_in.values[first : first + rows], rows_in.scales[first : first + rows])
+        live = TokenSlots(slots[first : first + rows].contiguous(), 1)
+        router = RouterLogits(
+            logits[first : first + rows].contiguous(), None, Routing(EXPERTS, SLOTS, normalise=True), live
+        )
+        return experts.multiply(mine, router, None)
+
+    whole = products(0, count)
+    assert not whole[7].any() and whole[8].any()
+    for first, rows in ((0, 1), (7, 1), (8, 1), (6, 2), (3, 9), (5, 16), (1, 17), (0, count - 1)):
+        assert torch.equal(products(first, rows), whole[first : first + rows]), (first, rows)
 
 
 def test_kernels_that_split_sums_by_the_number_of_rows_are_found() -> None:

@@ -16,6 +16,7 @@ from aerie.kernels.experts import order_triton as order  # noqa: E402
 from aerie.kernels.experts import route_triton as route  # noqa: E402
 from aerie.kernels.experts import short_blocks_triton as short_blocks  # noqa: E402
 from aerie.kernels.experts import tall_blocks_triton as tall_blocks  # noqa: E402
+from aerie.kernels.experts.ordered import ordered_row_products_triton as ordered_row_products  # noqa: E402
 from aerie.kernels.experts.weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles  # noqa: E402
 from aerie.kernels.gemm.tiles import SHARED_BYTES  # noqa: E402
 from tests.kernels.attend.test_triton_compile import SHARED_PER_SM, compiled  # noqa: E402
@@ -97,7 +98,7 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
         if few:
             constants |= {"SPLITS": product.splits}
             if is_first:
-                constants |= {"SPAN": sizes.size // step // product.splits}
+                constants |= {"SPAN": sizes.size // step // product.splits, "pair_ptr": None}
             kernel: Any = few_row_products.gate_up_of_few_rows if is_first else few_row_products.down_of_few_rows
         elif tall:
             gates, downs = tall_blocks.gate_up_of_tall_blocks, tall_blocks.down_of_tall_blocks
@@ -139,6 +140,39 @@ def test_the_experts_of_one_row_fit_beside_its_gates(tmp_path: Path) -> None:
     downs = 2 * (128 + 16) * sizes.width
     assert gates + downs + 4 * 1024 <= SHARED_BYTES
     assert not few_row_tiles(1, QWEN3).down.ahead and not few_row_tiles(2, sizes).down.ahead
+
+
+@pytest.mark.parametrize("sizes", [DEEPSEEK_V3, QWEN3], ids=lambda value: value.size)
+def test_gates_of_few_ordered_rows_fit_hopper(sizes: ExpertSizes, tmp_path: Path) -> None:
+    in_fp8, slots = sizes.step == 128, sizes.experts_per_token + sizes.num_shared
+    gate_up = many_rows.many_row_tiles(8, sizes, True).gate_up
+    constants = {"WIDTH": sizes.width, "SIZE": sizes.size, "SLOTS": slots, "SLOTS_PADDED": 16, "BLOCK_M": 16}
+    constants |= {"BLOCK_N": gate_up.block_n, "STEP": sizes.step, "SPLITS": 1, "SPAN": sizes.size // sizes.step}
+    constants |= {"IN_FP8": in_fp8, "BY_GROUP": in_fp8, "part_ptr": None, "ticket_ptr": None}
+    constants |= {} if in_fp8 else {"x_scales_ptr": None, "w_scales_ptr": None}
+    kind, blocks = (
+        "fp8e4nv" if in_fp8 else "bf16",
+        {"x_desc": (16, sizes.step), "w_desc": (gate_up.block_n, sizes.step)},
+    )
+    options = (gate_up.warps, gate_up.stages)
+    kernel = few_row_products.gate_up_of_few_rows
+    ptx = check(tmp_path, kernel, {"hidden_ptr": kind}, constants, options, blocks, kind, triggers=False)
+    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and ("f32.e4m3.e4m3" in ptx) == in_fp8
+
+
+def test_the_experts_of_one_ordered_row_fit_hopper(tmp_path: Path) -> None:
+    """Programs of the second product read all of their weights before the wait."""
+    sizes, pointers = DEEPSEEK_V3, {"x_ptr": "fp8e4nv", "hidden_ptr": "fp8e4nv", "out_ptr": "bf16", "part_ptr": "fp32"}
+    constants = {"WIDTH": sizes.width, "SIZE": sizes.size, "TOGETHER": 4}
+    blocks = {"w_desc": (64, 512)}
+    kernel = ordered_row_products.gate_up_of_ordered_row
+    ptx = check(tmp_path, kernel, pointers, constants, (4, 5), blocks, "fp8e4nv", 4 * 64 * 512, triggers=False)
+    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx and "f32.e4m3.e4m3" in ptx
+    constants = {"WIDTH": sizes.width, "SIZE": sizes.size, "BLOCK_N": 128, "SLOTS": 9}
+    ahead = frozenset({"chosen_ptr", "weight_ptr", "w_scales_ptr"})
+    kernel, blocks = ordered_row_products.down_of_ordered_row, {"w_desc": (128, sizes.width)}
+    ptx = check(tmp_path, kernel, pointers, constants, (8, 1), blocks, "fp8e4nv", read_ahead=ahead)
+    assert "cp.async.bulk.tensor" not in ptx[ptx.index("griddepcontrol.wait") :] and "f32.e4m3.e4m3" in ptx
 
 
 # blocks of columns of a program -> us, of a layer's down-projections and sums on an H200 (`78f1fe7`)
