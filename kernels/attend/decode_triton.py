@@ -29,7 +29,7 @@ from torch import Tensor
 from aerie.kernels.attend.decode_plan_triton import FAN, DecodePlan, partial_rows
 from aerie.kernels.attend.fixed.path_triton import finish_paths
 from aerie.kernels.attend.fixed.spans_triton import finished, fold, folded, span_of, span_start
-from aerie.kernels.attend.merge_states_triton import merge_apart, merge_by_the_last
+from aerie.kernels.attend.merge_states_triton import merge_apart, store_item
 from aerie.kernels.attend.online_softmax_triton import (
     SUM_COLUMNS,
     accumulate,
@@ -239,28 +239,10 @@ def _attend_decode(
                     _store_rows(part_ptr, lse_ptr, part_row, live, part, lse, D)
         else:
             acc, lse = finished(acc, total, top, v_scale)
-            if count == 1:
-                _store_out(out, live, acc, D)
-            else:
-                _store_rows(part_ptr, lse_ptr, part_row, live, acc, lse, D)
-                if not APART:
-                    merge_by_the_last(
-                        part_ptr,
-                        lse_ptr,
-                        ticket_ptr,
-                        out,
-                        partial,
-                        first,
-                        count,
-                        m,
-                        live,
-                        num_tickets,
-                        COLUMNS,
-                        BLOCK_M,
-                        D,
-                        SLICE,
-                        FAN,
-                    )
+            store_item(
+                acc, lse, out, part_ptr, lse_ptr, ticket_ptr, part_row, partial, first, count, m, live, num_tickets,
+                1, COLUMNS, BLOCK_M, D, SLICE, FAN, APART,
+            )  # fmt: skip
     if FIXED and leading:
         if PATHS or count > 1:
             part_row = (first * COLUMNS + block) * PART_M + m

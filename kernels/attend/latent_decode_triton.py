@@ -27,7 +27,7 @@ from aerie.kernels.attend.latent_tile_triton import (
     score_latent_pairs,
     score_latent_tile,
 )
-from aerie.kernels.attend.merge_states_triton import merge_apart, merge_by_the_last
+from aerie.kernels.attend.merge_states_triton import merge_apart, store_item
 from aerie.kernels.attend.scores import LOG2_E
 from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
 from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_tile
@@ -186,34 +186,11 @@ def _attend_latent(
     total, acc = finish_latent(total, acc, TOKENS)
     acc = acc * value_scale
     out = out_ptr + (row * HEADS + head) * D
-    d = tl.expand_dims(tl.arange(0, D), 1 - TOKENS)
-    stored = tl.expand_dims(live, TOKENS)
-    if count == 1:
-        tl.store(tl.expand_dims(out, TOKENS) + d, acc.to(out_ptr.dtype.element_ty), mask=stored)
-    else:
-        part_row = (partial * COLUMNS + tl.program_id(0)) * PART_M + m
-        if part_ptr.dtype.element_ty == tl.float16:
-            acc = tl.clamp(acc, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(tl.expand_dims(part_ptr + part_row.to(tl.int64) * D, TOKENS) + d, acc, mask=stored)
-        tl.store(lse_ptr + part_row, log_sum(total, top), mask=live)
-        if not APART:
-            merge_by_the_last(
-                part_ptr,
-                lse_ptr,
-                ticket_ptr,
-                out,
-                partial,
-                first,
-                count,
-                m,
-                live,
-                num_tickets,
-                COLUMNS,
-                BLOCK_M,
-                D,
-                SLICE,
-                FAN,
-            )
+    part_row = (partial * COLUMNS + tl.program_id(0)) * PART_M + m
+    store_item(
+        acc, log_sum(total, top), out, part_ptr, lse_ptr, ticket_ptr, part_row, partial, first, count, m, live,
+        num_tickets, TOKENS, COLUMNS, BLOCK_M, D, SLICE, FAN, APART,
+    )  # fmt: skip
 
 
 def attend_latent(

@@ -228,6 +228,49 @@ def merge_by_the_last(
                 _merge(part_ptr, lse_ptr, first, FAN, groups, out, m, live, False, COLUMNS, BLOCK_M, D, SLICE, FAN)
 
 
+@triton.jit
+def store_item(
+    acc,
+    lse,
+    out,
+    part_ptr,
+    lse_ptr,
+    ticket_ptr,
+    part_row,
+    partial,
+    first,
+    count,
+    m,
+    live,
+    num_tickets,
+    TOKENS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    SLICE: tl.constexpr,
+    FAN: tl.constexpr,
+    APART: tl.constexpr,
+):
+    """Store the result of an item: to `out` [BLOCK_M] if it is the request's only one; else as a partial result to rows
+    part_row [BLOCK_M], which the programs that finish last merge unless they are merged APART.
+
+    acc: [BLOCK_M, D], or [D, BLOCK_M] with TOKENS = 0. lse: [BLOCK_M], log2 of the sums of weights.
+    """
+    d, stored = tl.expand_dims(tl.arange(0, D), 1 - TOKENS), tl.expand_dims(live, TOKENS)
+    if count == 1:
+        tl.store(tl.expand_dims(out, TOKENS) + d, acc.to(out.dtype.element_ty), mask=stored)
+    else:
+        if part_ptr.dtype.element_ty == tl.float16:
+            acc = tl.clamp(acc, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(tl.expand_dims(part_ptr + part_row.to(tl.int64) * D, TOKENS) + d, acc, mask=stored)
+        tl.store(lse_ptr + part_row, lse, mask=live)
+        if not APART:
+            merge_by_the_last(
+                part_ptr, lse_ptr, ticket_ptr, out, partial, first, count, m, live, num_tickets,
+                COLUMNS, BLOCK_M, D, SLICE, FAN,
+            )  # fmt: skip
+
+
 def merge_apart(
     out: Tensor,
     batch: DecodeBatch,

@@ -50,6 +50,31 @@ def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.cons
     return _span(least, SPANS - 1 - (best % SPANS).to(tl.int32))
 
 
+@triton.jit
+def _store_items(item, request, low, high, partial, first, count, used):
+    """Store the fields of items, in their order (`ITEM_FIELDS`). item: addresses; the fields are broadcast to their
+    shape."""
+    tl.store(item, request, mask=used)
+    tl.store(item + 1, low, mask=used)
+    tl.store(item + 2, high, mask=used)
+    tl.store(item + 3, partial, mask=used)
+    tl.store(item + 4, first, mask=used)
+    tl.store(item + 5, count, mask=used)
+
+
+@triton.jit
+def _store_requests(requests_ptr, request, first, count, present):
+    tl.store(requests_ptr + 2 * request, first, mask=present)
+    tl.store(requests_ptr + 2 * request + 1, count, mask=present)
+
+
+@triton.jit
+def _store_idle(items_ptr, used, num_items, ITEMS: tl.constexpr):
+    """Mark items `used` .. num_items - 1, at most ITEMS, as idle."""
+    rest = tl.arange(0, ITEMS)
+    tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=(rest >= used) & (rest < num_items))
+
+
 @triton.jit(do_not_specialize=["suffix_len", "num_requests", "budget", "min_span", "num_items"])
 def _plan_items(
     prefix_ptr,
@@ -88,17 +113,10 @@ def _plan_items(
         low = i * even[:, None]
         if WINDOW:
             low += origin[:, None]
-        tl.store(item, request[:, None] + i * 0, mask=used)
-        tl.store(item + 1, low, mask=used)
-        tl.store(item + 2, tl.minimum(low + even[:, None], end[:, None]), mask=used)
-        tl.store(item + 3, first[:, None] + i, mask=used)
-        tl.store(item + 4, first[:, None] + i * 0, mask=used)
-        tl.store(item + 5, count[:, None] + i * 0, mask=used)
-    tl.store(requests_ptr + 2 * request, first, mask=present)
-    tl.store(requests_ptr + 2 * request + 1, count, mask=present)
-    rest = tl.arange(0, ITEMS)
-    idle = (rest >= tl.sum(count, 0)) & (rest < num_items)
-    tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=idle)
+        high = tl.minimum(low + even[:, None], end[:, None])
+        _store_items(item, request[:, None], low, high, first[:, None] + i, first[:, None], count[:, None], used)
+    _store_requests(requests_ptr, request, first, count, present)
+    _store_idle(items_ptr, tl.sum(count, 0), num_items, ITEMS)
 
 
 @triton.jit(do_not_specialize=["suffix_len", "span", "each"])
@@ -113,15 +131,9 @@ def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, BLO
     count = tl.minimum(total, each)
     first = request * each
     item = items_ptr + (first + i) * ITEM_FIELDS
-    there = i < each
-    tl.store(item, tl.where(i < count, request, IDLE), mask=there)
-    tl.store(item + 1, span_start(place, span), mask=there)
-    tl.store(item + 2, tl.minimum(span_start(place + 1, span), length), mask=there)
-    tl.store(item + 3, first + i, mask=there)
-    tl.store(item + 4, first + i * 0, mask=there)
-    tl.store(item + 5, count + i * 0, mask=there)
-    tl.store(requests_ptr + 2 * request, first)
-    tl.store(requests_ptr + 2 * request + 1, count)
+    low, high = span_start(place, span), tl.minimum(span_start(place + 1, span), length)
+    _store_items(item, tl.where(i < count, request, IDLE), low, high, first + i, first, count, i < each)
+    _store_requests(requests_ptr, request, first, count, None)
 
 
 @triton.jit(do_not_specialize=["suffix_len", "num_requests", "budget", "num_items", "span", "max_partials"])
@@ -171,17 +183,10 @@ def _plan_whole_spans(
         high = span_start(span_of(origin[:, None] + (i + 1) * even[:, None], span), span)
         high = tl.where(i + 1 < count[:, None], high, end[:, None])
         own = tl.where(low < leading_end[:, None], 0, span_of(low, span) - later[:, None] + LEADS)
-        tl.store(item, tl.where(low < high, request[:, None], IDLE), mask=used)
-        tl.store(item + 1, low, mask=used)
-        tl.store(item + 2, high, mask=used)
-        tl.store(item + 3, first[:, None] + own, mask=used)
-        tl.store(item + 4, first[:, None] + i * 0, mask=used)
-        tl.store(item + 5, partials[:, None] + i * 0, mask=used)
-    tl.store(requests_ptr + 2 * request, first, mask=present)
-    tl.store(requests_ptr + 2 * request + 1, partials, mask=present)
-    rest = tl.arange(0, ITEMS)
-    idle = (rest >= tl.sum(count, 0)) & (rest < num_items)
-    tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=idle)
+        owner = tl.where(low < high, request[:, None], IDLE)
+        _store_items(item, owner, low, high, first[:, None] + own, first[:, None], partials[:, None], used)
+    _store_requests(requests_ptr, request, first, partials, present)
+    _store_idle(items_ptr, tl.sum(count, 0), num_items, ITEMS)
 
 
 @dataclass(frozen=True)
