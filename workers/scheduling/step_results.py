@@ -67,10 +67,27 @@ class StepResults:
             expected_ms = step.expected.ms if step.expected is not None and step.num_rounds else 0.0
             self.step_time.observe(step.load, result.took_s * 1e3, expected_ms)
         outputs += _prompt_outputs(step, result) if step.with_prompt_logprobs else []
+        outputs += self._take_tokens(step, result, num_drafted, committed_before, now)
+        if self._shapes.model_free:  # count only verified drafts, because without a match nothing is copied
+            self._stats.num_draft_tokens += sum(num_drafted)
+        else:
+            self._stats.num_draft_tokens += int((step.num_drafted if all_ran else step.num_drafted[counts > 0]).sum())
+        self._count(result, step)
+        return outputs
+
+    def _take_tokens(
+        self, step: InFlightStep, result: StepResult, num_drafted: list[int], committed_before: list[int], now: float
+    ) -> list[RequestOutput]:
+        """Add the tokens to their requests, and end those that the ranks have finished. Return an output for each
+        request with tokens.
+
+        num_drafted, committed_before: see `_learn` and `_advance`.
+        """
+        outputs = []
+        counts, finish = unpack_i32(result.counts).tolist(), np.frombuffer(result.finish, np.uint8).tolist()
         start, num_rounds, logprobs = 0, step.num_rounds, result.logprobs
         tokens, accepted = unpack_i32(result.tokens).tolist(), unpack_i32(result.accepted).tolist()
-        columns = (counts.tolist(), finish.tolist(), accepted, num_drafted)
-        entries = zip(step.sequences, *columns, strict=True)
+        entries = zip(step.sequences, counts, finish, accepted, num_drafted, strict=True)
         awaits_tokens = self._queues.awaits_tokens
         for index, (sequence, count, finish_code, num_accepted, num_drafts) in enumerate(entries):
             new = tokens[start : start + count]
@@ -93,7 +110,7 @@ class StepResults:
             if finish_code != FINISH_NONE:
                 reason = _FINISH[finish_code]
                 if request.sampling.routed_experts and sequence.slot >= 0:
-                    pages = tuple(self._slot_pages.pages[sequence.slot])
+                    pages = tuple(self._slot_pages.pages[sequence.slot])  # before they are released
                 self._admission.expected.ended(len(request.output), reason is FinishReason.STOP)
                 self._queues.finish(sequence, reason, committed_before[index], now)
             drafted = min(num_accepted, count) if num_accepted > 0 else 0  # fewer if a stop ended the round
@@ -107,11 +124,6 @@ class StepResults:
                     pages=pages,
                 )
             )
-        if self._shapes.model_free:  # count only verified drafts, because without a match nothing is copied
-            self._stats.num_draft_tokens += sum(num_drafted)
-        else:
-            self._stats.num_draft_tokens += int((step.num_drafted if all_ran else step.num_drafted[counts > 0]).sum())
-        self._count(result, step)
         return outputs
 
     def _judge(self, adapter: Adapter, num_accepted: int) -> None:
