@@ -129,7 +129,7 @@ def build_rank(
         phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
         built = parts.worker_of(graphed, graphed)
     _register_commands(built, parts, device)
-    warm_up(built, parts.layout, None if parts.tower is None else parts.tower.small())
+    warm_up(built, parts.layout, None if parts.tower is None else parts.tower.small(), deterministic)
     if parts.tower is not None:
         parts.tower.clear()  # the scheduler knows nothing of that image
     phases.done("warmed up")

@@ -291,7 +291,7 @@ class Rank:
             graphed.dry_run(first, ahead, worker._group)
             ahead.close()
             graphed.capture(GraphCapture(), worker._group, first)
-            warm_up.warm_up(worker, layout)
+            warm_up.warm_up(worker, layout, deterministic=self.deterministic)
             for point in (point for group in cost_points.wanted(extent) for point in group.points):
                 probe._set_dummy_requests(point.num_requests, 0 if point.chunk_tokens else point.context)
                 graphed.step(probe._batch(point))

@@ -29,7 +29,8 @@ torch.set_num_threads(1)
 worker = WorkerConfig(ModelSource(sys.argv[1], device="cpu"), CacheConfig(num_pages=100))
 with local_engine(worker, plan_engine(worker, read_target_config(worker.model, 1))) as engine:
     (request,) = engine.generate([json.loads(sys.argv[2])], SamplingParams(8, 0.0))
-print(json.dumps({"output": request.output, "modules": sorted({name.partition(".")[0] for name in sys.modules})}))
+modules = {name.removeprefix("aerie.").partition(".")[0] for name in sys.modules}
+print(json.dumps({"output": request.output, "modules": sorted(modules)}))
 """
 
 

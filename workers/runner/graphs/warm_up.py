@@ -28,16 +28,20 @@ from aerie.workers.slots import SlotTable
 from aerie.workers.vision.tower import VisionTower
 
 WARM_UP_TOKENS = 16
+# Rows that fill less than their tile of 64 or 128. Products of deterministic engines have a kernel of their own for
+# them (`aerie.kernels.gemm.tiles.fills_tile`), which no captured step launches.
+SPARSE_ROWS = (40, 72)
 
 
-def warm_up(worker: Worker, layout: EngineLayout, image: Image | None = None) -> None:
+def warm_up(worker: Worker, layout: EngineLayout, image: Image | None = None, deterministic: bool = False) -> None:
     """Run each kind of step once, so that the first request compiles nothing, and an error in a step fails the start:
 
     - a chunk that does not end its prompt (only once, because it does not sample);
     - a whole prompt and a round of every tree shape, greedy and random;
     - a whole prompt, and a prompt of one token, with filters, penalties and log-probabilities;
     - with adapters, again the first and second, with the first place's adapter;
-    - a chunk of an image.
+    - a chunk of an image;
+    - deterministic: `SPARSE_ROWS` prompts of one token, or tokens of as many prompts as there are slots.
 
     image: a small one of the vision tower, which the ranks then keep.
 
@@ -67,6 +71,10 @@ def warm_up(worker: Worker, layout: EngineLayout, image: Image | None = None) ->
         inputs = PromptInputs(positions=positions, images=(image,), num_axes=layout.images.num_axes)
         init = SlotInit(0, 0, image.num_rows, 2 * image.num_rows, greedy)
         run(worker, _prompt(len(kinds), layout, init, Chunk(0, 0, pack_i32([1] * image.num_rows), 1, inputs=inputs)))
+    for rows in SPARSE_ROWS if deterministic else ():
+        ends = min(rows, layout.scheduler.num_slots)
+        lengths = [1] * (ends - 1) + [min(rows - ends + 1, longest)]
+        run(worker, _chunks(layout, [_part(layout, slot, 0, count) for slot, count in enumerate(lengths)]))
 
 
 def run(worker: Worker, plan: StepPlan) -> None:
