@@ -49,7 +49,8 @@ def test_an_adapter_whose_draft_fails_stops_drafting_alone(tmp_path: Path) -> No
         assert [request.output for request in others] == [request.output for request in alone]
         assert list(map(accepted, others)) == list(map(accepted, alone)), "they draft as before"
         assert sum(map(sum, map(accepted, others))) > 2 * sum(map(len, map(accepted, others)))
-        later = run(engine, prompts[:1] * PROBE_EVERY, ["noise"] * PROBE_EVERY)
+        short = replace(LONG, max_tokens=8, adapter="noise")
+        later = engine.generate(prompts[:1] * PROBE_EVERY, [short] * PROBE_EVERY)
         assert sum(bool(accepted(request)) for request in later) == 1, "one request of many looks again"
 
 

@@ -37,7 +37,7 @@ def answers(engine: LocalEngine, name: str) -> tuple[list[list[int]], float]:
     return [request.output for request in requests], accepted / sum(map(sum, histograms))
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dflash"])
+@pytest.mark.parametrize("method", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
 def test_a_random_head_learns_and_is_published_beside_running_requests(
     random_pair: Pair, method: str, tmp_path: Path
 ) -> None:

@@ -248,7 +248,12 @@ class ShapeChoice:
         """
         if self.rates is None or step_time is not self._step_time:
             return True
-        gained_ms = self._add_to_budget(self.rates.ms[self._current])
+        round_ms = self.rates.ms[self._current]
+        idle_ms = 0.0 if self._shapes.eager else max(0.0, round_ms - BUSY_MS)
+        gained_ms = round_ms * EVALUATING_SHARE + idle_ms * IDLE_SHARE
+        self._budget_ms += gained_ms
+        if self._step > FIRST_STEPS:
+            self._budget_ms = min(self._budget_ms, EVALUATIONS_AHEAD_MS)
         if self._has_changed(load):
             return self._budget_ms >= 0.0
         if self._budget_ms < EVENTS_MS:
@@ -259,15 +264,6 @@ class ShapeChoice:
         is_paid = num_steps * gained_ms >= EVALUATION_MS
         is_late = 2 * num_steps >= self._evaluated_step - self._changed_step
         return num_steps >= EVALUATE_EVERY and (is_paid or is_late)
-
-    def _add_to_budget(self, round_ms: float) -> float:
-        """Add a round's share to the time for evaluations, and return it."""
-        idle_ms = 0.0 if self._shapes.eager else max(0.0, round_ms - BUSY_MS)
-        gained_ms = round_ms * EVALUATING_SHARE + idle_ms * IDLE_SHARE
-        self._budget_ms += gained_ms
-        if self._step > FIRST_STEPS:
-            self._budget_ms = min(self._budget_ms, EVALUATIONS_AHEAD_MS)
-        return gained_ms
 
     def _has_changed(self, load: Load) -> bool:
         """Return whether the last evaluation is out of date: the batch has changed by more than a quarter, a probe has

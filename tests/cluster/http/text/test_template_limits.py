@@ -28,7 +28,7 @@ LONG_LOOP = "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %
 def test_a_template_that_takes_long_is_ended(source: str) -> None:
     begin_s = time.monotonic()
     with pytest.raises(ChatTemplateError) as error:
-        ChatTemplate(source, {}).render(HELLO, limit_s=0.05)
+        ChatTemplate(source, {}, limit_s=0.05).render(HELLO)
     assert time.monotonic() - begin_s < 30.0  # they would take hours
     if isinstance(error.value, SlowTemplateError):  # the last one may reach the depth that Python allows before
         assert str(error.value) == (
