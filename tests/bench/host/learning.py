@@ -206,7 +206,9 @@ class Bench:
                 await asyncio.wait_for(has_ended.wait(), 60)
             now = await asyncio.to_thread(self.counts)
             rounds, accepted, _, cpu_s = now - before
-            figures = {"length": 1 + accepted / max(1, rounds), "rounds": rounds}
+            if not rounds:
+                continue  # the phase ended with the minute
+            figures = {"length": 1 + accepted / rounds, "rounds": rounds}
             minutes.append(figures | {"version": now[2], "learner_cpu_s": cpu_s})
             print(f"minute {len(minutes)}: {json.dumps(minutes[-1])}", flush=True)
             before = now
