@@ -48,10 +48,20 @@ def few_row_experts(
 
 
 def inner_rows(
-    x: Tensor | Fp8Rows, routed: Routed, weights: ExpertWeights, workspace: Workspace, tiles: ExpertTiles
+    x: Tensor | Fp8Rows,
+    routed: Routed,
+    weights: ExpertWeights,
+    workspace: Workspace | None,
+    tiles: ExpertTiles,
+    pairs: Tensor | None = None,
 ) -> InnerRows:
-    """Return the inner activations of all rows in each used expert; zeros for rows that do not use it."""
+    """Return the inner activations of all rows in each used expert; zeros for rows that do not use it.
+
+    workspace: None if a program computes its sums alone (`ProductTiles.splits` is 1).
+    pairs: `pair_ptr` of `gate_up_of_few_rows`; None: not wanted.
+    """
     assert routed.used is not None and routed.num_used is not None
+    assert workspace is not None or tiles.gate_up.splits == 1
     rows, slots = routed.chosen.shape
     values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
     assert rows <= tiles.block_m and values.shape == (rows, weights.size) and values.dtype == weights.gate_up.dtype
@@ -59,7 +69,9 @@ def inner_rows(
     size, width, step, block_m, gate_up = weights.size, weights.width, weights.step, tiles.block_m, tiles.gate_up
     most, blocks, device = routed.used.shape[0], width // gate_up.block_n, values.device
     hidden = torch.empty((most * block_m, width), dtype=values.dtype, device=device)
-    factors = torch.empty((most, blocks, block_m), dtype=torch.float32, device=device) if weights.in_fp8 else None
+    has_factors = weights.in_fp8 or pairs is not None  # the kernels that take pairs have the argument in all types
+    factors = torch.empty((most, blocks, block_m), dtype=torch.float32, device=device) if has_factors else None
+    part, tickets = (None, None) if workspace is None else (workspace.part, workspace.tickets)
     gate_up_of_few_rows[(blocks * gate_up.splits, most)](
         TensorDescriptor.from_tensor(values, [block_m, step]),
         TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [gate_up.block_n, step]),
@@ -70,9 +82,9 @@ def inner_rows(
         routed.chosen,
         routed.weight,
         routed.used,
-        workspace.part,
-        workspace.tickets,
-        None,
+        part,
+        tickets,
+        pairs,
         rows,
         WIDTH=width,
         SIZE=size,

@@ -9,11 +9,10 @@ and their sum in the order of the router's preference.
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from aerie.kernels.experts.few_row_products_triton import gate_up_of_few_rows
+from aerie.kernels.experts.few_rows_triton import inner_rows
 from aerie.kernels.experts.gated import SWIGLU
 from aerie.kernels.experts.many_rows_triton import down_projected, many_row_tiles
 from aerie.kernels.experts.order_triton import ExpertOrder
@@ -22,9 +21,7 @@ from aerie.kernels.experts.route import Routed
 from aerie.kernels.experts.weights import (
     MAX_FEW_ROWS,
     ORDERED_BLOCK,
-    ExpertTiles,
     ExpertWeights,
-    InnerRows,
     fits_kernels,
     fits_one_load,
 )
@@ -62,56 +59,11 @@ def ordered_row_experts(
     if rows == 1 and isinstance(x, Fp8Rows) and weights.by_group and fits_one_load(weights.width):
         return _one_row(x, routed, weights, workspace, out)
     tiles = replace(many_row_tiles(rows, weights.sizes(slots), deterministic=True), block_m=MAX_FEW_ROWS)
-    inner, order = inner_rows(x, routed, weights, tiles)
-    return down_projected(inner, routed, order, weights, tiles, out)
-
-
-def inner_rows(
-    x: Tensor | Fp8Rows, routed: Routed, weights: ExpertWeights, tiles: ExpertTiles
-) -> tuple[InnerRows, ExpertOrder]:
-    """Return the inner activations of all rows in each used expert, and which of them are used."""
     assert routed.used is not None
-    rows, slots = routed.chosen.shape
-    values, x_scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
-    assert values.shape == (rows, weights.size) and values.dtype == weights.gate_up.dtype
-    assert x_scales is None or x_scales.is_contiguous()
-    size, width, step, block_m, gate_up = weights.size, weights.width, weights.step, tiles.block_m, tiles.gate_up
-    most, blocks, device = routed.used.shape[0], width // gate_up.block_n, values.device
-    hidden = torch.empty((most * block_m, width), dtype=values.dtype, device=device)
-    factors = torch.empty((most, blocks, block_m), dtype=torch.float32, device=device)
-    pairs = torch.empty(most * block_m, dtype=torch.int32, device=device)
-    gate_up_of_few_rows[(blocks, most)](
-        TensorDescriptor.from_tensor(values, [block_m, step]),
-        TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [gate_up.block_n, step]),
-        x_scales,
-        weights.gate_up_scales,
-        hidden,
-        factors,
-        routed.chosen,
-        routed.weight,
-        routed.used,
-        None,
-        None,
-        pairs,
-        rows,
-        WIDTH=width,
-        SIZE=size,
-        SLOTS=slots,
-        SLOTS_PADDED=triton.next_power_of_2(slots),
-        BLOCK_M=block_m,
-        BLOCK_N=gate_up.block_n,
-        STEP=step,
-        SPLITS=1,
-        SPAN=size // step,
-        IN_FP8=weights.in_fp8,
-        BY_GROUP=weights.by_group,
-        INTERPRETED=INTERPRETED,
-        num_warps=gate_up.warps,
-        num_stages=gate_up.stages,
-        **pdl_wait(device),
-    )
-    order = ExpertOrder(pairs, routed.used, block_m, shared=0, stride=1, count=routed.used)
-    return InnerRows(hidden, factors), order
+    pairs = torch.empty(routed.used.shape[0] * MAX_FEW_ROWS, dtype=torch.int32, device=out.device)
+    inner = inner_rows(x, routed, weights, None, tiles, pairs)
+    order = ExpertOrder(pairs, routed.used, MAX_FEW_ROWS, shared=0, stride=1, count=routed.used)
+    return down_projected(inner, routed, order, weights, tiles, out)
 
 
 def _one_row(x: Fp8Rows, routed: Routed, weights: ExpertWeights, workspace: Workspace, out: Tensor) -> Tensor:
