@@ -13,7 +13,7 @@ import msgspec
 from aerie.cluster.learning.engine_busy import EngineBusy
 from aerie.cluster.learning.gate import Candidate
 from aerie.cluster.learning.reservoir import Text
-from aerie.cluster.learning.watch import MIN_ROUNDS, TOLERANCE, AcceptanceWatch
+from aerie.cluster.learning.watch import MIN_ROUNDS, AcceptanceWatch, noise
 from aerie.cluster.transport.admin import DraftVersion
 from aerie.workers.scheduling.commands.command import CommandAnswer, Folder, LoadWeights, first_error
 from aerie.workers.scheduling.commands.command_queue import OnAnswered
@@ -219,7 +219,7 @@ class PublishedDrafts:
         if trial.num_rounds < MIN_ROUNDS:
             return
         self._trial = None
-        if trial.num_accepted / trial.num_rounds > trial.length + TOLERANCE * (1 + trial.length):
+        if trial.num_accepted / trial.num_rounds > trial.length + noise(trial.length):
             self.num_rollbacks += 1
             return
 

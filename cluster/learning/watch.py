@@ -8,9 +8,15 @@ exp(-2 * tolerance * limit / variance) (Siegmund, Sequential Analysis, 1985), he
 import math
 from collections.abc import Sequence
 
-TOLERANCE = 0.05  # of the acceptance length
+_TOLERANCE = 0.05  # of the acceptance length
 _FALSE_ALARM = 1e-4
 MIN_ROUNDS = 256  # from which the usual acceptance is known
+
+
+def noise(length: float) -> float:
+    """Return by how many draft tokens a round two drafts may differ without being told apart. length: mean accepted
+    draft tokens of a round."""
+    return _TOLERANCE * (1 + length)
 
 
 class AcceptanceWatch:
@@ -25,7 +31,7 @@ class AcceptanceWatch:
         self.is_known = count >= MIN_ROUNDS
         mean = sum(k * n for k, n in enumerate(usual)) / max(1, count)
         variance = sum((k - mean) ** 2 * n for k, n in enumerate(usual)) / max(1, count)
-        tolerance = TOLERANCE * (1 + mean)
+        tolerance = noise(mean)
         self._expected = mean - tolerance
         self._limit = max(1.0, -math.log(_FALSE_ALARM) * variance / (2 * tolerance))
         self._sum = 0.0
