@@ -69,8 +69,7 @@ class SlotTable:
     """All tensors have num_slots + 1 rows. Comments in the constructor describe them.
 
     max_tokens: maximum tokens of a request in engines with `RoundShapes.keeps_tokens`; 0 in others.
-    always_shifts: whether the rounds of all requests add `position_shift` to their rotary positions: in models with
-        M-RoPE, so that captured rounds do it.
+    num_axes: rotary positions of a prompt's token, as in `aerie.workers.prompt_inputs.PromptInputs`.
     """
 
     def __init__(
@@ -80,13 +79,13 @@ class SlotTable:
         vocab_size: int,
         device: torch.device,
         max_tokens: int = 0,
-        always_shifts: bool = False,
+        num_axes: int = 1,
     ) -> None:
         rows = num_slots + 1
         self.padding_slot = num_slots
         self.vocab_size = vocab_size
         self.device = device
-        self.always_shifts = always_shifts
+        self.num_axes = num_axes
 
         def filled(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
@@ -118,6 +117,12 @@ class SlotTable:
         self.penalty_tables = self.view(PenaltyTables)
         self.filters = self.view(Filters)
         self.facts: dict[int, SlotFacts] = {}
+
+    @property
+    def always_shifts(self) -> bool:
+        """Whether the rounds of all requests add `position_shift` to their rotary positions: in models with M-RoPE, so
+        that captured rounds do it."""
+        return self.num_axes > 1
 
     @property
     def num_bytes(self) -> int:

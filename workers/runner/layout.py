@@ -297,8 +297,8 @@ def slot_table(layout: EngineLayout, vocab_size: int, device: torch.device) -> S
     return SlotTable(layout.scheduler.num_slots, *_row_sizes(layout, vocab_size, device))
 
 
-def _row_sizes(layout: EngineLayout, vocab_size: int, device: torch.device) -> tuple[int, int, torch.device, int, bool]:
+def _row_sizes(layout: EngineLayout, vocab_size: int, device: torch.device) -> tuple[int, int, torch.device, int, int]:
     """Return the arguments of `SlotTable` after `num_slots`."""
     max_pages = -(-layout.max_position // layout.cache.page_size)
     max_tokens = layout.max_position if layout.shapes.keeps_tokens else 0
-    return max_pages, vocab_size, device, max_tokens, layout.images is not None and layout.images.num_axes > 1
+    return max_pages, vocab_size, device, max_tokens, 1 if layout.images is None else layout.images.num_axes

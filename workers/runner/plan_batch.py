@@ -128,8 +128,8 @@ class PlanBatches:
 
     def _chunk_columns(self, plan: StepPlan) -> dict[str, npt.NDArray[Any]]:
         within_images = self._tower is not None and self._tower.whole
-        num_axes = 3 if self._slots.always_shifts else 1  # so that captured steps have the inputs of eager ones
-        return chunk_columns(plan, self._states is not None, within_images, num_axes)
+        # with all axes in every step, captured steps have the inputs of eager ones
+        return chunk_columns(plan, self._states is not None, within_images, self._slots.num_axes)
 
     def _chunks(self, plan: StepPlan, sent: Mapping[str, Tensor]) -> PromptChunks:
         images = image_values(plan, self._tower)

@@ -136,7 +136,7 @@ class CostProbe:
         inputs = None
         if slots.always_shifts:
             positions = torch.cat([torch.arange(context, context + count, device=slots.device) for count in counts])
-            inputs = RowInputs(None, None, positions.expand(3, -1))
+            inputs = RowInputs(None, None, positions.expand(slots.num_axes, -1))
         return PromptChunks(
             batch=replace(batch, slots=padding.expand(len(counts)).contiguous(), inputs=inputs),
             ids=torch.arange(num_tokens, dtype=torch.int64, device=slots.device) % slots.vocab_size,

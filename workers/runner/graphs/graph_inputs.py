@@ -38,7 +38,7 @@ class ChunkInput:
     has_states: whether the model has recurrent layers.
     has_row_index: whether layers ask for their rows' slots (`aerie.workers.layers.forward_context.RowIndex`).
     image_values: [num_rows or more, values] for rows of images, in memory that all steps share; None in models whose
-        captured steps have no images. With images, rows have three positions (M-RoPE).
+        captured steps have no images. With images, rows have `SlotTable.num_axes` positions (M-RoPE).
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ChunkInput:
         )
         self._inputs: RowInputs | None = None
         if image_values is not None:
-            mask, positions = zeros(torch.bool, num_rows), zeros(torch.int64, 3, num_rows)
+            mask, positions = zeros(torch.bool, num_rows), zeros(torch.int64, slots.num_axes, num_rows)
             self._inputs = RowInputs(None, None, positions, image_values=image_values[:num_rows], image_mask=mask)
         self._final_slots = SlotInput(count, slots.padding_slot, device)
         self._final_lengths = zeros(torch.int32, count)

@@ -175,7 +175,9 @@ def graphed_strategy(
     """
     buckets = bucket_sizes(layout.scheduler.num_slots)
     tokens = token_buckets(layout.scheduler.step_token_limit) if with_chunks else ()
-    takes_images = tower is not None and slots.always_shifts and bool(tokens)
+    images = None
+    if tower is not None and slots.always_shifts and tokens:
+        images = tower.row_buffer(tokens[-1])
     return GraphedDecoding(
         strategy,
         slots,
@@ -186,7 +188,7 @@ def graphed_strategy(
         layout.has_latent_rows,
         bool(layout.bytes_per_state),
         layout.lora is not None,
-        tower.row_buffer(tokens[-1]) if takes_images and tower is not None else None,
+        images,
     )
 
 
