@@ -172,7 +172,8 @@ EXPOSED_HEADERS = (
     *HEADERS,
 )  # for scripts of other origins
 _GENERATING = (generation, responses, messages, native, inference)
-ROUTES = (*_GENERATING, tokenization, models, status, prefix_cache, weights, adapters, skyrl)
+_ADMINISTRATIVE = (prefix_cache, weights, adapters)
+ROUTES = (*_GENERATING, tokenization, models, status, *_ADMINISTRATIVE, skyrl)
 
 
 def build_app(
@@ -185,6 +186,7 @@ def build_app(
     images: ImageReader = ImageReader(),  # noqa: B008 - has no state
 ) -> FastAPI:
     """Build the application. `app.state.admission` is its `Admission`; set `.draining` before shutting down.
+    `app.state.administration` has the method of each route that administers engines, by path.
 
     echo_request_id: send X-Request-Id with each reply; False under Ray Serve (2.60), which adds the header itself:
         clients would read "id, id".
@@ -220,6 +222,8 @@ def build_app(
         )
     app.add_exception_handler(ApiError, _answer_api_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
+    administration = [endpoint for group in _ADMINISTRATIVE for endpoint in group.endpoints(edge)]
+    app.state.administration = {endpoint.path: endpoint.method for endpoint in administration}
     endpoints = [endpoint for group in ROUTES for endpoint in group.endpoints(edge)]
     edge.counts.count_separately([endpoint.path for endpoint in endpoints])
     for endpoint in endpoints:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Message, Scope
 
@@ -24,9 +25,9 @@ Reply = dict[str, Any]
 
 
 class Calls:
-    """Calls of one application."""
+    """Calls of one application, of `build_app`."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: FastAPI) -> None:
         self._app = app
 
     async def call(
@@ -41,6 +42,18 @@ class Calls:
         request."""
         request = _Request(self._app, path, _values(body), request_id, tenant, method)
         return request.events() if request.streams else await request.reply()
+
+    async def administer(self, path: str, body: Body, **options: str) -> Reply:
+        """Return the reply of a route that administers engines, by its own method. Raises ValueError for others.
+        options: `request_id`, `tenant`."""
+        methods: dict[str, str] = self._app.state.administration
+        route = path.partition("?")[0]
+        if route not in methods:
+            known = ", ".join(each.removeprefix("/") for each in methods)
+            raise ValueError(f"route {route.removeprefix('/')!r}: must be one of {known}")
+        reply = await self.call(path, body, method=methods[route], **options)
+        assert isinstance(reply, dict), "these routes do not stream"
+        return reply
 
     async def stream(self, path: str, body: Body, **options: str) -> Reply | AsyncGenerator[Reply, None]:
         """Do `call` with `stream` set in the body. options: `request_id`, `tenant`."""

@@ -22,7 +22,6 @@ from aerie.cluster.http.config import EdgeConfig
 from aerie.cluster.http.parsers.self_check import chat_lines, chosen_parser
 from aerie.cluster.http.requests.grammar_checker import ProcessChecker
 from aerie.cluster.http.requests.image_reader import image_reader
-from aerie.cluster.http.routes import adapters, prefix_cache, weights
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.tracing import make_tracing
 from aerie.cluster.ingress.adapter_changes import repeat_changes
@@ -197,14 +196,7 @@ class Ingress:
     async def administer(self, route: str, body: Body | None = None, **options: str) -> Reply:
         """A route of `docs/weight-updates.md` or `docs/lora.md` without its slash, such as "pause?mode=keep". Raises
         ValueError for other routes."""
-        name, actions = route.partition("?")[0], (*weights.ACTIONS, *prefix_cache.ACTIONS, *adapters.ACTIONS)
-        known = (*weights.READS, *actions)
-        if name not in known:
-            raise ValueError(f"route {name!r}: must be one of {', '.join(known)}")
-        method = "GET" if name in weights.READS else "POST"
-        reply = await self._calls.call(f"/{route}", body or {}, method=method, **options)
-        assert isinstance(reply, dict), "these routes do not stream"
-        return reply
+        return await self._calls.administer(f"/{route}", body or {}, **options)
 
     async def tokenize(self, body: Body, **options: str) -> Reply | AsyncGenerator[Reply, None]:
         """/tokenize."""

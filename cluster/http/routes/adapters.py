@@ -35,7 +35,6 @@ class UnloadAdapterRequest(Schema):
     lora_name: AdapterName
 
 
-ACTIONS = ("v1/load_lora_adapter", "v1/unload_lora_adapter")
 _HEARD_LIMIT_S = 2.0  # engines tell this ingress of their adapters within 50 ms
 
 
@@ -73,8 +72,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return AdapterReply(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return [
-        post(f"/{ACTIONS[0]}", load, LoadAdapterRequest, AdapterReply),
-        post(f"/{ACTIONS[1]}", unload, UnloadAdapterRequest, AdapterReply),
+        post("/v1/load_lora_adapter", load, LoadAdapterRequest, AdapterReply),
+        post("/v1/unload_lora_adapter", unload, UnloadAdapterRequest, AdapterReply),
     ]
 
 

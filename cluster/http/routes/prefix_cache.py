@@ -13,7 +13,6 @@ from aerie.cluster.http.schema.response import FlushedEngine, FlushReply
 from aerie.cluster.http.serving import Edge
 from aerie.cluster.transport.messages import FlushOutcome
 
-ACTIONS = ("flush_cache", "reset_prefix_cache")
 FLUSH_RETRY_S = 0.05
 MAX_FLUSH_WAIT_S = 600.0
 
@@ -39,7 +38,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
                 raise error
             await asyncio.sleep(FLUSH_RETRY_S)
 
-    return [command(f"/{action}", flush_cache, FlushReply, True) for action in ACTIONS]
+    return [command(path, flush_cache, FlushReply, True) for path in ("/flush_cache", "/reset_prefix_cache")]
 
 
 def _wait_s(timeout: str) -> float:

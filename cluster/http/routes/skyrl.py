@@ -18,7 +18,6 @@ from aerie.cluster.transport.admin import AdminCall, FinishUpdate
 from aerie.workers.scheduling.commands.command import StartUpdate
 
 METHODS = "skyrl_start_weight_update", "update_weights_nccl", "skyrl_finish_weight_update"
-ACTIONS = ("collective_rpc", "skyrl/v1/load_lora_adapter")
 
 
 class RpcRequest(Schema):
@@ -64,8 +63,8 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         return reply
 
     return [
-        post(f"/{ACTIONS[0]}", collective_rpc, RpcRequest, WeightsReply),
-        post(f"/{ACTIONS[1]}", load, adapters.LoadAdapterRequest, AdapterReply),
+        post("/collective_rpc", collective_rpc, RpcRequest, WeightsReply),
+        post("/skyrl/v1/load_lora_adapter", load, adapters.LoadAdapterRequest, AdapterReply),
         post("/skyrl/v1/generate", generate, InferenceRequest, InferenceReply, event=InferenceReply, generates=True),
     ]
 

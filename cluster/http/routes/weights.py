@@ -134,14 +134,6 @@ class AbortRequestsRequest(Schema):
     request_ids: Annotated[list[Annotated[str, Field(max_length=128)]], Field(max_length=1 << 16)]
 
 
-READS = ("is_paused", "is_sleeping", "draft/versions", "weight_info", "get_world_size")
-ACTIONS = (
-    *("pause", "resume", "sleep", "wake_up", "abort_requests", "draft/rollback"),
-    *("update_weights", "init_weight_transfer_engine", "start_weight_update", "start_draft_weight_update"),
-    *("finish_weight_update", "weight_checker"),
-)
-
-
 Ask = Callable[[Request, AdminCall], Awaitable[Sequence[AdminOutcome]]]
 
 

@@ -1,7 +1,6 @@
 """Routes for weights and pauses: who may use them, what engines are asked, and what comes of their answers."""
 
 import base64
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from aerie.cluster.http.app import build_app
 from aerie.cluster.http.calls import Calls
 from aerie.cluster.http.errors import RequestError
 from aerie.cluster.http.keys import KeyConfig
-from aerie.cluster.http.routes import weights
 from aerie.cluster.transport.admin import (
     AbortRequests,
     AdminCall,
@@ -206,21 +204,24 @@ async def test_an_engine_that_fails_is_named(outcomes: Any, status: int, message
 async def test_programs_of_the_cluster_need_no_key_and_others_in_their_name_their_rights() -> None:
     app = build_app(edge_config(api_keys=KEYS), chat_tokenizer(), Asked(says("x")))
     calls = Calls(app)
-    assert await calls.call("/pause?mode=keep", {}) == {"status": "paused"}
-    assert await calls.call("/get_world_size", {}, method="GET") == {"world_size": 2}
+    assert await calls.administer("/pause?mode=keep", {}) == {"status": "paused"}
+    assert await calls.administer("/get_world_size", {}) == {"world_size": 2}
     for tenant in ("user", "root"):
         if tenant == "user":
             with pytest.raises(RequestError, match="does not administer"):
-                await calls.call("/start_weight_update", {}, tenant=tenant)
+                await calls.administer("/start_weight_update", {}, tenant=tenant)
         else:
-            await calls.call("/start_weight_update", {}, tenant=tenant)
+            await calls.administer("/start_weight_update", {}, tenant=tenant)
     assert asked == [Pause("keep"), Inspect(), StartUpdate("target")]
 
 
-def test_handles_have_every_route_for_weights() -> None:
-    edge: Any = SimpleNamespace(engine=None, config=None)
-    methods = {endpoint.path.removeprefix("/"): endpoint.method for endpoint in weights.endpoints(edge)}
-    assert methods == dict.fromkeys(weights.READS, "GET") | dict.fromkeys(weights.ACTIONS, "POST")
+async def test_handles_have_every_route_for_weights_prefix_caches_and_adapters() -> None:
+    app = build_app(edge_config(), chat_tokenizer(), Asked(says("x")))
+    others = "/flush_cache", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    expected = {path: method for method, path, _ in ROUTES} | dict.fromkeys(others, "POST")
+    assert app.state.administration == expected
+    with pytest.raises(ValueError, match="route 'v1/models': must be one of .*pause.*v1/unload_lora_adapter"):
+        await Calls(app).administer("/v1/models", {})
 
 
 async def test_checksums_are_compared_by_engine_rank_and_name() -> None:
