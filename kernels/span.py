@@ -15,6 +15,10 @@ class Span:
     def size(self) -> int:
         return self.end - self.first
 
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.total
+
     @staticmethod
     def whole(total: int) -> "Span":
         return Span(0, total, total)

@@ -66,7 +66,7 @@ def fill_draft(
     names = method.weight_names
     model = _allocate(method, target, group, max_position, device)
     if source.load_format == "dummy":
-        fill_dummy(model, source.seed + 1)
+        fill_dummy(model, source.seed + 1, group.rank)
         model.target_ids = _dummy_target_ids(method, device)
     else:
         tensors = {names.canonical(entry.name): entry for entry in draft_tensors(method.path, device)}

@@ -67,6 +67,7 @@ SHAPES = {
     **{f"block-tree-{width}": (15, 7, width) for width in (16, 24, 32, 48, 63, 128, 256)},
 }
 PROFILED_ROUNDS = 10
+_MODULES = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # a config.json's numbers of modules for drafting
 PIPELINE = 4  # a request's first results, which come while steps with prompts are still under way
 
 
@@ -115,6 +116,34 @@ def drafted_by(folder: Path) -> tuple[str, Method]:
     """Path and method of the draft that `write_checkpoints` wrote: a head, or the target's own module."""
     head = folder / "draft"
     return (str(head), cast(Method, method_of(read_config_json(str(head))))) if head.exists() else ("", "mtp")
+
+
+def has_draft(folder: Path) -> bool:
+    """Whether `write_checkpoints` wrote a head, or a target with its own module for drafting."""
+    config = read_config_json(str(folder / "target"))
+    return (folder / "draft").exists() or any(config.get(name) for name in _MODULES)
+
+
+def keep_layers(folder: Path, count: int) -> None:
+    """Change what `write_checkpoints` wrote: the target keeps its first `count` layers, at least four, and a head reads
+    only these."""
+    for path in (folder / "target" / "config.json", folder / "draft" / "config.json"):
+        if not path.exists():
+            continue
+        config = json.loads(path.read_text())
+        own = config.get("text_config", config)
+        if path.parent.name == "target":
+            assert own["num_hidden_layers"] >= count
+            own["num_hidden_layers"] = count
+            if "layer_types" in own:
+                own["layer_types"] = own["layer_types"][:count]
+        elif "dflash_config" in own:
+            block = own["dflash_config"]
+            block["target_layer_ids"] = list(range(count - 1))[-len(block["target_layer_ids"]) :]
+            config["num_target_layers"] = count
+        else:
+            config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(range(count - 3, count))}
+        path.write_text(json.dumps(config))
 
 
 QUANTIZATIONS: dict[str, dict[str, Any]] = {

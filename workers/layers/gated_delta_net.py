@@ -101,6 +101,10 @@ class DeltaCore(WeightedModule):
         self._eps = eps
 
     @property
+    def is_sharded(self) -> bool:
+        return not self._heads.is_whole
+
+    @property
     def weights(self) -> DeltaWeights:
         return DeltaWeights(self.conv.data, self.a_log.data, self.dt_bias.data, self.norm.data, self._eps)
 

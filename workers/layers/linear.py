@@ -38,6 +38,10 @@ class LinearBase(WeightedModule):
         self.method = method or UnquantizedLinearMethod(shape)
         self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
 
+    @property
+    def is_sharded(self) -> bool:
+        return any(not (part.rows.is_whole and part.columns.is_whole) for part in self.shape.parts)
+
     def weight_keys(self) -> Iterator[WeightKey]:
         for part in self.shape.parts:
             for kind in self.method.kinds_of(part):

@@ -65,6 +65,10 @@ class Experts(WeightedModule):
         )
         self.method = UnquantizedExperts(self.shape)
 
+    @property
+    def is_sharded(self) -> bool:
+        return not (self.shape.held.is_whole and self.shape.parts[0].rows.is_whole)
+
     def workspace_size(self) -> tuple[int, int]:
         return self.method.workspace_size()
 

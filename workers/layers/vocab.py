@@ -112,6 +112,10 @@ class VocabEmbedding(WeightedModule):
         self.weight = nn.Parameter(torch.empty(self.shard.size, hidden_size), requires_grad=False)
         self._table: TorchGEMM | None = None
 
+    @property
+    def is_sharded(self) -> bool:
+        return self.shard.group.size > 1
+
     def move_to(self, table: TorchGEMM) -> None:
         """Free the weight, which `table` has in its own layout."""
         self._table = table

@@ -42,6 +42,11 @@ class WeightedModule(nn.Module, ABC):
 
     finished = False  # set by `aerie.workers.layers.linear.finish_weights`, so that shared modules are finished once
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks have different weights. Replicated modules have equal ones."""
+        return False
+
     @abstractmethod
     def weight_keys(self) -> Iterable[WeightKey]:
         """Return all tensors that the checkpoint must have for this module, including those of other ranks."""
@@ -58,7 +63,7 @@ class WeightedModule(nn.Module, ABC):
     def fill_dummy(self, generator: torch.Generator) -> None:
         """Fill with random weights that give finite results (`load_format: dummy`).
 
-        generator: on the parameters' device and equal on all ranks, so that replicated weights are equal.
+        generator: on the parameters' device; equal on all ranks unless `is_sharded`.
         """
 
     def workspace_size(self) -> tuple[int, int]:

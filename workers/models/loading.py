@@ -199,7 +199,7 @@ def fill_target(
     dtype = resolve_dtype(source.dtype, config.dtype, Capability.of(device))
     model = allocate_target(config, group, device, max_position, capture, dtype, name)
     if source.load_format == "dummy":
-        fill_dummy(model, source.seed)
+        fill_dummy(model, source.seed, group.rank)
     else:
         read = partial(checkpoint_tensors, source.path, device)
         load_weights(model, counted(read(), source.path, advance), names, name)

@@ -30,6 +30,7 @@ _NAMED_IN_ERRORS = 4
 _READ_AHEAD = 256 << 20  # bytes; more gains little, and evicts other pages if memory is short
 _READ_STEP = 8 << 20  # bytes per request
 _CPU = torch.device("cpu")
+_RANK_SEEDS = 1 << 20  # between the seeds of the ranks' dummy weights: more than callers add to a seed
 Advance = Callable[[int, int], None]  # (bytes loaded, bytes of all files)
 # PyTorch's dtypes by their names in safetensors headers.
 _TYPES = {
@@ -301,11 +302,13 @@ def first_names(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def fill_dummy(model: nn.Module, seed: int) -> None:
-    """Fill the model with small random weights, for benchmarks. Replicated parameters are equal on all ranks."""
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+def fill_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
+    """Fill the model with small random weights, for benchmarks. Replicated modules are equal on all ranks. Shards
+    differ, because equal partial sums would be added without rounding, and the best tokens of two shards would tie."""
+    device = next(model.parameters()).device
+    replicated, own = (torch.Generator(device).manual_seed(each) for each in (seed, seed + _RANK_SEEDS * (rank + 1)))
     for _, module in weighted_modules(model):
-        module.fill_dummy(generator)
+        module.fill_dummy(own if module.is_sharded else replicated)
 
 
 META = torch.device("meta")

@@ -2,12 +2,15 @@
 
     python -m tests.bench exact_engine [--model llama-3.1-8b] [--quantization w4a16] [--modes free deterministic]
                                        [--prompts 200] [--longest 2048] [--output-tokens 64] [--batches 1 8 64]
+                                       [--tensor-parallel 2] [--layers 8]
 
 Dummy weights, whose best logits often nearly tie. Prompts of mixed lengths, every other request greedy, the others
 seeded. Alone: one request at a time, without speculation, with an empty cache. Then the same requests at every batch
 size and with the shapes `plain`, `suffix` (a chain copied from the text, many of whose tokens are accepted), `tree` (of
 a draft head) and `mixed` (as `suffix`, half of the requests without speculation). The prefix cache is on, so later runs
-of an engine find their prompts; it has room for a third of the largest batch, so that requests are preempted.
+of an engine find their prompts; it has room for a third of the largest batch, so that requests are preempted. `suffix`
+and `mixed` share an engine. Models without a draft have no `tree`. --layers: only the model's first layers, for models
+that do not fit, and shorter starts.
 
 An answer counts as different from its first other id on; log-probabilities are compared to the bit up to there. Needs a
 GPU; `--tiny` tries it on a CPU, where the option has no effect.
@@ -15,9 +18,11 @@ GPU; `--tiny` tries it on a CPU, where the option has no effect.
 
 import argparse
 import dataclasses
+import itertools
 import json
 import struct
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -41,12 +46,15 @@ from tests.bench.round import (
     Setting,
     add_engine_options,
     engine_spec,
+    has_draft,
+    keep_layers,
     model_of,
     quantize_config,
     write_checkpoints,
 )
 
-SHAPES = ("plain", "suffix", "tree", "mixed")
+ENGINES = (("plain",), ("suffix", "mixed"), ("tree",))  # the shapes that each engine runs
+SHAPES = tuple(shape for shapes in ENGINES for shape in shapes)
 SUFFIX = SpeculativeConfig("", "suffix", 7, 1, 8, adaptive=False)
 
 
@@ -121,10 +129,12 @@ def run(engine: LocalEngine, prompts: Sequence[list[int]], output_tokens: int, a
     return Run(list(answers.values()), engine.scheduler.stats.num_preemptions - before, accepted)
 
 
-def spec_of(folder: Path, shape: str, batch: int, longest: int, output_tokens: int) -> EngineSpec:
+def spec_of(
+    folder: Path, shape: str, batch: int, longest: int, output_tokens: int, tensor_parallel: int = 1
+) -> EngineSpec:
     """Return an engine for `batch` requests, with pages for a third of them, and for at least two of the longest."""
     setting = Setting(longest, output_tokens)
-    spec = engine_spec(folder, "tree" if shape == "tree" else "plain", batch, setting, 1, True)
+    spec = engine_spec(folder, "tree" if shape == "tree" else "plain", batch, setting, tensor_parallel, True)
     page_size = spec.worker.cache.page_size
     each = -(-(longest + output_tokens + 80) // page_size)
     pages = max(2 * each, batch * each // 12)  # the mean length is a quarter of the longest
@@ -139,10 +149,42 @@ def spec_of(folder: Path, shape: str, batch: int, longest: int, output_tokens: i
     return dataclasses.replace(spec, worker=worker, speculative=SUFFIX if shape in ("suffix", "mixed") else speculative)
 
 
+def compare(
+    engines: Sequence[tuple[EngineSpec, Sequence[str]]],
+    num_prompts: int,
+    longest: int,
+    output_tokens: int,
+    batches: Sequence[int],
+) -> list[dict[str, object]]:
+    """Run the shapes of each engine at every batch size; the first engine also answers the requests alone. Return a row
+    for each shape and batch size."""
+    alone: list[Answer] = []
+    rows: list[dict[str, object]] = []
+    for spec, shapes in engines:
+        prompts = prompts_of(spec, num_prompts, longest)
+        began_s = time.monotonic()
+        with local_engine(spec) as engine:
+            print(f"{', '.join(shapes) or 'alone'}: ready after {time.monotonic() - began_s:.1f} s", flush=True)
+            if not alone:
+                alone = run(engine, prompts, output_tokens, 1, "plain").answers
+            for shape, batch in itertools.product(shapes, batches):
+                began_s = time.monotonic()
+                found = run(engine, prompts, output_tokens, batch, shape)
+                differences = dataclasses.asdict(Differences.between(alone, found.answers))
+                others = {"preempted": found.preempted, "accepted": found.accepted}
+                rows.append({"shape": shape, "batch": batch, **differences, **others})
+                print(rows[-1], f"{time.monotonic() - began_s:.1f} s", flush=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser, ["plain"], [1, 8, 64], configured.CONFIGS)
     parser.add_argument("--quantization", choices=("none", *QUANTIZATIONS), default="none", help="of the target")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--layers", type=int, help="keep only the target's first layers")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--runs", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes to compare")
     parser.add_argument("--prompts", type=int, default=200)
@@ -160,24 +202,18 @@ def main() -> None:
         write_checkpoints(Path(folder), model)
         if arguments.quantization != "none":
             quantize_config(Path(folder) / "target" / "config.json", arguments.quantization)
+        if arguments.layers is not None:
+            keep_layers(Path(folder), arguments.layers)
+        wanted = {*arguments.runs} if has_draft(Path(folder)) else {*arguments.runs} - {"tree"}
         for mode in arguments.modes:
-            alone: list[Answer] | None = None
-            for shape in SHAPES:
-                if shape not in ("plain", *arguments.runs):
-                    continue
-                spec = of_mode(spec_of(Path(folder), shape, max(batches), longest, output_tokens), mode)
-                prompts = prompts_of(spec, count, longest)
-                with local_engine(spec) as engine:
-                    if alone is None:
-                        alone = run(engine, prompts, output_tokens, 1, shape).answers
-                    for batch in batches if shape in arguments.runs else ():
-                        found = run(engine, prompts, output_tokens, batch, shape)
-                        differences = dataclasses.asdict(Differences.between(alone, found.answers))
-                        others = {"preempted": found.preempted, "accepted": found.accepted}
-                        results.append({"mode": mode, "shape": shape, "batch": batch, **differences, **others})
-                        print(results[-1], flush=True)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+            engines = []
+            for shapes in ENGINES:
+                chosen = [shape for shape in shapes if shape in wanted]
+                if chosen or not engines:
+                    sizes = max(batches), longest, output_tokens, arguments.tensor_parallel
+                    engines.append((of_mode(spec_of(Path(folder), shapes[0], *sizes), mode), chosen))
+            rows = compare(engines, count, longest, output_tokens, batches)
+            results += [{"mode": mode, **row} for row in rows]
     heads = {"mode": "mode", "shape": "shape", "batch": "batch", "answers": f"other ids, of {count}"}
     heads |= {"logprobs": "other bits", "compared": "log-probabilities"} | {n: n for n in ("preempted", "accepted")}
     print(*table(list(heads.values()), [tuple(str(row[name]) for name in heads) for row in results]), sep="\n")
@@ -189,6 +225,8 @@ def main() -> None:
                 "commit": commit(),
                 "model": model,
                 "quantization": arguments.quantization,
+                "tensor_parallel": arguments.tensor_parallel,
+                "layers": arguments.layers,
                 "results": results,
             }
         )

@@ -3,9 +3,13 @@
 import struct
 from pathlib import Path
 
-from aerie.speculative.build import local_engine
-from tests.bench.quality.exact_engine import SHAPES, Answer, Differences, prompts_of, run, spec_of
-from tests.bench.round import write_checkpoints
+import pytest
+
+from aerie.speculative.build import local_engine, plan_engine
+from tests.bench.models import configured
+from tests.bench.quality.exact_engine import ENGINES, SHAPES, Answer, Differences, compare, prompts_of, run, spec_of
+from tests.bench.round import MODELS, has_draft, keep_layers, write_checkpoints
+from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
 
 
 def answer(ids: list[int], *logprobs: float) -> Answer:
@@ -30,3 +34,22 @@ def test_requests_are_preempted_and_copied_drafts_accepted(tmp_path: Path) -> No
         found = run(engine, prompts, 24, 32, "suffix")
     assert found.preempted > 0 and found.accepted > 0 and len(found.answers) == 32
     assert SHAPES[0] == "plain", "the first engine answers alone"
+
+
+def test_two_ranks_answer_the_same_requests(tmp_path: Path) -> None:
+    write_checkpoints(tmp_path, "tiny")
+    spec = spec_of(tmp_path, "suffix", 4, 40, 6, tensor_parallel=2)
+    row, other = compare([(spec, ("suffix", "mixed"))], 4, 40, 6, [4])
+    assert (row["shape"], other["shape"]) == ("suffix", "mixed")
+    assert row["compared"] == other["compared"] == 24 and row["answers"] == other["answers"] == 0, "float32"
+
+
+@pytest.mark.parametrize("name", [*MODELS, *configured.CONFIGS])
+def test_every_model_can_keep_its_first_layers(tmp_path: Path, name: str) -> None:
+    if name == "dsv3-tiny":
+        pytest.skip("has three layers")
+    write_checkpoints(tmp_path, name)
+    keep_layers(tmp_path, 4)
+    for shapes in ENGINES[: 3 if has_draft(tmp_path) else 2]:
+        planned = plan_engine(spec_of(tmp_path, shapes[0], 64, 2048, 24, tensor_parallel=2))
+        assert planned.target.num_layers == 4

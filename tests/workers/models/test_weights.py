@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
-from aerie.workers.layers.linear import ColumnParallelLinear, GateUpParallelLinear, QKVParallelLinear, RowParallelLinear
+from aerie.workers.layers import moe
+from aerie.workers.layers.linear import (
+    ColumnParallelLinear,
+    GateUpParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    rank_span,
+)
 from aerie.workers.layers.norm import RMSNorm
 from aerie.workers.layers.vocab import LMHead, VocabEmbedding
 from aerie.workers.layers.weighted import WeightedModule, WeightKey, check_shape
@@ -251,6 +259,28 @@ def test_dummy_weights_are_small_and_the_same_for_the_same_seed() -> None:
     fill_dummy(other, 3)
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs) and torch.isfinite(ours).all()
+
+
+def test_dummy_shards_differ_between_ranks_and_replicated_weights_do_not() -> None:
+    """Else partial sums of two ranks would be equal, and no rounding of their sum would be seen."""
+    sharded = ("embedding", "column", "row", "experts", "head")
+    models = []
+    for rank in range(2):
+        group = TPGroup(rank, 2)
+        modules = {
+            "replicated": ReplicatedLinear(HIDDEN, 6),
+            "embedding": VocabEmbedding(8, HIDDEN, group),
+            "column": ColumnParallelLinear(HIDDEN, {"": rank_span(6, group, "outputs")}),
+            "row": RowParallelLinear(8, HIDDEN, group, "inputs"),
+            "experts": moe.Experts(2, HIDDEN, 4, group, 1),
+            "head": LMHead(8, HIDDEN, group),
+            "last": ReplicatedLinear(HIDDEN, 6),
+        }
+        models.append(nn.ModuleDict(modules))
+        fill_dummy(models[-1], 3, rank)
+    for name, first in models[0].items():
+        equal = [torch.equal(*pair) for pair in zip(first.parameters(), models[1][name].parameters(), strict=True)]
+        assert equal and set(equal) == {name not in sharded}, name
 
 
 def test_files_are_read_ahead_of_their_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
