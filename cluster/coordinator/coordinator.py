@@ -329,7 +329,7 @@ class Coordinator:
         loop = self._loop
         try:
             while not loop.is_stopping:
-                loop.turn()
+                loop.run_once()
         except Exception as error:
             logger.critical("the coordinator's loop ended", exc_info=True)
             reason = f"the coordinator failed: {type(error).__name__}: {error}"

@@ -32,7 +32,7 @@ class DraftCanary:
             elif len(request.prompt) <= MAX_PROMPT and request.inputs is None and not request.sampling.adapter:
                 self._prompts.append(request.prompt)
 
-    def turn(self) -> None:
+    def send_if_due(self) -> None:
         """Send requests if the draft's acceptance after the last update is not known. Call it regularly while requests
         may run."""
         check = self._scheduler.weights.draft

@@ -108,7 +108,7 @@ class CoordinatorLoop:
         self._plan_timing = PlanTiming(settings.max_in_flight)
         self._plan_due_s = math.inf  # when to send a delayed plan
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Wait for an event, then do all work that is possible.
 
         The next plan is sent before the last result's tokens, because ranks wait for it. The wait ends when periodic
@@ -116,7 +116,7 @@ class CoordinatorLoop:
         due_s = min(
             self._housekeeping_due_s, self._plan_due_s, self.streams.states.due_s, self._scheduler.adapters.due_s
         )
-        self.reactor.turn(max(0.0, due_s - self._clock()))
+        self.reactor.run_once(max(0.0, due_s - self._clock()))
         if self.is_stopping:
             return  # `end` was called meanwhile and has closed all sockets
         now = self._last_pass_s = self._clock()
@@ -243,7 +243,7 @@ class CoordinatorLoop:
     def unload_adapter(self, call: UnloadLora) -> None:
         """Unload a LoRA adapter; see `Adapters.unload`. Raises ValueError."""
         self._scheduler.adapters.unload(call.name, call.stamp)
-        self.streams.states.changed()
+        self.streams.states.publish_soon()
 
     def pause(self, mode: PauseMode, on_paused: Callable[[], None]) -> None:
         """Run no further steps; see `Pause`. on_paused: called in this thread once that is so."""
@@ -339,7 +339,7 @@ class CoordinatorLoop:
         if result.epoch == self._scheduler.epoch:
             self._plan_timing.answered(self._clock(), result.elapsed_s)
         self._outputs += self._expert_reads.take(self._scheduler.apply(result))
-        self.streams.states.changed()
+        self.streams.states.publish_soon()
         self._last_step_s = self._clock()
 
     def _outputs_ready(self, outputs: list[RequestOutput]) -> None:
@@ -349,7 +349,7 @@ class CoordinatorLoop:
         self._publish()  # tokens of earlier steps were written by the weights before
         self._scheduler.command_answered(answers)
         self._check_weights()
-        self.streams.states.changed()
+        self.streams.states.publish_soon()
         self._last_step_s = self._clock()
 
     def _check_weights(self) -> None:
@@ -386,13 +386,13 @@ class CoordinatorLoop:
 
     def _housekeep(self, now: float) -> None:
         self.streams.check_waiting()
-        self.streams.states.changed()  # sent regularly, so that a silent engine is noticed
+        self.streams.states.publish_soon()  # sent regularly, so that a silent engine is noticed
         if self._worker_group is not None and self.status == "ready":
-            self._model_check.turn(now)
+            self._model_check.send_if_due(now)
             if not self._scheduler.is_paused and not self.streams.is_paused:
-                self._canary.turn()
+                self._canary.send_if_due()
             if self.drafts is not None:
-                self.drafts.turn()
+                self.drafts.check_acceptance()
         if self._worker_group is not None:
             self._worker_group.check_heartbeats(now, self._settings.step_timeout_s)
         if self._worker_group is not None and self._scheduler.captures.graphs == GraphCount():

@@ -265,7 +265,7 @@ class RequestStreams:
                 logger.exception("a message from an ingress was dropped")
                 continue
             if isinstance(message, GenerateRequest):
-                self.states.received(ingress)
+                self.states.count_request(ingress)
                 refusal = self._submit(ingress, message)
                 if refusal is not None:
                     self._send(ingress, Refused(message.request_id, refusal))

@@ -58,17 +58,17 @@ class StatePublisher:
         if not self._subscribers and cache is not None:
             cache.watch(self._stride)
         self._subscribers[ingress] = _Subscriber({} if cache is None else dict.fromkeys(cache.digests(), True))
-        self.changed()
+        self.publish_soon()
 
-    def received(self, ingress: IngressLink) -> None:
+    def count_request(self, ingress: IngressLink) -> None:
         """Count a request of this ingress."""
         subscriber = self._subscribers.get(ingress)
         if subscriber is not None:
             subscriber.num_received += 1
-        self.changed()
+        self.publish_soon()
 
-    def changed(self) -> None:
-        """Publish the state, because it may have changed."""
+    def publish_soon(self) -> None:
+        """Publish the state within `PERIOD_S`, because it may have changed."""
         if self.due_s == math.inf and self._subscribers:
             self.due_s = self._last_s + PERIOD_S
 
@@ -127,7 +127,7 @@ class StatePublisher:
             )
             self._send(ingress, state)
             if subscriber.unsent:
-                self.changed()
+                self.publish_soon()
 
 
 def engine_stats(

@@ -224,7 +224,7 @@ class ModelCheck:
         if outputs and outputs[-1].tokens:
             self._good_prompt = outputs[-1].request.prompt
 
-    def turn(self, now: float) -> None:
+    def send_if_due(self, now: float) -> None:
         """Send a request if it is due. Call it regularly while there are ranks."""
         if now < self._due_s:
             return

@@ -64,7 +64,7 @@ class DraftLearning:
         self._learner.rate /= 2 if is_rollback else 1
         self._reset()
 
-    def turn(self) -> Candidate | None:
+    def train_candidate(self) -> Candidate | None:
         """Train and measure a candidate, if there are enough new texts."""
         if self.reservoir.num_added < self._next_at:
             return None

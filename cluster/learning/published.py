@@ -168,7 +168,7 @@ class PublishedDrafts:
 
         self._switch(found[0], answered)
 
-    def turn(self) -> None:
+    def check_acceptance(self) -> None:
         """Compare the acceptance with the usual one; roll back if it has fallen. Call it twice a second while there are
         ranks."""
         now = list(self._scheduler.stats.accepted_histogram)

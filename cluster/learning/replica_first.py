@@ -41,7 +41,7 @@ class ReplicaFirst:
         self._published: dict[str, Candidate] = {}  # by folder
         self._offered: set[tuple[str, str]] = set()  # engine and folder
 
-    def turn(self, own: EngineLink, others: Mapping[str, EngineLink]) -> bool:
+    def run_once(self, own: EngineLink, others: Mapping[str, EngineLink]) -> bool:
         """Take the texts of all engines; pass a draft on that has proved itself; train another. Return whether a
         candidate was measured.
 
@@ -60,7 +60,7 @@ class ReplicaFirst:
                 return False
             for name, each in others_news.items():
                 self._pass_on(draft, name, others[name], each)
-        candidate = self._learning.turn()
+        candidate = self._learning.train_candidate()
         if candidate is None:
             return False
         if error := own.offer(candidate):

@@ -73,7 +73,7 @@ class DraftLearner:
                 first = ReplicaFirst(self._learning(), config.canary_rounds)
             links = {each: CoordinatorLink(actor, each == name) for each, actor in coordinators.items()}
             try:
-                was_due = first.turn(links.pop(name), links)
+                was_due = first.run_once(links.pop(name), links)
             except ray.exceptions.RayTaskError as busy:  # its loop was busy; if it has ended, so does this actor
                 logger.warning("no answer of the coordinator: %s", str(busy).rstrip().rpartition("\n")[2])
                 was_due = False

@@ -58,7 +58,7 @@ def run_worker_loop(
     loop = _Loop(executor, channel, clock, idle_work)
     try:
         while True:
-            ended = loop.turn()
+            ended = loop.run_once()
             if ended is not None:
                 return ended
     except Exception:
@@ -93,7 +93,7 @@ class _Loop:
         self._steps_before_idle_work = 0
         self._last_step_s = clock()
 
-    def turn(self) -> Literal["stopped", "coordinator lost"] | None:
+    def run_once(self) -> Literal["stopped", "coordinator lost"] | None:
         """Wait for a message if no step is pending, launch plans, carry out commands, and take finished results."""
         executor, channel = self._executor, self._channel
         now = self._clock()

@@ -17,7 +17,7 @@ _SLEEP_S = 1e-4
 
 
 class Reactor:
-    """`turn` runs in one thread, `call` in any. Handlers are called while their socket is readable."""
+    """`run_once` runs in one thread, `call` in any. Handlers are called while their socket is readable."""
 
     def __init__(self) -> None:
         self._poller = zmq.Poller()
@@ -51,7 +51,7 @@ class Reactor:
         os.eventfd_write(self._wake, 1)
         return future
 
-    def turn(self, timeout_s: float) -> None:
+    def run_once(self, timeout_s: float) -> None:
         """Wait for at most `timeout_s`, then run the handlers of readable sockets.
 
         A poller has a resolution of milliseconds; the rest is waited for in short sleeps."""
@@ -66,7 +66,7 @@ class Reactor:
                 handler()
 
     def run_calls(self) -> None:
-        """Run the queued calls. Also called after the last `turn`, so that no caller waits forever."""
+        """Run the queued calls. Also called after the last `run_once`, so that no caller waits forever."""
         while True:
             try:
                 run = self._calls.get_nowait()
@@ -79,5 +79,5 @@ class Reactor:
         self.run_calls()
 
     def close(self) -> None:
-        """Close, after the last `turn`."""
+        """Close, after the last `run_once`."""
         os.close(self._wake)

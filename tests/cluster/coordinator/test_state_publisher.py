@@ -53,8 +53,8 @@ class Rig:
 
 def test_nobody_listens_and_nothing_is_due() -> None:
     rig = Rig()
-    rig.publisher.changed()
-    rig.publisher.received(X)
+    rig.publisher.publish_soon()
+    rig.publisher.count_request(X)
     rig.publish()
     assert rig.publisher.due_s == math.inf and not rig.sent[X]
 
@@ -106,7 +106,7 @@ def test_each_subscriber_is_told_how_many_of_its_requests_the_load_includes() ->
     for ingress in (X, Y):
         rig.publisher.subscribe(ingress)
     rig.publish()
-    rig.publisher.received(X)
+    rig.publisher.count_request(X)
     rig.publish()
     assert [state.num_received for state in rig.sent[X]] == [0, 1]
     assert [state.num_received for state in rig.sent[Y]] == [0, 0]
@@ -120,6 +120,6 @@ def test_who_goes_is_forgotten_and_others_are_told_on() -> None:
     for _ in range(2):
         rig.publish()
     assert (len(rig.sent[X]), len(rig.sent[Y])) == (1, 2)
-    rig.publisher.changed()
+    rig.publisher.publish_soon()
     rig.publisher.forget(Y)
     assert rig.publisher.due_s == math.inf and rig.engine.prefix_cache._changes is None

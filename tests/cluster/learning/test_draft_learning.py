@@ -47,16 +47,16 @@ def add(learning: DraftLearning, first: int, count: int = 30, size: int = 6) -> 
 
 def test_only_a_better_candidate_has_files_and_few_are_kept(tmp_path: Path) -> None:
     learner, learning = learning_in(tmp_path)
-    assert learning.turn() is None, "no texts"
+    assert learning.train_candidate() is None, "no texts"
     add(learning, 0)
-    candidate = learning.turn()
+    candidate = learning.train_candidate()
     assert candidate is not None and candidate.gain == 0 and not candidate.folder and not list(tmp_path.iterdir())
     assert learner.trained[0] + candidate.num_texts == 30, "none is on both sides"
-    assert learning.turn() is None, "no new texts"
+    assert learning.train_candidate() is None, "no new texts"
     learner.accepted = 15
     for number in range(1, 5):
         add(learning, 100 * number)
-        candidate = learning.turn()
+        candidate = learning.train_candidate()
         assert candidate is not None and candidate.folder == str(tmp_path / f"draft-{number}")
         assert round(candidate.gain, 3) == 0.25 and candidate.low > 0.2
         if number == 1:
@@ -66,7 +66,7 @@ def test_only_a_better_candidate_has_files_and_few_are_kept(tmp_path: Path) -> N
     learner, learning = learning_in(tmp_path)
     learner.accepted = 15
     add(learning, 0)
-    candidate = learning.turn()
+    candidate = learning.train_candidate()
     assert candidate is not None and candidate.folder.endswith("draft-5"), "a process that starts again overwrites none"
 
 
@@ -74,7 +74,7 @@ def test_a_candidate_that_is_worse_starts_again_more_slowly(tmp_path: Path) -> N
     learner, learning = learning_in(tmp_path)
     learner.accepted = 5
     add(learning, 0)
-    candidate = learning.turn()
+    candidate = learning.train_candidate()
     assert candidate is not None and candidate.high < 0 and not candidate.folder
     assert learner.resets == ["served"] and learner.rate == 0.5
     learning.serve(Path("served"), is_rollback=True)
@@ -88,4 +88,4 @@ def test_texts_without_an_answer_to_draft_in_are_left_out(tmp_path: Path) -> Non
     add(learning, 0, size=2)
     for number in range(30):
         learning.reservoir.add(Text((number,) * 64, (1,) * 9))
-    assert learning.turn() is None and not learner.trained
+    assert learning.train_candidate() is None and not learner.trained

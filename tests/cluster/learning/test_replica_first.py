@@ -42,15 +42,15 @@ def test_a_draft_serves_on_one_engine_before_the_others_get_it(tmp_path: Path) -
     first, own, other = ReplicaFirst(learning, 100), Engine(), Engine()
     own.write(0, 15)
     other.write(100, 15)
-    assert first.turn(own, {"b": other}) and learning.reservoir.num_added == 30, "texts of both"
+    assert first.run_once(own, {"b": other}) and learning.reservoir.num_added == 30, "texts of both"
     assert own.offered == ["draft-1"] and other.offered == []
     own.write(1000)
-    assert not first.turn(own, {"b": other}), "on trial, so nothing is trained"
+    assert not first.run_once(own, {"b": other}), "on trial, so nothing is trained"
     own.num_rounds = 99
-    assert not first.turn(own, {"b": other}) and other.offered == []
+    assert not first.run_once(own, {"b": other}) and other.offered == []
     own.num_rounds = 100
     late, lost = Engine(), Engine(is_lost=True)
-    assert first.turn(own, {"b": other, "c": late, "d": lost}), "the next candidate"
+    assert first.run_once(own, {"b": other, "c": late, "d": lost}), "the next candidate"
     assert other.offered == late.offered == ["draft-1"] and lost.offered == []
     assert own.offered == ["draft-1", "draft-2"] and Path(own.served).name == "draft-2"
 
@@ -60,17 +60,17 @@ def test_a_draft_that_is_taken_back_reaches_no_other_engine(tmp_path: Path) -> N
     learner.accepted = 15
     first, own, other = ReplicaFirst(learning, 100), Engine(), Engine()
     own.write(0)
-    assert first.turn(own, {"b": other})
+    assert first.run_once(own, {"b": other})
     (tmp_path / "configured").mkdir()
     own.served, own.num_rounds, own.num_rollbacks = str(tmp_path / "configured"), 5000, 1
-    assert not first.turn(own, {"b": other}) and other.offered == []
+    assert not first.run_once(own, {"b": other}) and other.offered == []
     assert learner.rate == 0.5 and learner.resets[-1] == "configured"
     own.write(500)
-    assert first.turn(own, {"b": other}) and own.offered == ["draft-1", "draft-2"]
+    assert first.run_once(own, {"b": other}) and own.offered == ["draft-1", "draft-2"]
     own.num_rounds = 100
-    first.turn(own, {"b": other})
+    first.run_once(own, {"b": other})
     other.served = "served"  # has taken it back
-    first.turn(own, {"b": other})
+    first.run_once(own, {"b": other})
     assert other.offered == ["draft-2"], "once"
 
 
@@ -80,12 +80,12 @@ def test_one_engine_alone_learns_on_without_a_trial_and_a_refused_draft_is_not_p
     first, own = ReplicaFirst(learning, 100), Engine()
     for number in range(3):
         own.write(100 * number)
-        assert first.turn(own, {})
+        assert first.run_once(own, {})
     assert own.offered == ["draft-1", "draft-2", "draft-3"]
     own.error, other = "another draft is being loaded", Engine(served="x")
     own.num_rounds = 1000
     own.write(900)
-    assert first.turn(own, {"b": other})
+    assert first.run_once(own, {"b": other})
     assert own.offered[-1] == "draft-4" and other.offered == ["draft-3"]
 
 

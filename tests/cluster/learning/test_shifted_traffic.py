@@ -82,7 +82,7 @@ class Traffic:
             while self._number < min(end, self.pupil.now_s):
                 self.learning.reservoir.add(Text((kind, self._number), (1,) * 20))
                 self._number += 1
-            candidate = self.learning.turn()
+            candidate = self.learning.train_candidate()
             if candidate is not None and candidate.folder:
                 self.learning.serve(Path(candidate.folder))
         skills: list[float] = json.loads((self.learning.served / "skills").read_text())
@@ -108,7 +108,7 @@ def test_half_of_the_texts_that_are_trained_on_are_old_and_no_candidate_costs_mo
     pupil.num_measured = 0
     for number in range(970, 978):
         traffic.learning.reservoir.add(Text((PROGRAMS, number), (1,) * 20))
-    assert traffic.learning.turn() is not None
+    assert traffic.learning.train_candidate() is not None
     assert 0.4 < pupil.num_trained[PROGRAMS] / pupil.num_trained.total() < 0.6
     assert pupil.num_measured <= 64
 
@@ -123,7 +123,7 @@ def test_a_draft_that_has_forgotten_older_texts_is_not_published(
     pupil.skills = [0.1, 0.5]
     for number in range(600, 664):
         traffic.learning.reservoir.add(Text((PROGRAMS, number), (1,) * 20))
-    candidate = traffic.learning.turn()
+    candidate = traffic.learning.train_candidate()
     assert candidate is not None and candidate.low > 0.2 and bool(candidate.folder) is is_published
 
 

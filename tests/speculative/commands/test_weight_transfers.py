@@ -304,19 +304,19 @@ def test_an_idle_engine_names_a_zeroed_draft_by_itself(pair: Pair, other: Versio
         trainer = Trainer(engine)
         assert trainer.join() == ""
         for number, factor in enumerate((1.0, 0.0, 1.0)):
-            canary.turn()
+            canary.send_if_due()
             assert not engine.scheduler.num_waiting, "one time for each update, and none without"
             new = {name: tensor * factor for name, tensor in drafts.items()}
             assert trainer.start("draft") == trainer.update(new) == trainer.finish(f"v{number}")[0] == ""
             since, rounds = time.monotonic(), sum(engine.scheduler.stats.accepted_histogram)
-            canary.turn()
+            canary.send_if_due()
             assert engine.scheduler.num_waiting == 4
             while engine.scheduler.num_waiting or engine.scheduler.num_running:
                 engine.step()
             assert sum(engine.scheduler.stats.accepted_histogram) - rounds >= 16
             assert check.fault.startswith("since weights v1") == (factor == 0) and time.monotonic() - since < 10
         assert answers_of(engine, pair.prompts[:4], "b") == texts
-        canary.turn()
+        canary.send_if_due()
         canary.reset()
 
 

@@ -268,7 +268,7 @@ class Simulation:
 
     def _tell(self, index: int) -> None:
         publisher = self._publishers[index]
-        publisher.changed()
+        publisher.publish_soon()
         publisher.publish("ready", "", False, 0.0)
         self._at(self._clock.now + PERIOD_S, lambda: self._tell(index))
 
@@ -280,7 +280,7 @@ class Simulation:
         name = self._policy(views, prompt, now, self._chance)
         views[name].sent(prompt, now)
         index = int(name)
-        self._publishers[index].received(self._ingresses[ingress])
+        self._publishers[index].count_request(self._ingresses[ingress])
         self._engines[index].waiting.append(Request(client, tokens, num_answer, now))
         if not self._engines[index].is_stepping:
             self._begin_step(index)
