@@ -89,6 +89,7 @@ def torch_refusal(use: AttentionUse) -> str | None:
 
 
 def triton_refusal(use: AttentionUse) -> str | None:
+    """Return why Aerie's Triton kernels cannot serve this use; None if they can."""
     reason = _gpu_refusal(use, TRITON_CAPABILITY)
     if reason is None and use.is_fp8:
         least, name = (use.head_dim, "head_dim") if use.value_dim is None else (use.head_dim - use.value_dim, "rotated")
@@ -146,6 +147,8 @@ def _flashinfer_latent_refusal(use: AttentionUse) -> str | None:
 
 
 def trtllm_refusal(use: AttentionUse) -> str | None:
+    """Return why FlashInfer's TRT-LLM kernels cannot serve this use; None if they can. Compute capability 10.x uses
+    trtllm-gen, 9.x and 12.x XQA."""
     reason = _gpu_refusal(use, (9, 0)) or _dtype_refusal(use) or _fp8_refusal(use) or _mixed_refusal(use)
     if reason is not None:
         return reason
@@ -179,6 +182,7 @@ def _trtllm_gen_refusal(use: AttentionUse) -> str | None:
 
 
 def _trtllm_latent_refusal(use: AttentionUse) -> str | None:
+    """As `trtllm_refusal`, for latent rows (MLA)."""
     assert use.value_dim is not None and use.device.compute is not None
     is_gen, sizes = use.device.compute[0] == TRTLLM_GEN_MAJOR, (use.value_dim, use.head_dim - use.value_dim)
     if not is_gen and use.device.compute[0] != max(XQA_MAJORS):

@@ -175,6 +175,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _compile(source: str, options: Sequence[str]) -> bytes:
+    """Return the cubin of CUDA C++ source. Raises RuntimeError with the compiler's log."""
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None), "nvrtc")
     flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))

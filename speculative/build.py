@@ -164,6 +164,8 @@ def check_device(spec: EngineSpec, engine: EnginePlan, device: Capability, here:
 
 
 def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
+    """Read the draft's checkpoint, check it against configuration and target, and return the engine's `Speculation`.
+    Raises ValueError."""
     config = spec.speculative
     if config is None:
         return NoSpeculation()

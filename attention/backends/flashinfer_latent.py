@@ -118,6 +118,7 @@ class PreparedLatentRound(Prepared):
 
 
 def _module(dtype: torch.dtype, kv: LatentKV) -> Module:
+    """Return FlashInfer's MLA kernels for this dtype and these latent sizes; compiled or loaded once by the library."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper  # noqa: F401  says what is missing
     from flashinfer.mla._core import get_batch_mla_module
 
@@ -135,6 +136,8 @@ def _call(
     causal: bool,
     scale: float,
 ) -> None:
+    """Attend from q [rows, heads, latent + rotated] to the pages, into `out` and `lse`. plan: workspace, plan arrays
+    and plan info, as the library expects them. scale: factor of scores."""
     latent, rotated = q[..., : kv.latent], q[..., kv.latent :]
     rows = kv.rows
     # in the kernel's order; the last three are the base of log-sum-exps (2) and the scales of FP8 rows

@@ -113,6 +113,7 @@ class _PreparedPrefill(Prepared):
     batch: PrefillBatch
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        """Attend chunk by chunk; rows of padding are zero."""
         check_inputs(q, kv, self.batch, rule, sinks)
         batch = self.batch.through(rule.window)
         value_dim = kv.latent if isinstance(kv, LatentKV) else kv.v.shape[-1]

@@ -102,6 +102,8 @@ class LatentRows:
         return self._attend
 
     def _made(self, batch: DecodeBatch, q: Tensor, page_size: int, is_tree: bool) -> LatentBuffers:
+        """Allocate the buffers of a pass over `batch.rows` rows per request. A tree attends to the prefix alone,
+        without the rows' masks; `add_suffix` adds the rest, for which log-sum-exps are needed."""
         device, (rows, heads), width = q.device, q.shape[:2], batch.page_table.shape[1]
         is_xqa = kernel_on(device) == "xqa"
         if is_xqa:

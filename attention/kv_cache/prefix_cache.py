@@ -181,6 +181,8 @@ class PrefixCache:
         return self._look_up(tokens, salt).num_saved
 
     def _look_up(self, tokens: Tokens, salt: bytes, resumes: bool = False) -> Match:
+        """Return the longest cached prefix that a request can continue from: at a page, or with recurrent layers at a
+        saved state. resumes: whether the request will use that state, which then counts as recently used."""
         node, matched, pages = self._walk(tokens, (len(tokens) - 1) // self.page_size, salt)
         snapshots, windows, size = self.snapshots, self._allocator.windows, self.page_size
         if windows is not None:

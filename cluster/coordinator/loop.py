@@ -385,6 +385,7 @@ class CoordinatorLoop:
         self._on_worker_group_lost(reason)
 
     def _housekeep(self, now: float) -> None:
+        """Check streams and ranks, publish the state, and send the requests of checks that are due."""
         self.streams.check_waiting()
         self.streams.states.publish_soon()  # sent regularly, so that a silent engine is noticed
         if self._worker_group is not None and self.status == "ready":

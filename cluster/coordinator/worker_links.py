@@ -152,6 +152,7 @@ class WorkerLinks:
         self._links = []
 
     def _receive(self, link: RankLink) -> None:
+        """Process a rank's messages, up to and including its first result."""
         while not self._is_lost and (message := link.receive()) is not None:
             self.last_heartbeat_s[link.rank] = self._clock()
             if isinstance(message, StepResult):

@@ -76,6 +76,7 @@ def openapi_document(endpoints: Sequence[Endpoint], version: str, root_path: str
 
 
 def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
+    """Return the OpenAPI operation of one route."""
     content = {"text/plain": {"schema": {"type": "string"}}}
     if endpoint.reply:
         content = {"application/json": _schema(*endpoint.reply)}

@@ -135,6 +135,7 @@ class EdgeMiddleware:
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request with an id and a tenant. Errors become replies, and the end is counted and logged."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         state = scope.setdefault("state", {})

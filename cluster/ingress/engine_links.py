@@ -107,6 +107,7 @@ class EngineLink:
         self._on_state()
 
     def _take(self, raw: bytes) -> None:
+        """Process one message of the engine. A malformed one ends the connection."""
         try:
             message = decode_numbered(raw, self._num_received)
         except BadMessageError as error:
@@ -273,6 +274,7 @@ class EngineLinks:
             link.fail("the ingress is stopped")
 
     async def _keep(self) -> None:
+        """Look for engines forever: every `FIND_PERIOD_S`, and more often while requests wait for one."""
         while True:
             try:
                 self._drop_lost()

@@ -237,6 +237,8 @@ class PublishedDrafts:
             logger.error("draft %s cannot be served again: %s", name, error)
 
     def _switch(self, version: DraftVersion, on_answered: OnAnswered) -> None:
+        """Load another version between two steps, and measure its acceptance from there on. on_answered: called with
+        the ranks' answers. Raises ValueError if it cannot be loaded now."""
         if self._scheduler.weights.num_updates:
             raise ValueError("weights were updated since the start: this draft has learned from another target")
         if not Path(version.folder).is_dir():

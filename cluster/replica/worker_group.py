@@ -184,6 +184,7 @@ class WorkerGroup:
         return Spares(workers, self._bundles, [member.visible_devices for member in self.places])
 
     async def _place(self) -> None:
+        """Start a worker for each rank, or take the spare ones, and learn their locations."""
         if self._spares is not None:
             self._workers, self._bundles = self._spares.workers, self._spares.bundles
             await self._all("take_rank", list(enumerate(self._spares.devices)))

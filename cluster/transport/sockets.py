@@ -74,6 +74,8 @@ class Transport:
             raise ValueError(f"endpoint={endpoint!r}: {error}") from error
 
     def _bind(self, socket: "zmq.Socket[bytes]", name: str) -> str:
+        """Bind a socket to an ipc path in `folder`, or to a free encrypted tcp port of the node. Return the
+        endpoint."""
         _beat(socket)
         if self.folder:
             path = str(Path(self.folder) / name)

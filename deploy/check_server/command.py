@@ -49,6 +49,7 @@ def check_server(arguments: argparse.Namespace) -> int:
 
 
 async def _checked(arguments: argparse.Namespace, with_contract: bool) -> int:
+    """Run the checks, print and save their report, and return the exit status."""
     server, console = parse_server(arguments), Console()
     card = server.model(arguments.model)
     longest = _longest(arguments, card.get("max_model_len") or 2**31)
@@ -122,6 +123,7 @@ def _comparisons(comparisons: Sequence[Comparison]) -> list[str]:
 
 
 async def _contract(ask: Asker, arguments: argparse.Namespace, console: Console) -> Report:
+    """Run the checks of `aerie.deploy.check_server.contract` one after another, and return their report."""
     setting = contract.Setting(
         max(2, arguments.prompts // 10), arguments.max_tokens, max(arguments.loads, default=8) - 1, arguments.seed
     )

@@ -189,6 +189,7 @@ async def usages(ask: Asker, setting: Setting) -> Result:
 
 
 def _expect_counts(result: Result, one: Sample, limit: int) -> None:
+    """Check that counts of tokens, log-probabilities and text agree. limit: the request's `max_tokens`."""
     _expect_sum(result, one.usage, "whole")
     count = one.usage.completion
     result.expect(count <= limit, f"{count} tokens, {limit} allowed")

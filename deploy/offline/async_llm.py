@@ -131,6 +131,8 @@ class AsyncLLM:
         request_id: str,
         lora: LoRARequest | None,
     ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield a request's outputs as its answers grow. prepared: the prompt, encoded in the first step. An `abort`
+        during the preparation ends the request before it starts."""
         if request_id in self._answers:
             prepared.close()
             raise ValueError(f"request_id={request_id!r}: a running request has this id; choose another one")

@@ -265,6 +265,7 @@ class _EngineLoop:
         self._deliver(ended)
 
     def _serve(self, engine: LocalEngine) -> None:
+        """Step the engine while it has work, and run commands between steps, until the command None."""
         while True:
             has_commands = not engine.scheduler.commands.is_empty or engine.scheduler.adapters.is_loading
             is_idle = not (self.waiting or self._running or engine.executor.num_pending or has_commands)

@@ -124,6 +124,8 @@ class LLM:
     def _answer(
         self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool | Callable[..., Any], lora: Adapters
     ) -> list[RequestOutput]:
+        """Run all prompts to their ends and return their outputs, in order. params, lora: one for all prompts, or a
+        list."""
         params = params or self.get_default_sampling_params()
         several = isinstance(params, Sequence) and not isinstance(params, str)
         samplings = list(map(checked_params, params if several else [params] * len(prompts)))  # type: ignore[arg-type]

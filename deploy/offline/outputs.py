@@ -280,6 +280,7 @@ def metrics_of(text: str) -> list[Metric]:
 
 
 def _request_metrics(family: Family) -> Iterator[Metric]:
+    """Yield the metrics of one Prometheus family; a histogram for each of its label sets."""
     if family.type != "histogram":
         kind = Counter if family.type == "counter" else Gauge
         yield from (kind(family.name, dict(point.labels), point.value) for point in family.samples)

@@ -68,6 +68,13 @@ def find_scales(weight: Tensor, args: QuantizationArgs, largest: float, moments:
 def _search(
     stored: Tensor, args: QuantizationArgs, moments: Tensor | None, matrix: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
+    """Return scales and zero points of each group that minimize the squared error, among ranges narrowed by `SHRINKS`.
+
+    stored: [outputs, inputs].
+    moments: [inputs] mean squares of the inputs, as weights of the error; None: all equal.
+    matrix: the whole matrix's scale; None for schemes without one.
+    dtype: of stored scales.
+    """
     weight = stored.float()
     size = args.group_size or weight.shape[1]
     low, high = weight.view(len(weight), -1, size).aminmax(dim=2)

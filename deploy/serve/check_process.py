@@ -102,6 +102,8 @@ class CheckProcess:
             self._end.close()
 
     def _await_answer(self) -> None:
+        """Wait for the process's answer, and set the result of `_length`: the engine's maximum length, or a
+        ConfigError."""
         from aerie.cluster.config import ConfigError
 
         with self._end:

@@ -121,6 +121,7 @@ class Console:
                 self._view = None
 
     def _take(self, read: Step | StepProgress) -> None:
+        """Show or log one step of the start."""
         with self._lock:
             if self._shown.closed:
                 return

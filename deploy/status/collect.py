@@ -58,6 +58,7 @@ def _engines(application: str) -> list[EngineStatus]:
 
 
 def _engine(engine_id: str, reference: object) -> EngineStatus:
+    """Return an engine's status; "silent" if its coordinator has not answered."""
     try:
         stats = msgspec.msgpack.decode(ray.get(reference, timeout=0), type=EngineStats)
     except ray.exceptions.RayError as error:  # it has died, or has not answered

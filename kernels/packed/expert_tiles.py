@@ -64,6 +64,8 @@ class PackedTiles:
 
 @dataclass(frozen=True)
 class PackedExpertTiles:
+    """Tile sizes of both products of an expert layer."""
+
     gate_up: PackedTiles
     down: PackedTiles
 

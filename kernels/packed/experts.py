@@ -108,6 +108,7 @@ def _served(
 def _served_one_row(
     x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
 ) -> bool:
+    """Whether the kernel for one row applies."""
     if not _served(x, router, weights, options) or x.shape[0] != 1 or options.deterministic or not weights.is_moved:
         return False
     is_aligned = x.is_contiguous() and x.data_ptr() % 16 == 0

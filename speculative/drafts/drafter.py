@@ -88,6 +88,9 @@ class DraftRunner(ModelRunner[DraftModel]):
         chunks: PrefillBatch | None,
         attending: Attending | None,
     ) -> ForwardContext:
+        """Return the context of a draft's pass. With `window`, layers see the last `window` tokens only; if only some
+        rows attend, this holds for the last layer (`ForwardContext.last`), because later layers read the KV of all
+        rows."""
         if self.window is not None:
             decode, chunks = self._windowed(decode), self._windowed(chunks)
             if attending is not None:
@@ -196,6 +199,7 @@ class Drafter:
             self._draft_tree(batch)
 
     def _draft_chain(self, batch: DraftBatch) -> None:
+        """Draft a chain: each step takes the best token, which is the next step's input."""
         slots, length = batch.slots, self._slots.seq_len[batch.slots]
         head, hidden = self._runner.model, batch.hidden
         assert hidden is not None
@@ -213,6 +217,8 @@ class Drafter:
         self._trees.write(slots, chain(self._slots.bonus[slots], torch.stack(tokens, dim=1)))
 
     def _draft_tree(self, batch: DraftBatch) -> None:
+        """Draft a tree level by level: each step scores the children of a level's nodes and `grow` chooses the next
+        level."""
         length, k, state = self._slots.seq_len[batch.slots], self._shape.top_k, batch.hidden
         assert state is not None
         candidates = Candidates.empty(batch.slots.shape[0], self._depths, self._shape.num_steps)

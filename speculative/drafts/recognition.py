@@ -47,6 +47,8 @@ def method_of(raw: Mapping[str, Any]) -> Method | None:
 
 
 def _block_method(raw: Mapping[str, Any]) -> Method | None:
+    """Return the method of a block draft; None if it is another kind. Raises ValueError for kinds that are not
+    served."""
     name = str(raw.get("speculators_model_type") or draft_architecture(raw)).lower()
     nested = raw.get("dflash_config")
     projector = str(nested.get("projector_type") or "").lower() if isinstance(nested, dict) else ""

@@ -121,6 +121,12 @@ class ConvolvedLayer(Qwen3DecoderLayer):  # type: ignore[misc]
         self.attention_conv, self.mlp_conv = BlockConvolution(*sizes), BlockConvolution(*sizes)
 
     def forward(self, x: Tensor, *, context: BlockContext, **others: Any) -> Tensor:
+        """Compute the layer. Attention and MLP each have one convolution before and one after them, whose dynamic
+        kernels are computed from the normed input.
+
+        x: [B, blocks * rows, hidden], the rows of all blocks of a sample one after another.
+        Returns x's shape.
+        """
         blocks = context.visible.shape[1]
         normed = self.input_layernorm(x)
         before, after = self.attention_conv.kernels(normed)

@@ -91,6 +91,11 @@ def _decode_by_generate(
     temperature: float,
     max_new_tokens: int,
 ) -> Tensor:
+    """Return answers [B, new tokens] by transformers' `generate`, padded with `pad`.
+
+    tokens: [B, length] int64, padded on the left.
+    padding: [B] int64 number of padding tokens of each row.
+    """
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {"do_sample": False}
     output: Tensor = model.generate(
         input_ids=tokens,
@@ -117,6 +122,15 @@ def _decode_grouped(
     max_new_tokens: int,
     on_share: Callable[[float], None],
 ) -> Tensor:
+    """Return answers [B, max_new_tokens] int64, filled with a stop token after their end.
+
+    Every `_CHECK_EVERY` steps, finished rows are dropped if they are more than a fifth, because the time of a step
+    grows with its rows.
+
+    tokens: [B, length] int64, padded on the left.
+    padding: [B] int64 number of padding tokens of each row.
+    on_share: called with the share of the steps that are done.
+    """
     count, device = tokens.shape[0], tokens.device
     decoder = _GroupedDecoder(model, padding, tokens.shape[1] + max_new_tokens)
     ends = torch.tensor(stops, device=device)

@@ -103,6 +103,7 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
 
 
 def _checked(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
+    """Return the configuration with checked numbers and patterns. Raises ValueError."""
     rank_pattern, alpha_pattern = raw.get("rank_pattern") or {}, raw.get("alpha_pattern") or {}
     ranks = {"r": raw.get("r", 8), **rank_pattern}
     alphas = {"lora_alpha": raw.get("lora_alpha", 8), **alpha_pattern}

@@ -217,6 +217,7 @@ class DeepseekForCausalLM(Decoder):
 
 
 def make_layer(config: DeepseekConfig, layer: int, group: TPGroup) -> DecoderLayer:
+    """Return one decoder layer without weights."""
     experts, hidden = config.experts, config.hidden_size
     mlp: FeedForward
     if layer in experts.layers:

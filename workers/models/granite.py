@@ -66,6 +66,7 @@ def read_config(config: dict[str, Any], source: str) -> GraniteConfig:
 
 
 def _experts(config: dict[str, Any], dense: LlamaConfig, shared_width: int, source: str) -> ExpertLayers | None:
+    """Return the expert layers of the configuration; None without experts."""
     num_experts = size_of(config, "num_local_experts", source, 8, least=0, most=MAX_EXPERTS)
     if num_experts == 0:
         return None

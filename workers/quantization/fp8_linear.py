@@ -243,6 +243,7 @@ class Fp8Experts(DenseExperts):
         super().finish(options)
 
     def _keep(self, options: GEMMOptions) -> None:
+        """Keep the experts in FP8: append the shared experts to the routed ones, and choose the kernels."""
         shape = self.shape
         scales = [
             kernel_scales([self.scales[part.name].data for part in one.parts], one.parts, self.scheme)

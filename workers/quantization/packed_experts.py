@@ -84,6 +84,8 @@ class PackedExperts(ExpertsMethod):
                 self.biases[part.name].data.zero_()
 
     def finish(self, options: GEMMOptions) -> None:
+        """Pack the stored matrices for the kernels, pad every expert's width to whole tiles, and free the stored
+        ones."""
         if self._weights is not None:
             return
         shape, (down,) = self.shape, self.shape.down.parts

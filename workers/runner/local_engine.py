@@ -129,6 +129,8 @@ class RankProcesses:
 
 
 def run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str, pipe: Connection) -> None:
+    """Build a rank in this child process, then answer plans and commands from `pipe` until it closes. The first message
+    sent is `Ready`, or the text of an error."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to children, too; the parent ends them
     torch.set_num_threads(max(1, torch.get_num_threads() // worker.tensor_parallel))
     try:

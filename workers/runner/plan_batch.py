@@ -144,6 +144,8 @@ class PlanBatches:
         return columns
 
     def _columns(self, plan: StepPlan, failed: dict[int, Failure]) -> dict[str, npt.NDArray[Any]]:
+        """Return the slot columns of a plan. If they cannot be computed, find the requests at fault and let only these
+        fail."""
         try:
             return self._slots.columns(plan)
         except Exception:

@@ -110,6 +110,7 @@ class RunningModel:
         return (entry for entry in tensors if self.names.canonical(entry.name) not in self.fixed)
 
     def _faults(self, tensors: Iterable[CheckpointTensor]) -> Iterable[str]:
+        """Yield a sentence for each tensor that does not fit this model."""
         wanted = self._wanted
         ignored = self.names.ignores
         for stored_name, whole, file in tensors:

@@ -245,6 +245,7 @@ class StepResults:
         )
 
     def _count(self, result: StepResult, step: InFlightStep) -> None:
+        """Add a finished step to the statistics."""
         stats = self._stats
         stats.num_steps += 1
         if step.num_rounds:

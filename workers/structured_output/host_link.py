@@ -122,6 +122,8 @@ class HostLink:
         self.lost("its rank ends")
 
     def _start(self, end_token_ids: tuple[int, ...]) -> None:
+        """Fork the process and connect two sockets to it, one for orders and one for its notices. If that fails, try
+        again after `RETRY_S`; if the vocabulary is unsuitable, never."""
         try:
             with contextlib.ExitStack() as unused:
                 orders, their_orders = map(unused.enter_context, socket.socketpair())

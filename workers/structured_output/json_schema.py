@@ -281,6 +281,7 @@ class _Writer:
         return written[0] if len(written) == 1 else {"anyOf": written}
 
     def _for_type(self, schema: Schema, kind: str, path: str, depth: int, more: frozenset[str]) -> Schema:
+        """Return the keywords of `schema` that apply to the type `kind`, rewritten."""
         written: Schema = {"type": kind} | {key: schema[key] for key in schema if key in KEYWORDS_OF_TYPE[kind]}
         match kind:
             case "string":
@@ -300,6 +301,7 @@ class _Writer:
         return written
 
     def _array(self, part: Schema, path: str, depth: int) -> Schema:
+        """Rewrite the keywords of arrays: `items`, `prefixItems` and `unevaluatedItems`."""
         check_counts(part, ("minItems", "maxItems"), path)
         if isinstance(part.get("items"), list):
             part = self._as_2020_12(part, path)
@@ -327,6 +329,8 @@ class _Writer:
         return others | {"prefixItems": part["items"]} | rest
 
     def _object(self, part: Schema, path: str, depth: int, more: frozenset[str]) -> Schema:
+        """Rewrite the keywords of objects. more: names that are required by an enclosing schema; those among the
+        properties are added to `required`."""
         check_counts(part, ("minProperties", "maxProperties"), path)
         part = self._with_listed_names(part, path)
         for name in ("properties", "patternProperties"):

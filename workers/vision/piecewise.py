@@ -96,6 +96,8 @@ class _Pass:
         return self._result
 
     def _run(self) -> None:
+        """Compute the pass in this thread. It waits in the tower's blocks until it may continue, and ends early if it
+        is abandoned."""
         self._may_run.acquire()
         try:
             if self._is_abandoned:

@@ -225,6 +225,7 @@ def _loaded(config: VisionConfig, source: ModelSource, dtype: torch.dtype, devic
 
 
 def _with_weights(config: VisionConfig, source: ModelSource, dtype: torch.dtype, device: torch.device) -> ImageEncoder:
+    """Return the tower with the checkpoint's weights, or with random ones for `dummy`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -91,6 +91,8 @@ class HarmonyParser:
         self._show(text)
 
     def _take_mark(self, mark: str) -> None:
+        """Apply a mark: it opens a header or a message, or continues a header. `_head`: the header so far; None within
+        a message."""
         if self._head is None:
             if mark in (MESSAGE, CONSTRAIN):
                 return

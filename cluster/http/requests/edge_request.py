@@ -283,6 +283,13 @@ def _request(
     config: EdgeConfig,
     tokenizer: ChatTokenizer,
 ) -> EdgeRequest:
+    """Check a body's parameters, and return its request with one `Choice` for each prompt and each of its `n` answers.
+    Raises ApiError.
+
+    prompts: token ids of each prompt.
+    echo: texts to repeat before the answers, one per prompt; empty without `echo`.
+    logprobs: number of top log-probabilities; -1: none.
+    """
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options", "stream_options is only allowed with stream: true")
     chat = isinstance(body, ChatCompletionRequest)

@@ -82,6 +82,7 @@ class ProcessReader(ImageReader):
             part.set_image(image)
 
     async def _prepared(self, data: bytes) -> PreparedImage:
+        """Return the image of these bytes, from the cache or decoded. Raises ApiError if too many images wait."""
         digest = blake2b(data, digest_size=32).digest()
         image = self._known.get(digest)
         if image is not None:

@@ -136,6 +136,7 @@ def chat_messages(system: str | Sequence[TextParam] | None, turns: Sequence[Mess
 
 
 def _assistant(blocks: Sequence[Block], where: str) -> MessageDict:
+    """Return an assistant's turn as one chat message: texts, reasoning and tool calls."""
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         match block:
@@ -227,6 +228,7 @@ def _effort(body: CountTokensRequest, efforts: Efforts) -> str | None:
 
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
+    """Return the chat parameters `tools`, `tool_choice` and `parallel_tool_calls`."""
     values: dict[str, Any] = {}
     if body.tools:
         values["tools"] = [

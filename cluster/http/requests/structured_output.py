@@ -128,6 +128,7 @@ class GrammarMaker:
         }
 
     def _response_format(self, param: str, value: Any) -> Grammar | None:
+        """Return the grammar of OpenAI's `response_format`, None for text. Raises ApiError."""
         kind = value.get("type")
         match kind:
             case "text":
@@ -145,6 +146,7 @@ class GrammarMaker:
         raise invalid(f"{param}.type", f"{param}.type={kind!r}: must be one of {known}")
 
     def _structured_outputs(self, param: str, value: Mapping[str, Any]) -> Grammar | None:
+        """Return the grammar of vLLM's `structured_outputs`, None if it demands no form. Raises ApiError."""
         for name in value:
             if name not in (*_KINDS, *_STYLE):
                 raise invalid(f"{param}.{name[:100]}", f"Unknown parameter: {param}.{name[:100]}", "unknown_parameter")

@@ -209,6 +209,7 @@ class NativeReply(Reply):
         return [self._named(token, logprob) for token, logprob in tops]
 
     def _answer(self, index: int) -> NativeAnswer:
+        """Return the answer so far of the choice `index`, with SGLang's `meta_info`."""
         context, shown = self._context, self._shown[index]
         request, answer = context.request, context.answers[index]
         finish = None

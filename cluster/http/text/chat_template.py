@@ -264,6 +264,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         limit_s: float | None,
     ) -> str:
+        """Return the prompt. limit_s: None: the template's own limit. Raises SlowTemplateError after that time, and
+        ChatTemplateError if the template refuses the messages or fails."""
         values = {**self.special_tokens, **variables}
         values |= {"messages": messages, "tools": list(tools) or None, "documents": None}
         values["add_generation_prompt"] = add_generation_prompt

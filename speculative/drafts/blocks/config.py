@@ -198,6 +198,8 @@ def _layers(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def _views(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple[LayerView, ...]:
+    """Return each layer's attention within a block (causal or not) and its window, from `layer_types`. Raises
+    ValueError."""
     source = f"draft {path}"
     layers = _layers(raw, source)
     sliding = layers_with_windows({**layers, "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": num_layers})

@@ -156,6 +156,8 @@ def read_config(config: dict[str, Any], source: str) -> AdapterConfig:
 
 @lru_cache(maxsize=8)
 def _read(text: str, source: str) -> AdapterConfig:
+    """Run the model without weights to learn its attention calls, experts and linear layers. Return its configuration.
+    text: config.json. Raises UnservableError, ValueError."""
     whole: dict[str, Any] = json.loads(text, object_hook=_plain_number)
     raw = decoder_part(whole, source)
     config = transformers_config(raw, source)

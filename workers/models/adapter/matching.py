@@ -117,6 +117,7 @@ def match_gated_mlp(module: nn.Module) -> MLPMatch | None:
 def _is_gated(
     module: nn.Module, linears: dict[str, nn.Linear], gates: tuple[str, ...], down: str, activation: str
 ) -> bool:
+    """Whether the module computes a gated MLP: compare it with one, on random weights of a few rows and columns."""
     random = RandomNumbers(0)
     wide = _WIDE if len(gates) == 2 else 2 * _WIDE
     with torch.device("cpu"), torch.no_grad():

@@ -143,6 +143,8 @@ class _Replacement:
         }
 
     def run(self) -> None:
+        """Replace the model's modules: experts, gated MLPs and linear layers with a common input first, because they
+        contain modules that are replaced one by one afterwards."""
         model = self._model
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         self._put_experts()
@@ -167,6 +169,10 @@ class _Replacement:
                 module.__class__ = type(type(module).__name__, (kind, type(module)), {})
 
     def _put_experts(self) -> None:
+        """Replace every stack of experts, and its router if one of Aerie's chooses the same experts.
+
+        Routers are compared on random inputs once for each kind of block (`traits_of`).
+        """
         known: dict[Hashable, tuple[str, RouterMatch] | None] = {}
         for path, module in list(self._model.named_modules()):
             activation = match_experts(module)
@@ -195,6 +201,8 @@ class _Replacement:
         return style_of(self._plan, path) if self._group.size > 1 else None
 
     def _gated_mlp(self, path: str, module: nn.Module) -> GatedMLP | None:
+        """Return a fused MLP in place of `module`; None if it is none, or if its sharding or quantization separates its
+        matrices."""
         match = match_gated_mlp(module)
         if match is None:
             return None

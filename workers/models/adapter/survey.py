@@ -234,6 +234,8 @@ def _marked_masks(model: nn.Module) -> Iterator[None]:
 
 
 class _Recorder:
+    """Stands for a module's attention function during the survey."""
+
     def __init__(self, path: str, module: nn.Module, calls: list[AttentionCall], rotations: RotationRecorder) -> None:
         self._path, self._calls, self._rotations = path, calls, rotations
         self._causal = getattr(module, "is_causal", True)
@@ -250,6 +252,9 @@ class _Recorder:
         s_aux: Tensor | None = None,
         **others: Any,
     ) -> Tensor:
+        """Record one attention call of transformers, and return an empty result of its shape. q: [1, heads, rows,
+        head_dim]; k, v: the same with KV heads. Raises UnservableError for attention that Aerie has no operation
+        for."""
         unknown = sorted(key for key, value in others.items() if value is not None and key not in _HARMLESS)
         if mask is not None and not isinstance(mask, _SlidingMask):
             unknown.append("attention_mask")

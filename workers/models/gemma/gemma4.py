@@ -157,6 +157,7 @@ class PerLayerEmbedding(LayerInputs):
 
 
 def make_layer(config: Gemma4Config, layer: int, group: TPGroup) -> Gemma4Layer:
+    """Return one decoder layer without weights."""
     heads, hidden, eps = config.heads[layer], config.hidden_size, config.rms_eps
     attention = Attention(
         layer,

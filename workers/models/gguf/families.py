@@ -212,6 +212,8 @@ def read_config(file: GgufFile, vectors: Callable[[str], list[float]]) -> Config
 
 
 def _rope_scaling(facts: Facts, config: Config, vectors: Callable[[str], list[float]]) -> Config:
+    """Return `rope_scaling` as Hugging Face's configurations have it; {} without. vectors: reads a small tensor's
+    values."""
     original = int(facts.number("rope.scaling.original_context_length", config["max_position_embeddings"]))
     if facts.has("rope_factors_long.weight"):
         config["original_max_position_embeddings"] = original

@@ -74,6 +74,8 @@ def _mapped(path: Path) -> Tensor:
 
 
 def _value(stored: StoredTensor, file: Tensor) -> Tensor:
+    """Return a tensor with the shape and the values of Hugging Face's checkpoint, from the file's bytes. Stays packed
+    if `stored.packed`."""
     source = stored.source
     raw = file[source.offset : source.offset + source.num_bytes]
     if source.type in PLAIN_TYPES:

@@ -100,6 +100,8 @@ class Vocabulary:
         return tokenizer
 
     def _byte_level(self) -> Tokenizer:
+        """Return a byte-level BPE tokenizer with the splits of `tokenizer.ggml.pre`. Raises ValueError for unknown
+        ones."""
         pre = str(self._get("pre", "default"))
         if pre not in _SPLITS:
             raise ValueError(

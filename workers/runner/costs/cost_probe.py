@@ -98,6 +98,7 @@ class CostProbe:
             slots.bonus[:num_requests] = torch.arange(num_requests, device=slots.device) % slots.vocab_size
 
     def _batch(self, point: Point) -> StepBatch:
+        """Return the batch of one measured step: `point.num_requests` rounds and `point.chunk_tokens` prompt tokens."""
         running = torch.arange(point.num_requests, device=self.slots.device)
         drafting, longest, chunks = running, point.context, None
         if point.chunk_tokens:

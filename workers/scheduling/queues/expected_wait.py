@@ -161,6 +161,11 @@ class ExpectedWait:
         return self._s_per_request * weights / tenant.weight
 
     def _simulate(self, budget: LatencyBudget, now: float) -> None:
+        """Simulate the queue from now on, and store when its requests start.
+
+        At most `MAX_GROUPS` groups of waiting requests are simulated, each represented by one sampled request. Later
+        requests, and one that came now, are extrapolated from the rate at which the second half of the groups starts.
+        """
         queues, slot_pages = self._queues, self._queues.slot_pages
         num_waiting, num_slots = len(queues.waiting), len(slot_pages.number)
         active = queues.active.values()
@@ -242,6 +247,8 @@ class ExpectedWait:
     def _step_forecast(
         self, budget: LatencyBudget, now: float, work: Sequence[Work], sequences: Sequence[RequestSequence]
     ) -> StepForecast:
+        """Return the forecast of step times for this work; the last one if it is recent and the work's means changed by
+        at most 10 %."""
         count = sum(item.num_requests for item in work)
         kv_tokens = sum(item.num_requests * (item.kv_tokens + item.answer_tokens / 2) for item in work) / count
         prompt_tokens = sum(item.num_requests * item.kv_tokens for item in work) / count

@@ -156,6 +156,8 @@ class TreeWalk:
     def _visit(
         self, node: int, tokens: Sequence[int], children: Sequence[Sequence[int]], above: _Position | None
     ) -> None:
+        """Fill the mask of a tree node, set its state in the guide, and visit its children that the grammar accepts.
+        above: position of the parent; None for the root."""
         if self.matcher.is_terminated():
             self.rows.array[node] = -1
             return

@@ -157,6 +157,8 @@ class MaskHost:
     # ---- the leader
 
     def _lead(self, me: object) -> None:
+        """Carry out orders until another thread becomes the leader or the rank ends. me: this thread's mark, compared
+        with `_leader`."""
         buffers = FillBuffers(self._table)
         try:
             while True:
@@ -322,6 +324,8 @@ class MaskHost:
     # ---- the watching thread
 
     def _on_deadline(self, deadline: Deadline) -> None:
+        """Give up the fill that is late: another thread becomes the leader, and that fill finishes at a lower priority.
+        If the deadline closes the step, what is left of it is filled in the background."""
         with self._lock:
             step = self._step
             if step is None or step.order.sequence != deadline.sequence:

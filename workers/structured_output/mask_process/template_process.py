@@ -116,6 +116,7 @@ class Template:
             self._end()
 
     def _start(self) -> None:
+        """Start the template's process and connect a socket to it, unless it runs."""
         if self._process is not None and self._process.poll() is None:
             return
         self._end()

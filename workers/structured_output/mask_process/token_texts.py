@@ -68,6 +68,8 @@ class TokenTexts:
         return states
 
     def _make_states(self, text: bytes) -> TextStates:
+        """Return the states of a text that a grammar forces: one for each offset that token sequences reach, at most
+        `MAX_TEXT_STATES`, and the tokens that lead from one to another."""
         written = self._written(text)
         by_offset, forced, edges = {0: 0}, list[int](), list[tuple[int, int, int]]()
         pending = deque([0])
