@@ -1,6 +1,7 @@
 """adapter_config.json as peft writes it (https://huggingface.co/docs/peft/package_reference/lora). Imports no torch."""
 
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MODULE_PREFIX = "base_model.model."  # of peft's names of tensors
 DRAFT_FOLDER = "draft"  # of the adapter's folder
+NEW_EMBEDDINGS = ("new_embeddings.safetensors", "new_embeddings.bin")  # that vLLM reads beside an adapter
 MERGE = "merge it into its base (peft's merge_and_unload), and serve that"
 # Fields of configurations that change what a layer computes, beyond B A x; values that do not are false or empty.
 _REFUSED = {
@@ -27,8 +29,22 @@ _REFUSED = {
     "kasa_config": "KaSA is not served",
     "monteclora_config": "MonteCLoRA is not served",
 }
-# Initialisations that replace the base's weights, so that the adapter does not fit the published base.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Initialisations that replace the base's weights, so that the adapter does not fit the published base. peft converts
+# the first ones (0.21, `save_pretrained`).
+_CONVERTED = ("pissa", "olora", "corda", "lora_ga")
+_CHANGES_BASE = (*_CONVERTED, "loftq")
+# Fields of peft 0.2 to 0.21 that change nothing beyond the matrices in the file.
+_KNOWN = frozenset(
+    (
+        *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
+        *("inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora"),
+        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"),
+        *("fan_in_fan_out", "enable_lora", "merge_weights", "megatron_config", "megatron_core", "runtime_config"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "ensure_weight_tying"),
+        "qalora_group_size",
+    )
+)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T", int, float)
 
@@ -76,7 +92,8 @@ def draft_folder(folder: str | Path) -> Path | None:
 
 
 def read_adapter_config(folder: str | Path) -> AdapterConfig:
-    """Read and check an adapter's configuration. Raises ValueError that names folder, field and remedy."""
+    """Read and check an adapter's configuration. Raises ValueError that names folder, field and remedy. Logs the names
+    of fields that are not known."""
     path = Path(folder) / CONFIG_FILE
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -86,8 +103,7 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
         raise ValueError(f"{path}: is not JSON ({error})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: must be an object")
-    if (kind := raw.get("peft_type")) != "LORA":
-        raise ValueError(f"{path}: peft_type={kind}: only LORA is served; {MERGE}")
+    _check_kind(raw, path)
     for name, reason in _REFUSED.items():
         if raw.get(name):
             raise ValueError(f"{path}: {name}={str(raw[name])[:80]}: {reason}; {MERGE}")
@@ -95,16 +111,33 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
         raise ValueError(f"{path}: bias={raw['bias']}: trained biases are not served; {MERGE}")
     start = str(raw.get("init_lora_weights", True)).lower()
     if start.startswith(_CHANGES_BASE):
-        raise ValueError(
-            f"{path}: init_lora_weights={raw['init_lora_weights']}: was trained on a changed base; save it with peft's "
-            "path_initial_model_for_weight_conversion"
+        remedy = (
+            "save it with peft's path_initial_model_for_weight_conversion" if start.startswith(_CONVERTED) else MERGE
         )
+        raise ValueError(
+            f"{path}: init_lora_weights={raw['init_lora_weights']}: was trained on a changed base; {remedy}"
+        )
+    for name in NEW_EMBEDDINGS:
+        if (path.parent / name).exists():
+            raise ValueError(f"{path.parent / name}: embeddings of new tokens are not served; {MERGE}")
+    if unknown := sorted(name for name, value in raw.items() if value and name not in _KNOWN):
+        logger.warning("%s: fields %s are not known here, and have no effect", path, ", ".join(unknown))
     return _checked(raw, path)
+
+
+def _check_kind(raw: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError for an adapter that is not peft's LoRA."""
+    if "fine_tune_type" in raw:
+        raise ValueError(f"{path}: is an adapter of MLX; merge it into its base (mlx_lm.fuse), and serve that")
+    if (kind := raw.get("peft_type")) == "LORA":
+        return
+    remedy = f"add peft_type: LORA if peft's names and forms are meant, or {MERGE}" if kind is None else MERGE
+    raise ValueError(f"{path}: peft_type={kind}: only LORA is served; {remedy}")
 
 
 def _checked(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     """Return the configuration with checked numbers and patterns. Raises ValueError."""
-    rank_pattern, alpha_pattern = raw.get("rank_pattern") or {}, raw.get("alpha_pattern") or {}
+    rank_pattern, alpha_pattern = (_pattern(raw, name, path) for name in ("rank_pattern", "alpha_pattern"))
     ranks = {"r": raw.get("r", 8), **rank_pattern}
     alphas = {"lora_alpha": raw.get("lora_alpha", 8), **alpha_pattern}
     for name, rank in ranks.items():
@@ -119,3 +152,10 @@ def _checked(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         except re.error as error:
             raise ValueError(f"{path}: pattern {pattern!r} is no regular expression ({error})") from None
     return AdapterConfig(ranks["r"], alphas["lora_alpha"], rank_pattern, alpha_pattern, bool(raw.get("use_rslora")))
+
+
+def _pattern(raw: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:
+    found = raw.get(name) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: {name}={str(found)[:80]}: must be an object of names or regular expressions")
+    return found

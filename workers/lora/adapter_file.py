@@ -21,6 +21,7 @@ from aerie.workers.models.weights import opened
 DRAFT_PREFIX = "draft."  # of the paths of a draft's layers beside the target's
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
 _NAMED_IN_ERRORS = 4
+_UNSERVED = "is of a layer that adapters cannot change here"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class AdapterNames:
             return [(*self._places[name], up)]
         pieces = [(piece.removesuffix(".weight"), rows) for piece, rows in self._names.pieces(f"{module}.weight", up)]
         if not all(piece in self._places for piece, _ in pieces):
-            raise WrongTensorError(f"is of a layer that adapters cannot change here; they may change {self.served}")
+            raise WrongTensorError(_UNSERVED)
         return [(*self._places[piece], rows) for piece, rows in pieces]
 
 
@@ -105,7 +106,9 @@ def read_layers(
             faults.append(f"{module} {error}")
     if faults:
         more = f" and {len(faults) - _NAMED_IN_ERRORS} more" if len(faults) > _NAMED_IN_ERRORS else ""
-        raise ValueError(f"adapter {folder}: does not fit; {'; '.join(faults[:_NAMED_IN_ERRORS])}{more}")
+        is_unserved = any(fault.endswith(_UNSERVED) for fault in faults)
+        remedy = f"; they may change {names.served}; for others, {MERGE}" if is_unserved else ""
+        raise ValueError(f"adapter {folder}: does not fit; {'; '.join(faults[:_NAMED_IN_ERRORS])}{more}{remedy}")
     if not found:
         raise ValueError(f"adapter {folder}: {WEIGHTS_FILE} has no matrices")
     return found
@@ -116,12 +119,15 @@ def adapter_modules(folder: Path, config: AdapterConfig, faults: list[str]) -> I
     or lacks its other matrix."""
     path = folder / WEIGHTS_FILE
     if not path.exists():
-        raise ValueError(f"adapter {folder}: has no {WEIGHTS_FILE}; save it with safe_serialization=True")
+        raise ValueError(f"adapter {folder}: {_without_weights(folder)}")
     with opened(path) as file:
         tensors: dict[str, dict[str, str]] = {}
         for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
             if match := _MATRIX.fullmatch(name):
-                tensors.setdefault(match["module"], {})[match["side"]] = name
+                sides = tensors.setdefault(match["module"], {})
+                if match["side"] in sides:
+                    faults.append(f"{name} is a second lora_{match['side']} of its module; save one adapter to a file")
+                sides[match["side"]] = name
             elif ".lora_embedding_" in name:
                 faults.append(f"{name} adapts an embedding, which is not served; {MERGE}")
             else:
@@ -132,6 +138,15 @@ def adapter_modules(folder: Path, config: AdapterConfig, faults: list[str]) -> I
                 faults.append(f"{base} has no lora_{missing.pop()}")
                 continue
             yield base, Matrices(file.get_tensor(sides["A"]), file.get_tensor(sides["B"]), config.scale_of(base))
+
+
+def _without_weights(folder: Path) -> str:
+    """Return what is wrong with a folder that lacks the weights' file, and the remedy."""
+    others = sorted(path.name for path in folder.glob("adapter*") if path.suffix in (".bin", ".safetensors"))
+    if others and others[0].endswith(".bin"):
+        return f"has no {WEIGHTS_FILE}, but {others[0]}; save it with safe_serialization=True: pickles are not read"
+    but = f", but {others[0]}" if others else ""
+    return f"has no {WEIGHTS_FILE}{but}; save it with peft's save_pretrained, in one file"
 
 
 def _check(matrices: Matrices, rank: int) -> None:
