@@ -254,10 +254,9 @@ _READERS: Mapping[Kind, _Read] = {"qwen": _read_qwen, "gemma3": _read_gemma3, "g
 
 
 def image_settings(folder: Path) -> Mapping[str, Any]:
-    """Return the settings of a checkpoint's image processor."""
-    settings: Mapping[str, Any] = read_json(folder / PREPROCESSOR) or read_json(folder / PROCESSOR).get(
-        "image_processor", {}
-    )
+    """Return the settings of a checkpoint's image processor, from the file that transformers prefers."""
+    nested = read_json(folder / PROCESSOR).get("image_processor")
+    settings: Mapping[str, Any] = nested if isinstance(nested, dict) else read_json(folder / PREPROCESSOR)
     return settings
 
 

@@ -9,6 +9,7 @@ import io
 import math
 import resource
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from aerie.workers.models.config_fields import architecture_of
 from aerie.workers.prompt_inputs import Placeholder, PreparedImage
 from aerie.workers.structured_output.mask_messages import receive, send
-from aerie.workers.vision.config import CHANNELS, image_settings
+from aerie.workers.structured_output.token_bytes import read_json
+from aerie.workers.vision.config import CHANNELS, CONFIG, FAMILIES, PREPROCESSOR, Kind, VisionConfig, image_settings
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of PIL; others, such as SVG and EPS, may run programs
 _QWEN = ("qwen2_vl.image_processing_pil_qwen2_vl", "Qwen2VLImageProcessorPil")
@@ -30,6 +33,13 @@ _PROCESSORS = {
     "Gemma3ImageProcessor": ("gemma3.image_processing_pil_gemma3", "Gemma3ImageProcessorPil"),
     "Gemma4ImageProcessor": ("gemma4.image_processing_pil_gemma4", "Gemma4ImageProcessorPil"),
 }
+# of settings without a name, as in transformers, which asks the model's class
+_BY_KIND: Mapping[Kind, str] = {
+    "qwen": "Qwen2VLImageProcessor",
+    "gemma3": "Gemma3ImageProcessor",
+    "gemma4": "Gemma4ImageProcessor",
+}
+_EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}  # former names of limits of pixels
 Values = npt.NDArray[Any]
 MAX_ASPECT = 200  # of the longer side to the shorter one, as in Qwen's processors
 
@@ -60,17 +70,64 @@ class ImageError(ValueError):
 def load_processor(folder: str) -> Any:
     """Return the checkpoint's image processor, which computes with PIL and numpy: transformers' automatic class asks
     for torchvision. Raises ValueError."""
-    settings = image_settings(Path(folder))
-    named = str(settings.get("image_processor_type", "")).removesuffix("Fast")
+    settings = dict(image_settings(Path(folder)))
+    named = str(settings.get("image_processor_type") or _name_by_family(folder)).removesuffix("Fast")
     if named not in _PROCESSORS:
         raise ValueError(
-            f"{folder}: image processor {named or 'without a name'}: supported are {', '.join(_PROCESSORS)}"
+            f"{folder}: image processor {named or 'without a name'}: supported are {', '.join(_PROCESSORS)}; set "
+            "model.images=off"
         )
     try:
         module, name = _PROCESSORS[named]
-        return getattr(importlib.import_module(f"transformers.models.{module}"), name).from_dict(settings)
+        kind = getattr(importlib.import_module(f"transformers.models.{module}"), name)
+        if _PROCESSORS[named] == _QWEN:
+            settings["size"] = _edges(settings, kind.size)
+        return kind.from_dict(settings)
     except (ImportError, TypeError, KeyError, ValueError) as error:
         raise ValueError(f"{folder}: its image processor cannot be loaded: {error}") from None
+
+
+def _name_by_family(folder: str) -> str:
+    family = FAMILIES.get(architecture_of(read_json(Path(folder) / CONFIG)))
+    return "" if family is None else _BY_KIND[family.kind]
+
+
+def _edges(settings: dict[str, Any], default: Mapping[str, int]) -> Any:
+    """Remove the limits of pixels from `settings`, and return them as its `size`. They are written there or beside it,
+    under two pairs of names. Transformers changes the class's default in place."""
+    size = settings.get("size")
+    if size is not None and not isinstance(size, dict):
+        return size  # refused by `check_processor`
+    found = dict(default)
+    for given in (size or {}, {name: settings.pop(name, None) for name in _EDGES}):
+        found |= {_EDGES.get(name, name): value for name, value in given.items() if value is not None}
+    return found
+
+
+def check_processor(processor: Any, config: VisionConfig, folder: str) -> None:
+    """Raise ValueError if the images that a processor makes do not fit the tower. They would end a rank."""
+    merge, side = config.merge_size, math.isqrt(config.max_pixels)
+    wanted: dict[str, Any] = {"do_resize": True}
+    if config.family.kind == "gemma3":
+        wanted["size"] = {"height": side, "width": side}
+    else:
+        wanted |= {"patch_size": config.patch_size, "merge_size" if config.has_mrope else "pooling_kernel_size": merge}
+    for name, value in wanted.items():
+        if (found := _plain(getattr(processor, name))) != value:
+            raise ValueError(
+                f"{folder}: {PREPROCESSOR}: {name}={found}: the tower in config.json needs {value}; correct it, or set "
+                "model.images=off"
+            )
+    if config.has_mrope and not all(_plain(processor.size).get(edge) for edge in _EDGES.values()):
+        raise ValueError(
+            f"{folder}: {PREPROCESSOR}: size={_plain(processor.size)}: needs shortest_edge and longest_edge; correct "
+            "it, or set model.images=off"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON has it. Sizes are transformers' `SizeDict`s."""
+    return value if isinstance(value, bool | int) else {name: each for name, each in dict(value).items() if each}
 
 
 def run_image(files: list[int], processor: Any) -> None:

@@ -26,7 +26,7 @@ from aerie.workers.vision.captured import CapturedForward, record_parts
 from aerie.workers.vision.config import CHANNELS, VisionConfig
 from aerie.workers.vision.encoders import ImageEncoder, build_encoder
 from aerie.workers.vision.piecewise import PiecewiseForward
-from aerie.workers.vision.processor import load_processor
+from aerie.workers.vision.processor import check_processor, load_processor
 
 CACHE_BYTES = 1 << 28  # of images' embeddings; at least twice the largest image's
 _PAUSED_VALUES = 6  # times the hidden size, of a patch between two layers: hidden state, angles and residual
@@ -92,6 +92,8 @@ class VisionTower:
         self._has_streams = Capability.of(device).has_streams
         self._encoder = _loaded(config, source, dtype, device)
         processor = load_processor(source.path) if source.load_format != "dummy" else None
+        if processor is not None:
+            check_processor(processor, config, source.path)
         self._scale, self._mean, self._std = _constants(processor, device)
         self.whole = sizes.whole
         self._known = EncodedImages(sizes.cache_bytes)  # which images are cached, in the order of their eviction
