@@ -20,12 +20,16 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 
+from aerie.kernels.capability import Capability
 from aerie.workers.config import WorkerConfig
+from aerie.workers.device import resolve_device
 from aerie.workers.distributed.ports import free_port
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.interrupt import interrupts_between_steps
 from aerie.workers.runner.build import build_rank
 from aerie.workers.runner.executor import StepExecutor
+from aerie.workers.runner.graphs.compile_jobs import CompileProcesses
+from aerie.workers.runner.graphs.kernel_compilation import compile_processes
 from aerie.workers.runner.layout import EnginePlan
 from aerie.workers.scheduling.commands.command import Command, CommandAnswer
 from aerie.workers.scheduling.cost_table import CostTable
@@ -134,7 +138,7 @@ def run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str, 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to children, too; the parent ends them
     torch.set_num_threads(max(1, torch.get_num_threads() // worker.tensor_parallel))
     try:
-        built = build_rank(worker, engine, rank, address)
+        built = build_rank(worker, engine, rank, address, compilers=_compilers(worker, rank))
     except ValueError as error:
         pipe.send(str(error))
         pipe.poll(None)  # wait to be killed, because an exit would raise errors in the other ranks
@@ -154,6 +158,12 @@ def run_rank(worker: WorkerConfig, engine: EnginePlan, rank: int, address: str, 
             executor.submit(message)
             answer = executor.take()
         pipe.send_bytes(msgspec.msgpack.encode(answer))
+
+
+def _compilers(worker: WorkerConfig, rank: int) -> CompileProcesses | None:
+    """Start processes that compile a GPU rank's kernels: threads take three to four times as long."""
+    runs_kernels = Capability.of(resolve_device(worker.model.device, rank)).runs_kernels
+    return compile_processes(worker.tensor_parallel) if worker.cuda_graphs and runs_kernels else None
 
 
 _READING_S = 0.001
@@ -241,7 +251,7 @@ def local_engine(worker: WorkerConfig, plan: EnginePlan, all_graphs: bool = True
     if all_graphs:
         worker = replace(worker, graph_capture=replace(worker.graph_capture, limit_s=math.inf))
     if worker.tensor_parallel == 1:
-        built = build_rank(worker, plan, 0, "")
+        built = build_rank(worker, plan, 0, "", compilers=_compilers(worker, 0))
         yield engine_of(built.layout, built.worker)
         return
     ranks = RankProcesses(worker, plan)
