@@ -152,7 +152,7 @@ def prepared(job: ImageJob, processor: Any) -> PreparedImage:
 
 
 def _prepared(job: ImageJob, processor: Any) -> PreparedImage:
-    image = _decoded(job)
+    image = decoded(job)
     prepare = {"Gemma3ImageProcessorPil": _gemma3, "Gemma4ImageProcessorPil": _gemma4}.get(
         type(processor).__name__, _qwen
     )
@@ -201,7 +201,7 @@ def _patches(pixels: Values, size: int) -> tuple[Values, tuple[int, int]]:
     return cut.reshape(rows * columns, CHANNELS, -1), (rows, columns)
 
 
-def _decoded(job: ImageJob) -> Any:
+def decoded(job: ImageJob) -> Any:
     """Return an RGB image, upright. Raises ImageError before a large image is decoded."""
     from PIL import Image, ImageFile, ImageOps
 
@@ -223,6 +223,8 @@ def _on_white(image: Any) -> Any:
     """Return the image, or its first frame, in RGB; transparent parts are white."""
     from PIL import Image
 
+    if image.mode.startswith("I"):  # up to 16 bits a pixel, which PIL would clip to 8 (13.0, `convert`)
+        image = Image.fromarray((np.asarray(image, np.uint32).clip(0, 65535) >> 8).astype(np.uint8))
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         whole = image.convert("RGBA")
         white = Image.new("RGBA", whole.size, (255, 255, 255, 255))

@@ -11,7 +11,7 @@ import binascii
 import ipaddress
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from urllib.parse import unquote_to_bytes, urljoin, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urljoin, urlsplit
 
 import httpx
 
@@ -35,8 +35,9 @@ def data_of(url: str, param: str, max_bytes: int) -> bytes:
     elif len(body) > max_bytes * 4 // 3 + 4096:
         raise _too_large(param, max_bytes)
     else:
+        text = unquote(body) if "%" in body else body
         try:
-            data = base64.b64decode("".join(body.split()) if " " in body or "\n" in body else body, validate=True)
+            data = base64.b64decode("".join(text.split()) if " " in text or "\n" in text else text, validate=True)
         except (binascii.Error, ValueError):
             raise invalid(param, f"{param}: the content is not base64") from None
     if len(data) > max_bytes:

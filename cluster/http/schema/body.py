@@ -242,13 +242,14 @@ def _bare(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
+NO_IMAGE = "no_image"  # type of a fault of a field that may be missing
 _MEDIA = ("image", "video", "audio")  # substrings of part types in all APIs
 
 
 def _validation_fault(error: ValidationError, values: Mapping[str, Any]) -> ApiError:
     """Return the first fault as an ApiError. values: the body."""
     fault = error.errors(include_url=False, include_input=False)[0]
-    param = _path(fault["loc"], values, fault["type"] == "missing")
+    param = _path(fault["loc"], values, fault["type"] in ("missing", NO_IMAGE))
     match fault["type"]:
         case "missing":
             return invalid(param, f"Missing required parameter: {param}", "missing_required_parameter")
@@ -268,6 +269,8 @@ def _unknown_type(param: str, tag: str, expected: str) -> ApiError:
     if tag in ("<>", "<None>", "<string>"):
         return invalid(param, f"{param} must be an object whose type is one of: {known}")
     kind = tag[1:-1][:40]
+    if "image" in kind and "image_url" in known:
+        return unsupported(f"{param}.type", f"type {kind!r}: images are parts of type image_url; these are: {known}")
     if any(medium in kind for medium in _MEDIA):
         reason = f"type {kind!r}: models read text and images only; these are: {known}"
         return unsupported(f"{param}.type", reason)

@@ -3,9 +3,18 @@
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PrivateAttr, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    Tag,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
-from aerie.cluster.http.schema.body import MAX_PARTS, Schema, by_type, known_type_or_other, text_or_list
+from aerie.cluster.http.schema.body import MAX_PARTS, NO_IMAGE, Schema, by_type, known_type_or_other, text_or_list
 from aerie.cluster.http.text.json_text import call_arguments
 from aerie.workers.prompt_inputs import PreparedImage
 
@@ -40,17 +49,35 @@ class ImageURL(Schema):
     detail: str | None = None
 
 
+def _given_image(image: ImageURL | str | None, info: ValidationInfo) -> ImageURL | str | None:
+    """Refuse a part that names an image without containing it. info: has the fields before."""
+    if info.data.get("file_id") is not None:
+        raise PydanticCustomError(NO_IMAGE, "no files are kept here; send the image in image_url")
+    if not (image.url if isinstance(image, ImageURL) else image):
+        reason = "no image is given" if info.data.get("uuid") is None else "no images are kept by uuid"
+        raise PydanticCustomError(NO_IMAGE, f"{reason}; send it in image_url")
+    return image
+
+
 class ImagePart(Schema):
-    """An image in a message. detail, file_id: /v1/responses'; no files are kept."""
+    """An image in a message. detail, file_id: of /v1/responses. uuid: vLLM's name of an image that it has cached.
+    Refused without an image."""
 
     type: Literal["image_url", "input_image"]
-    image_url: ImageURL | str
     detail: str | None = None
-    file_id: None = None
+    file_id: str | None = None
+    uuid: str | None = None
+    image_url: Annotated[ImageURL | str | None, AfterValidator(_given_image)] = Field(None, validate_default=True)
     _image: PreparedImage | None = PrivateAttr(None)
+
+    def without_effect(self) -> Iterable[str]:
+        yield from super().without_effect()
+        if self.uuid is not None:
+            yield "uuid"
 
     @property
     def url(self) -> str:
+        assert self.image_url is not None, "checked by `_given_image`"
         return self.image_url if isinstance(self.image_url, str) else self.image_url.url
 
     @property

@@ -162,6 +162,9 @@ def test_public_addresses_are_public() -> None:
 def test_data_urls_are_read_within_the_limit() -> None:
     assert data_of("data:image/png;base64,aGVs\nbG8=", "p", 10) == b"hello"
     assert data_of("data:,a%20b", "p", 10) == b"a b"
+    assert data_of("data:;base64,%2F%2b%3d%3D", "p", 10) == b"\xff", "as URLs are written in queries"
+    with pytest.raises(ApiError, match="not base64"):
+        data_of("data:;base64,%C3%BC", "p", 10)
     for url in ("data:;base64," + "A" * 400_000, "data:;base64,AAAA" * 2, "data:," + "a" * 20):
         with pytest.raises(ApiError):
             data_of(url, "p", 10)

@@ -214,9 +214,18 @@ def test_any_body_is_checked_or_refused_by_name(kind: Any, body: dict[str, Any],
         assert not (strict and ignored)
 
 
-@pytest.mark.parametrize("kind", ["video_url", "input_audio", "image"])
-def test_other_media_are_refused_with_the_reason(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("video_url", "models read text and images only"),
+        ("input_audio", "models read text and images only"),
+        ("image", "images are parts of type image_url"),  # of transformers' and Anthropic's messages
+        ("image_pil", "images are parts of type image_url"),
+        ("image_embeds", "images are parts of type image_url"),
+    ],
+)
+def test_other_media_are_refused_with_the_reason(kind: str, reason: str) -> None:
     body = {"messages": [{"role": "user", "content": [{"type": kind, kind: {"url": "data:,"}}]}]}
-    with pytest.raises(ApiError, match=rf"type '{kind}': models read text and images only; .* image_url") as refused:
+    with pytest.raises(ApiError, match=rf"type '{kind}': {reason}; .* image_url") as refused:
         parse_body(json.dumps(body).encode(), ChatCompletionRequest)
     assert refused.value.status == 400
