@@ -93,7 +93,7 @@ def cost_line(layout: EngineLayout, costs: CostTable) -> str:
     target = f"{_ms(default_itl_target_ms(costs))} (auto)" if target_ms == "auto" else f"{target_ms:g}"
     return (
         f"ms of a round of {' / '.join(map(str, sizes))}: {', '.join(rounds)}; of 512 prompt tokens "
-        f"{_ms(costs.step_ms(costs.default, 0, 0, 512))}; prompts stretch steps to itl_target_ms {target}"
+        f"{_ms(costs.step_ms(0, 0, 0, 512))}; prompts stretch steps to itl_target_ms {target}"
     )
 
 

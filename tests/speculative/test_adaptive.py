@@ -38,7 +38,7 @@ def cheap(shapes: RoundShapes, favourite: int) -> CostTable:
         RoundCosts((1, 16), (1.0, 1.0) if index == favourite else (9.0, 9.0), (0.0, 0.0))
         for index in range(len(shapes))
     )
-    return CostTable(rounds, (0,), (16,), ((1.0,),), shapes.default)
+    return CostTable(rounds, (0,), (16,), ((1.0,),), (shapes.default,))
 
 
 def answers(engine: engines.LocalEngine, prompts: list[list[int]], with_rare: bool = False) -> list[list[int]]:

@@ -39,9 +39,8 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     chunk_requests: measured numbers of requests in mixed batches, ascending from 0.
     chunk_tokens: measured prompt tokens of the chunk, ascending.
     chunk_ms: [chunk_requests][chunk_tokens] milliseconds of the whole step.
-    default: index of the default shape.
+    mixed_shapes: shape of the rounds in `chunk_ms`, one per entry of chunk_requests.
     ms_per_chunk_kv: attention time per (token of a chunk, token before the chunk).
-    mixed_shapes: shape of the rounds in `chunk_ms`, one per entry of chunk_requests; empty: always the default.
     image_patches: patches of measured images, ascending; empty: none was measured.
     image_ms: milliseconds to encode each.
     """
@@ -50,9 +49,8 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     chunk_requests: tuple[int, ...]
     chunk_tokens: tuple[int, ...]
     chunk_ms: tuple[tuple[float, ...], ...]
-    default: int = 0
+    mixed_shapes: tuple[int, ...]
     ms_per_chunk_kv: float = 0.0
-    mixed_shapes: tuple[int, ...] = ()
     image_patches: tuple[int, ...] = ()
     image_ms: tuple[float, ...] = ()
 
@@ -64,10 +62,6 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         return _interpolated(self.image_patches, self.image_ms, min(num_patches, largest)) * max(
             1.0, num_patches / largest
         )
-
-    def mixed_shape(self, index: int) -> int:
-        """Shape of the rounds in `chunk_ms[index]`."""
-        return self.mixed_shapes[index] if self.mixed_shapes else self.default
 
     def round_ms(self, shape: int, num_requests: int, kv_tokens: int = 0) -> float:
         """Milliseconds of a round of `shape`. kv_tokens: committed tokens of all its requests."""
@@ -99,9 +93,9 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
         right = min(bisect_left(at, num_requests), len(at) - 1)
         left = max(right - 1, 0) if num_requests < at[right] else right
         share = 0.0 if left == right else (num_requests - at[left]) / (at[right] - at[left])
-        low_ms, high_ms = (self.round_ms(self.mixed_shape(index), at[index]) for index in (left, right))
+        low_ms, high_ms = (self.round_ms(self.mixed_shapes[index], at[index]) for index in (left, right))
         rounds_ms = low_ms + share * (high_ms - low_ms)
-        if left != right and shape == self.mixed_shape(right):
+        if left != right and shape == self.mixed_shapes[right]:
             # the larger time of the rounds leaves the smaller addition
             rounds_ms = max(rounds_ms, self.round_ms(shape, num_requests))
         return [
@@ -125,10 +119,10 @@ def default_itl_target_ms(costs: CostTable, step_ms: Callable[[int, int, int, in
     H200, chain of 3: 26 ms for Llama-3.1-8B with 128 slots; 51 ms for one of eight ranks of DeepSeek-V3 with 64.
     """
     step_ms = costs.step_ms if step_ms is None else step_ms
-    shape = costs.mixed_shape(len(costs.chunk_requests) - 1)
+    shape = costs.mixed_shapes[-1]
     rounds = costs.rounds[shape]
     half, tokens = rounds.num_requests[-1] // 2, min(TARGET_CHUNK_TOKENS, costs.chunk_tokens[-1])
-    measured = [(costs.mixed_shape(index), count) for index, count in enumerate(costs.chunk_requests)]
+    measured = list(zip(costs.mixed_shapes, costs.chunk_requests, strict=True))
     steps = [step_ms(of, count, 0, tokens) for of, count in [*measured, (shape, half)] if count <= half]
     alone = {(shape, count) for count in rounds.num_requests} | {of for of in measured if of[1]}
     return max(*steps, TARGET_ROUNDS * max(step_ms(of, count, 0, 0) for of, count in alone))

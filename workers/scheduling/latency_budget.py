@@ -174,7 +174,7 @@ class LatencyBudget:
     def _chunk_ms(self, num_tokens: int) -> float:
         """Return the milliseconds of a step with `num_tokens` prompt tokens and no rounds."""
         step_time = self.step_time
-        return step_time.ms(Step(step_time.costs.default, chunk_tokens=num_tokens)) if num_tokens else 0.0
+        return step_time.ms(Step(chunk_tokens=num_tokens)) if num_tokens else 0.0
 
     def step(
         self, rounds: StepRounds, backlog_tokens: int, backlog_context: float = 0.0, rests: bool = False

@@ -258,7 +258,7 @@ class StepTime:
     def row_ms(self) -> float:
         """Return the mean milliseconds that one more prompt token adds to a step without rounds."""
         sizes = self.costs.chunk_tokens
-        first, last = (self.ms(Step(self.costs.default, chunk_tokens=tokens)) for tokens in (sizes[0], sizes[-1]))
+        first, last = (self.ms(Step(chunk_tokens=tokens)) for tokens in (sizes[0], sizes[-1]))
         return max(0.0, last - first) / max(1, sizes[-1] - sizes[0])
 
     def itl_target_ms(self) -> float:

@@ -273,7 +273,7 @@ def test_statistics_fill_every_histogram_that_the_edge_exports(make_bed):
 
 def test_the_scheduler_hears_what_steps_cost_with_every_worker_group(make_bed):
     bed = make_bed()
-    costs = CostTable((RoundCosts((1,), (4.0,), (0.0,)),) * 2, (0,), (16,), ((5.0,),), default=1)
+    costs = CostTable((RoundCosts((1,), (4.0,), (0.0,)),) * 2, (0,), (16,), ((5.0,),), (1,))
     slower = msgspec.structs.replace(costs, chunk_ms=((7.0,),))
     heard = []
     bed.scheduler.use_costs = heard.append
@@ -290,7 +290,7 @@ def test_with_costs_the_next_plan_is_held_while_a_step_runs(make_bed, with_costs
     bed = make_bed(delay_s=step_ms / 1000)
     ranks = bed.new_ranks(num_ranks=1).start()
     costs = RoundCosts((1,), (step_ms,), (0.0,))
-    table = CostTable((costs, costs), (0, 1), (1, 32), ((step_ms,) * 2,) * 2, 1)
+    table = CostTable((costs, costs), (0, 1), (1, 32), ((step_ms,) * 2,) * 2, (1, 1))
     bed.coordinator.attach(ranks.endpoints, 1, table if with_costs else None)
     bed.generate("q", max_tokens=120)
     for _ in range(5):

@@ -13,7 +13,7 @@ from aerie.cluster.coordinator.plan_timing import FIRST_MARGIN_S, LEAD_S, PlanTi
 from aerie.workers.scheduling.cost_table import CostTable, RoundCosts
 from aerie.workers.scheduling.step_time import Prediction, Step, StepTime
 
-COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),), (0, 1), (64,), ((15.0,), (20.0,)))
+COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),), (0, 1), (64,), ((15.0,), (20.0,)), (0, 0))
 
 
 def sure(ms: float) -> Prediction:

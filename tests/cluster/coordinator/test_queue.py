@@ -9,7 +9,7 @@ from aerie.workers.scheduling.queues.admission import UNKNOWN_S
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
 
-COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),) * 2, (0,), (16,), ((5.0,),), default=1)
+COSTS = CostTable((RoundCosts((1,), (5.0,), (0.0,)),) * 2, (0,), (16,), ((5.0,),), (1,))
 
 
 def _queue(bed, request_id, max_tokens=5, resumed=False):

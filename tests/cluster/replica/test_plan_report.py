@@ -15,7 +15,7 @@ COSTS = CostTable(
     chunk_requests=(0, 32),
     chunk_tokens=(16, 512),
     chunk_ms=((5.2, 13.0), (9.9, 18.0)),
-    default=1,
+    mixed_shapes=(1, 1),
 )
 CHAIN = RoundShape(name="3/1/4", width=4, max_new_tokens=4, draft_tokens=2)
 

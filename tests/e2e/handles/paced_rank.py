@@ -33,7 +33,7 @@ def slow_costs() -> CostTable:
         chunk_requests=H200.chunk_requests,
         chunk_tokens=H200.chunk_tokens,
         chunk_ms=tuple(tuple(SLOWNESS * ms for ms in row) for row in H200.chunk_ms),
-        default=0,
+        mixed_shapes=(0,) * len(H200.chunk_requests),
         ms_per_chunk_kv=SLOWNESS * H200.ms_per_chunk_kv,
     )
 

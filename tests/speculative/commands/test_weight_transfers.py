@@ -433,7 +433,7 @@ def test_an_adaptive_engine_names_a_zeroed_draft_and_leaves_it_by_itself(pair: P
         shapes = engine.scheduler._shapes
         assert shapes.adaptive and shapes[0].name == "plain"
         rounds = tuple(RoundCosts((1, 16), (1.5 if index else 1.0,) * 2, (0.0, 0.0)) for index in range(len(shapes)))
-        engine.scheduler.use_costs(CostTable(rounds, (0,), (16,), ((1.0,),), shapes.default))
+        engine.scheduler.use_costs(CostTable(rounds, (0,), (16,), ((1.0,),), (shapes.default,)))
         engine.scheduler._results.step_time = None  # this machine's times do not change the costs
         assert [plain_share(f"a{number}") for number in range(2)][-1] < 0.5
         zeroed = {name: torch.zeros_like(tensor) for name, tensor in tensors_of(other.eagle).items()}

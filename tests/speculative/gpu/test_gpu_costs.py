@@ -37,7 +37,7 @@ def test_costs_rise_with_what_a_step_holds_and_take_little_time(speculative: Spe
     phases: dict[str, float] = {}
     costs = built(on_gpu(speculative), phases.__setitem__).costs
     assert costs is not None and phases["costs measured"] < 2.5
-    default = costs.default
+    default = costs.mixed_shapes[0]
     assert costs.rounds[default].num_requests == (1, 2, 4, 8, 16, 24)
     assert costs.chunk_requests == (0, 1, 8, 17, 24)  # from 17 on a step is padded to 24
     assert costs.chunk_tokens[:3] == (16, 17, 64) and costs.chunk_tokens[-1] == 2048

@@ -68,7 +68,7 @@ def embedded_pair(shapes: RoundShapes, mean: float, host_ms: float = HOST_MS) ->
     chunks = tuple(
         tuple(alone + ms for ms in (0.30, 0.32, 0.40)) for alone in (0.05, *ROUNDS_MS[shapes][shapes.default])
     )
-    costs = CostTable(rounds, (0, *BATCHES), (16, 128, 512), chunks, default=shapes.default)
+    costs = CostTable(rounds, (0, *BATCHES), (16, 128, 512), chunks, (shapes.default,) * 4)
     chances = [(chance,) * shape.depth for chance, shape in zip(chances_of(shapes, mean), shapes.shapes, strict=True)]
     return Pair(shapes, chances, costs, host_ms)
 
@@ -78,7 +78,7 @@ def measured_tree(told: Sequence[float] = (1.0,) * 4, slow_first: float = 1.0) -
     factor the start measured each shape too slow."""
     rounds = tuple(RoundCosts(BATCHES, (ms, ms * 1.08, ms * 1.3), (0.0,) * 3) for ms in (0.12, 0.33, 0.40, 0.43))
     chunks = tuple(tuple(alone + ms for ms in (0.30, 0.32, 0.40)) for alone in (0.05, *rounds[TREE.default].ms))
-    costs = CostTable(rounds, (0, *BATCHES), (16, 128, 512), chunks, default=TREE.default)
+    costs = CostTable(rounds, (0, *BATCHES), (16, 128, 512), chunks, (TREE.default,) * 4)
     wrong = misread(costs, [(factor,) * len(BATCHES) for factor in told])
     return Pair(TREE, MEASURED, costs, HOST_MS, told=wrong, slow_first=slow_first)
 

@@ -55,7 +55,7 @@ def _seventy(rounds: dict[int, tuple[float, ...]]) -> CostTable:
         beside,
         _CHUNKS,
         tuple(chunk_ms),
-        default=max(rounds),
+        mixed_shapes=(max(rounds),) * len(beside),
         ms_per_chunk_kv=8e-6,
     )
 
@@ -68,6 +68,7 @@ _PLAIN_H200 = CostTable(
         tuple(max(ms - (H200.round_ms(1, count) - H200.round_ms(0, count)), 0.0) for ms in row)
         for count, row in zip(H200.chunk_requests, H200.chunk_ms, strict=True)
     ),
+    mixed_shapes=(0,) * len(H200.chunk_requests),
     ms_per_chunk_kv=H200.ms_per_chunk_kv,
 )
 

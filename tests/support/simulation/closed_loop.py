@@ -34,7 +34,7 @@ def two_cores(plain_ms: float, chain_ms: float) -> CostTable:
 
     beside_ms = [18.0 + chain_ms * count if count else 8.0 for count in _BESIDE]
     chunk_ms = tuple(tuple(ms + 2.0 + 0.6 * tokens for tokens in _CHUNKS) for ms in beside_ms)
-    return CostTable((rounds(10.0, plain_ms), rounds(18.0, chain_ms)), _BESIDE, _CHUNKS, chunk_ms, default=1)
+    return CostTable((rounds(10.0, plain_ms), rounds(18.0, chain_ms)), _BESIDE, _CHUNKS, chunk_ms, (1,) * len(_BESIDE))
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ H200 = CostTable(
         (9.5, 9.9, 12.5, 14.5, 19.3, 24.0, 29.0, 49.0),
         (14.0, 15.0, 17.0, 19.0, 25.0, 30.0, 35.0, 55.0),
     ),
-    default=1,
+    mixed_shapes=(1,) * 5,
     ms_per_chunk_kv=1.9e-6,  # 512 tokens behind 8,192 take 8 ms more
 )
 
@@ -67,9 +67,8 @@ TREE_H200 = CostTable(
     chunk_ms=tuple(
         tuple(ms + more for ms in row) for row, more in zip(H200.chunk_ms, (0.0, 0.5, 1.0, 0.0, 0.0), strict=True)
     ),
-    default=2,
-    ms_per_chunk_kv=H200.ms_per_chunk_kv,
     mixed_shapes=(2, 2, 2, 1, 1),
+    ms_per_chunk_kv=H200.ms_per_chunk_kv,
 )
 
 
@@ -90,16 +89,16 @@ def deepseek_rank() -> CostTable:
         expanding = 0.0 if chunk == 0 else 5.5 if chunk >= 768 else 0.003 * chunk
         return forward(4 * count + chunk) + 0.7 + 0.008 * count + expanding
 
-    mixed_shapes = (0, *requests)
+    mixed_requests = (0, *requests)
     return CostTable(
         rounds=(
             RoundCosts(requests, tuple(forward(count) for count in requests), (per_kv,) * 4),
             RoundCosts(requests, tuple(chain(count, 0) for count in requests), (per_kv,) * 4),
         ),
-        chunk_requests=mixed_shapes,
+        chunk_requests=mixed_requests,
         chunk_tokens=tokens,
-        chunk_ms=tuple(tuple(chain(count, chunk) for chunk in tokens) for count in mixed_shapes),
-        default=1,
+        chunk_ms=tuple(tuple(chain(count, chunk) for chunk in tokens) for count in mixed_requests),
+        mixed_shapes=(1,) * len(mixed_requests),
         ms_per_chunk_kv=1e-5,
     )
 

@@ -41,7 +41,7 @@ def between(low: tuple[float, ...], high: tuple[float, ...], share: float) -> tu
 def table(*rounds: tuple[float, ...], kv_ms: float = KV_MS) -> CostTable:
     """A table by shape: milliseconds of a round at each of `BATCHES`."""
     costs = tuple(RoundCosts(BATCHES, ms, (kv_ms,) * len(BATCHES)) for ms in rounds)
-    return CostTable(costs, (0,), (16,), ((5.0,),), default=len(rounds) - 1)
+    return CostTable(costs, (0,), (16,), ((5.0,),), (len(rounds) - 1,))
 
 
 GPU = {
@@ -68,7 +68,7 @@ def misread(costs: CostTable, factors: Sequence[Sequence[float]]) -> CostTable:
         )
         for of, wrong in zip(costs.rounds, factors, strict=True)
     )  # fmt: skip
-    return CostTable(rounds, costs.chunk_requests, costs.chunk_tokens, costs.chunk_ms, costs.default)
+    return CostTable(rounds, costs.chunk_requests, costs.chunk_tokens, costs.chunk_ms, costs.mixed_shapes)
 
 
 def chances_of(shapes: RoundShapes, mean: float) -> Floats:

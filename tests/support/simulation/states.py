@@ -29,7 +29,7 @@ COSTS = CostTable(
     chunk_requests=(0, 1, 8, 32, 64),
     chunk_tokens=_TOKENS,
     chunk_ms=tuple(tuple(base + 0.073 * n for n in _TOKENS) for base in (13.0, 14.5, 15.5, 19.5, 26.0)),
-    default=1,
+    mixed_shapes=(1,) * 5,
     ms_per_chunk_kv=1e-6,
 )
 

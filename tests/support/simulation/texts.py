@@ -96,7 +96,7 @@ def costs_of(shapes: RoundShapes) -> CostTable:
         rounds.append(RoundCosts(BATCHES, (alone, at_8, at_8 + 24 * ROW_MS[1] * shape.width), (1e-4,) * 3))
     default = rounds[shapes.default].ms
     chunks = tuple(tuple(ms + 0.6 * tokens for tokens in (16, 128, 512)) for ms in (8.0, *default))
-    return CostTable(tuple(rounds), (0, *BATCHES), (16, 128, 512), chunks, default=shapes.default)
+    return CostTable(tuple(rounds), (0, *BATCHES), (16, 128, 512), chunks, (shapes.default,) * 4)
 
 
 class TextRank(PairRank):

@@ -93,7 +93,7 @@ def test_steps_with_prompts_are_measured_with_the_shape_that_runs_there() -> Non
     for point in beside:
         assert keys.chunk_key(point.shape, point.num_requests, point.chunk_tokens, CHUNK_NEEDS) in captured
     table = table_of({point: captured_ms(of, point) for point in points}, of)
-    assert [table.mixed_shape(index) for index in range(len(table.chunk_requests))] == [2, 2, 1, 1, 1]
+    assert table.mixed_shapes == (2, 2, 1, 1, 1)
     for point in beside:
         ms = table.step_ms(point.shape, point.num_requests, 0, point.chunk_tokens)
         assert ms == pytest.approx(captured_ms(of, point)), point

@@ -16,7 +16,7 @@ TABLE = CostTable(
     chunk_requests=(0, 8, 32),
     chunk_tokens=(16, 512, 1024),
     chunk_ms=((5.0, 13.0, 23.0), (6.0, 15.4, 25.4), (10.0, 18.0, 28.0)),
-    default=1,
+    mixed_shapes=(1,) * 3,
 )
 
 
@@ -60,7 +60,7 @@ def test_a_few_requests_of_a_mixture_of_experts_add_little_beside_a_chunk() -> N
     """Alone, their rounds read many experts; beside a chunk, all are read anyway."""
     mixture = RoundCosts((1, 8, 32), (6.0, 18.0, 26.0), (0.0, 0.0, 1e-4))
     steps = ((25.0, 36.0, 44.0), (29.0, 40.0, 48.0))
-    table = CostTable((PLAIN, mixture), (0, 32), (16, 512, 1024), steps, default=1)
+    table = CostTable((PLAIN, mixture), (0, 32), (16, 512, 1024), steps, (1, 1))
     assert [table.step_ms(1, count, 0, 512) for count in (0, 8, 16, 32, 40)] == pytest.approx(
         [36.0, 37.0, 38.0, 40.0, 40.0 + 8.0 / 3]
     )
@@ -71,7 +71,7 @@ def test_a_few_requests_of_a_mixture_of_experts_add_little_beside_a_chunk() -> N
 def test_what_chunks_add_beside_another_shape_does_not_hang_on_how_slow_its_rounds_are() -> None:
     """Up to eight requests run a tree beside chunks, and 32 a chain, whose steps say nothing about a tree's."""
     tree = RoundCosts((1, 8, 32), (18.0, 19.0, 60.0), (0.0, 0.0, 0.0))
-    table = CostTable((PLAIN, CHAIN, tree), (0, 32), (16, 512), ((5.0, 13.0), (10.0, 18.0)), 2, mixed_shapes=(2, 1))
+    table = CostTable((PLAIN, CHAIN, tree), (0, 32), (16, 512), ((5.0, 13.0), (10.0, 18.0)), (2, 1))
     assert table.step_ms(2, 8, 0, 16) == pytest.approx(19.0 + 0.75 * 5.0 + 0.25 * 2.2)
 
 
@@ -132,7 +132,7 @@ def test_the_default_target_lets_a_chunk_run_beside_half_a_batch_and_stays_above
 def test_the_default_target_stays_above_the_larger_shape_of_a_few_requests() -> None:
     """Beside prompts eight requests run a tree and more of them a chain, whose rounds are quicker."""
     tree = RoundCosts((1, 8, 32), (18.0, 19.0, 40.0), (0.0, 0.0, 0.0))
-    table = msgspec.structs.replace(TABLE, rounds=(PLAIN, CHAIN, tree), default=2, mixed_shapes=(2, 2, 1))
+    table = msgspec.structs.replace(TABLE, rounds=(PLAIN, CHAIN, tree), mixed_shapes=(2, 2, 1))
     assert default_itl_target_ms(table) == pytest.approx(2.0 * 19.0)
 
 
@@ -143,7 +143,7 @@ def test_the_default_target_lets_a_chunk_run_beside_the_larger_shape_of_a_few_re
         RoundCosts((1, 8, 32), ms, (0.0, 0.0, 0.0)) for ms in ((0.2, 0.25, 0.3), (0.4, 0.4, 0.5), (0.5, 0.55, 1.0))
     ]
     steps = ((0.73, 0.8, 0.88), (1.07, 1.13, 1.17), (0.88, 0.94, 1.0))
-    table = CostTable(tuple(small), (0, 8, 32), (16, 17, 512), steps, default=2, mixed_shapes=(2, 2, 1))
+    table = CostTable(tuple(small), (0, 8, 32), (16, 17, 512), steps, (2, 2, 1))
     target_ms = default_itl_target_ms(table)
     assert target_ms == pytest.approx(1.17)
     assert chunk_tokens_within(table, target_ms, Step(2, 8), 4096) >= 512

@@ -25,7 +25,7 @@ TABLE = CostTable(  # a chunk adds a millisecond and one more for every ten toke
     chunk_requests=(0, 1, 8),
     chunk_tokens=(10, 110),
     chunk_ms=((2.0, 12.0), (7.0, 17.0), (8.0, 18.0)),
-    default=1,
+    mixed_shapes=(1,) * 3,
 )
 ROUNDING_MS = 1e-6
 steps_up = st.floats(0.0, 10.0)
@@ -49,7 +49,7 @@ def cost_tables(draw: st.DrawFn) -> CostTable:
     rounds = RoundCosts((1, 4, 50), rising(3), (draw(st.floats(0.0, 0.02)),) * 3)
     alone = rising(3)
     beside = tuple(ms + rounds.ms[-1] for ms in rising(3))
-    return CostTable((rounds, rounds), (0, 50), (1, 16, 17), (alone, beside), 1, draw(st.floats(0.0, 0.01)))
+    return CostTable((rounds, rounds), (0, 50), (1, 16, 17), (alone, beside), (1, 1), draw(st.floats(0.0, 0.01)))
 
 
 @st.composite
@@ -154,13 +154,13 @@ CACHED_PREFIX = [("submit", 1, 1), ("submit", 1, 1), ("submit", 10, 1), ("step",
 
 # 52 tokens after 8 cached ones would just fit without the attention to these 8
 @example(
-    CostTable((FLAT, FLAT), (0, 50), (1, 16, 17), ((0.1, 1.1, 1.1), (0.2,) * 3), 1, 1 / 128), "auto", CACHED_PREFIX
+    CostTable((FLAT, FLAT), (0, 50), (1, 16, 17), ((0.1, 1.1, 1.1), (0.2,) * 3), (1, 1), 1 / 128), "auto", CACHED_PREFIX
 )
 # a step of 52 tokens takes longer than three of 17 and one of one
-@example(CostTable((FLAT, FLAT), (0, 50), (1, 16, 17), ((1.1, 2.1, 3.1), (0.2,) * 3), 1), "auto", CACHED_PREFIX)
+@example(CostTable((FLAT, FLAT), (0, 50), (1, 16, 17), ((1.1, 2.1, 3.1), (0.2,) * 3), (1, 1)), "auto", CACHED_PREFIX)
 # after a loss of the workers, a request's output is computed again with its prompt
 @example(
-    CostTable((FLAT, FLAT), (0, 50), (1, 16, 17), ((3.1, 3.1, 5.1), (10.2, 20.2, 30.2)), 1),
+    CostTable((FLAT, FLAT), (0, 50), (1, 16, 17), ((3.1, 3.1, 5.1), (10.2, 20.2, 30.2)), (1, 1)),
     "auto",
     [("submit", 1, 1), ("submit", 41, 2), ("step", 1, 1), ("submit", 1, 1), ("lose workers", 51, 1)],
 )
@@ -260,7 +260,7 @@ def test_prompts_alone_are_not_cut_for_a_rest_that_costs_more_than_it_spares() -
 
 def test_more_than_a_step_holds_takes_several() -> None:
     """Where steps are padded to captured sizes, costs are level up to the longest: no slope says what comes after."""
-    padded = CostTable((ROUND, ROUND), (0,), (10, 11, 110), ((2.0, 12.0, 12.0),), default=1)
+    padded = CostTable((ROUND, ROUND), (0,), (10, 11, 110), ((2.0, 12.0, 12.0),), (1,))
     budget = LatencyBudget(exact(padded), 15.0, 45.0, 110)
     assert [budget.prompt_ms(n) for n in (10, 11, 110, 120, 220, 250)] == [2.0, 12.0, 12.0, 14.0, 24.0, 36.0]
     assert budget.step_limit_ms(StepRounds(1, 8, 0), 5 * 110) == 30.0
@@ -313,7 +313,7 @@ def test_rounds_rest_for_some_backlogs(backlog: int, rests: bool) -> None:
 
 def test_rounds_that_prompts_hide_do_not_rest() -> None:
     """As in a large mixture of experts: beside a chunk they add a tenth of what they take alone."""
-    hidden = CostTable((ROUND, ROUND), (0, 8), (10, 110), ((8.0, 18.0), (8.6, 18.6)), default=1)
+    hidden = CostTable((ROUND, ROUND), (0, 8), (10, 110), ((8.0, 18.0), (8.6, 18.6)), (1, 1))
     budget = LatencyBudget.of(SchedulerConfig(max_step_tokens=1000), exact(hidden))
     assert budget.step_limit_ms(StepRounds(1, 8), 200) == budget.target_ms
     assert not budget.may_rest(StepRounds(1, 8), 200, 0.0)
@@ -403,7 +403,7 @@ def test_a_step_that_prompts_fill_waits_less_for_masks():
     """So that a stream beside hostile grammars has no gap of the target and half of it."""
     target_ms, waits = 120.0, list[tuple[float, float]]()
     rounds = RoundCosts((1, 8), (50.0, 60.0), (0.0, 0.0))
-    slow = CostTable((rounds, rounds), (0, 1, 8), (10, 110), ((20.0, 120.0), (70.0, 170.0), (80.0, 180.0)), 1)
+    slow = CostTable((rounds, rounds), (0, 1, 8), (10, 110), ((20.0, 120.0), (70.0, 170.0), (80.0, 180.0)), (1,) * 3)
 
     class Asked(Simulation):
         def schedule(self) -> StepPlan | None:

@@ -117,7 +117,7 @@ def test_a_request_joins_if_the_preferred_rounds_stay_within_a_numeric_target(
 ) -> None:
     """While a probe runs trees, of which two take 50 ms, the preferred rounds of 5 ms decide."""
     rounds = RoundCosts((1, 4), (5.0, 5.0), (0.0, 0.0)), RoundCosts((1, 2, 4), (5.0, 50.0, 50.0), (0.0, 0.0, 0.0))
-    sim = Simulation(costs=CostTable(rounds, (0,), (1, 16), ((5.0, 5.0),), default=1), itl_target_ms=10.0)
+    sim = Simulation(costs=CostTable(rounds, (0,), (1, 16), ((5.0, 5.0),), (1,)), itl_target_ms=10.0)
     monkeypatch.setattr(sim.scheduler.rounds, "choose_shape", lambda shapes: 1)
     monkeypatch.setattr(sim.scheduler.rounds, "preferred", lambda shape: preferred)
     sim.submit([1, 2, 3], max_tokens=40)

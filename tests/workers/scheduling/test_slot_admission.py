@@ -23,7 +23,9 @@ from tests.support.simulation.load import H200, Policy, poisson_load, replace_st
 from tests.support.simulation.scheduler import Clock
 from tests.support.slow import slow
 
-COSTS = CostTable((RoundCosts((1, 8), (10.0, 10.0), (0.0, 0.0)),), (0, 8), (1, 100), ((1.0, 100.0), (11.0, 110.0)))
+COSTS = CostTable(
+    (RoundCosts((1, 8), (10.0, 10.0), (0.0, 0.0)),), (0, 8), (1, 100), ((1.0, 100.0), (11.0, 110.0)), (0, 0)
+)
 CONFIG = SchedulerConfig(8, 100, itl_target_ms=1000.0)
 
 

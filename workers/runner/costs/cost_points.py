@@ -193,9 +193,8 @@ def table_of(measured: Mapping[Point, float], extent: ProbeExtent) -> CostTable:
         chunk_requests=tuple(requests),
         chunk_tokens=tuple(chunk_sizes),
         chunk_ms=tuple(tuple(row[i] for i in sources) for row in rows),
-        default=default,
-        ms_per_chunk_kv=_chunk_kv_cost(measured, alone),
         mixed_shapes=tuple(mixed_shapes),
+        ms_per_chunk_kv=_chunk_kv_cost(measured, alone),
     )
 
 

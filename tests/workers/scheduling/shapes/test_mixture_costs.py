@@ -31,7 +31,7 @@ def costs_of(shapes: RoundShapes) -> CostTable:
         extra = min(shape.width - 1, 3) / 3 + max(0, shape.width - 4) / 8
         ms = tuple(plain + (chain - plain) * extra for plain, chain in zip(PLAIN, CHAIN, strict=True))
         rounds.append(RoundCosts(BATCHES, ms, (KV_MS,) * 3))
-    return CostTable(tuple(rounds), (0,), (16,), ((5.0,),), default=len(rounds) - 1)
+    return CostTable(tuple(rounds), (0,), (16,), ((5.0,),), (len(rounds) - 1,))
 
 
 @pytest.mark.parametrize("means", MEANS, ids=str)
