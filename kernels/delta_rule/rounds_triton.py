@@ -55,6 +55,48 @@ def convolved_tile(column, own, oldest, older, newest, live, writes, weight_ptr,
     return settled(silu(x)).to(raw.dtype)
 
 
+@triton.jit
+def row_system(q, k, g, beta, sees, above, ROWS: tl.constexpr, USED: tl.constexpr):
+    """Return what the rows' outputs need beside the state: factors of k's norms [n], decays since the tile's start [n],
+    keys [DK, n], scores [n, n], inverse of the rows' triangular system [n, n], and decay of the state [n, 1].
+
+    q, k: [n, DK]. g, beta: [n] log decays and write strengths.
+    sees, above: [n, n], columns that a row attends to, with and without itself.
+    USED: rows in use.
+    """
+    k_scale = norm_factors(k)
+    decay = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
+    since = tl.minimum(decay[:, None] - decay[None, :], 0.0)  # as in `formulas.block`
+    between = tl.exp(tl.where(sees, since, -float("inf"))) * k_scale[None, :]
+    keys = tl.trans(k)
+    system = tl.where(above, dot(k, keys) * between * (beta * k_scale)[:, None], 0.0)
+    scores = dot(q, keys) * between
+    inverse = inverse_of_unit_triangle(system, ROWS, USED, PRECISION)
+    return k_scale, decay, keys, scores, inverse, tl.exp(decay)[:, None]
+
+
+@triton.jit
+def outputs(q, k, v, state, inverse, scores, of_state, beta, k_scale):
+    """Return the rows' outputs [n, columns] of some columns of the state, but for the scale of q, and what the rows add
+    to these columns [n, columns], but for the decay until the tile's end."""
+    of_k, of_q = product_with_rows(k, q, state)
+    wanted = beta[:, None] * (v.to(tl.float32) - of_state * k_scale[:, None] * of_k)
+    added = dot(inverse, wanted)
+    return of_state * of_q + dot(scores, added), added
+
+
+@triton.jit
+def gated_norm(o, z_ptr, norm_ptr, out_ptr, row, z_stride, out_stride, h, writes, scale_eps, DV: tl.constexpr,
+               SIGMOID: tl.constexpr):  # fmt: skip
+    """Store the gated norm of a head's outputs o [rows, DV]."""
+    column = tl.arange(0, DV)
+    at = h * DV + column[None, :]
+    z = tl.load(z_ptr + row[:, None] * z_stride + at, mask=writes[:, None], other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + column).to(tl.float32)
+    o *= tl.rsqrt(tl.sum(o * o, 1) / DV + scale_eps)[:, None] * norm[None, :] * gate(z, SIGMOID)
+    tl.store(out_ptr + row[:, None] * out_stride + at, o.to(out_ptr.dtype.element_ty), mask=writes[:, None])
+
+
 @triton.jit(do_not_specialize=["mask_stride"])
 def _delta_round(
     qkv_ptr, z_ptr, b_ptr, a_ptr, out_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr,
@@ -122,15 +164,7 @@ def _delta_round(
     leads = is_new & (h == key_head * (HV // HK))  # one value head per key head stores the key head's channels
     q = convolved_tile(key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C)
     k = convolved_tile(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C)
-    k_scale = norm_factors(k)
-    decay = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
-    since = tl.minimum(decay[:, None] - decay[None, :], 0.0)  # as in `formulas.block`
-    between = tl.exp(tl.where(sees, since, -float("inf"))) * k_scale[None, :]
-    keys = tl.trans(k)
-    system = tl.where(above, dot(k, keys) * between * (beta * k_scale)[:, None], 0.0)
-    scores = dot(q, keys) * between
-    inverse = inverse_of_unit_triangle(system, ROWS, USED, PRECISION)
-    of_state = tl.exp(decay)[:, None]
+    k_scale, decay, keys, scores, inverse, of_state = row_system(q, k, g, beta, sees, above, ROWS, USED)
     all_decay = tl.sum(tl.where(r < count, g, 0.0), 0)
     adds = tl.where(r < count, tl.exp(all_decay - decay) * k_scale, 0.0)[:, None]
 
@@ -141,10 +175,7 @@ def _delta_round(
         v_column = 2 * KEYS + h * DV + part * PART + e
         v = convolved_tile(v_column, own, oldest, older, newest, live, is_new, weight_ptr, pending, C)
         state = tl.load(own_state_ptr + of_part + part * PART)
-        of_k, of_q = product_with_rows(k, q, state)
-        wanted = beta[:, None] * (v.to(tl.float32) - of_state * k_scale[:, None] * of_k)
-        added = dot(inverse, wanted)
-        of_q = of_state * of_q + dot(scores, added)
+        of_q, added = outputs(q, k, v, state, inverse, scores, of_state, beta, k_scale)
         o = tl.where(tl.arange(0, PARTS)[None, :, None] == part, of_q[:, None, :], o)
         if due:
             until = tl.sum(tl.where(r < passed, g, 0.0), 0)
@@ -162,12 +193,7 @@ def _delta_round(
 
     # 4. The gated norm.
     o = tl.reshape(o, (ROWS, DV)) * norm_factors(q)[:, None] * DK**-0.5
-    f = h * DV + tl.arange(0, DV)
-    z = tl.load(z_ptr + row[:, None] * z_stride + f[None, :], mask=is_new[:, None], other=0.0)
-    norm = tl.load(norm_ptr + tl.arange(0, DV)).to(tl.float32)
-    o *= tl.rsqrt(tl.sum(o * o, 1) / DV + scale_eps)[:, None] * norm[None, :] * gate(z.to(tl.float32), SIGMOID)
-    at = out_ptr + row[:, None] * out_stride + f[None, :]
-    tl.store(at, o.to(out_ptr.dtype.element_ty), mask=is_new[:, None])
+    gated_norm(o, z_ptr, norm_ptr, out_ptr, row, z_stride, out_stride, h, is_new, scale_eps, DV, SIGMOID)
 
 
 FEW_PROGRAMS = 512  # about four per multiprocessor

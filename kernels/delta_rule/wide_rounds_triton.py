@@ -15,21 +15,16 @@ from torch import Tensor
 from aerie.kernels.capability import MULTIPROCESSORS
 from aerie.kernels.delta_rule.formulas_triton import (
     NORM_EPS,
-    PRECISION,
-    dot,
-    gate,
-    inverse_of_unit_triangle,
     keep_history,
     log_decay,
     norm_factors,
     place,
     prefetch,
-    product_with_rows,
     sigmoid,
     silu,
     three_before,
 )
-from aerie.kernels.delta_rule.rounds_triton import convolved_tile, round_rows
+from aerie.kernels.delta_rule.rounds_triton import convolved_tile, gated_norm, outputs, round_rows, row_system
 from aerie.kernels.delta_rule.tables import AllWeights, DeltaRows, DeltaState, DeltaWeights, LayerState, RoundTables
 from aerie.kernels.gemm.splits_triton import comes_last
 from aerie.kernels.pdl import pdl_wait
@@ -127,26 +122,6 @@ def _replay(
                 keep_history(target_ptr, passed, k_column, conv_ptr, committed_ptr, C, R)
 
 
-@triton.jit
-def _gated_norm(o, z_ptr, norm_ptr, out_ptr, row, z_stride, out_stride, h, writes, scale_eps, DV: tl.constexpr,
-                SIGMOID: tl.constexpr):  # fmt: skip
-    """Store the gated norm of a head's outputs o [rows, DV]."""
-    column = tl.arange(0, DV)
-    at = h * DV + column[None, :]
-    z = tl.load(z_ptr + row[:, None] * z_stride + at, mask=writes[:, None], other=0.0).to(tl.float32)
-    norm = tl.load(norm_ptr + column).to(tl.float32)
-    o *= tl.rsqrt(tl.sum(o * o, 1) / DV + scale_eps)[:, None] * norm[None, :] * gate(z, SIGMOID)
-    tl.store(out_ptr + row[:, None] * out_stride + at, o.to(out_ptr.dtype.element_ty), mask=writes[:, None])
-
-
-@triton.jit
-def _outputs(q, k, v, state, inverse, scores, of_state, beta, k_scale):
-    """Return the rows' outputs [rows, n] of n columns of the state, but for the scale of q."""
-    of_k, of_q = product_with_rows(k, q, state)
-    wanted = beta[:, None] * (v.to(tl.float32) - of_state * k_scale[:, None] * of_k)
-    return of_state * of_q + dot(scores, dot(inverse, wanted))
-
-
 @triton.jit(do_not_specialize=["mask_stride"])
 def _delta_wide(
     qkv_ptr, z_ptr, b_ptr, a_ptr, out_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr,
@@ -210,35 +185,28 @@ def _delta_wide(
     k = convolved_tile(KEYS + key_head * DK + d, own, oldest, older, newest, live, leads, weight_ptr, pending, C)
     if ROWS > 32:  # Triton's products of 64 bfloat16 rows are wrong on an H200
         q, k = q.to(tl.float32), k.to(tl.float32)
-    k_scale = norm_factors(k)
-    decay = tl.sum(tl.where(sees, g[None, :], 0.0), 1)
-    since = tl.minimum(decay[:, None] - decay[None, :], 0.0)  # as in `formulas.block`
-    between = tl.exp(tl.where(sees, since, -float("inf"))) * k_scale[None, :]
-    keys = tl.trans(k)
-    system = tl.where(above, dot(k, keys) * between * (beta * k_scale)[:, None], 0.0)
-    scores = dot(q, keys) * between
-    inverse = inverse_of_unit_triangle(system, ROWS, WIDTH, PRECISION)
-    of_state = tl.exp(decay)[:, None]
+    k_scale, _decay, _keys, scores, inverse, of_state = row_system(q, k, g, beta, sees, above, ROWS, WIDTH)
     q_scale = norm_factors(q)[:, None] * DK**-0.5
 
     # 3. The state, some of its columns at a time.
     v_column = 2 * KEYS + h * DV + e
     if PARTS == 1:
         v = convolved_tile(v_column, own, oldest, older, newest, live, live, weight_ptr, pending, C)
-        o = _outputs(q, k, v, state, inverse, scores, of_state, beta, k_scale) * q_scale
+        o, _added = outputs(q, k, v, state, inverse, scores, of_state, beta, k_scale)
+        o *= q_scale
     else:
         o = tl.zeros((ROWS, PARTS, PART), tl.float32)
         for part in range(PARTS):
             column = v_column + part * PART
             v = convolved_tile(column, own, oldest, older, newest, live, live, weight_ptr, pending, C)
             state = tl.load(own_state_ptr + part * PART)
-            of_part = _outputs(q, k, v, state, inverse, scores, of_state, beta, k_scale)
+            of_part, _added = outputs(q, k, v, state, inverse, scores, of_state, beta, k_scale)
             o = tl.where(tl.arange(0, PARTS)[None, :, None] == part, of_part[:, None, :], o)
         o = tl.reshape(o, (ROWS, COLUMNS)) * q_scale
 
     # 4. The gated norm.
     if SPLITS == 1:
-        _gated_norm(o, z_ptr, norm_ptr, out_ptr, row, z_stride, out_stride, h, live, scale_eps, DV, SIGMOID)
+        gated_norm(o, z_ptr, norm_ptr, out_ptr, row, z_stride, out_stride, h, live, scale_eps, DV, SIGMOID)
     else:
         head = request * HV + h
         o_ptr += head * (WIDTH * DV) + r[:, None] * DV
@@ -246,7 +214,7 @@ def _delta_wide(
         if comes_last(tickets_ptr + head, SPLITS):
             # from L2, because L1 is not coherent
             whole = tl.load(o_ptr + tl.arange(0, DV)[None, :], mask=live[:, None], other=0.0, cache_modifier=".cg")
-            _gated_norm(whole, z_ptr, norm_ptr, out_ptr, row, z_stride, out_stride, h, live, scale_eps, DV, SIGMOID)
+            gated_norm(whole, z_ptr, norm_ptr, out_ptr, row, z_stride, out_stride, h, live, scale_eps, DV, SIGMOID)
 
 
 def wide_tiles(width: int, value_dim: int, programs: int) -> tuple[int, int, int]:
