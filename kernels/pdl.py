@@ -84,10 +84,8 @@ The rule:
     gate_up_of_ordered_row  waits      nothing                        (is a fence)
     down_of_ordered_row     triggers   the row's experts and weights  route; gate_up_of_ordered_row is the fence
                                        W and its scales               constant
-    gate_up_of_short_blocks triggers   nothing
-    down_of_short_blocks    triggers   nothing
-    gate_up_of_tall_blocks  triggers   nothing
-    down_of_tall_blocks     triggers   nothing
+    gate_up_of_sorted_rows  triggers   nothing
+    down_of_sorted_rows     triggers   nothing
     sum_choices             triggers   nothing
     head_input              triggers   the norms' weights             constant
     convolve_blocks         triggers   nothing

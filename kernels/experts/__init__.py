@@ -8,7 +8,6 @@ fused            the interface of the fused experts; fused_triton chooses the ke
 weights          layout of the weights, and tile sizes
 few_rows_triton  up to 16 rows, in two launches (kernels: few_row_products_triton)
 ordered          the same for deterministic engines
-many_rows_triton more rows, sorted by expert (order_triton): BLOCK_M below 64 for verified batches
-                 (short_blocks_triton), 64 for prompts (tall_blocks_triton)
-gate_products_triton  gate and up projections for few_row_products_triton and short_blocks_triton
+many_rows_triton more rows, sorted by expert (order_triton; kernels: sorted_rows_triton)
+gate_products_triton  gate and up projections for few_row_products_triton and sorted_rows_triton
 """

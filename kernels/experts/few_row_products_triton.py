@@ -46,7 +46,7 @@ def gate_up_of_few_rows(
     chosen_ptr, weight_ptr: experts and weights of each row, SLOTS, padded to SLOTS_PADDED. used_ptr: used experts, then
         -1.
     part_ptr: sums of the splits, which the last program of a tile adds.
-    pair_ptr: None, or for `down_of_short_blocks`: gets the pairs of each expert's rows, and then activations are stored
+    pair_ptr: None, or for `down_of_sorted_rows`: gets the pairs of each expert's rows, and then activations are stored
         without weights.
     SIZE, WIDTH: numbers of x, and of the activation. STEP: columns of x per product. SPAN: products of a program.
     IN_FP8: x and weights are FP8; BY_GROUP: with scales per group; else per row and per output.

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 """One step of the gate and up projections with weights as the tensor core's first operand, and its epilogue. Shared by
-`few_row_products_triton` and `short_blocks_triton`; the activation also by `tall_blocks_triton` and
+`few_row_products_triton` and `sorted_rows_triton`; the activation also by
 `aerie.kernels.packed.expert_gate_up_triton`."""
 
 import triton

@@ -30,9 +30,7 @@ from aerie.kernels.capability import MULTIPROCESSORS
 from aerie.kernels.experts.gated import SWIGLU
 from aerie.kernels.experts.order_triton import ExpertOrder, bins_of, order_by_expert
 from aerie.kernels.experts.route import Routed
-from aerie.kernels.experts.short_blocks_triton import down_of_short_blocks, gate_up_of_short_blocks
-from aerie.kernels.experts.tall_blocks_triton import MIN_ROWS as TALL
-from aerie.kernels.experts.tall_blocks_triton import down_of_tall_blocks, gate_up_of_tall_blocks
+from aerie.kernels.experts.sorted_rows_triton import down_of_sorted_rows, gate_up_of_sorted_rows
 from aerie.kernels.experts.weights import (
     ExpertSizes,
     ExpertTiles,
@@ -48,6 +46,7 @@ from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.pdl import pdl_wait
 
 MAX_PARTIAL_BYTES = 1 << 28  # bound on scratch for the results per row and expert
+_MIN_FIRST_ROWS = 64  # rows of a block as the tensor core's first operand
 _MAX_HELD = 4  # steps of a down projection for which a program keeps its rows in registers
 _MIN_BLOCKS, _MAX_BLOCKS = 8, 28  # blocks of columns per program, for short blocks of rows
 _START_COST = 2.5  # cost of starting a program, in blocks
@@ -105,8 +104,8 @@ def many_row_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -
     of rows.
     """
     rows_per_expert, in_fp8 = rows * sizes.share, sizes.step == 128
-    block_m = min(TALL, block_of(int(rows_per_expert * 1.25)))
-    weights_first = block_m < TALL or (deterministic and not in_fp8)
+    block_m = min(_MIN_FIRST_ROWS, block_of(int(rows_per_expert * 1.25)))
+    weights_first = block_m < _MIN_FIRST_ROWS or (deterministic and not in_fp8)
     holds = cdiv(sizes.width, 64) <= _MAX_HELD
     product = ProductTiles(64, 1, stages=3, warps=4)
     if weights_first:
@@ -230,8 +229,7 @@ def inner_rows(
     num_blocks, blocks = order.experts.shape[0], cdiv(width, gate_up.block_n)
     hidden = torch.empty((num_blocks * block_m, width), dtype=values.dtype, device=values.device)
     factors = torch.empty((num_blocks, blocks, block_m), dtype=torch.float32, device=values.device)
-    kernel = gate_up_of_short_blocks if _are_short(tiles) else gate_up_of_tall_blocks
-    kernel[(blocks, num_blocks)](
+    gate_up_of_sorted_rows[(blocks, num_blocks)](
         values,
         TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [gate_up.block_n, weights.step]),
         x_scales,
@@ -263,6 +261,7 @@ def inner_rows(
         PLAIN=activation == SWIGLU,
         CLAMPED=activation.limit is not None,
         CUBED=activation.cubic != 0.0,
+        WEIGHTS_FIRST=_weights_first(tiles),
         INTERPRETED=INTERPRETED,
         num_warps=gate_up.warps,
         num_stages=gate_up.stages,
@@ -293,6 +292,7 @@ def down_projections(
         "STEP": step,
         "IN_FP8": weights.in_fp8,
         "BY_GROUP": weights.by_group,
+        "WEIGHTS_FIRST": _weights_first(tiles),
         "INTERPRETED": INTERPRETED,
         "num_warps": down.warps,
         "num_stages": down.stages,
@@ -313,9 +313,8 @@ def down_projections(
     )
     assert down.splits == 1 and span % (down.block_n * down.blocks) == 0
     grid = (span // (down.block_n * down.blocks), order.experts.shape[0])
-    kernel = down_of_short_blocks if _are_short(tiles) else down_of_tall_blocks
-    kernel[grid](*tensors, first, SPAN=span, **common)
+    down_of_sorted_rows[grid](*tensors, first, SPAN=span, **common)
 
 
-def _are_short(tiles: ExpertTiles) -> bool:
-    return tiles.weights_first or tiles.block_m < TALL
+def _weights_first(tiles: ExpertTiles) -> bool:
+    return tiles.weights_first or tiles.block_m < _MIN_FIRST_ROWS

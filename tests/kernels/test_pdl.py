@@ -282,10 +282,8 @@ ELSEWHERE = {
         "down_of_one_row",
         "gate_up_of_ordered_row",
         "down_of_ordered_row",
-        "gate_up_of_short_blocks",
-        "down_of_short_blocks",
-        "gate_up_of_tall_blocks",
-        "down_of_tall_blocks",
+        "gate_up_of_sorted_rows",
+        "down_of_sorted_rows",
     )
 }
 

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 """Kernels of `ordered_rows_triton` for one row and weights in FP8 with scales per group. They add in the order of
-`aerie.kernels.experts.short_blocks_triton`.
+`aerie.kernels.experts.sorted_rows_triton`.
 
 A sum over groups must add one group after another, and the tensor core multiplies at least 16 operand columns. So the
 row has one operand column per group, as in `aerie.kernels.fp8.gemm_ahead_triton`, and one product returns the sums of

@@ -14,8 +14,7 @@ from aerie.kernels.experts import few_row_products_triton as few_row_products  #
 from aerie.kernels.experts import many_rows_triton as many_rows  # noqa: E402
 from aerie.kernels.experts import order_triton as order  # noqa: E402
 from aerie.kernels.experts import route_triton as route  # noqa: E402
-from aerie.kernels.experts import short_blocks_triton as short_blocks  # noqa: E402
-from aerie.kernels.experts import tall_blocks_triton as tall_blocks  # noqa: E402
+from aerie.kernels.experts import sorted_rows_triton as sorted_rows  # noqa: E402
 from aerie.kernels.experts.ordered import ordered_row_products_triton as ordered_row_products  # noqa: E402
 from aerie.kernels.experts.weights import MAX_FEW_ROWS, ExpertSizes, few_row_tiles  # noqa: E402
 from aerie.kernels.gemm.tiles import SHARED_BYTES  # noqa: E402
@@ -84,7 +83,7 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
     tiles = few_row_tiles(rows, sizes) if few else many_rows.many_row_tiles(rows, sizes, deterministic)
     in_fp8 = sizes.step == 128
     kind, slots = "fp8e4nv" if in_fp8 else "bf16", sizes.experts_per_token + sizes.num_shared
-    tall = not few and tiles.block_m >= tall_blocks.MIN_ROWS and not deterministic
+    weights_first = tiles.block_m < 64 or deterministic
     common = {"WIDTH": sizes.width, "SIZE": sizes.size, "BLOCK_M": tiles.block_m, "IN_FP8": in_fp8, "BY_GROUP": in_fp8}
     for product, step in ((tiles.gate_up, sizes.step), (tiles.down, tiles.gate_up.block_n if in_fp8 else 64)):
         is_first = product is tiles.gate_up
@@ -100,13 +99,9 @@ def test_products_of_experts_fit_hopper(sizes: ExpertSizes, rows: int, tmp_path:
             if is_first:
                 constants |= {"SPAN": sizes.size // step // product.splits, "pair_ptr": None}
             kernel: Any = few_row_products.gate_up_of_few_rows if is_first else few_row_products.down_of_few_rows
-        elif tall:
-            gates, downs = tall_blocks.gate_up_of_tall_blocks, tall_blocks.down_of_tall_blocks
-            kernel, constants = (gates, constants) if is_first else (downs, constants | held | {"SPAN": sizes.size})
         else:
-            gates, downs = short_blocks.gate_up_of_short_blocks, short_blocks.down_of_short_blocks
-            kernel, constants = (gates, constants) if is_first else (downs, constants | held | {"SPAN": sizes.size})
-        if not few:
+            kernel = sorted_rows.gate_up_of_sorted_rows if is_first else sorted_rows.down_of_sorted_rows
+            constants |= {"WEIGHTS_FIRST": weights_first} | ({} if is_first else held | {"SPAN": sizes.size})
             biased = sizes is RAGGED
             constants |= {} if biased else {"bias_ptr": None}
             constants |= {"PLAIN": not biased, "CLAMPED": biased, "CUBED": False} if is_first else {}
