@@ -30,14 +30,7 @@ from aerie.kernels.attend.decode_plan_triton import FAN, DecodePlan, partial_row
 from aerie.kernels.attend.fixed.path_triton import finish_paths
 from aerie.kernels.attend.fixed.spans_triton import finished, fold, folded, span_of, span_start
 from aerie.kernels.attend.merge_states_triton import merge_apart, store_item
-from aerie.kernels.attend.online_softmax_triton import (
-    SUM_COLUMNS,
-    accumulate,
-    accumulate_pairs,
-    both,
-    score_pairs,
-    score_tile,
-)
+from aerie.kernels.attend.online_softmax_triton import SUM_COLUMNS, accumulate, both, load_queries, score_tile
 from aerie.kernels.attend.scores import LOG2_E, ScoreRule
 from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
@@ -46,7 +39,6 @@ from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.batches import DecodeBatch, LayerKV
 from aerie.kernels.kv.mask_bits import MASK_BITS
 from aerie.kernels.kv.stored_values import FP8, weight_unit
-from aerie.kernels.kv.stored_values_triton import as_multiplied
 from aerie.kernels.pdl import pdl_wait
 
 
@@ -134,7 +126,7 @@ def _attend_decode(
     PART_M: rows stored per partial result.
     WINDOW: 0 without one. SOFT_CAP: None without one.
     UNIT: factor on softmax weights (`weight_unit`), undone by v_scale.
-    PAIRS: pages are FP8, read as pairs of numbers (`score_pairs`); acc has the even columns, acc_odd the odd ones.
+    PAIRS: pages are FP8, read as pairs of numbers (`score_tile`); acc has the even columns, acc_odd the odd ones.
     UPCAST: multiply in float32, for the interpreter.
     """
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
@@ -168,11 +160,7 @@ def _attend_decode(
         own, sinks = prefix + path_length(bits, SPANS) - 1, sink_scores(sinks_ptr, query_head, live)
     row += request * ROWS
     q_row = q_ptr + row[:, None] * q_row_stride + query_head[:, None] * q_head_stride
-    if PAIRS:
-        q = as_multiplied(tl.load(q_row + 2 * d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
-        q_odd = as_multiplied(tl.load(q_row + 2 * d[None, :] + 1, mask=live[:, None], other=0.0), PAIRS, UPCAST)
-    else:
-        q = as_multiplied(tl.load(q_row + d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
+    q, q_odd = load_queries(q_row, d, live, UNIT, UPCAST, PAIRS)
     out = out_ptr + (row * KV_HEADS * GROUP + query_head) * D
     if FIXED:
         leading, first_span = LEADS and partial == first, span_of(low, span)
@@ -187,8 +175,7 @@ def _attend_decode(
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M, SUM_COLUMNS] if FIXED else [BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-        if PAIRS:
-            acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32) if PAIRS else acc
         if sinks_ptr is not None:
             # The sink is added in the item of the row's own position, in a fixed plan in its span.
             has_own = (own >= begin) & (own < (span_end if FIXED else end))
@@ -198,10 +185,7 @@ def _attend_decode(
             column = start + n
             token = page.to(tl.int64) * PAGE + column % PAGE
             page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-            if PAIRS:
-                scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
-            else:
-                scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+            scores, v, v_odd = score_tile(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST, PAIRS)
             if SOFT_CAP is not None:
                 scores = soft_capped(scores, factor)
             if not PATHS and start + BLOCK_N > prefix:
@@ -216,12 +200,9 @@ def _attend_decode(
                 scores = tl.where(seen, scores, float("-inf"))
             if WINDOW:
                 scores = tl.where(column[None, :] >= oldest[:, None], scores, float("-inf"))
-            if PAIRS:
-                top, total, acc, acc_odd = accumulate_pairs(
-                    scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT
-                )
-            else:
-                top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, FIXED)
+            top, total, acc, acc_odd = accumulate(
+                scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT, PAIRS
+            )
         if PAIRS:
             acc = both(acc, acc_odd, BLOCK_M, D)
         # Store the span's or the item's result: to `out`, or as a partial result, which is merged at the end.
@@ -272,68 +253,40 @@ def attend_decode(
     """
     tiles, workspace = plan.tiles, plan.workspace
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
-    group = q.shape[1] // num_kv_heads
+    group, unit = q.shape[1] // num_kv_heads, weight_unit(kv.k.dtype)
     columns = num_kv_heads * -(-batch.rows * group // tiles.block_m)
     assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
     assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
     assert batch.page_table.stride(1) == 1 and batch.prefix_len.is_contiguous()
     assert batch.suffix_len <= MASK_BITS or (batch.suffix_len == batch.rows and not plan.fixed)
-    out, unit = torch.empty(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
-    # A fixed plan disables FMA fusion: FMAs round differently, and each variant of a kernel fuses different operations.
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     shape = {"ROWS": batch.rows, "GROUP": group, "KV_HEADS": num_kv_heads, "D": head_dim, "COLUMNS": columns}
     part_m = partial_rows(tiles, batch.rows * group) if plan.fixed else tiles.block_m
-    _attend_decode[columns, plan.items.items.shape[0]](
-        q,
-        *pages_of(kv),
-        out,
-        batch.mask,
-        batch.prefix_len,
-        batch.page_table,
-        plan.items.items,
-        workspace.part,
-        workspace.lse,
-        workspace.sums,
-        workspace.tickets,
-        rule.scale * kv.k_scale * LOG2_E,
-        kv.v_scale / unit,
-        q.stride(0),
-        q.stride(1),
-        batch.mask.stride(0),
-        batch.mask.stride(1),
-        batch.page_table.stride(0),
-        batch.suffix_len,
-        workspace.tickets.shape[0] // 2,
-        sinks,
-        plan.span,
-        PAGE=page_size,
+    # A fixed plan disables FMA fusion: FMAs round differently, and each variant of a kernel fuses different operations.
+    constants = {
         **shape,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        SLICE=tiles.merge_slice(head_dim),
-        FAN=FAN,
-        APART=plan.apart,
-        PATHS=plan.paths is not None,
-        FIXED=plan.fixed,
-        LEADS=plan.leads,
-        SPANS=batch.suffix_len > MASK_BITS,
-        PART_M=part_m,
-        WINDOW=batch.window or 0,
-        SOFT_CAP=rule.soft_cap,
-        UPCAST=INTERPRETED,
-        UNIT=unit,
-        PAIRS=kv.k.dtype == FP8,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        enable_fp_fusion=not plan.fixed,
+        "BLOCK_N": tiles.block_n,
+        "PART_M": part_m,
+        "WINDOW": batch.window or 0,
+        "SOFT_CAP": rule.soft_cap,
+        "UPCAST": INTERPRETED,
+        "UNIT": unit,
+        "PAIRS": kv.k.dtype == FP8,
+        "enable_fp_fusion": not plan.fixed,
+    }
+    scales = (rule.scale * kv.k_scale * LOG2_E, kv.v_scale / unit)
+    strides = (q.stride(0), q.stride(1), batch.mask.stride(0), batch.mask.stride(1))
+    _attend_decode[columns, plan.items.items.shape[0]](
+        q, *kv.pages, out, batch.mask, batch.prefix_len, batch.page_table, plan.items.items,
+        workspace.part, workspace.lse, workspace.sums, workspace.tickets, *scales, *strides,
+        batch.page_table.stride(0), batch.suffix_len, workspace.tickets.shape[0] // 2, sinks, plan.span,
+        **constants, PAGE=page_size, BLOCK_M=tiles.block_m, SLICE=tiles.merge_slice(head_dim), FAN=FAN,
+        APART=plan.apart, PATHS=plan.paths is not None, FIXED=plan.fixed, LEADS=plan.leads,
+        SPANS=batch.suffix_len > MASK_BITS, num_warps=tiles.warps, num_stages=tiles.stages,
         **pdl_wait(q.device, early),
-    )
+    )  # fmt: skip
     if plan.paths is not None:
-        finish_paths(q, kv, pages_of(kv), batch, plan, rule, sinks, out, part_m)
+        finish_paths(q, kv, batch, plan, (*scales, *strides, sinks), out, constants)
     elif plan.apart:
         merge_apart(out, batch, plan, shape, part_m, workspace.part, workspace.sums if plan.leads else None)
     return out
-
-
-def pages_of(kv: LayerKV) -> tuple[Tensor, Tensor]:
-    """Return keys and values as kernels read them: FP8 as pairs of numbers, int16."""
-    return (kv.k.view(torch.int16), kv.v.view(torch.int16)) if kv.k.dtype == FP8 else (kv.k, kv.v)

@@ -64,7 +64,7 @@ def _attend_tiles(
         scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
         if MASKED:
             scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
-        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc)
+        top, total, acc, _ = accumulate(scores, v, v, scale_log2, top, total, acc, acc)
     return top, total, acc
 
 

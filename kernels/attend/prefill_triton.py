@@ -3,56 +3,35 @@
 query heads of one KV head for a tile of adjacent rows from `prefill_plan_triton`."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from aerie.kernels.attend.online_softmax_triton import accumulate, score_tile
+from aerie.kernels.attend.online_softmax_triton import accumulate, load_queries, score_tile
 from aerie.kernels.attend.prefill_plan_triton import TILE_FIELDS
 from aerie.kernels.attend.scores import LOG2_E, ScoreRule
 from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.batches import LayerKV, PrefillBatch
 from aerie.kernels.kv.stored_values import weight_unit
-from aerie.kernels.kv.stored_values_triton import as_multiplied
 
 
 @triton.jit
-def _attend_span(
-    low,
-    high,
-    q,
-    k_ptr,
-    v_ptr,
-    table,
-    position,
-    reach,
-    last,
-    head,
-    scale_log2,
-    factor,
-    top,
-    total,
-    acc,
-    n,
-    d,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+def add_span(
+    low, high, q, q_odd, k_ptr, v_ptr, table, position, reach, last, head, scale_log2, factor, top, total, acc, acc_odd,
+    n, d, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr, UNIT: tl.constexpr, PAIRS: tl.constexpr,
+    FIXED: tl.constexpr,
+):  # fmt: skip
     """Add KV positions low .. high - 1 to the softmax state of rows at `position` [M] that see positions up to `reach`
-    [M].
+    [M], and return the state.
 
+    q, q_odd: from `load_queries`. top, total, acc, acc_odd: see `accumulate`.
     table, last: the chunk's page table, and the last position that any row of the tile sees.
     factor: as `cap_scales` returns it; unused without SOFT_CAP.
-    top, total, acc: see `online_softmax_triton.accumulate`.
     MASKED: apply `reach` and WINDOW; without it every row sees all positions of the span.
     """
     # Page numbers are loaded one tile ahead: see `decode_triton`.
@@ -61,15 +40,17 @@ def _attend_span(
         column = start + n
         token = page.to(tl.int64) * PAGE + column % PAGE
         page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
+        scores, v, v_odd = score_tile(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST, PAIRS)
         if SOFT_CAP is not None:
             scores = soft_capped(scores, factor)
         if MASKED:
             scores = tl.where(column[None, :] <= reach[:, None], scores, float("-inf"))
             if WINDOW:
                 scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, False, UNIT)
-    return top, total, acc
+        top, total, acc, acc_odd = accumulate(
+            scores, v, v_odd, scale_log2, top, total, acc, acc_odd, FIXED, UNIT, PAIRS
+        )
+    return top, total, acc, acc_odd
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -122,12 +103,8 @@ def _attend_prefill(
     if reach_ptr is not None:
         seen = tl.load(reach_ptr + row, mask=live, other=0)
         reach, last = tl.where(live, seen, position), tl.max(seen, 0)
-    q = tl.load(
-        q_ptr + row.to(tl.int64)[:, None] * q_row_stride + query_head[:, None] * q_head_stride + d[None, :],
-        mask=live[:, None],
-        other=0.0,
-    )
-    q = as_multiplied(q, UNIT != 1.0, UPCAST)
+    q_row = q_ptr + row.to(tl.int64)[:, None] * q_row_stride + query_head[:, None] * q_head_stride
+    q, q_odd = load_queries(q_row, d, live, UNIT, UPCAST, False)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:
@@ -145,33 +122,12 @@ def _attend_prefill(
         begin = tl.maximum(start + 1 - WINDOW, 0) // BLOCK_N * BLOCK_N
         shared = tl.minimum(tl.cdiv(tl.maximum(last_row + 1 - WINDOW, 0), BLOCK_N) * BLOCK_N, own)
     for span in tl.static_range(0 if WINDOW else 1, 3):
-        top, total, acc = _attend_span(
+        top, total, acc, _ = add_span(
             begin if span == 0 else shared if span == 1 else own,
             shared if span == 0 else own if span == 1 else last + 1,
-            q,
-            k_ptr,
-            v_ptr,
-            table,
-            position,
-            reach,
-            last,
-            head,
-            scale_log2,
-            factor,
-            top,
-            total,
-            acc,
-            n,
-            d,
-            KV_HEADS,
-            D,
-            PAGE,
-            BLOCK_N,
-            span != 1,
-            WINDOW,
-            SOFT_CAP,
-            UNIT,
-        )
+            q, q_odd, k_ptr, v_ptr, table, position, reach, last, head, scale_log2, factor, top, total, acc, acc,
+            n, d, KV_HEADS, D, PAGE, BLOCK_N, span != 1, WINDOW, SOFT_CAP, UPCAST, UNIT, False, False,
+        )  # fmt: skip
     if WINDOW:  # rows after the chunk's end may be fully masked
         total = tl.where(total == 0.0, 1.0, total)
     out = out_ptr + ((row.to(tl.int64) * KV_HEADS * GROUP + query_head) * D)[:, None] + d[None, :]
@@ -207,6 +163,47 @@ def prefill_tiles(group: int, head_dim: int, itemsize: int, kv_itemsize: int | N
     return PrefillTiles(max(128, triton.next_power_of_2(group)), 32, 8, 3)
 
 
+def launch_arguments(
+    q: Tensor,
+    kv: LayerKV,
+    pages: tuple[Tensor, Tensor],
+    batch: PrefillBatch,
+    tile_list: Tensor,
+    tiles: PrefillTiles,
+    rule: ScoreRule,
+    sinks: Tensor | None,
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """Check the arguments of `attend_prefill`. Return the output, to be written, and the arguments and constants that
+    the kernels of chunks have in common.
+
+    pages: K and V as the kernel reads them.
+    """
+    page_table, (page_size, num_kv_heads, head_dim) = batch.page_table, kv.k.shape[1:]
+    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
+    assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
+    assert page_table.stride(1) == 1 and tile_list.is_contiguous()
+    # Padding rows pass through the model and write KV to page 0. Masked reads of page 0 must give finite values.
+    make = torch.zeros if batch.is_padded else torch.empty
+    out, unit = make(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
+    scales = (rule.scale * kv.k_scale * LOG2_E, kv.v_scale / unit)
+    strides = (q.stride(0), q.stride(1), page_table.stride(0))
+    constants = {
+        "GROUP": q.shape[1] // num_kv_heads,
+        "KV_HEADS": num_kv_heads,
+        "D": head_dim,
+        "PAGE": page_size,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "WINDOW": batch.window or 0,
+        "SOFT_CAP": rule.soft_cap,
+        "UPCAST": INTERPRETED,
+        "UNIT": unit,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+    return out, (q, *pages, out, page_table, tile_list, *scales, *strides, sinks), constants
+
+
 def attend_prefill(
     q: Tensor,
     kv: LayerKV,
@@ -224,40 +221,8 @@ def attend_prefill(
     rule: with the batch's window.
     sinks: [q_heads] float32, contiguous, if the rule has them.
     """
-    page_table, reach = batch.page_table, batch.reach(rule.within_images)
-    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
-    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
-    assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
-    assert page_table.stride(1) == 1 and tile_list.is_contiguous()
+    reach = batch.reach(rule.within_images)
     assert reach is None or (reach.is_contiguous() and reach.shape[0] == batch.num_rows)
-    # Padding rows pass through the model and write KV to page 0. Masked reads of page 0 must give finite values.
-    make = torch.zeros if batch.is_padded else torch.empty
-    out, unit = make(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype)
-    _attend_prefill[(num_kv_heads, tile_list.shape[0])](
-        q,
-        kv.k,
-        kv.v,
-        out,
-        page_table,
-        tile_list,
-        rule.scale * kv.k_scale * LOG2_E,
-        kv.v_scale / unit,
-        q.stride(0),
-        q.stride(1),
-        page_table.stride(0),
-        sinks,
-        reach,
-        GROUP=q.shape[1] // num_kv_heads,
-        KV_HEADS=num_kv_heads,
-        D=head_dim,
-        PAGE=page_size,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        WINDOW=batch.window or 0,
-        SOFT_CAP=rule.soft_cap,
-        UPCAST=INTERPRETED,
-        UNIT=unit,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-    )
+    out, arguments, constants = launch_arguments(q, kv, (kv.k, kv.v), batch, tile_list, tiles, rule, sinks)
+    _attend_prefill[(kv.k.shape[2], tile_list.shape[0])](*arguments, reach, **constants)
     return out

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from aerie.kernels.capability import ALIGNED_BYTES, Capability
 from aerie.kernels.kv.mask_bits import MASK_BITS
+from aerie.kernels.kv.stored_values import FP8
 from aerie.kernels.to_device import to_device
 
 _ALIGNMENT = ALIGNED_BYTES // 4  # int32 values
@@ -288,6 +289,11 @@ class LayerKV:
     v: Tensor
     k_scale: float = 1.0
     v_scale: float = 1.0
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as kernels read them: FP8 as pairs of numbers, int16."""
+        return (self.k.view(torch.int16), self.v.view(torch.int16)) if self.k.dtype == FP8 else (self.k, self.v)
 
 
 @dataclass(frozen=True)

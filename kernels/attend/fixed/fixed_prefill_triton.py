@@ -7,94 +7,18 @@ Rows of a tile may differ, because the tensor core computes each of its rows alo
 after another and folds each into the results of earlier ones, as rounds do in a second kernel.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from aerie.kernels.attend.fixed.spans_triton import finished, fold, folded, span_of, span_start
-from aerie.kernels.attend.online_softmax_triton import (
-    SUM_COLUMNS,
-    accumulate,
-    accumulate_pairs,
-    both,
-    score_pairs,
-    score_tile,
-)
+from aerie.kernels.attend.online_softmax_triton import SUM_COLUMNS, both, load_queries
 from aerie.kernels.attend.prefill_plan_triton import TILE_FIELDS
-from aerie.kernels.attend.prefill_triton import PrefillTiles
-from aerie.kernels.attend.scores import LOG2_E, ScoreRule
-from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
-from aerie.kernels.interpreter_triton import INTERPRETED
+from aerie.kernels.attend.prefill_triton import PrefillTiles, add_span, launch_arguments
+from aerie.kernels.attend.scores import ScoreRule
+from aerie.kernels.attend.scores_triton import cap_scales, sink_scores
 from aerie.kernels.kv.batches import LayerKV, PrefillBatch
-from aerie.kernels.kv.stored_values import FP8, weight_unit
-from aerie.kernels.kv.stored_values_triton import as_multiplied
-
-
-@triton.jit
-def _add_tiles(
-    low,
-    high,
-    q,
-    q_odd,
-    k_ptr,
-    v_ptr,
-    table,
-    position,
-    last,
-    head,
-    scale_log2,
-    factor,
-    top,
-    total,
-    acc,
-    acc_odd,
-    n,
-    d,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-    UNIT: tl.constexpr,
-    PAIRS: tl.constexpr,
-):
-    """Add KV positions low .. high - 1 to the softmax state of rows at `position` [M], and return the state.
-
-    q, q_odd: [M, D]; with PAIRS even and odd dimensions, [M, D / 2], and acc, acc_odd likewise. Else the odd ones are
-        unused.
-    table, last: the chunk's page table, and the position of the tile's last row.
-    factor: as `cap_scales` returns it; unused without SOFT_CAP.
-    top, total, acc: see `online_softmax_triton.accumulate`.
-    MASKED: hide what a row does not see; without it every row sees all of low .. high - 1.
-    UNIT, PAIRS: as in `_attend_fixed_prefill`.
-    """
-    # Page numbers are loaded one tile ahead: see `decode_triton`.
-    page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
-    for start in range(low, high, BLOCK_N):
-        column = start + n
-        token = page.to(tl.int64) * PAGE + column % PAGE
-        page = tl.load(table + tl.minimum((start if PAGE % BLOCK_N == 0 else column) + BLOCK_N, last) // PAGE)
-        if PAIRS:
-            scores, v, v_odd = score_pairs(q, q_odd, k_ptr, v_ptr, token, head, d, KV_HEADS, D, UPCAST)
-        else:
-            scores, v = score_tile(q, k_ptr, v_ptr, token, head, d, KV_HEADS, D)
-        if SOFT_CAP is not None:
-            scores = soft_capped(scores, factor)
-        if MASKED:
-            scores = tl.where(column[None, :] <= position[:, None], scores, float("-inf"))
-            if WINDOW:
-                scores = tl.where(column[None, :] > position[:, None] - WINDOW, scores, float("-inf"))
-        if PAIRS:
-            top, total, acc, acc_odd = accumulate_pairs(
-                scores, v, v_odd, scale_log2, top, total, acc, acc_odd, True, UNIT
-            )
-        else:
-            top, total, acc = accumulate(scores, v, scale_log2, top, total, acc, True)
-    return top, total, acc, acc_odd
+from aerie.kernels.kv.stored_values import FP8
 
 
 @triton.jit(do_not_specialize=["table_stride", "span"])
@@ -147,12 +71,7 @@ def _attend_fixed_prefill(
     position = start + m // GROUP
     last = start + tl.minimum(ROWS, end - first) - 1
     q_row = q_ptr + row.to(tl.int64)[:, None] * q_row_stride + query_head[:, None] * q_head_stride
-    if PAIRS:
-        q = as_multiplied(tl.load(q_row + 2 * d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
-        q_odd = as_multiplied(tl.load(q_row + 2 * d[None, :] + 1, mask=live[:, None], other=0.0), PAIRS, UPCAST)
-    else:
-        q = as_multiplied(tl.load(q_row + d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
-        q_odd = q
+    q, q_odd = load_queries(q_row, d, live, UNIT, UPCAST, PAIRS)
     factor = 0.0
     if SOFT_CAP is not None:
         factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
@@ -178,39 +97,14 @@ def _attend_fixed_prefill(
             top = tl.where(has_own, sinks, top)
             total = tl.where(has_own[:, None], 1.0, total)
         acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-        acc_odd = acc
+        acc_odd = tl.zeros([BLOCK_M, WIDTH], tl.float32) if PAIRS else acc
         for masked in tl.static_range(1 if WINDOW else 0, 2):
             middle = low if WINDOW else tl.minimum(tl.maximum(common, low), high)
-            top, total, acc, acc_odd = _add_tiles(
-                middle if masked else low,
-                high if masked else middle,
-                q,
-                q_odd,
-                k_ptr,
-                v_ptr,
-                table,
-                position,
-                last,
-                head,
-                scale_log2,
-                factor,
-                top,
-                total,
-                acc,
-                acc_odd,
-                n,
-                d,
-                KV_HEADS,
-                D,
-                PAGE,
-                BLOCK_N,
-                masked == 1,
-                WINDOW,
-                SOFT_CAP,
-                UPCAST,
-                UNIT,
-                PAIRS,
-            )
+            top, total, acc, acc_odd = add_span(
+                middle if masked else low, high if masked else middle,
+                q, q_odd, k_ptr, v_ptr, table, position, position, last, head, scale_log2, factor, top, total, acc,
+                acc_odd, n, d, KV_HEADS, D, PAGE, BLOCK_N, masked == 1, WINDOW, SOFT_CAP, UPCAST, UNIT, PAIRS, True,
+            )  # fmt: skip
         if PAIRS:
             part, lse = finished(both(acc, acc_odd, BLOCK_M, D), tl.max(total, 1), top, v_scale)
         else:
@@ -242,41 +136,9 @@ def attend_fixed_prefill(
 
     Reference: `aerie.kernels.attend.references.prefill`.
     """
-    page_table = batch.page_table
-    page_size, num_kv_heads, head_dim = kv.k.shape[1:]
-    assert q.stride(2) == 1 and kv.k.is_contiguous() and kv.v.is_contiguous() and rule.scale > 0
-    assert rule.has_sinks == (sinks is not None) and (sinks is None or sinks.is_contiguous())
-    assert page_table.stride(1) == 1 and tile_list.is_contiguous() and span % tiles.block_n == 0
-    make = torch.zeros if batch.is_padded else torch.empty
-    out, unit, pairs = make(q.shape, dtype=q.dtype, device=q.device), weight_unit(kv.k.dtype), kv.k.dtype == FP8
-    keys, values = (kv.k.view(torch.int16), kv.v.view(torch.int16)) if pairs else (kv.k, kv.v)
-    _attend_fixed_prefill[(num_kv_heads, tile_list.shape[0])](
-        q,
-        keys,
-        values,
-        out,
-        page_table,
-        tile_list,
-        rule.scale * kv.k_scale * LOG2_E,
-        kv.v_scale / unit,
-        q.stride(0),
-        q.stride(1),
-        page_table.stride(0),
-        sinks,
-        span,
-        GROUP=q.shape[1] // num_kv_heads,
-        KV_HEADS=num_kv_heads,
-        D=head_dim,
-        PAGE=page_size,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
-        WINDOW=batch.window or 0,
-        SOFT_CAP=rule.soft_cap,
-        UPCAST=INTERPRETED,
-        UNIT=unit,
-        PAIRS=pairs,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
-        enable_fp_fusion=False,
+    assert span % tiles.block_n == 0
+    out, arguments, constants = launch_arguments(q, kv, kv.pages, batch, tile_list, tiles, rule, sinks)
+    _attend_fixed_prefill[(kv.k.shape[2], tile_list.shape[0])](
+        *arguments, span, PAIRS=kv.k.dtype == FP8, enable_fp_fusion=False, **constants
     )
     return out

@@ -7,6 +7,8 @@ all rows together, continues the softmax of the span that is open at the first t
 row's result. The first of these tiles is loaded while `decode_triton` is running.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,15 +16,12 @@ from torch import Tensor
 
 from aerie.kernels.attend.decode_plan_triton import DecodePlan
 from aerie.kernels.attend.fixed.spans_triton import finished, fold, folded, span_of, span_start
-from aerie.kernels.attend.online_softmax_triton import both, softmax_step
-from aerie.kernels.attend.scores import LOG2_E, ScoreRule
+from aerie.kernels.attend.online_softmax_triton import both, load_queries, softmax_step
 from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
 from aerie.kernels.attend.tree_mask_triton import num_seen, path_tile
-from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.kv.batches import DecodeBatch, LayerKV
 from aerie.kernels.kv.mask_bits import MASK_BITS
-from aerie.kernels.kv.stored_values import FP8, weight_unit
-from aerie.kernels.kv.stored_values_triton import as_multiplied, even, odd
+from aerie.kernels.kv.stored_values_triton import even, odd
 from aerie.kernels.pdl import pdl_wait
 
 PATH_COLUMNS = 128  # of a row's path and the prefix's last tile
@@ -212,12 +211,7 @@ def _finish_paths(
         tl.extra.cuda.gdc_launch_dependents()
     row = request * ROWS + tree_row
     q_row = q_ptr + row * q_row_stride + query_head[:, None] * q_head_stride
-    if PAIRS:
-        q = as_multiplied(tl.load(q_row + 2 * d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
-        q_odd = as_multiplied(tl.load(q_row + 2 * d[None, :] + 1, mask=live[:, None], other=0.0), PAIRS, UPCAST)
-    else:
-        q = as_multiplied(tl.load(q_row + d[None, :], mask=live[:, None], other=0.0), PAIRS, UPCAST)
-        q_odd = q
+    q, q_odd = load_queries(q_row, d, live, UNIT, UPCAST, PAIRS)
     factor = 0.0
     if SOFT_CAP is not None:
         factor, scale_log2 = cap_scales(scale_log2, SOFT_CAP)
@@ -301,26 +295,22 @@ def _finish_paths(
 def finish_paths(
     q: Tensor,
     kv: LayerKV,
-    pages: tuple[Tensor, Tensor],
     batch: DecodeBatch,
     plan: DecodePlan,
-    rule: ScoreRule,
-    sinks: Tensor | None,
+    factors: tuple[Any, ...],
     out: Tensor,
-    part_m: int,
+    constants: dict[str, Any],
 ) -> None:
     """Write attention of the rows of trees to `out`, after `decode_triton` has computed the tiles that all rows share.
 
-    q, kv, batch, plan, rule, sinks: those of `attend_decode`.
-    pages: K and V as kernels read them.
-    part_m: rows of a partial result.
+    q, kv, batch, plan: those of `attend_decode`.
+    factors: scales, strides of q and of the mask, and sinks.
+    constants: those that the kernel has in common with `_attend_decode`.
     """
-    workspace, tiles, group = plan.workspace, plan.tiles, q.shape[1] // kv.k.shape[2]
-    num_kv_heads, head_dim = kv.k.shape[2:]
-    unit = weight_unit(kv.k.dtype)
-    _finish_paths[batch.rows, num_kv_heads, batch.num_requests](
+    workspace, head_dim = plan.workspace, constants["D"]
+    _finish_paths[batch.rows, constants["KV_HEADS"], batch.num_requests](
         q,
-        *pages,
+        *kv.pages,
         out,
         batch.mask,
         batch.prefix_len,
@@ -329,33 +319,15 @@ def finish_paths(
         workspace.part,
         workspace.lse,
         workspace.sums,
-        rule.scale * kv.k_scale * LOG2_E,
-        kv.v_scale / unit,
-        q.stride(0),
-        q.stride(1),
-        batch.mask.stride(0),
-        batch.mask.stride(1),
-        sinks,
+        *factors,
         plan.span,
-        ROWS=batch.rows,
-        GROUP=group,
-        KV_HEADS=num_kv_heads,
-        D=head_dim,
+        **constants,
         PATH_COLUMNS=PATH_COLUMNS,
-        BLOCK_M=max(16, triton.next_power_of_2(group)),
-        BLOCK_N=tiles.block_n,
-        COLUMNS=num_kv_heads * -(-batch.rows * group // tiles.block_m),
-        ITEM_M=tiles.block_m,
-        PART_M=part_m,
+        BLOCK_M=max(16, triton.next_power_of_2(constants["GROUP"])),
+        ITEM_M=plan.tiles.block_m,
         AT_ONCE=AT_ONCE,
         LEADS=int(plan.leads),
-        WINDOW=batch.window or 0,
-        SOFT_CAP=rule.soft_cap,
-        UPCAST=INTERPRETED,
-        UNIT=unit,
-        PAIRS=kv.k.dtype == FP8,
         num_warps=num_warps(head_dim),
         num_stages=1,
-        enable_fp_fusion=False,
         **pdl_wait(out.device),
     )
