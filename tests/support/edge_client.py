@@ -41,7 +41,13 @@ async def served(
     **changes: Any,
 ) -> AsyncIterator[str]:
     """Base URL of a server that runs in this event loop. around: wraps the application."""
-    app = around(build_app(edge_config(**changes), tokenizer or chat_tokenizer(), engine))
+    async with serving(around(build_app(edge_config(**changes), tokenizer or chat_tokenizer(), engine)), port) as url:
+        yield url
+
+
+@contextlib.asynccontextmanager
+async def serving(app: ASGIApp, port: int = 0) -> AsyncIterator[str]:
+    """Base URL of a server of `app` that runs in this event loop."""
     # With the protocol named, asyncio switches Nagle off on accepted connections; 40 ms per reply otherwise.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,38 +1,26 @@
 """`aerie exact` and `aerie check-server`: a server without a fault passes, and each planted fault is found."""
 
 import asyncio
-import contextlib
-import socket
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-import uvicorn
 
+from aerie.deploy.check_server import ask
 from aerie.deploy.cli import main
 from tests.deploy.check_server.fake_server import FakeServer
+from tests.support.edge_client import serving
 
 OPTIONS = ["--prompts", "8", "--words", "60", "--max-tokens", "12", "--loads", "8"]
 
 
-@contextlib.asynccontextmanager
-async def serving(server: FakeServer) -> AsyncIterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(server.app(), log_level="warning", access_log=False, lifespan="off", ws="none")
-    running = uvicorn.Server(config)
-    task = asyncio.ensure_future(running.serve([listener]))
-    try:
-        while not running.started:
-            await asyncio.sleep(0.01)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        running.should_exit = True
-        await task
-        listener.close()
+@pytest.fixture(autouse=True)
+def near_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server of this process has neighbours' requests at once."""
+    monkeypatch.setattr(ask, "HEAD_START_S", 0.03)
 
 
 async def checked(command: str, fault: str, *options: str) -> int:
-    async with serving(FakeServer(fault)) as url:
+    async with serving(FakeServer(fault).app()) as url:
         return await asyncio.to_thread(main, [command, url, *OPTIONS, *options])
 
 
