@@ -5,7 +5,7 @@ workspace        scratch memory shared by a model's GEMMs
 tiles            tile sizes for small batches
 skinny_triton    small-batch GEMM (rounds)
 ordered_triton   GEMM of deterministic engines, for any number of rows
-ordered_cuda     the same for many rows, on Hopper (ordered.cu)
+ordered_cuda     the same for many rows, on Hopper (ordered.cu; row_tiles.cuh: shared with packed products)
 one_row_cuda     one row, on Hopper (one_row.cu)
 gated_rows_cuda  gated products of 241 to 256 rows, on Hopper (gated_rows.cu)
 split_k_cuda     209 to 256 rows and many inputs, on Hopper (split_k.cu)

@@ -16,12 +16,13 @@ from aerie.kernels.gemm.wgmma_cuda import fits
 from aerie.kernels.gemm.workspace import Workspace
 
 _THREADS = 384
+ROW_TILES = Path(__file__).with_name("row_tiles.cuh")  # functions of `ordered.cu` and many_rows.cu
 _BARRIERS_AND_STAGING = 8192 + 256  # bytes, beside the stages
 
 
 def source(rows: int, half: bool) -> str:
     """Return the source for tiles of `rows` rows. half: float16, else bfloat16."""
-    return joined(Path(__file__).with_name("ordered.cu"), generated=wgmma(rows, half, in_registers=False))
+    return joined(ROW_TILES, Path(__file__).with_name("ordered.cu"), generated=wgmma(rows, half, in_registers=False))
 
 
 def defines(rows: int, gated: bool, half: bool) -> tuple[tuple[str, int], ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from aerie.kernels.capability import Capability
 from aerie.kernels.cuda_source import Kernel, compile_ahead, joined, load, tensor_map, wgmma
 from aerie.kernels.gemm.blocks import cdiv
+from aerie.kernels.gemm.ordered_cuda import ROW_TILES
 from aerie.kernels.gemm.workspace import Workspace
 from aerie.kernels.packed.cuda.tiles import (
     MAX_ROWS,
@@ -32,7 +33,8 @@ _NAMES = {FewRowsTiles: "few_rows", WideTiles: "wide", ManyRowsTiles: "many_rows
 def source_of(tiles: Tiles, half: bool) -> str:
     """Return the source of the kernel for these tiles, including the functions that both kernels use."""
     generated = "" if isinstance(tiles, FewRowsTiles) else wgmma(tiles.block_m, half)
-    return joined(Path(__file__).with_name(f"{_NAMES[type(tiles)]}.cu"), generated=generated)
+    shared = (ROW_TILES,) if isinstance(tiles, ManyRowsTiles) else ()
+    return joined(*shared, Path(__file__).with_name(f"{_NAMES[type(tiles)]}.cu"), generated=generated)
 
 
 def packed_cuda(

@@ -15,12 +15,9 @@
 // only for sums that they compute first. Then follow the other tiles; all clusters read the same inputs at the same
 // time, so they find rows in L2.
 
-constexpr int RT = ROWS / 8, X = ROWS * 256, CODES = 8192, STAGE = X + CODES, SCALES = 256 * (1 + ZEROS);
+constexpr int X = ROWS * 256, CODES = 8192, STAGE = X + CODES, SCALES = 256 * (1 + ZEROS);
 constexpr int SCALE_RING = STAGES * STAGE, STAGING = SCALE_RING + STAGES * SCALES, BARRIERS = STAGING + 8192;
 static_assert(SHARED_BYTES >= BARRIERS + 16 * STAGES, "tiles.py");
-constexpr int CONSUMERS = 256, MOVERS = 128;
-constexpr int AT_ONCE = RT % 8 ? 2 : 4;  // tiles of 8 rows that a warp stores at once
-constexpr int ROW_TILES_AT_ONCE = 8;  // their inputs stay in L2 while weights are read
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
     const __grid_constant__ TensorMap x, int all_rows, const char* __restrict__ codes,
@@ -47,10 +44,9 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
     auto end_stage = [&](int index) { return index < shared ? min(high - index * steps, steps) : steps; };
     // The outputs and first row of a tile; rows are the inner dimension.
     auto place = [&](int index, int& output_tile, int& first_row) {
-        const int group = index / (ROW_TILES_AT_ONCE * pairs), inside = index - group * ROW_TILES_AT_ONCE * pairs;
-        const int height = min(ROW_TILES_AT_ONCE, row_tiles - group * ROW_TILES_AT_ONCE);
-        output_tile = inside / height * 2 + rank;
-        first_row = (group * ROW_TILES_AT_ONCE + inside % height) * ROWS;
+        int pair;
+        tile_of(index, pairs, row_tiles, pair, first_row);
+        output_tile = pair * 2 + rank;
     };
     if (threadIdx.x == 0) init_stages(full, empty, STAGES, 1, 2 * CONSUMERS / 32);
     cluster_sync();
@@ -111,9 +107,6 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         const int g = lane / 4, group = warp / 4, i = warp % 4;
-        const u32 staging = base + STAGING + 1024 * warp, theirs = base + STAGING + 1024 * (warp ^ 4);
-        const u32 to = staging + (lane / 16 * 8 + lane % 8) * 32 + lane / 8 % 2 * 16;
-        const bool aligned = n_out % 8 == 0;
         auto release = [&](int turn) {
             if (lane < 2) arrive_at(empty + 8 * (turn % STAGES), lane);
         };
@@ -192,76 +185,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + MOVERS, 1) many_rows(
 
             const int column = (output_tile * (GATED ? 1 : 2) + (GATED ? 0 : group)) * 64 + 16 * i;
             const int rows = min(ROWS, all_rows - first_row);
-            // Store AT_ONCE tiles of 8 rows: pairs of rows of tile m + j / 2 at outputs g and g + 8.
-            auto store = [&](const u32 (&v)[2 * AT_ONCE], int m) {
-#pragma unroll
-                for (int j = 0; j < AT_ONCE / 2; j++)
-                    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                                     to + 512 * j),
-                                 "r"(v[4 * j]), "r"(v[4 * j + 1]), "r"(v[4 * j + 2]), "r"(v[4 * j + 3])
-                                 : "memory");
-                __syncwarp();
-#pragma unroll
-                for (int j = 0; j < AT_ONCE / 2; j++) {
-                    const uint4 eight = load(staging + 512 * j + 16 * lane);
-                    const int row = m * 8 + 16 * j + lane / 2, first = column + lane % 2 * 8;
-                    u16* place = out + (u64)(first_row + row) * n_out + first;
-                    if (row >= rows) continue;
-                    if (aligned && first < n_out)
-                        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(place), "r"(eight.x),
-                                     "r"(eight.y), "r"(eight.z), "r"(eight.w)
-                                     : "memory");
-                    else
-#pragma unroll
-                        for (int e = 0; e < 8; e++)
-                            if (first + e < n_out) {
-                                u32 word = e < 2 ? eight.x : e < 4 ? eight.y : e < 6 ? eight.z : eight.w;
-                                place[e] = (u16)(word >> (e % 2 * 16));
-                            }
-                }
-                __syncwarp();
-            };
-#if GATED
-            // The first warp group multiplies the first half of the rows, the second the other half.
-#pragma unroll
-            for (int m = 0; m < RT / 2; m += AT_ONCE) {
-                u32 own[2 * AT_ONCE];
-#pragma unroll
-                for (int j = 0; j < 2 * AT_ONCE; j++) {
-                    const int first = 4 * (m + j / 2) + j % 2 * 2, second = first + 2 * RT;
-                    own[j] = group ? pair_of(acc[second], acc[second + 1]) : pair_of(acc[first], acc[first + 1]);
-                    const u32 given = group ? pair_of(acc[first], acc[first + 1]) : pair_of(acc[second], acc[second + 1]);
-                    asm volatile("st.shared.u32 [%0], %1;" ::"r"(staging + 128 * j + 4 * lane), "r"(given) : "memory");
-                }
-                asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-                u32 v[2 * AT_ONCE];
-#pragma unroll
-                for (int j = 0; j < 2 * AT_ONCE; j++) {
-                    u32 other;
-                    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(other) : "r"(theirs + 128 * j + 4 * lane) : "memory");
-                    v[j] = group ? gated_pair(other, own[j]) : gated_pair(own[j], other);
-                }
-                asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
-                store(v, m + group * (RT / 2));
-            }
-#else
-            float low = 0.f, high = 0.f;
-            if (bias) {
-                if (column + g < n_out) low = number(bias[column + g], 0);
-                if (column + g + 8 < n_out) high = number(bias[column + g + 8], 0);
-            }
-#pragma unroll
-            for (int m = 0; m < RT; m += AT_ONCE) {
-                u32 v[2 * AT_ONCE];
-#pragma unroll
-                for (int j = 0; j < 2 * AT_ONCE; j++) {
-                    const int first = 4 * (m + j / 2) + j % 2 * 2;
-                    const float added = j % 2 ? high : low;
-                    v[j] = pair_of(acc[first] + added, acc[first + 1] + added);
-                }
-                store(v, m);
-            }
-#endif
+            store_sums_of<gated_pair>(Target{out, bias, base + STAGING, n_out, column, first_row, rows}, acc);
         }
     }
     cluster_sync();
