@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from aerie.cluster.coordinator import loop as loop_module
 from aerie.cluster.learning.engine_busy import EngineBusy
 from aerie.cluster.learning.gate import Candidate
 from aerie.cluster.learning.published import PublishedDrafts
@@ -14,10 +15,13 @@ from aerie.workers.scheduling.request import Owner
 from tests.support.cluster import until
 from tests.support.scripted import scripted_output
 
+HOUSEKEEPINGS_S = 0.3  # two have seen what was before
+
 
 @pytest.fixture
-def learning(make_bed, tmp_path):
+def learning(make_bed, tmp_path, monkeypatch):
     """A bed whose draft learns, and what its ranks have loaded."""
+    monkeypatch.setattr(loop_module, "HOUSEKEEPING_S", 0.05)
     bed, loads = make_bed(delay_s=0.002), []
     loop = bed.coordinator._loop
     loop.drafts = PublishedDrafts(bed.scheduler, str(tmp_path), loop.carry_out)
@@ -79,7 +83,7 @@ def test_a_published_draft_changes_neither_version_nor_cached_pages(learning):
 def test_a_draft_that_accepts_less_is_taken_back_by_itself(learning):
     bed, loads, folder = learning
     bed.coordinator._call(lambda: accept(bed, [0] * 3 + [1000]))
-    time.sleep(1.2)  # two housekeepings have seen it
+    time.sleep(HOUSEKEEPINGS_S)
     bed.coordinator._call(lambda: accept(bed, [1000, 1000, 1000, 1000]))
     assert bed.coordinator.offer_draft(candidate(folder, 1)) == ""
     bed.coordinator._call(lambda: accept(bed, [10, 400, 0, 0]))
@@ -98,7 +102,7 @@ def test_a_draft_that_accepts_less_is_taken_back_by_itself(learning):
 def test_a_draft_comes_back_if_the_one_before_accepts_as_little_of_the_new_texts(learning, as_little):
     bed, loads, folder = learning
     bed.coordinator._call(lambda: accept(bed, [0] * 3 + [1000]))
-    time.sleep(1.2)
+    time.sleep(HOUSEKEEPINGS_S)
     bed.coordinator._call(lambda: accept(bed, [1000, 1000, 1000, 1000]))
     assert bed.coordinator.offer_draft(candidate(folder, 1)) == ""
     bed.coordinator._call(lambda: accept(bed, [10, 400, 0, 0]))
@@ -109,7 +113,7 @@ def test_a_draft_comes_back_if_the_one_before_accepts_as_little_of_the_new_texts
     news = bed.coordinator.learner_news()
     assert (news.num_rollbacks, news.served) == (0, str(folder / "draft-1"))
     bed.coordinator._call(lambda: accept(bed, as_little))
-    time.sleep(1.2)
+    time.sleep(HOUSEKEEPINGS_S)
     assert states(bed) == {"0": "former", "1": "served"}, "compared with the draft before on the same texts"
 
 
@@ -118,7 +122,7 @@ def test_an_engine_serves_on_if_the_draft_before_is_gone_or_weights_were_updated
     bed, loads, folder = learning
     for number in (1, 2):
         bed.coordinator._call(lambda: accept(bed, [1000] * 4))
-        time.sleep(1.2)
+        time.sleep(HOUSEKEEPINGS_S)
         bed.coordinator._call(lambda: accept(bed, [1000] * 4))
         assert bed.coordinator.offer_draft(candidate(folder, number)) == ""
     if is_gone:
@@ -126,7 +130,7 @@ def test_an_engine_serves_on_if_the_draft_before_is_gone_or_weights_were_updated
     else:
         assert first_error(bed.coordinator.carry_out(LoadWeights(Tensors(()))).result(10)) == ""
     bed.coordinator._call(lambda: accept(bed, [4000]))
-    time.sleep(1.2)
+    time.sleep(HOUSEKEEPINGS_S)
     assert states(bed) == {"0": "former", "1": "former", "2": "served"} and bed.coordinator.stats().status == "ready"
     assert ("cannot be taken back" in caplog.text) is is_gone
 
@@ -135,12 +139,12 @@ def test_a_draft_that_accepts_as_little_as_the_one_before_stays(learning):
     bed, _, folder = learning
     accepts_little = [400, 4]
     bed.coordinator._call(lambda: accept(bed, accepts_little))
-    time.sleep(1.2)
+    time.sleep(HOUSEKEEPINGS_S)
     bed.coordinator._call(lambda: accept(bed, accepts_little))
     assert bed.coordinator.offer_draft(candidate(folder, 1)) == ""
     bed.coordinator._call(lambda: accept(bed, [20]))
     bed.coordinator._call(lambda: setattr(bed.scheduler.weights.draft, "fault", "16 rounds accepted none"))
-    time.sleep(1.2)
+    time.sleep(HOUSEKEEPINGS_S)
     assert states(bed) == {"0": "former", "1": "served"}
 
 
